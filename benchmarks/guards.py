@@ -2,22 +2,20 @@
 
     python benchmarks/guards.py runs/*/history.json [--json FILE]
 
-For every run: the largest gradient norm beside the median of the window before it (batches with a reward signal), the
-smallest effective sample size, the largest |mean log-ratio per token|, and how often each alarm would have gone off
-with the thresholds of `[trainer.guards]` (their defaults, or those of `--config recipe.toml`). Thresholds for a new
-kind of run: from here.
+Per run: the largest gradient norm beside the median that the guard compares it with, the smallest effective sample
+size, the largest |mean log-ratio per token|, and how often each alarm would have gone off with the thresholds of
+`[trainer.guards]` (their defaults, or those of `--config recipe.toml`). Thresholds for a new kind of run: from here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from tba_trainer.learner.guards import GuardState, check_step
+from tba_trainer.learner.guards import GuardState, check_step, norm_to_compare
 
 from tba.api import LedgerEntry
 from tba.config import load_recipe
@@ -33,9 +31,9 @@ def replay(entries: list[LedgerEntry], guards: GuardsSection) -> dict[str, Any]:
         metrics = dict(entry.metrics)
         if metrics.get("log_ratio_token_mean") is None:  # ledgers of older releases
             metrics["log_ratio_token_mean"] = _per_token(metrics)
-        norm, usual = metrics.get("grad_norm"), state.signal_grad_norms
-        if norm is not None and 4 * len(usual) >= guards.grad_spike.window_steps:
-            spike = max(spike, norm / statistics.median(usual))
+        norm, usual = metrics.get("grad_norm"), norm_to_compare(guards, state, metrics)
+        if norm is not None and usual is not None:
+            spike = max(spike, norm / usual)
         ess = min(ess, metrics.get("ess") or 1.0)
         drift = max(drift, abs(metrics["log_ratio_token_mean"] or 0.0))
         result = check_step(guards, state, metrics if entry.skipped is None else None)

@@ -123,7 +123,11 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
             command.add_argument("--reason", metavar="TEXT", help="shown to people who look at the run")
         if name == "rollback":
             command.add_argument(
-                "--step", type=int, metavar="N", help="to the newest checkpoint at or before it. None: show them"
+                "--step",
+                type=int,
+                metavar="N",
+                help="to the newest checkpoint at or before it: trainer.keep_checkpoints (2) are kept, and none goes "
+                "while the run is paused. None: show them",
             )
         # a name and not the function: its module, with all that it imports, is loaded for this command alone
         module = "control" if name == "rollback" else "status"
@@ -407,7 +411,7 @@ def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None
         help="evaluate two versions, and show both answers to each prompt, those that changed first",
     )
     evaluate.add_argument(
-        "--limit", type=int, default=20, metavar="N", help="with --compare: how many prompts to show (default: 20)"
+        "--limit", type=int, metavar="N", help="with --compare: how many prompts to show (default: 20)"
     )
     evaluate.add_argument(
         "--reward-url", metavar="URL", help="address of the reward service (default: reward.url, or one that it starts)"

@@ -45,8 +45,8 @@ tba stop
 tba stop --reason "good enough" quickstart-seed0""",
         "rollback": """\
 tba rollback                      # show the checkpoints
-tba rollback --step 200 --reason "the reward fell"
-tba rollback --step 200 quickstart-seed0""",
+tba rollback --step 450 --reason "the reward fell"
+tba rollback --step 450 quickstart-seed0""",
         "retry-versions": """\
 tba retry-versions
 tba retry-versions --reason "the disk was full" quickstart-seed0""",
@@ -136,7 +136,7 @@ tba rollouts show 0123456789abcdef0123456789abcdef quickstart-seed0 --tokens
 tba rollouts show 0123456789abcdef0123456789abcdef --json | jq .trained""",
         "rollouts export": """\
 tba rollouts export quickstart-seed0 --out good.jsonl --min-reward 1 --from-version 1-100
-tba rollouts export --out rollouts.jsonl --force --task gsm8k
+tba rollouts export quickstart-seed0 --out answers          # a data set: datasets.load_dataset("answers")
 tba rollouts export quickstart-seed0 --push-to-hub me/answers --license mit""",
         "rescore": """\
 tba rescore --wait

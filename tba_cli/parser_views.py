@@ -115,15 +115,15 @@ def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> 
     export = kinds.add_parser(
         "export",
         parents=[common],
-        help="write stored rollouts, the oldest first: JSON Lines without tokens, Parquet with them, or a data set on "
-        "the Hugging Face hub",
+        help="write stored rollouts, the oldest first: JSON Lines without tokens, Parquet with them, or a data set "
+        "here or on the Hugging Face hub",
     )
     add_target(export)
     _add_snapshot(export)
     export.add_argument(
         "--out",
-        metavar="FILE",
-        help="a name that ends with .jsonl or .parquet; with --push-to-hub: a folder to keep the data set in",
+        metavar="PATH",
+        help="a file that ends with .jsonl or .parquet, or a folder (without a dot) for a data set: Parquet and a card",
     )
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
     export.add_argument(
@@ -133,9 +133,7 @@ def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> 
         "does not exist; token: HF_TOKEN, or `hf auth login`",
     )
     export.add_argument("--public", action="store_true", help="with --push-to-hub: everybody may read the repository")
-    export.add_argument(
-        "--license", metavar="ID", help="with --push-to-hub: the licence of the data (default: unknown)"
-    )
+    export.add_argument("--license", metavar="ID", help="of a data set: the licence of the data (default: unknown)")
     _add_filters(export)
     add_json(export)
     export.set_defaults(command="tba_cli.commands.export_rollouts:export_command")

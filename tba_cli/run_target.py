@@ -15,7 +15,7 @@ from tba.tokens import operator_client_token
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tba.api import SnapshotInfo
+    from tba.api import RunInfo, SnapshotInfo
     from tba.clients import BufferClient
     from tba_cli.run_folder import RunFolder
 
@@ -76,9 +76,9 @@ def snapshot_name(args: argparse.Namespace) -> str | None:
     Raises:
         ConfigError: --recipe is given without it.
     """
-    name = getattr(args, "snapshot", None)
-    # a data set for the hub has the recipe in its card
-    is_of_card = getattr(args, "push_to_hub", None) is not None
+    name, out = getattr(args, "snapshot", None), getattr(args, "out", None)
+    # a data set has the recipe in its card
+    is_of_card = getattr(args, "push_to_hub", None) is not None or (out is not None and not Path(out).suffix)
     if name is None and getattr(args, "recipe", None) is not None and not is_of_card:
         raise ConfigError("--recipe says which store holds a snapshot; add --snapshot NAME")
     return name
@@ -130,16 +130,20 @@ def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}); give --url") from None
 
 
-def _no_such_run(folder: Path) -> str:
-    """Return a sentence about a run that does not exist: which runs there are, and what to do."""
+def runs_beside(folder: Path) -> str:
+    """Return the names of the runs in the parent of a run's folder, the newest first; "none" if there are none."""
     from tba_cli.run_folder import MARKER
 
     markers = sorted(folder.parent.glob(f"*/{MARKER}"), key=lambda path: path.stat().st_mtime, reverse=True)
     names = [path.parent.name for path in markers[:MAX_NAMED]]
-    there = ", ".join(names) + (", ..." if len(markers) > MAX_NAMED else "") if names else "none"
+    return ", ".join(names) + (", ..." if len(markers) > MAX_NAMED else "") if names else "none"
+
+
+def _no_such_run(folder: Path) -> str:
+    """Return a sentence about a run that does not exist: which runs there are, and what to do."""
     return (
-        f"there is no run {folder.name!r}: {folder} does not exist, and the runs beside it are: {there}; name one of "
-        "them, give --run-dir DIR or --url URL, or start one with `tba run RECIPE`"
+        f"there is no run {folder.name!r}: {folder} does not exist, and the runs beside it are: {runs_beside(folder)}; "
+        "name one of them, give --run-dir DIR or --url URL, or start one with `tba run RECIPE`"
     )
 
 
@@ -156,6 +160,22 @@ def _folder_of(run: str | None) -> Path:
     if not ended:
         raise ConfigError(f"no run is in progress under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
     return max(ended, key=lambda folder: folder.recipe_path.stat().st_mtime).path
+
+
+def ask_for_rollback(client: BufferClient, step: int, reason: str | None) -> RunInfo:
+    """Ask a run in progress to return to the newest checkpoint at or before `step`.
+
+    Raises:
+        ConfigError: no run has a step of this number.
+        ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
+    """
+    from tba.api import RollbackRequest
+    from tba.fields import MAX_STEP
+
+    # the model would refuse it with a traceback
+    if not 0 <= step <= MAX_STEP:
+        raise ConfigError(f"step {step} is out of range; name one from 0 to {MAX_STEP}")
+    return client.rollback(RollbackRequest(step=step, reason=reason))
 
 
 def save_snapshot(client: BufferClient, name: str, *, show: Callable[[SnapshotInfo], None]) -> SnapshotInfo:

@@ -112,7 +112,8 @@ class Reference:
             return
         if not it.has_docstring or not all(member.has_docstring for member in members):
             raise SystemExit(f"error: {it.path} or a member of it has no docstring")
-        index = [(f"[{row.name}](#{it.name.lower()}{row.name})", _summary(row)) for row in members]
+        called = {row.name: f"{row.name}()" if isinstance(row, Function) else row.name for row in members}
+        index = [(f"[{called[row.name]}](#{it.name.lower()}{row.name})", _summary(row)) for row in members]
         yield from _table("member | meaning", index)
         for member in members:
             level = "###" if name.startswith("tba.") else "####"

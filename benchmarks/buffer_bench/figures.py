@@ -32,7 +32,7 @@ def pushes(num_bytes: int, duration_s: float) -> Figure:
         direct = _crowd(clients.redis_pusher, NUM_CLIENTS, duration_s, redis_url=stack.redis.url, run=run, **size)
         stats = stack.client.stats()
         num_http, num_direct = sum(t.num_items for t in http), sum(t.num_items for t in direct)
-        assert stats.rollouts_generated >= num_http
+        assert stats.pushed["new"] >= num_http
         return {
             "http_per_s": rate(http),
             "direct_per_s": rate(direct),

@@ -35,6 +35,7 @@ from tba.api.prompts import (
     PromptVersion,
 )
 from tba.api.rollouts import (
+    EVICTED_KEY,
     PushOutcome,
     PushReply,
     RefLogprobInfo,
@@ -92,6 +93,7 @@ from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotLis
 from tba.api.stats import (
     CostInfo,
     Curves,
+    FailedReason,
     Rates,
     RunSummary,
     Stats,
@@ -121,6 +123,7 @@ from tba.fields import Name, Problem, RunState, Split, VersionText
 __all__ = [
     "ACKNOWLEDGED_HEADER",
     "EVENT_NAMES",
+    "EVICTED_KEY",
     "MAX_CHANGES_PER_PAGE",
     "MAX_LEASE_IDS",
     "MAX_REFUSED_VERSIONS",
@@ -144,6 +147,7 @@ __all__ = [
     "EvaluateReply",
     "EvaluateRequest",
     "EventName",
+    "FailedReason",
     "Lease",
     "LeaseRenewal",
     "LeaseRenewalReply",

@@ -100,6 +100,9 @@ class EvalInfo(EvalNumbers):
     num_samples: int | None = None
     created_at_s: float
     finished_at_s: float | None = None
+    abandoned: bool = False
+    """The run went back to before this version: the active lineage neither made it nor descends from it, so it cannot
+    be the best one."""
 
 
 class EvaluateReply(EvalInfo):

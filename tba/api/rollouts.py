@@ -10,6 +10,8 @@ from tba.fields import RunState, StrictModel, VersionText
 
 RolloutOrder = Literal["best", "worst", "newest", "oldest"]
 RewardStatus = Literal["scored", "pending", "failed"]
+EVICTED_KEY = "tba.num_evicted"
+"""Key in the file metadata of GET /v1/rollouts.parquet: how many rollouts were evicted before they were read."""
 
 
 class PushOutcome(StrictModel):
@@ -101,8 +103,8 @@ class RolloutInfo(StrictModel):
     reward_version: str | None
     reward_parts: list[RewardPart] | None = None
     """None: the reward is the score of the only scorer, or the parts are not known (an older release, or no score)."""
-    num_batches: int = 0
-    """Batches that drew it, and that are neither void nor abandoned."""
+    num_batches: int | None = 0
+    """Batches that drew it, and that are neither void nor abandoned; None: a snapshot, which does not have that."""
     sampling: SamplingInfo
     searcher_id: str
     started_at_s: float

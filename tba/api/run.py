@@ -276,8 +276,8 @@ class RollbackRequest(StrictModel):
     """POST /v1/run/rollback: return to the newest checkpoint of the active lineage, or of those that it descends from,
     that is at or before `step`. The trainer does so at its next step boundary, in a new lineage.
 
-    The same request again (same `request_id`) changes nothing, and neither does another one for the checkpoint that a
-    waiting one returns to.
+    The same request again (same `request_id`) changes nothing, also after up to 30 others, and neither does another one
+    for the checkpoint that a waiting one returns to.
     """
 
     step: Integer = Field(ge=0, le=MAX_STEP)
@@ -308,6 +308,8 @@ class RunInfo(StrictModel):
     read_only: bool = False
     """This is a view of the files of a run that is over (`buffer.read_only`, whose text is the note): nothing of it is
     alive, and every write is refused."""
+    is_snapshot: bool = False
+    """What is shown is a snapshot: stored rollouts and prompts, and nothing of what happened before it was saved."""
     loss: str | None = None
     """The acknowledged changes that Redis has lost; writes are refused until they are back, or an operator accepts the
     loss."""

@@ -81,8 +81,18 @@ class CostInfo(StrictModel):
     """Trained on before that, by an older release, or before the times were damaged; 0: the cost is that of the run."""
 
 
+class FailedReason(StrictModel):
+    """Why rollouts have no score."""
+
+    reason: str
+    """Such as `bad_data` (docs/rewards.md)."""
+    num: int
+    example: str
+    """The whole text that most of them have, with the detail."""
+
+
 class Stats(StrictModel):
-    """GET /v1/stats: what is stored now, and the counts since the run began.
+    """GET /v1/stats: what is stored now, and the counts since the run began; of a snapshot these are None or empty.
 
     Fields with a default are absent in the histories of older releases.
     """
@@ -93,6 +103,8 @@ class Stats(StrictModel):
     num_scored: int
     num_pending: int
     num_failed: int
+    failed_reasons: list[FailedReason] = Field(default_factory=list)
+    """Of the newest 500 of these, the commonest first; they may be seconds old."""
     num_used_up: int = 0
     """Of the scored ones: those that were in `sampling.max_uses` batches, and are not drawn again."""
     num_prompts_train: int
@@ -119,9 +131,9 @@ class Stats(StrictModel):
     ones."""
     rescored: dict[str, int] = Field(default_factory=dict)
     leases: dict[str, int]
-    rollouts_generated: int
-    rollouts_drawn: int
-    rollouts_trained: int
+    rollouts_generated: int | None
+    rollouts_drawn: int | None
+    rollouts_trained: int | None
     """Rollouts of batches that a step trained on."""
     rollouts_refused_by_trainer: dict[str, int] = Field(default_factory=dict)
     """Reason -> rollouts of batches that the trainer could not use."""
@@ -149,7 +161,7 @@ class Stats(StrictModel):
     component_seconds: dict[str, float] = Field(default_factory=dict)
     """Kind of component -> seconds that components of this kind were there, added up, as their heartbeats show."""
     cost: CostInfo | None = None
-    """None: the recipe has no prices."""
+    """None: the recipe has no prices; or a snapshot."""
     rates: Rates | None = None
     """None during the first second."""
     stored: StoredStats | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict, model_validator
 
 from tba.fields import MAX_LINEAGE, MAX_SEED, MAX_STEP, Integer, Name, Number, StrictModel, VersionText
+from tba.fields import Reason as FailReason
 
 Reason = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
 """Why a batch was skipped or a rollout refused; used as a label of metrics."""
@@ -24,8 +25,10 @@ class LineageRequest(StrictModel):
     A resume no longer starts from a registered checkpoint of a later step than `parent`, but from the checkpoint of
     `parent` at `checkpoint_key`, or from the start of the run if there is none. `rollback`: an alarm of the previous
     lineage led to this start, which is counted. `obeys`: the request id of the operator's rollback that this start
-    does; it no longer waits. `in_process`: the trainer's process has trained the lineage before this one; a stop that
-    came between the two stays one, where a process that starts continues the run.
+    does; it no longer waits, and where it does not wait, the start is refused. `fails`: nothing is left that it could
+    return to, and the run fails for this reason in the same call. `in_process`: the trainer's process has trained the
+    lineage before this one; a stop or a failure that came between the two stays, where a process that starts continues
+    the run.
     """
 
     trainer_id: Name
@@ -33,6 +36,7 @@ class LineageRequest(StrictModel):
     checkpoint_key: str | None = Field(default=None, min_length=1, max_length=1024)
     rollback: bool = False
     obeys: Name | None = None
+    fails: FailReason | None = None
     in_process: bool = False
     # drawn by `secrets`, since a request with it is answered with the fencing token
     request_id: Name = Field(default_factory=partial(secrets.token_hex, 16))
@@ -64,13 +68,16 @@ class CheckpointRequest(StrictModel):
     version: VersionText
     token: Name
     key: Name
+    kept: list[VersionText] | None = None
+    """The checkpoints of this history that the trainer keeps: it deletes others after this call, so no rollback returns
+    to them. None: it deletes none."""
 
 
 class CheckpointList(StrictModel):
     """GET /v1/checkpoints: what a rollback can return to."""
 
     versions: list[VersionText]
-    """The complete checkpoints of the active lineage and of those that it descends from, newest first."""
+    """The complete checkpoints that the active lineage wrote or descends from and keeps, newest first."""
 
 
 class BatchRequest(StrictModel):

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError, StoreError
+from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.wire.weight_manifest import (
@@ -41,6 +43,7 @@ from tba.wire.weight_manifest import (
 )
 
 MANIFEST_NAME = "manifest.json"
+log = get_logger("weights")
 
 
 def checkpoint_prefix(run: str) -> str:
@@ -52,13 +55,26 @@ def complete_versions(store: ObjectStore, prefix: str) -> list[PolicyVersion]:
     """Return the versions whose folders under `prefix` have a manifest, oldest lineage first.
 
     Args:
-        prefix: ends with a slash.
+        prefix: ends with a slash; folders under it that are not named like a version are left out.
 
     Raises:
         StoreUnavailableError
     """
-    names = [key.removeprefix(prefix).split("/") for key in store.list(prefix)]
-    return sorted(PolicyVersion.parse(name[0]) for name in names if name[1:] == [MANIFEST_NAME])
+    found: list[PolicyVersion] = []
+    for key in store.list(prefix):
+        name, _, rest = key.removeprefix(prefix).partition("/")
+        if rest == MANIFEST_NAME:
+            try:
+                found.append(PolicyVersion.parse(name))
+            except MalformedError:
+                _note_foreign(f"{prefix}{name}")
+    return sorted(found)
+
+
+@lru_cache(maxsize=1000)
+def _note_foreign(folder: str) -> None:
+    # once for each of them: stores are listed again and again
+    log.warning("folder_is_no_version", folder=folder)
 
 
 def delete_incomplete(

@@ -20,7 +20,7 @@ from tba import __version__
 from tba.errors import ConfigError, MalformedError
 from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_STEP, StrictModel
 from tba.store import ObjectStore
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.wire.weight_manifest import Sha256, StoredObject
 
 MANIFEST_NAME = "manifest.json"
@@ -165,7 +165,7 @@ def decode_snapshot_manifest(data: bytes, *, key: str) -> SnapshotManifest:
         MalformedError: naming the object and the first field that is wrong.
     """
     try:
-        return SnapshotManifest.model_validate_json(data)
+        manifest = SnapshotManifest.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         # the only error that another release of tba can solve
@@ -176,3 +176,7 @@ def decode_snapshot_manifest(data: bytes, *, key: str) -> SnapshotManifest:
             ) from None
         where = ".".join(str(part) for part in first["loc"]) or "document"
         raise MalformedError(f"snapshot manifest {key}: {where}: {first['msg']}") from None
+    latest = PolicyVersion.parse(manifest.latest_version or str(START))
+    if latest.lineage and latest.lineage not in manifest.lineages:
+        raise MalformedError(f"snapshot manifest {key}: latest_version: {latest} is of no lineage that `lineages` has")
+    return manifest

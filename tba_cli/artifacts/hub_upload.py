@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +19,8 @@ _REPLACED: dict[Kind, list[str]] = {
     "dataset": ["data/*.parquet"],
 }
 """Deleted from the repository where the folder does not have them: an earlier version may have had more shards."""
+SILENCE_S = 60.0
+"""Longest time that the hub may leave a request without a byte; the library itself has no limit."""
 
 
 class HubRepository:
@@ -31,11 +35,16 @@ class HubRepository:
     """
 
     def __init__(self, name: str, kind: Kind) -> None:
-        self._name, self._api = name, hub_library("uploading to").HfApi()
+        hub = hub_library("uploading to")
+        self._name, self._api = name, hub.HfApi()
         self._kind: Kind = kind
+        # a factory and not this session alone: the library makes another one when a connection breaks
+        session = hub.get_session()
+        client, hooks = type(session), session.event_hooks
+        hub.set_client_factory(lambda: client(event_hooks=hooks, follow_redirects=True, timeout=SILENCE_S))
 
     def open(self, *, public: bool) -> None:
-        """Make the repository where there is none yet.
+        """Make the repository where there is none yet; print a line to stderr before.
 
         Args:
             public: whether everybody may read a new one; one that exists stays as it is.
@@ -43,6 +52,7 @@ class HubRepository:
         Raises:
             ConfigError: it exists and everybody can read it, without `public`; or as `push`.
         """
+        print(f"pushing to {self._name} on {self._api.endpoint}", file=sys.stderr, flush=True)
         with self._explained():
             self._api.create_repo(self._name, repo_type=self._kind, private=not public, exist_ok=True)
             is_private = self._api.repo_info(self._name, repo_type=self._kind).private
@@ -81,7 +91,16 @@ class HubRepository:
                     f"the hub does not let you write to {self._name} ({_first_line(error)}): check the name, and give "
                     "a token that may write there, by HF_TOKEN or `hf auth login`"
                 ) from None
-            raise ConfigError(f"the hub did not take {self._name}: {_first_line(error)}") from None
+            # a commit names the one that it follows
+            again = "; somebody else pushed meanwhile: run it again" if error.response.status_code in (409, 412) else ""
+            raise ConfigError(f"the hub did not take {self._name}: {_first_line(error)}{again}") from None
+        except (KeyError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                f"{self._api.endpoint} answers as no Hugging Face hub does ({type(error).__name__}: "
+                f"{_first_line(error)}), so {self._name} was not pushed; correct HF_ENDPOINT"
+            ) from None
+        except ValueError as error:  # such as metadata of the card, line by line
+            raise ConfigError(f"the hub did not take {self._name}: {' '.join(str(error).split())}") from None
         except Exception as error:  # those of the hub's HTTP library, which this package does not import
             raise ConfigError(
                 f"{self._name} could not be pushed to the hub ({type(error).__name__}: {_first_line(error)}); run it "

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import tba
-from tba.api import RunInfo
+from tba.api import EVICTED_KEY, RunInfo
 from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.weights.export import PAPER, public_recipe
 
 SHARD_BYTES = 500 * 10**6
 """A shard has at most so many bytes, or one row group: the hub asks for files of this size."""
-EVICTED_KEY = b"tba.num_evicted"
 LICENCE_UNKNOWN = "unknown"
+NO_ROLLOUTS = "no stored rollout matches, and a data set cannot be empty; leave out a filter"
 COLUMNS = {
     "rollout_id": "id of the rollout, 32 hexadecimal digits",
     "task": "name of the task, which says how it is scored",
@@ -43,7 +43,7 @@ COLUMNS = {
     "reward_reason": "why scoring failed",
     "reward_version": "version of the reward",
     "reward_parts": "score of each scorer of the task before weights; null where there is only one",
-    "num_batches": "training batches that drew it",
+    "num_batches": "training batches that drew it; null: this is not part of a snapshot",
     "sampling": "settings of the behaviour policy; top_p 1 and top_k 0 are off",
     "searcher_id": "the process that sampled it",
     "started_at_s": "Unix time at which sampling began",
@@ -72,8 +72,8 @@ class Exported:
     """What a Parquet export holds."""
 
     num_rollouts: int
-    num_evicted: int
-    """Rollouts that were evicted before they were read, and are missing."""
+    num_evicted: int | None
+    """Rollouts that were evicted before they were read, and are missing; None: not known."""
 
 
 def exported(file: Path) -> Exported:
@@ -82,7 +82,7 @@ def exported(file: Path) -> Exported:
 
     metadata = parquet.read_metadata(file)
     # a service of an older release does not count them
-    return Exported(metadata.num_rows, int((metadata.metadata or {}).get(EVICTED_KEY, 0)))
+    return Exported(metadata.num_rows, int((metadata.metadata or {}).get(EVICTED_KEY.encode(), 0)))
 
 
 def write_dataset(file: Path, folder: Path, facts: DatasetFacts) -> Exported:
@@ -96,7 +96,7 @@ def write_dataset(file: Path, folder: Path, facts: DatasetFacts) -> Exported:
     """
     found = exported(file)
     if not found.num_rollouts:
-        raise ConfigError("no stored rollout matches, and the hub takes no empty data set; leave out a filter")
+        raise ConfigError(NO_ROLLOUTS)
     names = _write_shards(file, folder / "data")
     (folder / "README.md").write_text(_card(found, names, facts))
     return found
@@ -138,6 +138,8 @@ def _card(found: Exported, columns: list[str], facts: DatasetFacts) -> str:
     run = facts.run
     filters = ", ".join(f"{name} {value}" for name, value in facts.filters.items() if value is not None)
     which = f"the stored rollouts with {filters}" if filters else "all stored rollouts"
+    if run.is_snapshot and run.origin is not None:
+        which += f" of its snapshot `{run.origin.source}`"
     evicted = f", but for {found.num_evicted} that were evicted meanwhile" if found.num_evicted else ""
     # a service of a newer release may have more columns
     rows = [f"| `{name}` | {COLUMNS.get(name, '')} |" for name in columns]

@@ -42,7 +42,7 @@ def save_command(args: argparse.Namespace) -> int:
         finally:
             client.close()
     if args.json:
-        print(info.model_dump_json(indent=1))
+        print(info.model_dump_json(indent=1, ensure_ascii=True))
         return 0
     print(
         f"saved {info.source}: {info.num_rollouts} rollouts, {info.num_bytes} bytes, log position {info.log_position}"
@@ -73,7 +73,11 @@ def load_command(args: argparse.Namespace) -> int:
         client.close()
     if origin.state == "failed":
         raise ServiceError(f"snapshot {origin.source} was not loaded: {origin.reason}")
-    print(origin.model_dump_json(indent=1) if args.json else f"loaded {origin.source}: {origin.num_rollouts} rollouts")
+    print(
+        origin.model_dump_json(indent=1, ensure_ascii=True)
+        if args.json
+        else f"loaded {origin.source}: {origin.num_rollouts} rollouts"
+    )
     return 0
 
 

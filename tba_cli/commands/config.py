@@ -52,7 +52,7 @@ def check_command(args: argparse.Namespace) -> int:
 
 def show_command(args: argparse.Namespace) -> int:
     """Print every value that results from the recipe, the environment and the flags, defaults included."""
-    print(load_recipe(args.recipe, sets=args.set).model_dump_json(indent=2))
+    print(load_recipe(args.recipe, sets=args.set).model_dump_json(indent=2, ensure_ascii=True))
     return 0
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from tba.api import (
     CheckpointList,
-    RollbackRequest,
     RunInfo,
     ScaleAudit,
     ScaleRequest,
@@ -23,7 +22,7 @@ from tba.config.live_settings import AS_RECIPE, setting_text
 from tba.config.recipe import parse_toml_value
 from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
 from tba.fields import escape_controls
-from tba_cli.run_target import open_client
+from tba_cli.run_target import ask_for_rollback, ended_run, open_client
 
 POLL_S = 0.5
 SOURCES = {
@@ -46,7 +45,11 @@ def set_command(args: argparse.Namespace) -> int:
             info = client.change_settings(SettingsRequest(settings=settings, reason=args.reason))
     finally:
         client.close()
-    print(info.model_dump_json(indent=2) if args.json else "\n".join(map(escape_controls, settings_lines(info))))
+    print(
+        info.model_dump_json(indent=2, ensure_ascii=True)
+        if args.json
+        else "\n".join(map(escape_controls, settings_lines(info)))
+    )
     return 0
 
 
@@ -94,7 +97,11 @@ def scale_command(args: argparse.Namespace) -> int:
                 info = until_there(client, info, timeout_s=args.timeout_s)
     finally:
         client.close()
-    print(info.model_dump_json(indent=2) if args.json else "\n".join(map(escape_controls, scaling_lines(info))))
+    print(
+        info.model_dump_json(indent=2, ensure_ascii=True)
+        if args.json
+        else "\n".join(map(escape_controls, scaling_lines(info)))
+    )
     return 0
 
 
@@ -147,20 +154,25 @@ def searchers_line(searchers: SearchersInfo) -> str:
 
 def rollback_command(args: argparse.Namespace) -> int:
     """Ask for a rollback, or show what it could return to."""
-    # the flag would reach the service as a wrong request, which says less
-    if args.step is not None and args.step < 0:
-        raise ConfigError(f"--step is {args.step}; name a step from 0 on")
+    if args.step is None and args.reason is not None:
+        raise ConfigError("--reason says why the run returns to --step N; add that, or leave --reason out")
+    if (ended := ended_run(args)) is not None:
+        resume = "" if ended.is_finished else f", or resume it (`tba run {ended.recipe_path} --resume`) and ask again"
+        raise ConfigError(
+            f"run {ended.path.name!r} is not in progress, and only a run in progress can roll back; begin a new one "
+            f"with a version of it: `tba fork {ended.path.name}@LINEAGE-STEP NEW_NAME`{resume}"
+        )
     client = open_client(args)
     try:
         if args.step is None:
             found = CheckpointList(versions=client.checkpoints())
             shown = f"checkpoints, newest first: {', '.join(found.versions) or 'none so far'}"
         else:
-            found = client.rollback(RollbackRequest(step=args.step, reason=args.reason))
+            found = ask_for_rollback(client, args.step, args.reason)
             shown = rollback_line(found) or f"run {found.run!r} has rolled back already: lineage {found.lineage}"
     finally:
         client.close()
-    print(found.model_dump_json(indent=2) if args.json else escape_controls(shown))
+    print(found.model_dump_json(indent=2, ensure_ascii=True) if args.json else escape_controls(shown))
     return 0
 
 

@@ -26,8 +26,10 @@ from tba_cli.reports.answers import compare, comparison_lines
 from tba_cli.reports.comparison import evaluation_markdown
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
-from tba_cli.run_target import run_folder
+from tba_cli.run_target import run_folder, runs_beside
 
+NUM_SHOWN = 20
+"""Prompts that --compare shows without --limit."""
 OUT_DIR = Path("evaluations")
 RECIPE_SUFFIXES = (".toml", ".json")
 
@@ -50,12 +52,14 @@ def evaluate_command(args: argparse.Namespace) -> int:
     console = EvaluationConsole("quiet" if args.json else loudness_of(args))
     if args.compare is not None:
         return _compare_command(args, console)
+    if args.limit is not None:
+        raise ConfigError("--limit says how many prompts --compare A B shows; add that, or leave --limit out")
     subject = _of_recipe(args) if args.source.endswith(RECIPE_SUFFIXES) else _of_run(args, args.version)
     prompts = _prompts(subject.recipe, args)
     out = Path(args.out) if args.out else OUT_DIR / subject.recipe.run.name / subject.name
     report = _evaluate(subject, prompts, out, args, console)
     if args.json:
-        print(report.model_dump_json(indent=2))
+        print(report.model_dump_json(indent=2, ensure_ascii=True))
         return 0
     console.result(evaluation_markdown(report))
     console.result(f"evaluation: {out / 'evaluation.json'}")
@@ -69,8 +73,9 @@ def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> in
             "--compare names two versions of a run, as in `tba evaluate RUN --compare start best`; it does not go with "
             "a recipe, --model or --version"
         )
-    if args.limit < 0:
-        raise ConfigError(f"--limit {args.limit} is out of range; give 0 or more")
+    limit = NUM_SHOWN if args.limit is None else args.limit
+    if limit < 0:
+        raise ConfigError(f"--limit {limit} is out of range; give 0 or more")
     before, after = (_of_run(args, which) for which in args.compare)
     if before.version == after.version:
         raise ConfigError(f"--compare {' '.join(args.compare)}: both are version {after.version}; name two versions")
@@ -85,9 +90,9 @@ def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> in
     path = out / f"{before.name}-and-{after.name}.json"
     path.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if args.json:
-        print(found.model_dump_json(indent=1))
+        print(found.model_dump_json(indent=1, ensure_ascii=True))
         return 0
-    console.result("\n".join(comparison_lines(found, limit=args.limit)))
+    console.result("\n".join(comparison_lines(found, limit=limit)))
     console.result(f"all pairs: {path}")
     return 0
 
@@ -190,13 +195,17 @@ def _of_run(args: argparse.Namespace, which: str | None) -> Subject:
     target = argparse.Namespace(
         url=None, run_dir=None, run=args.source, token_file=args.token_file, ca_file=None, recipe=None
     )
-    path = run_folder(target).config_path
-    if not path.exists():
+    folder = run_folder(target)
+    if not (path := folder.config_path).exists():
         raise ConfigError(
-            f"{args.source!r} is neither a recipe ({' or '.join(RECIPE_SUFFIXES)}) nor a run: there is no {path}"
+            f"{args.source!r} is neither a recipe ({' or '.join(RECIPE_SUFFIXES)}) nor a run: there is no {path}; the "
+            f"runs beside it are: {runs_beside(folder.path)}"
         )
     # without the variables of this shell: the run was started with others
     recipe = with_absolute_paths(load_recipe(path, sets=args.set, environ={}))
+    # its own reward service ended with it; one that --set names may be there
+    if not folder.endpoints_path.exists() and recipe.reward.url == load_recipe(path, environ={}).reward.url:
+        recipe = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"url": None})})
     if args.model is not None:
         if which is not None:
             raise ConfigError("--model names a folder and --version a version of the run; give one of them")

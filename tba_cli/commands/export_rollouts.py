@@ -18,7 +18,7 @@ from tba.clients.run_reader import RolloutFilters
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, NotFoundError
 from tba_cli.artifacts.hub_upload import HubRepository
-from tba_cli.artifacts.rollout_dataset import DatasetFacts, Exported, exported, write_dataset
+from tba_cli.artifacts.rollout_dataset import NO_ROLLOUTS, DatasetFacts, Exported, exported, write_dataset
 from tba_cli.commands.export import check_public, out_folder, write_whole
 from tba_cli.commands.rollouts import MAX_PER_PAGE, filters_of, with_run
 from tba_cli.run_target import run_folder
@@ -28,16 +28,20 @@ MAX_TEXT_CHARS = 10_000
 
 
 def export_command(args: argparse.Namespace) -> int:
-    """Write the rollouts that match, the oldest first, and print how many: to a file, or as a data set for the hub."""
+    """Write the rollouts that match, the oldest first, and print how many: to a file, or as a data set."""
     check_public(args)
-    if args.push_to_hub is not None:
-        return _push(args)
-    if args.out is None:
-        raise ConfigError("say where to: --out FILE, or --push-to-hub OWNER/NAME")
+    if not args.out and args.push_to_hub is None:
+        raise ConfigError("say where to: --out FILE, --out DIR, or --push-to-hub OWNER/NAME")
+    if args.push_to_hub is not None or not Path(args.out).suffix:
+        if args.force:
+            raise ConfigError("--force replaces a file, and a data set is none; leave --force out")
+        return _export_dataset(args)
+    if args.license is not None:
+        raise ConfigError("--license is that of a data set: --out DIR, or --push-to-hub OWNER/NAME")
     path = Path(args.out)
     write = _WRITERS.get(path.suffix)
     if write is None:
-        raise ConfigError(f"--out {path} must end with {' or '.join(_WRITERS)}, which names the format")
+        raise ConfigError(f"--out {path} must end with {' or '.join(_WRITERS)}, or be a folder, without a dot")
     if path.exists() and not args.force:
         raise ConfigError(f"{path} exists; give another --out, or --force to replace it")
     if not path.absolute().parent.is_dir():
@@ -51,14 +55,12 @@ def export_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _push(args: argparse.Namespace) -> int:
-    """Push a data set of the rollouts to the hub, and keep it in the folder of --out where there is one."""
+def _export_dataset(args: argparse.Namespace) -> int:
+    """Write a data set of the rollouts to the folder of --out, and push it to the hub, as far as that is asked for."""
     out, licence = out_folder(args.out), args.license
     if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError("--push-to-hub needs pyarrow, which is not installed: pip install 'tba[data]'")
-    repository = HubRepository(args.push_to_hub, "dataset")
-    # before gigabytes are read
-    repository.open(public=args.public)
+        raise ConfigError("a data set needs pyarrow, which is not installed: pip install 'tba[data]'")
+    repository = None if args.push_to_hub is None else HubRepository(args.push_to_hub, "dataset")
     recipe = _recipe(args)
     filters = filters_of(args)
 
@@ -67,8 +69,13 @@ def _push(args: argparse.Namespace) -> int:
         file = folder / "rollouts.parquet"
 
         def export(client: BufferClient) -> RunInfo:
+            info = client.run()
+            if repository is not None and out is None:
+                # once there is something to push, and before gigabytes are read that nothing would keep
+                _check_any(client, filters)
+                repository.open(public=args.public)
             client.export_rollouts(file, **filters)
-            return client.run()
+            return info
 
         facts = DatasetFacts(run=with_run(args, export), recipe=recipe, filters=filters, licence=licence)
         names.append(facts.run.run)
@@ -77,14 +84,31 @@ def _push(args: argparse.Namespace) -> int:
     names: list[str] = []
     with tempfile.TemporaryDirectory(prefix="tba-export-") if out is None else nullcontext(out) as place:
         found = write_whole(Path(place), write)
-        address = repository.push(
-            Path(place), message=f"rollouts of run {names[0]!r}, exported by tba {tba.__version__}"
-        )
+        if out is not None and not args.json:
+            print(f"wrote {_text(found)} to {out}", flush=True)
+        address = None
+        if repository is not None:
+            if out is not None:
+                repository.open(public=args.public)
+            message = f"rollouts of run {names[0]!r}, exported by tba {tba.__version__}"
+            address = repository.push(Path(place), message=message)
+            if not args.json:
+                print(f"pushed {_text(found)} to {address}")
     if args.json:
         print(json.dumps({"out": out and str(out), **_counts(found), "pushed_to": address}, indent=1))
-        return 0
-    print(f"pushed {_text(found)} to {address}" + ("" if out is None else f", and kept them in {out}"))
     return 0
+
+
+def _check_any(client: BufferClient, filters: RolloutFilters) -> None:
+    """Raise ConfigError where no rollout matches."""
+    cursor = None
+    while True:  # a page may have none and not be the last: a request reads a bounded number
+        page = client.list_rollouts(order="newest", limit=1, cursor=cursor, text_chars=0, **filters)
+        if page.rollouts:
+            return
+        if page.next is None:
+            raise ConfigError(NO_ROLLOUTS)
+        cursor = page.next
 
 
 def _recipe(args: argparse.Namespace) -> Recipe | None:
@@ -105,17 +129,19 @@ def _text(found: Exported | None) -> str:
     if found is None:
         return "the rollouts"
     evicted = f" ({found.num_evicted} more were evicted before they were read)" if found.num_evicted else ""
+    if found.num_evicted is None:
+        evicted = " (it is not known how many more were evicted before they were read; --out FILE.parquet counts them)"
     return f"{found.num_rollouts} rollouts{evicted}"
 
 
 def _write_jsonl(client: BufferClient, path: Path, filters: RolloutFilters) -> Exported:
     """Write a RolloutInfo with whole texts per line; return how many.
 
-    A page has what is stored when it is read, so only those that are evicted between their page and their text count as
-    such.
+    A page has what is stored when it is read, so of a run in progress nobody knows how many were evicted before.
     """
     part = path.with_name(path.name + ".part")
-    num, num_evicted, cursor, is_whole = 0, 0, None, False
+    num, cursor, is_whole = 0, None, False
+    num_evicted = 0 if client.run().read_only else None
     try:
         with part.open("w", encoding="utf-8") as file:
             while not is_whole:
@@ -125,8 +151,7 @@ def _write_jsonl(client: BufferClient, path: Path, filters: RolloutFilters) -> E
                 for rollout in page.rollouts:
                     try:
                         whole = _with_whole_texts(client, rollout)
-                    except NotFoundError:
-                        num_evicted += 1
+                    except NotFoundError:  # evicted
                         continue
                     file.write(whole.model_dump_json() + "\n")
                     num += 1

@@ -41,7 +41,7 @@ def upload_command(args: argparse.Namespace) -> int:
             print(json.dumps({**numbers, "first": first}, indent=1))
             return 0
         for prompt in shown:
-            print(prompt.model_dump_json(indent=2))
+            print(prompt.model_dump_json(indent=2, ensure_ascii=True))
         print(f"{num_train} prompts to train on and {num_heldout} held out{left_out}; nothing was uploaded")
         return 0
     client = open_client(args)
@@ -112,7 +112,7 @@ def list_command(args: argparse.Namespace) -> int:
         ),
     )
     if args.json:
-        print(page.model_dump_json(indent=2))
+        print(page.model_dump_json(indent=2, ensure_ascii=True))
         return 0
     if page.prompts:
         print("\n".join(table_lines(page.prompts)))
@@ -140,7 +140,11 @@ def table_lines(prompts: Sequence[PromptInfo]) -> list[str]:
 def show_command(args: argparse.Namespace) -> int:
     """Print all that is known of one prompt."""
     prompt = with_run(args, lambda client: client.get_prompt(args.prompt_id))
-    print(prompt.model_dump_json(indent=2) if args.json else "\n".join(map(escape_controls, detail_lines(prompt))))
+    print(
+        prompt.model_dump_json(indent=2, ensure_ascii=True)
+        if args.json
+        else "\n".join(map(escape_controls, detail_lines(prompt)))
+    )
     return 0
 
 

@@ -28,7 +28,7 @@ def rescore_command(args: argparse.Namespace) -> int:
                 job = _wait(client, job)
     finally:
         client.close()
-    print(job.model_dump_json(indent=2) if args.json else "\n".join(rescore_lines(job)))
+    print(job.model_dump_json(indent=2, ensure_ascii=True) if args.json else "\n".join(rescore_lines(job)))
     return EXIT_CANCELLED if args.wait and job.state == "cancelled" else 0
 
 

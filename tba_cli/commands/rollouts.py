@@ -71,7 +71,7 @@ def list_command(args: argparse.Namespace) -> int:
         return 0
     page = with_run(args, lambda client: _found(client, args))
     if args.json:
-        print(page.model_dump_json(indent=2))
+        print(page.model_dump_json(indent=2, ensure_ascii=True))
         return 0
     for rollout in page.rollouts:
         print("\n".join(lines_of(rollout)))
@@ -110,7 +110,7 @@ def _follow(client: BufferClient, args: argparse.Namespace) -> None:
         info = client.run()
         found = list(_newer(client, args, shown, num_pages=1 if is_first else MAX_PAGES_PER_POLL))
         for rollout in reversed(found[: args.limit] if is_first else found):
-            print(rollout.model_dump_json() if args.json else "\n".join(lines_of(rollout)), flush=True)
+            print(rollout.model_dump_json(ensure_ascii=True) if args.json else "\n".join(lines_of(rollout)), flush=True)
         shown.extend(rollout.rollout_id for rollout in reversed(found))
         if info.read_only or info.state in OVER:
             return
@@ -168,7 +168,7 @@ def show_command(args: argparse.Namespace) -> int:
         )
     rollout = with_run(args, lambda client: client.get_rollout(args.rollout_id))
     if args.json:
-        print(rollout.model_dump_json(indent=2))
+        print(rollout.model_dump_json(indent=2, ensure_ascii=True))
         return 0
     lines = detail_lines(rollout)
     if args.tokens:
@@ -198,7 +198,7 @@ def detail_lines(rollout: RolloutDetail) -> list[str]:
     ]
     if ref is not None:
         lines.append(f"  log-prob of the reference {ref.version}: {ref.value:.4f}")
-    lines.append(f"  drawn by {rollout.num_batches} batches; {_trained_text(rollout)}")
+    lines.append(f"  {_drawn_text(rollout)}")
     lines += _trained_lines(rollout.trained)
     gold = "unknown: the run no longer has the prompt" if rollout.prompt_data is None else str(rollout.prompt_data)
     lines.append(f"  gold data: {gold}")
@@ -228,6 +228,12 @@ def _part_lines(rollout: RolloutInfo) -> list[str]:
     ]
 
 
+def _drawn_text(rollout: RolloutDetail) -> str:
+    if rollout.num_batches is None:
+        return "which batches drew it and which steps trained it is not part of a snapshot"
+    return f"drawn by {rollout.num_batches} batches; {_trained_text(rollout)}"
+
+
 def _trained_text(rollout: RolloutDetail) -> str:
     if rollout.trained_since is None:
         return "no step is kept that says what it made of its rollouts"
@@ -240,7 +246,7 @@ def _trained_lines(steps: list[TrainedStep]) -> list[str]:
     lines = []
     for step in steps:
         notes = [] if step.skipped is None else [f"skipped: {step.skipped}"]
-        notes += ["abandoned by a resume"] if step.abandoned else []
+        notes += ["abandoned: the run went back"] if step.abandoned else []
         more = f" ({'; '.join(notes)})" if notes else ""
         numbers = f"advantage {_number(step.advantage)}, weight {_number(step.weight)}"
         lines.append(f"    step {step.version} at {_at(step.at_s)}: {numbers}{more}")

@@ -104,7 +104,10 @@ def command_line(args: argparse.Namespace) -> str:
 
 def already_finished(folder: RunFolder, console: Console) -> int:
     """Print the results of a finished run; return the exit code."""
-    console.result(f"run folder {folder.path} holds a finished run: there is nothing to resume")
+    console.result(
+        f"run folder {folder.path} holds a finished run: there is nothing to resume; `tba fork "
+        f"{folder.path.name}@LINEAGE-STEP NEW_NAME` begins a new run with a version of it"
+    )
     for line in result_lines(json.loads(folder.summary_path.read_text()), folder):
         console.result(line)
     return 0

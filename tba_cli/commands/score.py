@@ -83,7 +83,7 @@ def score_command(args: argparse.Namespace) -> int:
     else:
         of_run = args.file is None
         lines = [*table_lines(scored, of_run=of_run), *(mismatch_line(each, of_run=of_run) for each in wrong)]
-        lines.append(f"{len(scored)} scored, mismatches: {len(wrong)}, errors: {num_errors}")
+        lines.append(_counts_line(len(scored) - num_errors, len(wrong), num_errors))
         print("\n".join(map(escape_controls, lines)))
     return EXIT_FAILED if wrong or num_errors else 0
 
@@ -212,6 +212,13 @@ def table_lines(scored: list[Scored], *, of_run: bool) -> list[str]:
         rows.append([each.name, each.task, *texts, *numbers, parts, f"{each.took_s * 1e3:.0f}", error])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _counts_line(num_scored: int, num_wrong: int, num_errors: int) -> str:
+    errors = "1 error" if num_errors == 1 else f"{num_errors} errors"
+    if not num_scored:  # where nothing was scored, nothing could differ
+        return f"0 scored, {errors}"
+    return f"{num_scored} scored, {'1 mismatch' if num_wrong == 1 else f'{num_wrong} mismatches'}, {errors}"
 
 
 def mismatch_line(each: Scored, *, of_run: bool) -> str:

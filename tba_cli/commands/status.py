@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from tba.api import (
     RunCommand,
     RunEvent,
     RunInfo,
+    RunSummary,
     SettingsAudit,
     SettingsInfo,
     Stats,
@@ -35,6 +36,7 @@ from tba.config.live_settings import setting_text
 from tba.config.trainer import REMEDIES
 from tba.errors import BusyError, UnavailableError
 from tba.fields import escape_controls
+from tba.versions import START
 from tba_cli.commands.control import rollback_line, searchers_line
 from tba_cli.reports.comparison import best_text
 from tba_cli.reports.history import pace_late_share
@@ -66,16 +68,26 @@ def status_command(args: argparse.Namespace) -> int:
     try:
         if args.follow:
             return follow(client, as_json=args.json)
-        # three calls: the numbers may be a moment apart, which nobody can see in a status
-        info, stats, settings = client.run(), client.stats(), client.settings()
+        info, stats, settings, changes, summary = _read(client)
     finally:
         client.close()
     if args.json:
-        found = {"run": info, "stats": stats, "settings": settings}
+        found = {"run": info, "stats": stats, "settings": settings, "summary": summary}
         print(json.dumps({name: value.model_dump(mode="json") for name, value in found.items()}, indent=2))
     else:
-        print("\n".join(map(escape_controls, status_lines(info, stats, settings))))
+        print("\n".join(map(escape_controls, status_lines(info, stats, settings, changes, summary.advice))))
     return 0
+
+
+def _read(client: BufferClient) -> tuple[RunInfo, Stats, SettingsInfo, list[RunChange], RunSummary]:
+    # some calls: the numbers may be a moment apart, which nobody can see in a status
+    info, stats, settings = client.run(), client.stats(), client.settings()
+    page = client.run_changes()
+    changes = page.changes
+    while page.next is not None:
+        page = client.run_changes(after=page.next)
+        changes += page.changes
+    return info, stats, settings, changes, client.summary()
 
 
 def _ended_status(folder: RunFolder, *, as_json: bool) -> int:
@@ -83,18 +95,18 @@ def _ended_status(folder: RunFolder, *, as_json: bool) -> int:
     from tba_cli.reports.history import load_end
 
     end = load_end(folder)
-    info, stats, settings = read_ended(folder, lambda client: (client.run(), client.stats(), client.settings()))
+    info, stats, settings, changes, summary = read_ended(folder, _read)
     # nothing runs any more, so the last components and waits are no news
     info = info.model_copy(update={"components": [], "waits": [], "note": None, "searchers": None})
     if as_json:
-        found = {"ended": end, "run": info, "stats": stats, "settings": settings}
+        found = {"ended": end, "run": info, "stats": stats, "settings": settings, "summary": summary}
         print(json.dumps({name: value.model_dump(mode="json") for name, value in found.items()}, indent=2))
         return 0
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.at_s))
     print(escape_controls(f"run {info.run!r} is over since {since}: {end.reason}"))
     if not folder.is_finished:
         print(f"  resume with: tba run {_short(folder.recipe_path)} --resume")
-    state, *others = status_lines(info, stats, settings)
+    state, *others = status_lines(info, stats, settings, changes, summary.advice)
     print("\n".join(map(escape_controls, [f"  its last state: {state}", *others])))
     return 0
 
@@ -126,7 +138,7 @@ def retry_versions_command(args: argparse.Namespace) -> int:
     finally:
         client.close()
     said = "searchers retry the weight versions that they have refused with their next lease request"
-    print(info.model_dump_json(indent=2) if args.json else said)
+    print(info.model_dump_json(indent=2, ensure_ascii=True) if args.json else said)
     return 0
 
 
@@ -136,27 +148,40 @@ def _change(args: argparse.Namespace, name: Command) -> int:
         info = client.command(name, RunCommand(reason=args.reason))
     finally:
         client.close()
-    print(info.model_dump_json(indent=2) if args.json else escape_controls(state_line(info)))
+    print(info.model_dump_json(indent=2, ensure_ascii=True) if args.json else escape_controls(state_line(info)))
     return 0
 
 
-def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[str]:
-    """Return the state of the run, one fact per line."""
+def status_lines(
+    info: RunInfo,
+    stats: Stats,
+    settings: SettingsInfo,
+    changes: Sequence[RunChange] = (),
+    advice: str | None = None,
+) -> list[str]:
+    """Return the state of the run, one fact per line.
+
+    Args:
+        changes: of its state, oldest first.
+        advice: what to try (`RunSummary.advice`).
+    """
     # no rollout has been stored so far: a quotient would be infinite
     ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
     used_up = f", {stats.num_used_up} used up" if stats.num_used_up else ""
     lines = [
         state_line(info),
+        *([] if advice is None else [f"  {advice}"]),
         *([] if info.note is None else [f"  {info.note}"]),
         *([] if (waiting := rollback_line(info)) is None else [f"  {waiting}"]),
         *([] if info.loss is None else [f"  {info.loss}"]),
         *([f"  {info.num_lost_changes} acknowledged changes were lost by Redis"] if info.num_lost_changes else []),
         *([] if info.damaged is None else [f"  {_damaged_text(info.damaged)}"]),
         *([] if info.last_change is None else [f"  {change_line(info.last_change)}"]),
+        *(f"  {line}" for line in lineage_lines(info, changes)),
         f"  latest version {info.latest_version or 'none'}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
         f"{stats.num_failed} failed{used_up}), {stats.rollouts_trained} trained; samples per insert {ratio}",
-        *(f"  {line}" for line in total_lines(stats)),
+        *(f"  {line}" for line in total_lines(stats.tokens, stats.cost)),
         f"  prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out",
     ]
     if info.searchers is not None:
@@ -195,6 +220,22 @@ def state_line(info: RunInfo) -> str:
     return f"run {info.run!r}: {info.state}{reason}, step {info.step}, lineage {info.lineage}"
 
 
+def lineage_lines(info: RunInfo, changes: Sequence[RunChange]) -> list[str]:
+    """Return a line that says where the lineage began, and which rollback of an operator led there; none at 0-0."""
+    parent = info.parents.get(info.lineage)
+    if parent is None or parent == str(START):
+        return []
+    rollback = ""
+    asked: RunChange | None = None
+    for change in changes:
+        if change.command == "rollback":
+            asked = change
+        elif change.command == "lineage" and change.lineage == info.lineage and change.rollback and asked is not None:
+            reason = f": {asked.reason}" if asked.reason else ""
+            rollback = f": rolled back from step {asked.step} by the {asked.role}{reason}"
+    return [f"lineage {info.lineage} began at {parent}{rollback}"]
+
+
 def change_line(change: RunChange) -> str:
     """Return who brought the run into its state, and when, by this machine's clock."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.at_s))
@@ -214,7 +255,8 @@ def component_line(item: ComponentInfo) -> str:
 
 def eval_line(item: EvalInfo) -> str:
     """Return how far an evaluation is, or what it measured."""
-    return f"evaluation of {item.version}: {_eval_text(item)}"
+    abandoned = " (abandoned: the run went back)" if item.abandoned else ""
+    return f"evaluation of {item.version}{abandoned}: {_eval_text(item)}"
 
 
 def _damaged_text(found: DamagedInfo) -> str:
@@ -253,7 +295,7 @@ def follow(client: BufferClient, *, as_json: bool) -> int:
     formatter = EventFormatter()
     for event in lasting_events(client, on_progress=lambda text: print(text, file=sys.stderr, flush=True)):
         lines = (
-            [event.model_dump_json()]
+            [event.model_dump_json(ensure_ascii=True)]
             if as_json
             else [f"{_now()} {escape_controls(line)}" for line in formatter.lines(event)]
         )

@@ -59,16 +59,16 @@ def _follow(client: BufferClient, every_s: float) -> None:
 
 def read_frame(client: BufferClient) -> tuple[list[str], bool]:
     """Return the lines of a frame, and whether no other one will differ."""
-    info, stats = client.run(), client.stats()
+    info, stats, advice = client.run(), client.stats(), client.summary().advice
     curves = client.curves(names=CURVES, from_step=max(0, info.step - NUM_STEPS + 1), max_points=NUM_STEPS)
     # states, notes and reasons are texts of others
-    lines = list(map(escape_controls, frame_lines(info, stats, curves)))
+    lines = list(map(escape_controls, frame_lines(info, stats, curves, advice)))
     return lines, info.read_only or info.state in OVER
 
 
-def frame_lines(info: RunInfo, stats: Stats, curves: Curves) -> list[str]:
+def frame_lines(info: RunInfo, stats: Stats, curves: Curves, advice: str | None) -> list[str]:
     """Return the frame, one fact per line."""
-    problems = [text for text in (info.note, info.loss, rollback_line(info)) if text is not None]
+    problems = [text for text in (advice, info.note, info.loss, rollback_line(info)) if text is not None]
     rates = stats.rates
     per_s = "" if rates is None else f"; per second {rates.generated_per_s:.1f} in, {rates.trained_per_s:.1f} trained"
     lines = [
@@ -76,7 +76,7 @@ def frame_lines(info: RunInfo, stats: Stats, curves: Curves) -> list[str]:
         *(f"  {text}" for text in problems),
         f"  rollouts: {stats.num_rollouts} stored ({stats.num_pending} pending, {stats.num_failed} failed), "
         f"{stats.rollouts_generated} generated, {stats.rollouts_trained} trained{per_s}",
-        *(f"  {line}" for line in total_lines(stats)),
+        *(f"  {line}" for line in total_lines(stats.tokens, stats.cost)),
         *_curve_lines(curves),
         *_component_lines(info),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,7 @@ from tba_cli.run_folder import RunFolder
 POLL_INTERVAL_S = 1.0
 PLAIN_INTERVAL_S = 5.0
 RATE_WINDOW_S = 20.0
+ADVICE_INTERVAL_S = 5.0
 
 
 class RunWatcher:
@@ -31,6 +33,7 @@ class RunWatcher:
 
     Args:
         on_run: called with the run after every poll, until it is over.
+        on_advice: called with what the run calls for, when that lasts and was not said before.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class RunWatcher:
         num_steps: int,
         silence_s: float,
         on_run: Callable[[RunInfo], Awaitable[None]],
+        on_advice: Callable[[str], None],
     ) -> None:
         self._client = client
         self._folder = folder
@@ -49,6 +53,9 @@ class RunWatcher:
         self._tracker = ProgressTracker(num_steps)
         self._silence_s = silence_s
         self._on_run = on_run
+        self._on_advice = on_advice
+        self._news = AdviceNews()
+        self._advised_at_s = time.monotonic()
         self._num_lines = 0
         self._last_entry: LedgerEntry | None = None
 
@@ -66,7 +73,7 @@ class RunWatcher:
         with self._folder.polls_path.open("a") as polls:
             while True:
                 try:
-                    info, progress = await asyncio.to_thread(self._poll, polls)
+                    info, progress, news = await asyncio.to_thread(self._poll, polls)
                     answered_at_s = time.monotonic()
                 except UnavailableError as error:
                     if time.monotonic() - answered_at_s > self._silence_s:
@@ -76,6 +83,8 @@ class RunWatcher:
                     await asyncio.sleep(POLL_INTERVAL_S)
                     continue
                 self._view.show(progress)
+                if news is not None:
+                    self._on_advice(news)
                 if info.state == "done":
                     return info
                 # the buffer keeps `failed` until the new trainer has its lineage, which is no second failure
@@ -84,7 +93,7 @@ class RunWatcher:
                 await self._on_run(info)
                 await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _poll(self, polls: TextIO) -> tuple[RunInfo, Progress]:
+    def _poll(self, polls: TextIO) -> tuple[RunInfo, Progress, str | None]:
         info, stats = self._client.run(), self._client.stats()
         new_lines = list(ledger_lines(self._client, after=self._num_lines))
         self._num_lines += len(new_lines)
@@ -92,15 +101,41 @@ class RunWatcher:
         poll = Poll(
             at_s=time.time(),
             step=info.step,
-            generated=stats.rollouts_generated,
-            trained=stats.rollouts_trained,
+            generated=stats.rollouts_generated or 0,
+            trained=stats.rollouts_trained or 0,
             stored=stats.num_rollouts,
             pace_late_share=pace_late_share(info.components),
         )
         polls.write(poll.model_dump_json() + "\n")
         # a kill then cuts short at most one line, which load_polls leaves out
         polls.flush()
-        return info, self._tracker.make(poll, info, stats, self._last_entry)
+        news = None
+        # until there is a rollout, the waits of the start call for nothing but patience
+        if stats.rollouts_generated and time.monotonic() - self._advised_at_s >= ADVICE_INTERVAL_S:
+            news = self._news.of(self._client.summary().advice)
+            self._advised_at_s = time.monotonic()
+        return info, self._tracker.make(poll, info, stats, self._last_entry), news
+
+
+class AdviceNews:
+    """Tells which advice is worth a line: what is the same twice in a row and was not said, but for its numbers.
+
+    A share that has changed by about a quarter makes it new.
+    """
+
+    def __init__(self) -> None:
+        self._last: str | None = None
+        self._said: set[str] = set()
+
+    def of(self, advice: str | None) -> str | None:
+        """Return the advice if it is worth a line."""
+        quarters = re.sub(r"(\d+) %", lambda found: "%" * round(int(found[1]) / 25), advice or "")
+        kind = re.sub(r"\d[\d,.]*", "", quarters)
+        lasts, self._last = kind == self._last, kind
+        if advice is None or not lasts or kind in self._said:
+            return None
+        self._said.add(kind)
+        return advice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,15 +166,19 @@ class ProgressTracker:
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._window: deque[Poll] = deque()
+        self._lineage = 0
 
     def make(self, poll: Poll, info: RunInfo, stats: Stats, last: LedgerEntry | None) -> Progress:
         """Return the progress after one more poll; `last` is the newest ledger entry."""
+        if info.lineage != self._lineage:  # a resume or a rollback went back some steps, which says nothing of the pace
+            self._window.clear()
+            self._lineage = info.lineage
         self._window.append(poll)
         # a rate needs two polls, however old the first one is
         while len(self._window) > 2 and poll.at_s - self._window[0].at_s > RATE_WINDOW_S:
             self._window.popleft()
         metrics = {} if last is None else last.metrics
-        done = [item for item in info.evals if item.state == "done"]
+        done = [item for item in info.evals if item.state == "done" and not item.abandoned]
         newest = max(done, key=lambda item: item.finished_at_s or 0.0, default=None)
         steps_per_s = self._rate("step")
         return Progress(

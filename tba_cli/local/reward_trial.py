@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +20,7 @@ from tba.config import Recipe, parse_recipe
 from tba.config.reward import THINK, ModelScorerSpec, TaskReward
 from tba.errors import ChildError, ConfigError, WaitTimeoutError
 from tba_cli.console import Console
-from tba_cli.doctor.checks.recipe import Trial
+from tba_cli.doctor.checks.recipe import Alike, Trial
 from tba_cli.local.evaluate import CONFIG_NAME, reward_client, start_reward, with_own_tokens, with_reward
 from tba_cli.local.processes import ProcessManager, run_with_processes
 from tba_cli.run_folder import RunFolder
@@ -27,20 +29,22 @@ T = TypeVar("T")
 SERVICE = "tba_reward"
 LARGE_BYTES = 2**30
 """Models above this size are not loaded only for the trial."""
-ANSWER_FIELD = "answer"
-WRONG_ANSWERS = ("1", "2")
-"""The second one is for prompts whose answer is the first one."""
-BARE_ANSWER_KINDS = frozenset({"exact", "last_number", "python"})
-"""Scorers for which the bare answer is a right response, as far as anyone can know; `math` asks for a box."""
+MAX_VALUES, MAX_VALUE_CHARS = 8, 10_000
+"""Values of a prompt's data that are tried as responses, and their length."""
+MAX_SHOWN_CHARS = 30
+MAX_ALIKE = 16
+"""Sets of data columns that are tried, of each task."""
+READS_DATA_KINDS = frozenset({"exact", "last_number", "math", "python"})
+"""Scorers for which a value of the data, bare or in a box, is a right response, as far as anyone can know."""
 STOP_TIMEOUT_S = 5.0
 
 
 def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, http: bool) -> Trial:
-    """Start a reward service, ask it for the rewards of two responses per task, stop it.
+    """Start a reward service, ask it for the rewards of made-up responses, stop it.
 
     Args:
         recipe: with absolute paths.
-        prompts: the first one of every task is used.
+        prompts: of every task, one for each set of data columns is used.
         networks: also load large models.
         http: also ask endpoints on other machines.
 
@@ -50,18 +54,27 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
     """
     trial = Trial()
     tried = _without(recipe, trial.left_out, networks=networks, http=http)
-    # reversed, so that the first prompt of a task wins
-    firsts = {prompt.task: prompt for prompt in reversed(prompts) if prompt.task not in trial.left_out}
-    items = [
-        item for prompt in firsts.values() for item in _items(prompt, has_tokens=tried.reward.takes_tokens(prompt.task))
-    ]
-    for prompt in firsts.values():
-        answer, reward = _answer_of(prompt), tried.reward.tasks.get(prompt.task)
-        if answer is not None and reward is not None and _takes_bare_answers(reward, prompt):
-            trial.right[prompt.task] = answer
+    alike = _alike([prompt for prompt in prompts if prompt.task not in trial.left_out])
+    items: list[ScoreItem] = []
+    asked: list[tuple[str, Alike]] = []
+    for task, sets in alike.items():
+        trial.num_untried += Counter({task: sum(other.num_prompts for other in sets[MAX_ALIKE:])})
+        has_tokens, reward = tried.reward.takes_tokens(task), tried.reward.tasks.get(task)
+        for number, each in enumerate(sets[:MAX_ALIKE]):
+            found = list(_responses(each.first, reward))
+            # which columns it needs shows with any response
+            for what, response in found if number == 0 else found[:1]:
+                items.append(_item(each.first, response, item_id=str(len(items)), has_tokens=has_tokens))
+                asked.append((what, each))
+            if number == 0 and len(found) > 1 and reward is not None and _takes_bare_answers(reward, each.first):
+                trial.right.add(task)
     results = ask_scorers(tried, lambda client: client.score(items).results if items else [])
-    for item, result in zip(items, results, strict=True):
-        trial.scored.setdefault(item.task, []).append(result)
+    for (what, each), result in zip(asked, results, strict=True):
+        sets = trial.alike.setdefault(each.first.task, [])
+        if not sets or sets[-1][0] is not each:
+            sets.append((each, result))
+        if sets[0][0] is each:
+            trial.scored.setdefault(each.first.task, []).append((what, result))
     return trial
 
 
@@ -111,38 +124,68 @@ def made_up_tokens(response: str) -> list[int]:
     return list(response.encode())
 
 
-def _items(prompt: Prompt, *, has_tokens: bool) -> list[ScoreItem]:
-    """Return a response that is hardly right, and the answer where the prompt has one, with made-up token ids."""
-    answer = _answer_of(prompt)
-    first, second = WRONG_ANSWERS
-    # two responses: one that raises for both is broken; one that scores both the same is too, if it reads the answer
-    responses = [first] if answer is None else [second if answer.strip() == first else first, answer]
-    return [
-        ScoreItem(
-            item_id=f"{prompt.task}-{number}",
-            task=prompt.task,
-            prompt=prompt.text,
-            response=response,
-            data=prompt.data,
-            response_tokens=made_up_tokens(response) if has_tokens else None,
-        )
-        for number, response in enumerate(responses)
-    ]
+def _alike(prompts: Sequence[Prompt]) -> dict[str, list[Alike]]:
+    """Return the prompts of each task by the columns of their data that are not null; the commonest columns first."""
+    firsts: dict[str, dict[frozenset[str], Prompt]] = {}
+    num: dict[str, Counter[frozenset[str]]] = {}
+    for prompt in prompts:
+        columns = frozenset(name for name, value in prompt.data.items() if value is not None)
+        firsts.setdefault(prompt.task, {}).setdefault(columns, prompt)
+        num.setdefault(prompt.task, Counter())[columns] += 1
+    return {
+        task: [
+            Alike(
+                columns=tuple(sorted(columns)),
+                first=firsts[task][columns],
+                num_prompts=number,
+                num_of_task=counts.total(),
+            )
+            for columns, number in counts.most_common()
+        ]
+        for task, counts in num.items()
+    }
 
 
-def _answer_of(prompt: Prompt) -> str | None:
-    answer = prompt.data.get(ANSWER_FIELD)
-    return str(answer) if isinstance(answer, str | int) else None
+def _responses(prompt: Prompt, reward: TaskReward | None) -> Iterator[tuple[str, str]]:
+    """Yield responses, and what they are: one that is hardly right, then the texts and numbers of the prompt's data."""
+    values = {
+        f"data.{name}": str(value)
+        for name, value in prompt.data.items()
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+    }
+    values = {name: text for name, text in values.items() if text.strip() and len(text) <= MAX_VALUE_CHARS}
+    known = {text.strip() for text in values.values()}
+    # two responses and more: a scorer that raises for all is broken, and one that scores all the same often is
+    wrong = next(str(number) for number in count(1) if str(number) not in known)
+    yield repr(wrong), wrong
+    in_box = reward is not None and any(spec.kind == "math" for spec in reward.scorers)
+    for name, text in islice(values.items(), MAX_VALUES):
+        yield f"{name} {_short(text)}", text
+        if in_box and "boxed" not in text:
+            yield f"{name} in a box", f"\\boxed{{{text}}}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]} ...")
+
+
+def _item(prompt: Prompt, response: str, *, item_id: str, has_tokens: bool) -> ScoreItem:
+    return ScoreItem(
+        item_id=item_id,
+        task=prompt.task,
+        prompt=prompt.text,
+        response=response,
+        data=prompt.data,
+        response_tokens=made_up_tokens(response) if has_tokens else None,
+    )
 
 
 def _takes_bare_answers(reward: TaskReward, prompt: Prompt) -> bool:
-    """Return whether the answer alone should be a right response: not in reasoning, and for every scorer."""
+    """Return whether an answer alone should score more than another response: not in reasoning or behind a gate."""
     if prompt.text.rstrip().endswith(tuple(begin for begin, _ in THINK)):
         return False
-    return all(
-        spec.kind in BARE_ANSWER_KINDS and getattr(spec, "field", ANSWER_FIELD) == ANSWER_FIELD
-        for spec in reward.scorers
-    )
+    others = [spec for spec in reward.scorers if spec.kind not in READS_DATA_KINDS]
+    return len(others) < len(reward.scorers) and all(spec.gate is None for spec in others)
 
 
 def _without(recipe: Recipe, left_out: dict[str, str], *, networks: bool, http: bool) -> Recipe:

@@ -36,6 +36,7 @@ from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import ChildError, ServiceError, WaitTimeoutError
+from tba.fields import escape_controls
 from tba.store import ObjectStore
 from tba.tokens import operator_client_token
 from tba_cli.console import Console
@@ -333,6 +334,7 @@ class Supervisor:
                 num_steps=num_steps,
                 silence_s=self._recipe.local.start_timeout_s,
                 on_run=lambda info: self._pool.keep(info.searchers),
+                on_advice=lambda advice: self._console.info(escape_controls(f"advice: {advice}")),
             )
             await watcher.until_over(failed_lineage=failed_lineage)
 
@@ -343,7 +345,9 @@ class Supervisor:
             code = await self._processes.wait_for("trainer")
             if code != 0:
                 self._console.result(f"warning: the trainer ended with exit code {code} after the run was done")
-        info, stats = await asyncio.to_thread(lambda: (self._client.run(), self._client.stats()))
+        info, stats, said = await asyncio.to_thread(
+            lambda: (self._client.run(), self._client.stats(), self._client.summary())
+        )
         settings = await asyncio.to_thread(self._client.all_settings)
         ledger = await asyncio.to_thread(lambda: list(ledger_lines(self._client)))
         num_files = await asyncio.to_thread(
@@ -353,7 +357,13 @@ class Supervisor:
             self._console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
         await self._processes.wait_for_searchers()
         history = make_history(
-            recipe=self._recipe, info=info, stats=stats, settings=settings, ledger=ledger, folder=self._folder
+            recipe=self._recipe,
+            info=info,
+            stats=stats,
+            advice=said.advice,
+            settings=settings,
+            ledger=ledger,
+            folder=self._folder,
         )
         return await asyncio.to_thread(write_outputs, self._folder, history)
 

@@ -135,6 +135,7 @@ def evaluations_html(evals: Sequence[EvalInfo], best: BestVersion | None) -> str
     for item in done:
         is_best = best is not None and item.version == best.version
         name = f"<b>{item.version}</b> (best)" if is_best else item.version
+        name += " (abandoned)" if item.abandoned else ""
         values = "".join(f"<td>{_text(get(item))}</td>" for _, get in cells)
         rows.append(f"<tr><td>{name}</td>{values}</tr>")
     caption = "" if best is None else f"<caption>{html.escape(best_text(best))}</caption>"

@@ -92,6 +92,8 @@ class History(StrictModel):
     rehearsal: str | None = None
     """What was paced (`Recipe.rehearsal`)."""
     stats: Stats
+    advice: str | None = None
+    """What the data of the run call for at its end (`RunSummary.advice`)."""
     timing: Timing
     polls: list[Poll]
 
@@ -106,6 +108,7 @@ def make_history(
     recipe: Recipe,
     info: RunInfo,
     stats: Stats,
+    advice: str | None,
     settings: SettingsInfo,
     ledger: Iterable[LedgerLine],
     folder: RunFolder,
@@ -131,6 +134,7 @@ def make_history(
         is_offline=recipe.is_offline,
         rehearsal=recipe.rehearsal,
         stats=stats,
+        advice=advice,
         timing=load_timing(folder),
         polls=load_polls(folder.polls_path),
     )

@@ -44,6 +44,7 @@ SUMMARY_KEYS_SHOWN = (
     "clipped_steps_share",
     "rollouts_generated",
     "rollouts_trained",
+    "rollouts_failed",
     "generated_per_s",
     "trained_per_s",
     "samples_per_insert",
@@ -87,9 +88,10 @@ def render_report(history: History, summary: Mapping[str, Any]) -> tuple[str, by
         if history.rehearsal is None
         else f"<p><b>{html.escape(history.rehearsal)}; pace_late_share {late}.</b></p>\n"
     )
+    advice = "" if history.advice is None else f"<p><b>{html.escape(history.advice)}</b></p>\n"
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n{rehearsal}<table>\n{rows}\n</table>\n{figures}\n"
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n{rehearsal}{advice}<table>\n{rows}\n</table>\n{figures}\n"
         f"<h2>Evaluations</h2>\n{evaluations_html(history.evals, history.best)}\n{changes_section(history.settings)}"
         "</body></html>\n"
     )

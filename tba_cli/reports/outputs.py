@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from tba.api import CostInfo, TokenTotals
 from tba.config import MAX_LATE_SHARE
 from tba.errors import ConfigError
+from tba.fields import escape_controls
 from tba.store import ObjectStore
 from tba_cli.reports.history import History
 from tba_cli.reports.html import render_report
 from tba_cli.reports.summary import summarise
+from tba_cli.reports.totals import total_lines
 from tba_cli.run_folder import RunFolder, view_hint
 
 
@@ -84,6 +87,8 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if train_s is not None:
         waited = "" if wait_share is None else f", of which the trainer waited {100 * wait_share:.1f} %"
         lines.append(f"{summary['steps']} steps in {train_s:.0f} s of training{waited}")
+    tokens, cost = (summary.get(name) for name in ("tokens", "cost"))  # those of older releases have neither
+    lines += total_lines(tokens and TokenTotals.model_validate(tokens), cost and CostInfo.model_validate(cost))
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
         lines.append(f"ended early:   {summary['state_reason']}")
     if (rehearsal := summary.get("rehearsal")) is not None:
@@ -93,6 +98,8 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
             says = "; it says nothing: lower the pace" if late_share > MAX_LATE_SHARE else ""
             lines.append(f"the real engines were slower than the pace for {100 * late_share:.1f} % of the time{says}")
     lines.extend(f"warning: ledger: {violation}" for violation in summary["ledger_violations"][:5])
+    if (advice := summary.get("advice")) is not None:
+        lines.append(f"advice:  {escape_controls(advice)}")
     lines.append(f"summary: {folder.summary_path}")
     lines.append(f"report:  {folder.report_path}")
     if folder.model_path.exists():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from decimal import Decimal
 
-from tba.api import Stats
+from tba.api import CostInfo, TokenTotals
 
 DROPPED = (
     ("evicted", "evicted"),
@@ -15,26 +16,27 @@ DROPPED = (
 """What happened to tokens, and its field of `TokenTotals`."""
 
 
-def total_lines(stats: Stats) -> list[str]:
+def total_lines(tokens: TokenTotals | None, cost: CostInfo | None) -> list[str]:
     """Return a line on tokens, one on those that are unknown, one on the cost; each only where there is something."""
-    return [*_token_lines(stats), *_cost_lines(stats)]
+    return [*_token_lines(tokens), *_cost_lines(cost)]
 
 
-def _token_lines(stats: Stats) -> list[str]:
-    tokens = stats.tokens
+def _token_lines(tokens: TokenTotals | None) -> list[str]:
     # the buffer, the history, or all of the run is of an older release, which counted rollouts alone
     if tokens is None or (not tokens.generated and tokens.not_counted.get("generated")):
         return []
     lost = [f"{text} {number:,}" for text, name in DROPPED if (number := sum(getattr(tokens, name).values()))]
     lines = [f"tokens: {', '.join((f'{tokens.generated:,} generated', f'{tokens.trained:,} trained', *lost))}"]
     if tokens.not_counted:
-        unknown = ", ".join(f"{name} {number:,}" for name, number in sorted(tokens.not_counted.items()))
-        lines.append(f"rollouts whose tokens are not known, and not among them: {unknown}")
+        unknown = ", ".join(
+            f"{name} {number:,} {'batches' if name == 'skipped' else 'rollouts'}"
+            for name, number in sorted(tokens.not_counted.items())
+        )
+        lines.append(f"of these the tokens are not known, and not among them: {unknown}")
     return lines
 
 
-def _cost_lines(stats: Stats) -> list[str]:
-    cost = stats.cost
+def _cost_lines(cost: CostInfo | None) -> list[str]:
     if cost is None:
         return []
     parts = ", ".join(f"{kind}s {money(value)}" for kind, value in cost.by_kind.items())
@@ -48,5 +50,6 @@ def _cost_lines(stats: Stats) -> list[str]:
 
 
 def money(value: float) -> str:
-    """Return an amount with two decimals, or three digits where it is small."""
-    return f"{value:,.2f}" if value == 0 or value >= 0.1 else f"{value:.3g}"
+    """Return an amount with two decimals, or three digits where it is small, never with an exponent; as `money` of the
+    page."""
+    return f"{value:,.2f}" if value == 0 or value >= 0.1 else f"{Decimal(f'{value:.3g}'):f}"

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from tba.clients import BufferClient
+from tba.errors import ConfigError
 from tba_cli.run_folder import RunFolder
-from tba_cli.run_target import RETRY_S, endpoints_of, open_target, page_url, run_folder
+from tba_cli.run_target import RETRY_S, TOKEN_MARK, endpoints_of, open_target, page_url, run_folder
 from tba_cli.scripting.command import Command
 from tba_cli.scripting.words import python_words
 
@@ -94,7 +95,15 @@ class Connection:
 
     @contextmanager
     def target_words(self) -> Iterator[list[str]]:
-        """Yield the flags that name this run to a `tba` command."""
+        """Yield the flags that name this run to a `tba` command.
+
+        Raises:
+            ConfigError: it is a snapshot, which such a command would take for the run.
+        """
+        if self.snapshot is not None:
+            raise ConfigError(
+                f"snapshot {self.snapshot!r} holds rollouts and prompts, and no weights: leave out snapshot=..."
+            )
         if self.folder is not None:
             yield ["--run-dir", str(self.folder.path)]
             return
@@ -150,7 +159,7 @@ class Connection:
         self._view = view
         # also when the interpreter ends, or nobody holds the run any more
         self._end_view = weakref.finalize(self, view.close)
-        url, _, token = page.partition("/#token=")
+        url, _, token = page.partition(TOKEN_MARK)
         return BufferClient(url, token=unquote(token), retry_s=RETRY_S), page
 
     def _close(self) -> None:

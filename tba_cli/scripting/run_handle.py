@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,6 @@ from tba.api import (
     LedgerLine,
     PromptInfo,
     PromptOrder,
-    RollbackRequest,
     RolloutDetail,
     RolloutOrder,
     RunCommand,
@@ -33,6 +33,7 @@ from tba.config import parse_live
 from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
 from tba.fields import Split
 from tba_cli.reports.ledger import active_steps, ledger_lines, lineage_tree
+from tba_cli.run_target import ask_for_rollback
 from tba_cli.scripting.command import Command
 from tba_cli.scripting.connection import Connection
 from tba_cli.scripting.tables import MAX_PER_PAGE, Listing, Rollouts, Table
@@ -41,6 +42,7 @@ MAX_TEXT_CHARS = 10_000
 STEPS_PER_PAGE = 2000
 """The most points that the service gives at once, so that each one is a single step."""
 POLL_S = 1.0
+_NUMBER = re.compile(r"(\d+)")
 AWAY_S = 120.0
 """A service elsewhere that is silent for so long is given up."""
 OVER = ("done", "failed")
@@ -172,7 +174,8 @@ class Run:
             info = client.run()
         ways = active_steps(lineage_tree(info.parents), lineage=info.lineage, step=info.step)
         lineages = [next(number for number, way in ways.items() if step in way) for step in steps]
-        return Table({"lineage": lineages, "step": steps, "at_s": at_s, **dict(sorted(metrics.items()))})
+        columns = {name: metrics[name] for name in sorted(metrics, key=_with_numbers)}
+        return Table({"lineage": lineages, "step": steps, "at_s": at_s, **columns})
 
     def rollouts(
         self, *, order: RolloutOrder = "oldest", text_chars: int = MAX_TEXT_CHARS, **filters: Unpack[RolloutFilters]
@@ -286,7 +289,7 @@ class Run:
             The folder; None without `out`.
 
         Raises:
-            ConfigError: as `tba export` says.
+            ConfigError: as `tba export` says, or this is a snapshot.
 
         Examples:
             >>> run.export("model", version="best")
@@ -335,9 +338,10 @@ class Run:
             reason: kept in the audit.
 
         Raises:
+            ConfigError: no run has a step of this number.
             ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
         """
-        return self._connection.client().rollback(RollbackRequest(step=step, reason=reason))
+        return ask_for_rollback(self._connection.client(), step, reason)
 
     def set(self, *, reason: str | None = None, **settings: Any) -> SettingsInfo:
         """Change live settings: learning_rate, beta, most_on_policy_prob, sampling_temperature, eval_every_steps.
@@ -390,3 +394,8 @@ class Run:
 
     def _command(self, name: StateCommand, reason: str | None) -> RunInfo:
         return self._connection.client().command(name, RunCommand(reason=reason))
+
+
+def _with_numbers(name: str) -> list[str | int]:
+    """Return a key that sorts names by the numbers in them: columns of ages stand by age."""
+    return [int(part) if part.isdigit() else part for part in _NUMBER.split(name)]

@@ -107,7 +107,7 @@ def settled(client: BufferClient) -> dict[str, float]:
     total: Counter[str] = Counter()
     for item in searchers:
         total.update(item.gauges)
-    stored = client.stats().rollouts_generated
+    stored = client.stats().pushed["new"]
     client.command("resume", RunCommand())
     return {**total, "stored": stored}
 

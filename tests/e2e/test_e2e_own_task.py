@@ -68,11 +68,12 @@ def test_the_test_of_the_scorer_passes(folder: Path) -> None:
     assert " passed" in done.stdout
 
 
-def test_the_recipe_is_right_and_the_examples_get_what_they_should(tba: Tba) -> None:
+def test_the_recipe_is_right_and_the_examples_get_what_they_should(tba: Tba, folder: Path) -> None:
+    gold = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0])["data"]["answer"]
     checked = read(tba("config", "check", "mytask.toml", "--json"))
     assert checked["counts"]["fail"] == 0
     assert [result["found"] for result in checked["results"] if result["code"] == "scorer"] == [
-        "task 'mytask': made-up responses score 0, 1"
+        f"task 'mytask': made-up responses score: '1' 0, data.answer {gold!r} 1"
     ]
     scored = read(tba("score", "examples.jsonl", "--recipe", "mytask.toml", "--json"))
     assert (scored["num_mismatches"], scored["num_errors"]) == (0, 0)

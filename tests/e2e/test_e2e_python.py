@@ -98,7 +98,7 @@ def test_a_run_is_made_with_what_the_script_has(finished: Run, place: Path):
     assert "is done" in finished.summary().doing
     scorer, numbers = own_scorer(), {row["prompt_id"]: row["data"]["number"] for row in prompts()}
     rollouts = list(finished.rollouts(status="scored"))
-    assert len(rollouts) == finished.stats().rollouts_generated >= NUM_STEPS * BATCH_ROLLOUTS
+    assert finished.stats().rollouts_generated == len(rollouts) >= NUM_STEPS * BATCH_ROLLOUTS
     for rollout in rollouts:
         assert rollout.reward == pytest.approx(scorer([], [rollout.response_text], [numbers[rollout.prompt_id]])[0])
         assert [part.name for part in rollout.reward_parts or []] == ["by_length", "length"]
@@ -111,6 +111,9 @@ def test_an_ended_run_becomes_tables(finished: Run):
     assert metrics.columns[:3] == ["lineage", "step", "at_s"]
     assert (metrics["lineage"], metrics["step"]) == ([1] * NUM_STEPS, list(range(1, NUM_STEPS + 1)))
     assert metrics["at_s"] == sorted(metrics["at_s"])
+    ages = [int(name.split("_")[2]) for name in metrics.columns if name.startswith("ess_age_")]
+    assert ages == sorted(ages)
+    assert ages, "a plot of these columns has an axis of ages"
     frame = metrics.to_pandas()
     ledger = [line for line in finished.ledger() if isinstance(line, LedgerEntry)]
     assert frame["reward_mean"].tolist() == pytest.approx([line.metrics["reward_mean"] for line in ledger])

@@ -217,7 +217,7 @@ class Trial:
         assert stats.num_rollouts == len(stored)
         assert stats.payload_bytes == sum(map(len, stored.values()))
         assert stats.rollouts_generated == stats.pushed["new"] == len(stored) + num_evicted
-        assert stats.rollouts_generated <= len(attempted), "something was stored twice"
+        assert stats.pushed["new"] <= len(attempted), "something was stored twice"
         missing = acked - stored.keys()
         assert len(missing) <= num_evicted, f"{len(missing)} acknowledged rollouts are gone, {num_evicted} were evicted"
         assert stats.num_rollouts <= self.stack.recipe.buffer.max_rollouts
@@ -234,7 +234,7 @@ class Trial:
             with_compaction=int(checkpoint_position > 0),
         )
 
-    def _check_ledger(self, num_trained: int) -> None:
+    def _check_ledger(self, num_trained: int | None) -> None:
         client = self.stack.client
         info, lines = client.run(), list(ledger_lines(client))
         check = LedgerCheck(lineage_tree(info.parents), lineage=info.lineage, step=info.step)

@@ -67,6 +67,7 @@ def stats() -> Stats:
     known = {
         "run": "demo",
         "rollouts_generated": 1000,
+        "rollouts_drawn": 0,
         "rollouts_trained": 2000,
         "samples_per_insert": 2.0,
         "realised_most_on_policy": 0.5,

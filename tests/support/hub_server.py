@@ -31,6 +31,8 @@ class HubServer:
         self.repositories, self.gated, self.uploads = repositories, gated, uploads
         self.private: set[str] = set()
         """Repositories that only their owner can read."""
+        self.commit_status = 200
+        """Another one refuses every commit."""
         self.commits: list[str] = []
         """Messages of the commits that clients made."""
         self.objects: dict[str, bytes] = {}
@@ -111,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, name: str, lines: list[dict[str, Any]]) -> None:
         folder = self.hub.repositories[name]
+        if self.hub.commit_status != 200:
+            return self._send(self.hub.commit_status, b"{}", {})
         for line in lines:
             value = line["value"]
             match line["key"]:
@@ -124,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
                 case "deletedFile":
                     (folder / value["path"]).unlink()
         address = f"{self.hub.url}/{name.removeprefix('models/')}/commit/{commit_of(name)}"
-        self._send_json({"commitUrl": address, "commitOid": commit_of(name)})
+        return self._send_json({"commitUrl": address, "commitOid": commit_of(name)})
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":

@@ -138,6 +138,7 @@ class RecordedBuffer:
         self.acks: list[tuple[int, int, AckRequest]] = []
         self.drawn: list[tuple[int, int]] = []
         self.checkpoint: tuple[str, str] | None = None
+        self.kept: list[str] = []
         self.evals: dict[str, EvalRequest] = {}
         self.eval_state: Any = "done"
         self.beats: list[Heartbeat] = []
@@ -178,16 +179,21 @@ class RecordedBuffer:
     def new_lineage(self, request: LineageRequest) -> LineageReply:
         self._enter("new_lineage")
         with self._lock:
+            waiting, parent = self.rollback, PolicyVersion.parse(request.parent)
+            obeys = waiting is not None and waiting.request_id == request.obeys
+            if request.obeys is not None and not obeys:
+                raise ConflictError("the rollback that it obeys does not wait any more")
             self.lineage += 1
             self.parents[self.lineage] = request.parent
             self.num_rollbacks += request.rollback
-            parent = PolicyVersion.parse(request.parent)
             if self.checkpoint is not None and PolicyVersion.parse(self.checkpoint[0]).step > parent.step:
                 key = request.checkpoint_key
                 self.checkpoint = None if key is None else (request.parent, key)
-            if self.rollback is not None and self.rollback.request_id == request.obeys:
+            if waiting is not None and (obeys or parent.step <= PolicyVersion.parse(waiting.version).step):
                 self.rollback = None
-            if self.state != "paused" and not (self.state == "stopping" and request.in_process):
+            if request.fails is not None:
+                self.state, self.reason = "failed", request.fails
+            elif self.state != "paused" and not (self.state in ("stopping", "failed") and request.in_process):
                 self.state, self.reason = "running", None
             return LineageReply(lineage=self.lineage, token=f"token-{self.lineage}")
 
@@ -213,6 +219,7 @@ class RecordedBuffer:
         self._enter("register_checkpoint", request.token)
         self._refuse_for_rollback()
         self.checkpoint = (request.version, request.key)
+        self.kept = self.kept if request.kept is None else request.kept
 
     def draw_batch(self, request: BatchRequest) -> Batch:
         self._enter("draw_batch", request.token)

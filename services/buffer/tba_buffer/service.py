@@ -113,7 +113,7 @@ class PromptParts:
     def of(cls, context: Context, run: RunParts) -> PromptParts:
         """Wire them."""
         catalog = Catalog(context)
-        evaluations = Evaluations(context, catalog)
+        evaluations = Evaluations(context, catalog, run.lineages)
         return cls(
             catalog=catalog,
             evaluations=evaluations,
@@ -271,7 +271,7 @@ class Buffer:
         """
         if self._not_ready is None:
             return
-        shows_snapshot = (
+        self.context.epoch.shows_snapshot = shows_snapshot = (
             self._view_of is not None
             and self.context.recipe.run.snapshot is not None
             and await buffer_epoch.is_new(self.context)
@@ -354,6 +354,7 @@ class Buffer:
             state_reason=fields.reason,
             note=note,
             read_only=self._view_of is not None,
+            is_snapshot=self.context.epoch.shows_snapshot,
             loss=self.recovery.loss,
             num_lost_changes=fields.num_lost_changes,
             last_change=fields.change,

@@ -119,8 +119,6 @@ def train(
                 end = _train_lineage(context, folder=folder, rollback=rollback)
             if not isinstance(end, Rollback):
                 return end
-            if stop.is_set():
-                return "stopped"
             rollback = end
             gc.unfreeze()
             gc.collect()  # the old model must go before the next one is built: on a GPU both may not fit
@@ -191,7 +189,11 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     try:
         context.status.set_state("publishing")
         _publish_first(lineage, start, stores_start=stores_start)
-        return _run_loop(lineage)
+        end = _run_loop(lineage)
+        if isinstance(end, Rollback) and context.stop.is_set():  # an operator's rollback waits for the next start
+            context.status.set_state("stopped")
+            return "stopped"
+        return end
     finally:
         lineage.prefetcher.close()
         lineage.publisher.close()

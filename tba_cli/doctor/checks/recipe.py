@@ -42,25 +42,66 @@ OFFLINE = "--offline: a network would be needed"
 Check = Callable[[Target], Iterator[CheckResult]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alike:
+    """The prompts of a task whose data have the same columns."""
+
+    columns: tuple[str, ...]
+    first: Prompt
+    num_prompts: int
+    num_of_task: int
+
+    def problem(self, result: ScoreResult) -> str | None:
+        """Return a sentence if their data lack what the scorer needs.
+
+        Args:
+            result: of a made-up response to the first one.
+        """
+        # other errors may be those of the one response
+        if result.error is None or result.error.reason != "bad_data":
+            return None
+        return (
+            f"{self.num_prompts:,} of {self.num_of_task:,} prompts of task {self.first.task!r} cannot be scored, first "
+            f"{self.first.prompt_id!r}: their data have the columns {', '.join(self.columns) or 'none'}; "
+            f"{result.error.detail}"
+        )
+
+
 @dataclass(slots=True)
 class Trial:
-    """The results of asking every scorer once."""
+    """The results of asking every scorer."""
 
-    scored: dict[str, list[ScoreResult]] = field(default_factory=dict)
-    """Results by task."""
+    scored: dict[str, list[tuple[str, ScoreResult]]] = field(default_factory=dict)
+    """Task -> what made-up responses to one of its prompts were, and their results."""
+    alike: dict[str, list[tuple[Alike, ScoreResult]]] = field(default_factory=dict)
+    """Task -> its prompts by their columns, and the result of a made-up response to the first of each."""
+    num_untried: Counter[str] = field(default_factory=Counter)
+    """Task -> prompts with still other columns."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Tasks whose scorers were not all asked, and why."""
-    right: dict[str, str] = field(default_factory=dict)
-    """Tasks whose second response should be right, and that response."""
+    right: set[str] = field(default_factory=set)
+    """Tasks for which one of several responses should be right, as far as anyone can know."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield tasks that cannot be scored, or of which some prompts cannot, each with a sentence."""
+        for task, tried in self.scored.items():
+            lacking = [alike.problem(result) for alike, result in self.alike[task]]
+            problem = problem_of([result for _, result in tried])
+            # the first ones are those of `tried`
+            if problem is not None and (lacking[0] is None or all(lacking)):
+                yield task, f"task {task!r} scores nothing: {problem}"
+            if not all(lacking):
+                yield from ((task, sentence) for sentence in lacking if sentence is not None)
 
     def check(self) -> None:
-        """Raise ConfigError where a task scored nothing."""
-        for task, results in self.scored.items():
-            if (problem := problem_of(results)) is not None:
-                raise ConfigError(
-                    f"the reward of task {task!r} scores nothing: {problem}; correct reward.tasks.{task}, or the data "
-                    "of the prompts"
-                )
+        """Raise ConfigError where a prompt cannot be scored."""
+        for task, problem in self.problems():
+            raise ConfigError(f"{problem}; {fix_of(task)}")
+
+
+def fix_of(task: str) -> str:
+    """Return what to do where prompts of a task cannot be scored."""
+    return f"correct reward.tasks.{task}, or the data of the prompts"
 
 
 def problem_of(results: Sequence[ScoreResult]) -> str | None:
@@ -302,32 +343,37 @@ def _unknown_results(num_texts: int, num_prompts: int, unknown: Sequence[str]) -
 def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:
     for task, why in trial.left_out.items():
         yield skip("scorer", f"task {task!r}: {why}; `tba config check --full` asks it, without --offline")
-    for task, results in trial.scored.items():
-        errors = [f"{result.error.reason}: {result.error.detail}" for result in results if result.error is not None]
-        if (problem := problem_of(results)) is not None:
-            yield fail(
-                "scorer",
-                f"task {task!r} scores nothing: {problem}",
-                f"correct reward.tasks.{task}, or the data of the prompts",
-            )
-        elif errors:
-            yield warn(
-                "scorer",
-                f"task {task!r}: {len(errors)} of {len(results)} made-up responses have no score ({errors[0]})",
-                "nothing, if such a response should have no score; otherwise correct the scorer",
-            )
-        elif task in trial.right and len({result.reward for result in results}) == 1:
-            examples = recipe_file.with_name(EXAMPLES)
-            is_there = examples.is_file()
-            yield warn(
-                "scorer",
-                f"task {task!r}: a wrong response and the answer {trial.right[task]!r:.60} both score "
-                f"{results[0].reward:g}; a run learns nothing from a reward that is the same for all responses",
-                f"see what the scorer gives: `tba score {shlex.quote(str(examples)) if is_there else 'FILE'} --recipe "
-                f"{shlex.quote(str(recipe_file))}`"
-                + ("" if is_there else ", where FILE holds responses of your own (docs/cli.md)")
-                + "; nothing, if the reward is not about the answer, or asks for more than the bare answer",
-            )
-        else:
-            rewards = ", ".join(f"{result.reward:g}" for result in results)
-            yield ok("scorer", f"task {task!r}: made-up responses score {rewards}")
+    problems = list(trial.problems())
+    for task, problem in problems:
+        yield fail("scorer", problem, fix_of(task))
+    for task, num in trial.num_untried.items():
+        yield skip("scorer", f"task {task!r}: {num:,} prompts, whose data have rarer columns, were not tried")
+    for task, tried in trial.scored.items():
+        if problem_of([result for _, result in tried]) is None:
+            yield _tried_result(trial, task, tried, recipe_file)
+
+
+def _tried_result(trial: Trial, task: str, tried: Sequence[tuple[str, ScoreResult]], recipe_file: Path) -> CheckResult:
+    errors = [f"{result.error.reason}: {result.error.detail}" for _, result in tried if result.error is not None]
+    if errors:
+        return warn(
+            "scorer",
+            f"task {task!r}: {len(errors)} of {len(tried)} made-up responses have no score ({errors[0]})",
+            "nothing, if such a response should have no score; otherwise correct the scorer",
+        )
+    rewards = [result.reward for _, result in tried]
+    names = ", ".join(what for what, _ in tried)
+    if task in trial.right and len(set(rewards)) == 1:
+        examples = recipe_file.with_name(EXAMPLES)
+        is_there = examples.is_file()
+        return warn(
+            "scorer",
+            f"task {task!r}: all responses that were tried score {rewards[0]:g} ({names}); a run learns nothing from a "
+            "reward that is the same for all responses",
+            f"see what the scorer gives: `tba score {shlex.quote(str(examples)) if is_there else 'FILE'} --recipe "
+            f"{shlex.quote(str(recipe_file))}`"
+            + ("" if is_there else ", where FILE holds responses of your own (docs/cli.md)")
+            + "; nothing, if the reward is not about the data, or asks for more than a bare answer",
+        )
+    scores = ", ".join(f"{what} {result.reward:g}" for what, result in tried)
+    return ok("scorer", f"task {task!r}: made-up responses score: {scores}")

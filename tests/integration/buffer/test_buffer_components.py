@@ -136,7 +136,7 @@ def test_the_time_of_components_is_counted_over_restarts_and_has_its_price(
     assert found.cost is not None
     assert found.cost.total == pytest.approx(12 + 15, abs=took_s / 10)
     assert found.cost.since_s == pytest.approx(begin_s, abs=60)
-    assert values(buffer.url, "tba_cost_total")[("EUR", "trainer")] == found.cost.by_kind["trainer"]
+    assert values(buffer.url, "tba_cost")[("EUR", "trainer")] == found.cost.by_kind["trainer"]
     buffer.stop()
     client = serve_buffer(**sections).client()
     later(client, 5150.0)

@@ -19,7 +19,7 @@ from tests.support.waits import until
 
 KEYS = Keys("test")
 COUNTS = [("counters", name) for name in ("drawn", "void", "inflight", "marks", "scored_total", "scored_at_mark")]
-BARE = [("run", "rollbacks"), ("run", "changes_lost"), ("run", "losses_accepted")]
+BARE = [("run", "rollbacks"), ("run", "checkpoints_kept"), ("run", "changes_lost"), ("run", "losses_accepted")]
 
 
 def readiness(url: str) -> tuple[int, bytes]:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tba.api import EvalResult, EvalResults, EvaluateRequest, Lease, LeaseRequest, RunCommand, VersionRequest
+from tba.api import (
+    EvalResult,
+    EvalResults,
+    EvaluateRequest,
+    Lease,
+    LeaseRequest,
+    LineageRequest,
+    RunCommand,
+    VersionRequest,
+)
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, FencedError, NotFoundError
 from tba.versions import PolicyVersion
@@ -189,12 +198,20 @@ def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that
     assert client.run().best is not None
     evaluate("1-1", [1.0, 1.0, 1.0])
     evaluate("1-2", [1.0, 0.0, 0.0])
-    assert client.run().best == serve_buffer(eval=section).client().run().best  # another process over the same Redis
+    before, client = client.run().best, serve_buffer(eval=section).client()  # another process over the same Redis
     info = client.run()
+    assert info.best == before
     assert info.best is not None
     # equal on the one prompt: the newest
     assert (info.best.version, info.best.value, info.best.num_prompts) == ("1-2", 1.0, 1)
     assert [item.pass_at for item in info.evals] == [{2: pytest.approx(2 / 3)}, {2: 1.0}, {2: pytest.approx(1 / 3)}]
+    assert not any(item.abandoned for item in info.evals)
+    # the run goes back: what comes after the new lineage's start is listed, and no longer the best
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-1"))
+    info = client.run()
+    assert [(item.version, item.abandoned) for item in info.evals] == [("0-0", False), ("1-1", False), ("1-2", True)]
+    assert info.best is not None
+    assert (info.best.version, info.best.value) == ("1-1", 1.0)
 
 
 def test_a_version_with_hardly_any_known_score_does_not_become_the_best(serve_buffer: ServeBuffer) -> None:

@@ -212,7 +212,9 @@ def test_requests_that_come_at_once_are_all_counted(served: BufferThread, monkey
     assert next(reply for reply in replies if reply.status_code == 200).content[-4:] == b"PAR1"
 
 
-def test_a_link_of_the_page_is_for_a_viewer_once_and_for_a_minute(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
+def test_a_link_of_the_page_is_for_a_viewer_once_and_for_a_minute(
+    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = {role: f"token-of-the-{role}" for role in ("operator", "searcher", "viewer")}
     served = serve_buffer(tokens=tokens)
     client = served.client(token=tokens["operator"])
@@ -227,6 +229,9 @@ def test_a_link_of_the_page_is_for_a_viewer_once_and_for_a_minute(serve_buffer: 
     assert httpx2.get(f"{served.url}/v1/downloads").status_code == 401
     assert "was never uploaded" in link("viewer", "?prompt_id=nothing").json()["detail"]
     path = link("viewer", "?prompt_id=train-1").json()["path"]
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet, "MAX_EXPORTS", 0)
+        assert httpx2.get(f"{served.url}/{path}").status_code == 429, "which has sent nothing"
     answer = httpx2.get(f"{served.url}/{path}")
     assert (answer.status_code, answer.headers["content-disposition"]) == (
         200,
@@ -238,9 +243,14 @@ def test_a_link_of_the_page_is_for_a_viewer_once_and_for_a_minute(serve_buffer: 
     assert (again.status_code, "ask the page for another" in again.json()["detail"]) == (404, True)
     now_s = [0.0]
     links = downloads.DownloadLinks(clock=lambda: now_s[0])
-    ids = [links.add(RolloutFilter(task=str(number))) for number in range(downloads.MAX_LINKS + 1)]
-    assert links.use(ids[1]).task == "1"
+    ids = [links.add(RolloutFilter(task=str(number))) for number in range(downloads.MAX_LINKS)]
+    now_s[0] = 20.0
+    with pytest.raises(BusyError, match="wait 40 s"):
+        links.add(RolloutFilter())
+    with links.use(ids[1]) as wanted:
+        assert wanted.task == "1"
     now_s[0] = downloads.LINK_S + 1
+    links.add(RolloutFilter())
     for unknown in (ids[0], ids[1], ids[2]):
-        with pytest.raises(NotFoundError):
-            links.use(unknown)
+        with pytest.raises(NotFoundError), links.use(unknown):
+            pass

@@ -11,15 +11,31 @@ import httpx2
 import numpy as np
 import pytest
 from pyarrow.parquet import read_metadata
+from redis import Redis
+from tba_buffer.storage.keys import Keys
 
-from tba.api import AckRequest, BatchRequest, TrainedRollouts
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    EvalResult,
+    EvalResults,
+    EvaluateRequest,
+    LineageRequest,
+    TrainedRollouts,
+    VersionRequest,
+)
 from tba.clients import BufferClient
+from tba.config.sections import RunSection
 from tba.versions import START, PolicyVersion
 from tba.weights import checkpoint_prefix
 from tba.wire import Heartbeat, Rollout, VersionSpan, encode_rollout
+from tba_cli.run_target import save_snapshot
 from tests.support.browser import Watched, chromium, until
-from tests.support.buffer import make_prompts, make_rollout, start_lineage
+from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.leases import lease
+from tests.support.redis_process import RedisProcess
+from tests.support.waits import until as until_true
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -147,7 +163,10 @@ def texts(page: Page) -> str:
     return page.inner_text("body")
 
 
-def test_overview_shows_how_the_run_learns(trained: BufferThread, open_page: Open) -> None:
+def test_overview_shows_how_the_run_learns(trained: BufferThread, open_page: Open, redis: RedisProcess) -> None:
+    with Redis.from_url(redis.url) as raw:
+        # as an older release has left it
+        raw.hset(Keys("test").counters, "skipped:refused", 2)
     page, watched = open_page(trained)
     page.wait_for_selector(".uplot canvas")
     shown = texts(page)
@@ -158,8 +177,17 @@ def test_overview_shows_how_the_run_learns(trained: BufferThread, open_page: Ope
     assert "0.9167" in page.inner_text(".u-legend >> nth=0")
     # rollouts of 3 tokens: 12 per step, and one more that was never trained on
     tokens = page.inner_text("section[aria-labelledby=panel-tokens-and-cost]")
-    for fact in ("435 tokens", "432 tokens", "the recipe has no prices", "No tokens have been dropped"):
+    for fact in (
+        "435 tokens",
+        "432 tokens",
+        "skipped 2 batches",
+        "the recipe has no prices (cost.searcher_per_hour, cost.trainer_per_hour)",
+        "No tokens have been dropped",
+    ):
         assert fact in tokens
+    amounts = "(format) => [0, 1234.5, 0.1, 0.0996, 0.0000512].map(format.money)"
+    written = page.evaluate(f"import('./page/js/format.js').then({amounts})")
+    assert written == ["0.00", "1,234.50", "0.10", "0.0996", "0.0000512"]
     # every panel says how to read it
     assert page.locator(".panel").count() == page.locator(".panel > .how").count() > 10
     assert watched.errors == []
@@ -262,7 +290,16 @@ def test_the_same_prompt_is_shown_under_two_versions(trained: BufferThread, open
     assert watched.errors == []
 
 
-def test_searchers_settings_and_ledger_are_there(trained: BufferThread, open_page: Open) -> None:
+def evaluated(client: BufferClient, version: str) -> None:
+    client.evaluate(EvaluateRequest(version=version, num_prompts=1))
+    for item in lease(client, 2).leases:
+        assert item.eval_id is not None
+        num = item.num_rollouts
+        result = EvalResult(lease_id=item.lease_id, rewards=[1.0] * num, num_response_tokens=[3] * num)
+        client.eval_results(item.eval_id, EvalResults(searcher_id="s1", version=version, results=[result]))
+
+
+def test_searchers_settings_and_ledger_are_there(trained: BufferThread, open_page: Open, redis: RedisProcess) -> None:
     page, watched = open_page(trained, "#/fleet")
     page.wait_for_selector("text=searcher-7")
     assert "1,234" in texts(page)
@@ -272,7 +309,22 @@ def test_searchers_settings_and_ledger_are_there(trained: BufferThread, open_pag
     page.click("nav >> text=Ledger")
     page.wait_for_selector(f"text=1-{NUM_STEPS}")
     assert page.locator("main tbody tr").count() == NUM_STEPS + 1
-    assert trained.client().ledger(limit=1).num_lines == NUM_STEPS + 1
+    client = trained.client()
+    assert client.ledger(limit=1).num_lines == NUM_STEPS + 1
+    with Redis.from_url(redis.url, decode_responses=True) as raw:
+        token = raw.hget(Keys("test").run, "token")
+    client.announce_version(VersionRequest(version="1-8", token=str(token)))
+    for version in ("0-0", "1-8"):
+        evaluated(client, version)
+    page.click("nav >> text=Overview")
+    chart = "document.querySelector('[aria-labelledby=chart-reward] .plot')?.getAttribute('aria-label')"
+    until(page, f"{chart}?.includes('held out, sampled: 2 values')")
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-4"))  # what came after it is abandoned
+    until(page, f"{chart}?.includes('held out, sampled: 1 values')")
+    page.click("nav >> text=Searchers")
+    page.wait_for_selector("tr:has-text('1-8') >> text=done, abandoned: the run went back")
+    page.click("nav >> text=Ledger")
+    page.wait_for_selector(f"tr:has-text('1-{NUM_STEPS}') >> text=abandoned: the run went back")
     assert watched.errors == []
 
 
@@ -290,7 +342,10 @@ def test_buttons_act_and_leave_their_reason_in_the_audit(
     page.fill("dialog #ask-prompts", "1")
     page.click("dialog button.primary")
     page.wait_for_selector("dialog >> text=The evaluation of 0-0 on 1 held-out prompts is under way: 0 are done.")
-    page.click("dialog >> text=Close")
+    assert page.locator("dialog input, dialog button.primary").count() == 0, "Enter must not ask again"
+    assert page.evaluate("document.activeElement.textContent") == "Close"
+    page.keyboard.press("Enter")
+    until(page, "!document.querySelector('dialog')")
     page.click("#commands >> text=Pause")
     page.fill("dialog #ask-reason", "lunch")
     page.click("dialog button.primary")
@@ -436,6 +491,49 @@ def test_empty_states_say_what_is_awaited(serve_buffer: ServeBuffer, open_page: 
         page.goto(f"{served.url}/{view}")
         page.wait_for_selector(f"text={text}")
     assert [error for error in watched.errors if "503" not in error] == []
+
+
+def test_a_snapshot_says_what_is_not_part_of_it_and_a_run_that_began_with_one_is_none(
+    serve_buffer: ServeBuffer, redis: RedisProcess, tmp_path: Path, open_page: Open
+) -> None:
+    store = {"url": f"file://{tmp_path}"}
+    served = serve_buffer(store=store)
+    client = served.client()
+    client.upload_prompts(make_prompts(1))
+    client.push([encode_rollout(make_rollout())])
+    save_snapshot(client, "end", show=lambda _: None)
+    served.stop()
+
+    def served_again(**section: Any) -> BufferThread:
+        recipe = make_recipe(store=store, buffer={"redis_url": redis.url, **section})
+        again = BufferThread(recipe.model_copy(update={"run": RunSection(name="test", snapshot="test/end")}))
+        until_true("the load", lambda: (origin := again.client().run().origin) and origin.state == "complete")
+        return again
+
+    def says(buffer: BufferThread, text: str, **expected: int) -> Page:
+        """Check in how many panels of each view a text stands."""
+        page, watched = open_page(buffer)
+        for view, num in expected.items():
+            page.goto(f"{buffer.url}/#/{view}")
+            until(page, f"document.querySelector('main').innerText.split({text!r}).length === {num + 1}")
+        assert watched.errors == []
+        return page
+
+    with Redis.from_url(redis.url) as raw:
+        raw.flushall()
+        view = served_again(read_only="a view")
+        (rollout,) = view.client().list_rollouts().rollouts
+        says(view, "which steps trained it is not part of a snapshot", **{f"rollout/{rollout.rollout_id}": 1})
+        page = says(view, "This is not part of a snapshot.", overview=11, ledger=1, fleet=4, settings=3)
+        assert page.inner_text("#run-state") == "snapshot"
+        assert "learning_rate" not in page.inner_text("main"), "that of the recipe need not be that of the run"
+        view.stop()
+        raw.flushall()
+    served_again().stop()
+    over = served_again(read_only="it is over")
+    assert not over.client().run().is_snapshot
+    says(over, "The files that this view shows hold none.", ledger=1, settings=0)
+    over.stop()
 
 
 IN_THE_COLOURS_OF_THE_SCHEME = """(() => {

@@ -255,8 +255,8 @@ def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> Non
     lineage = start_lineage(client)
     pending = [encode_rollout(make_rollout(f"train-{i % 4}", reward=None)) for i in range(16)]
     failed = [
-        encode_rollout(make_rollout("train-0", reward=None, reward_status="failed", reward_reason="timeout"))
-        for _ in range(3)
+        encode_rollout(make_rollout("train-0", reward=None, reward_status="failed", reward_reason=reason))
+        for reason in ("timeout", "bad_data: no gold", "bad_data: no gold", "bad_data: empty")
     ]
     client.push(pending + failed)
     request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
@@ -267,4 +267,6 @@ def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> Non
     batch = client.draw_batch(request)
     assert {rollout.reward_status for rollout in batch.rollouts} == {"scored"}
     stats = client.stats()
-    assert (stats.num_scored, stats.num_pending, stats.num_failed, stats.rollouts_generated) == (8, 16, 3, 27)
+    assert (stats.num_scored, stats.num_pending, stats.num_failed, stats.rollouts_generated) == (8, 16, 4, 28)
+    reasons = [(item.reason, item.num, item.example) for item in stats.failed_reasons]
+    assert reasons == [("bad_data", 3, "bad_data: no gold"), ("timeout", 1, "timeout")]

@@ -6,7 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from tba_buffer.run import rollback
 
+import tba
 from tba.api import (
     AckRequest,
     BatchRequest,
@@ -18,8 +20,9 @@ from tba.api import (
     VersionRequest,
 )
 from tba.clients import BufferClient
-from tba.errors import BusyError, ConflictError, FencedError, RollbackError
-from tba.store import FileStore
+from tba.errors import BusyError, ConfigError, ConflictError, FencedError, RollbackError
+from tba.store import FileStore, ObjectStore
+from tba.versions import PolicyVersion
 from tba.weights import checkpoint_prefix
 from tba_cli.main import main
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
@@ -65,7 +68,7 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
     with pytest.raises(ConflictError, match=r"step 9; there is none so far \(trainer.checkpoint_interval"):
         client.rollback(RollbackRequest(step=9))
     train(client, lineage, range(1, 5))
-    write_checkpoints(tmp_path, "1-2", "1-4", "7-1")
+    write_checkpoints(tmp_path, "1-2", "1-4", "7-1", "backup")  # a person has copied one
     FileStore(tmp_path).put(f"{checkpoint_prefix('test')}1-3/state.json", b"half written")
     client.register_checkpoint(CheckpointRequest(version="1-4", token=lineage.token, key="checkpoints/1-4"))
     assert client.checkpoints() == ["1-4", "1-2"]  # 7-1 is of no lineage that this one descends from
@@ -77,7 +80,8 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
     waiting = client.rollback(request).rollback
     assert waiting is not None
     assert (waiting.version, waiting.step, waiting.reason) == ("1-2", 3, "the reward fell")
-    for again in (request, RollbackRequest(step=2)):  # the same request, and another one for the same checkpoint
+    other = RollbackRequest(step=2)
+    for again in (request, other):  # the same request, and another one for the same checkpoint
         assert client.rollback(again).rollback == waiting
     with pytest.raises(ConflictError, match="a rollback to 1-2 waits for the trainer already"):
         client.rollback(RollbackRequest(step=4))
@@ -94,7 +98,10 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
     served.stop()  # nothing of it lives in the process
     client = serve(serve_buffer, tmp_path).client()
     assert client.run().rollback == waiting
-    client.new_lineage(LineageRequest(trainer_id="t", parent="1-4", obeys="another request"))
+    with pytest.raises(ConflictError, match="the rollback that it obeys does not wait any more; read the run again"):
+        client.new_lineage(LineageRequest(trainer_id="t", parent="1-2", obeys="another request"))
+    assert (client.run().rollback, client.run().lineage) == (waiting, 1)
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-4"))  # it read the run before the request came
     assert client.run().rollback == waiting
     back = LineageRequest(
         trainer_id="t", parent="1-2", checkpoint_key="checkpoints/1-2", obeys=waiting.request_id, in_process=True
@@ -111,6 +118,34 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
         ("rollback", 1, 4, "1-2"),
         ("lineage", 3, 2, "1-2"),
     ]
+    assert client.rollback(RollbackRequest(step=2)).rollback is not None
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-1", rollback=True))
+    done = client.run_changes().changes[-1]
+    said = "an alarm, or a start of the trainer, went back further"
+    assert (done.command, done.rollback, done.reason) == ("lineage", "1-2", said)
+    for late in (request, other):
+        assert client.rollback(late).rollback is None
+
+
+def test_what_the_trainer_deletes_meanwhile_is_not_asked_for(
+    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = serve(serve_buffer, tmp_path).client()
+    lineage = begun(client)
+    train(client, lineage, range(1, 4))
+    write_checkpoints(tmp_path, "1-1", "1-2", "1-3")
+    listed = rollback.complete_versions
+
+    def then_registered(store: ObjectStore, prefix: str) -> list[PolicyVersion]:
+        found = listed(store, prefix)  # the trainer registers 1-3, and has not deleted 1-1 yet
+        kept = CheckpointRequest(version="1-3", token=lineage.token, key="k", kept=["1-2", "1-3"])
+        client.register_checkpoint(kept)
+        return found
+
+    monkeypatch.setattr(rollback, "complete_versions", then_registered)
+    with pytest.raises(ConflictError, match=r"at or before step 1; there are 1-3, 1-2 \("):
+        client.rollback(RollbackRequest(step=1))
+    assert client.checkpoints() == ["1-3", "1-2"]
 
 
 def test_a_paused_run_rolls_back_and_stays_paused_and_a_stop_withdraws(
@@ -160,6 +195,17 @@ def test_a_paused_run_rolls_back_and_stays_paused_and_a_stop_withdraws(
     client.new_lineage(LineageRequest(trainer_id="t", parent="1-1"))
     assert client.run().state == "running"
 
+    asked = client.rollback(RollbackRequest(step=1)).rollback
+    assert asked is not None
+    lost = LineageRequest(trainer_id="t", parent="1-1", obeys=asked.request_id, fails='it is "lost"', in_process=True)
+    assert client.new_lineage(lost) == client.new_lineage(lost)
+    info, failed = client.run(), client.run_changes().changes[-1]
+    assert (info.state, info.state_reason, info.rollback) == ("failed", 'it is "lost"', None)
+    assert info.last_change == failed
+    assert (failed.command, failed.old, failed.new, failed.reason) == ("fail", "running", "failed", 'it is "lost"')
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-1", in_process=True))
+    assert client.run().state == "failed"
+
 
 def test_the_command_asks_shows_and_explains(
     serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -182,4 +228,12 @@ def test_the_command_asks_shows_and_explains(
     code, text = said("rollback", "--step", "0")
     assert code == 2
     assert "at or before step 0; there are 1-2, 1-1" in text
-    assert said("rollback", "--step", "-1")[0] == 2
+    for step in (-1, 10**12):
+        assert said("rollback", "--step", str(step)) == (
+            2,
+            f"error: step {step} is out of range; name one from 0 to 999999999999\n",
+        )
+        with pytest.raises(ConfigError, match=f"step {step} is out of range"), tba.Run(url=served.url) as run:
+            run.rollback(step)
+    code, text = said("rollback", "--reason", "look")
+    assert (code, "--reason says why the run returns to --step N" in text) == (2, True)

@@ -58,7 +58,7 @@ def lived_in(buffer: BufferThread) -> BufferThread:
 def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:
     stats = lived_in(serve_buffer(**SECTIONS)).client().stats()
     assert (stats.num_rollouts, stats.num_scored, stats.num_pending, stats.num_failed) == (40, 34, 6, 0)
-    assert stats.num_rollouts == stats.rollouts_generated - sum(stats.evicted.values())
+    assert stats.rollouts_generated == stats.num_rollouts + sum(stats.evicted.values())
     assert stats.evicted == {"max_rollouts": 6}
     assert stats.evicted_by_length == {"max_rollouts": {"1-16": 6}}
     assert stats.stored is not None
@@ -195,6 +195,7 @@ def test_rates_are_known_after_a_while(serve_buffer: ServeBuffer) -> None:
         if stats.rates is not None:
             break
     assert stats.rates is not None
+    assert stats.rollouts_generated is not None
     assert 0 < stats.rates.generated_per_s <= stats.rollouts_generated / stats.rates.window_s
     assert stats.rates.trained_per_s == 0
     assert stats.rates.generated_tokens_per_s == pytest.approx(3 * stats.rates.generated_per_s)

@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 
+from tba.api import Prompt, ScoreError, ScoreResult
 from tba.clients import RewardClient
+from tba.errors import ConfigError
+from tba_cli.doctor.checks.recipe import Trial
 from tba_cli.local import evaluate
+from tba_cli.local.reward_trial import _alike
 from tba_cli.main import main
 from tba_cli.ports import PortRequest, choose_ports
 from tests.support.tiny_model import make_tiny_model
@@ -87,7 +91,7 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
     assert "ok   prompts: 1 to train on, 1 held out" in out
     assert "ok   tokenizer: LlamaForCausalLM" in out
     assert "ok   prompt-length: prompts have up to 4 tokens" in out
-    assert "ok   scorer: task 'mine': made-up responses score 0, 1" in out
+    assert "ok   scorer: task 'mine': made-up responses score: '1' 0, data.answer '2' 1" in out
     assert "recipe.json: ok (run 'demo'" in out
     assert "not checked" not in out
 
@@ -95,12 +99,12 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
 def test_a_function_of_token_ids_gets_some(check: Check) -> None:
     _, out = check(function="graders:lengths", model={"path": "nowhere"})
     # it is not about the answer: the fix says so
-    assert "WARN scorer: task 'mine': a wrong response and the answer '2' both score 1;" in out
+    assert "WARN scorer: task 'mine': all responses that were tried score 1 ('1', data.answer '2');" in out
 
 
 def test_a_reward_that_never_differs_is_a_warning_with_a_command(check: Check, tmp_path: Path) -> None:
     _, out = check(function="graders:flat", model={"path": "nowhere"})
-    assert "WARN scorer: task 'mine': a wrong response and the answer '2' both score 0;" in out
+    assert "WARN scorer: task 'mine': all responses that were tried score 0 ('1', data.answer '2');" in out
     assert "`tba score FILE --recipe recipe.json`, where FILE holds responses of your own" in out
     (tmp_path / "examples.jsonl").touch()
     _, out = check(function="graders:flat", model={"path": "nowhere"})
@@ -108,25 +112,58 @@ def test_a_reward_that_never_differs_is_a_warning_with_a_command(check: Check, t
 
 
 @pytest.mark.parametrize(
-    ("reward", "data", "text"),
+    ("reward", "data", "text", "said"),
     [
-        # no answer among the responses; one that has to stand in a box, behind reasoning, or in a format
-        ({"kind": "python", "function": "graders:flat"}, {"gold": "2"}, "1+1="),
-        ({"kind": "math"}, {"answer": "2"}, "1+1="),
-        ({"kind": "last_number"}, {"answer": "2"}, "1+1=<think>\n"),
-        ({"kind": "format", "pattern": "=.*"}, {"answer": "2"}, "1+1="),
-        ({"kind": "exact", "field": "gold"}, {"answer": "2", "gold": "3"}, "1+1="),
+        # an answer in a box, behind reasoning, in a format, in another column
+        ({"kind": "math"}, {"answer": "2"}, "1+1=", "'1' 0, data.answer '2' 0, data.answer in a box 1"),
+        ({"kind": "last_number"}, {"answer": 2}, "1+1=<think>\n", "'1' 0, data.answer '2' 0"),
+        ({"kind": "format", "pattern": "=.*"}, {"answer": "2"}, "1+1=", "'1' 0, data.answer '2' 0"),
+        (
+            {"kind": "exact", "field": "gold"},
+            {"level": 1, "gold": "3"},
+            "1+1=",
+            "'2' 0, data.level '1' 0, data.gold '3' 1",
+        ),
         # the answer is what is else the wrong response
-        ({"kind": "exact"}, {"answer": "1"}, "1*1="),
+        ({"kind": "exact"}, {"answer": "1"}, "1*1=", "'2' 0, data.answer '1' 1"),
     ],
 )
-def test_a_right_answer_that_cannot_be_known_is_no_reason_to_warn(
-    check: Check, tmp_path: Path, reward: dict[str, Any], data: dict[str, Any], text: str
+def test_the_values_of_the_data_are_tried_as_responses(
+    check: Check, tmp_path: Path, reward: dict[str, Any], data: dict[str, Any], text: str, said: str
 ) -> None:
     changed = [row | {"data": data, "text": text} for row in rows()]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, changed)))
     _, out = check(reward={"tasks": {"mine": {"scorers": [reward]}}}, model={"path": "nowhere"})
-    assert "ok   scorer: task 'mine': made-up responses score" in out
+    assert f"ok   scorer: task 'mine': made-up responses score: {said}\n" in out
+
+
+def test_the_columns_of_every_row_are_compared_with_what_the_scorer_needs(check: Check, tmp_path: Path) -> None:
+    """Also of the last ones, and where only few rows are wrong; each of them would be generated for in vain."""
+    row = {"task": "mine", "text": "1+1=", "split": "train"}
+    data = [{"answer": "2"}] * 40 + [{"gold": "2"}] * 3 + [{}] + [{f"c{n}": 1, "answer": "2"} for n in range(16)]
+    lines = [*rows(), *(row | {"prompt_id": str(number), "data": each} for number, each in enumerate(data))]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, out = check(model={"path": "nowhere"})
+    assert code == 1
+    found = "of 62 prompts of task 'mine' cannot be scored, first"
+    assert (
+        f"FAIL scorer: 3 {found} '40': their data have the columns gold; graders:same needs the column 'answer'," in out
+    )
+    assert f"FAIL scorer: 1 {found} '43': their data have the columns none; graders:same needs" in out
+    assert "ok   scorer: task 'mine': made-up responses score: '1' 0, data.answer '2' 1\n" in out
+    assert "-    scorer: task 'mine': 3 prompts, whose data have rarer columns, were not tried" in out
+    alike = _alike([Prompt.model_validate(each) for each in lines])["mine"]
+    known = ScoreResult(item_id="1", reward=0.0)
+    lacks = ScoreResult(item_id="1", error=ScoreError(reason="bad_data", detail="no answer"))
+    # as `tba run` says it; also where these are the commonest
+    for first, second, said in (
+        (known, lacks, "3 of 62 prompts"),
+        (lacks, known, "42 of 62 prompts"),
+        (lacks, lacks, "scores nothing"),
+    ):
+        trial = Trial(scored={"mine": [("'1'", first)]}, alike={"mine": [(alike[0], first), (alike[1], second)]})
+        with pytest.raises(ConfigError, match=said):
+            trial.check()
 
 
 def test_characters_that_the_tokenizer_does_not_know_are_named(check: Check, tmp_path: Path) -> None:

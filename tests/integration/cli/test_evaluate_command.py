@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from tba.evaluation.evaluation_job import load_report
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
+from tba_cli.commands import evaluate
 from tba_cli.main import main
 from tba_cli.reports.answers import AnswerComparison
 from tba_cli.run_folder import RunFolder
@@ -164,6 +167,9 @@ def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_start
     report, before = load_report(folder / "evaluation.json"), load_report(best / "evaluation.json")
     assert "starting a reward service at http://127.0.0.1:" in out
     assert "| greedy.exact.success_rate" in out
+    num = NUM_PROMPTS * (1 + NUM_SAMPLES)
+    assert f"\n{num} of {num} completions, " in out
+    assert f"\n{num} of {num} scores\n" in out
     assert report.version is None
     assert report.params_sha256 == before.params_sha256
     assert [line["text"] for line in completions(folder)] == [line["text"] for line in completions(best)]
@@ -175,6 +181,23 @@ def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_start
     tokens = folder / "secrets" / "tokens" / "all.json"
     assert json.loads((folder / "config.json").read_text())["auth"]["tokens_file"] == str(tokens)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, tokens)] == [0o700, 0o600]
+
+
+def test_the_reward_service_of_a_run_that_is_over_is_not_asked(workplace: Path) -> None:
+    run = RunFolder(workplace / "runs" / "over")
+    run.path.mkdir()
+    document = json.loads((workplace / "runs" / "demo" / "recipe.json").read_text())
+    document["reward"]["url"] = "http://127.0.0.1:9"
+    run.config_path.write_text(json.dumps(document))
+
+    def url(*sets: str) -> str | None:
+        args = argparse.Namespace(source="over", token_file=None, model=str(workplace / "models" / "0-0"), set=sets)
+        return evaluate._of_run(args, None).recipe.reward.url
+
+    assert (url(), url("reward.url=http://127.0.0.1:10")) == (None, "http://127.0.0.1:10")
+    run.endpoints_path.touch()
+    assert url() == "http://127.0.0.1:9"
+    shutil.rmtree(run.path)
 
 
 def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(
@@ -199,11 +222,12 @@ def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(
         (["demo", "--version", "7-7"], "no weight version 7-7"),
         (["demo", "--version", "best", "--model", "models/0-0"], "give one of them"),
         (["demo", "--compare", "4", "best"], "both are version 1-4"),
-        (["demo", "--compare", "start", "latest", "--version", "1-4"], "does not go with a recipe, --model or"),
-        (["demo", "--compare", "0", "9"], "LINEAGE-STEP"),
+        (["demo", "--compare", "start", "last", "--version", "1-4"], "does not go with a recipe, --model or"),
+        (["demo", "--compare", "0", "9"], "no weight version of step 9"),
+        (["demo", "--limit", "5"], "--limit says how many prompts --compare A B shows"),
         (["demo", "--compare", "0", "8", "--out", "runs/demo"], "is the folder of a run"),
         (["demo", "--set", "searcher.engine=simulated"], "generates random completions"),
-        (["nobody"], "neither a recipe (.toml or .json) nor a run"),
+        (["nobody"], "runs/nobody/config.json; the runs beside it are: demo"),
         (["demo", "--model", "runs"], "holds no model"),
         (["runs/demo/recipe.json", "--version", "1-4"], "names a version of a run"),
         (["demo", "--out", "models"], "is not the folder of an evaluation"),

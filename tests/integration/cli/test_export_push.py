@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
+from tba.errors import ConfigError
+from tba_cli.artifacts import hub_upload
+from tba_cli.artifacts.hub_upload import HubRepository
 from tba_cli.run_folder import RunFolder
 from tests.support.exports import published
 from tests.support.hub_server import TOKEN, HubServer
@@ -115,3 +121,71 @@ def test_what_cannot_be_pushed_is_said_in_a_sentence(
 def test_without_a_network_it_says_so(place: Path) -> None:
     code, output = export(place, "http://127.0.0.1:9", "--push-to-hub", "me/sums")
     assert (code, "error: me/sums could not be pushed to the hub" in output) == (2, True), output
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The library in this process, whose client is closed after the test."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield monkeypatch
+    session = huggingface_hub.get_session()
+    client, hooks = type(session), session.event_hooks
+    huggingface_hub.set_client_factory(lambda: client(event_hooks=hooks, follow_redirects=True, timeout=None))
+
+
+@pytest.mark.parametrize("status", [409, 412])
+def test_a_push_beside_another_one_is_to_be_run_again(
+    status: int, hub: HubServer, tmp_path: Path, in_process: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_process.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    hub.commit_status = status
+    repository = HubRepository("me/sums", "model")
+    repository.open(public=False)
+    assert capsys.readouterr().err == f"pushing to me/sums on {hub.url}\n"
+    with pytest.raises(ConfigError, match=r"did not take me/sums: .*; somebody else pushed meanwhile: run it again$"):
+        repository.push(tmp_path / "model", message="m")
+    hub.commit_status = 200
+    repository.push(tmp_path / "model", message="m")
+    assert hub.commits == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (409, b"{}", r"answers as no Hugging Face hub does \(KeyError: 'url'\), so me/sums was not .*HF_ENDPOINT$"),
+        (200, b"<html>", r"answers as no Hugging Face hub does \(JSONDecodeError: .*\), so me/sums .*HF_ENDPOINT$"),
+        (None, b"", r"me/sums could not be pushed to the hub \(ReadTimeout: .*\); run it again"),
+    ],
+)
+def test_a_server_that_is_no_hub_or_never_answers_is_said_in_a_sentence(
+    status: int | None, body: bytes, says: str, in_process: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            if status is None:
+                is_over.wait(30)
+                return
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stranger)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    in_process.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    in_process.setattr(hub_upload, "SILENCE_S", 0.3 if status is None else 30.0)
+    try:
+        with pytest.raises(ConfigError, match=says):
+            HubRepository("me/sums", "model").open(public=False)
+    finally:
+        is_over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -67,7 +67,7 @@ def test_a_run_goes_from_recipe_to_report_and_leaves_no_process(finished):
     place, done = finished
     assert done.stderr == ""
     assert "pass@1 sampled: 0.250 -> 0.500 on 8 held-out prompts" in done.stdout
-    assert f"summary: {place.folder}/summary.json" in done.stdout
+    assert f"advice:  Try: x.\nsummary: {place.folder}/summary.json" in done.stdout
     assert place.summary()["steps"] == 6
     assert place.summary()["first_step_s"] > 0
     assert json.loads((place.folder / "model" / "config.json").read_text()) == {"exported": True}

@@ -148,7 +148,7 @@ def test_the_page_of_a_run_that_is_over_is_served_read_only_until_a_signal(
         assert get(base, "/v1/run", None)[0] == 401
         client = BufferClient(base, token=token, retry_s=0)
         info = client.run()
-        assert (info.read_only, info.state, info.waits) == (True, "running", [])
+        assert (info.read_only, info.is_snapshot, info.state, info.waits) == (True, False, "running", [])
         assert (info.note or "").startswith("this run is over since 2001-09-")
         assert (info.note or "").endswith(f": {REASON}")
         assert [item.component_id for item in info.components if item.alive] == ["buffer"]
@@ -331,7 +331,9 @@ def test_a_snapshot_is_shown_as_it_was_saved(
     before, path = digests(ended), str(ended.path)
     with tba.Run(path, snapshot="early") as run:
         info = run.info
-        assert (info.read_only, info.run, info.step, info.lineage, info.waits) == (True, "test", 1, 1, [])
+        assert (info.is_snapshot, info.read_only, info.run, info.step, info.lineage) == (True, True, "test", 1, 1)
+        stats = run.stats()
+        assert (stats.rollouts_generated, stats.rollouts_trained, stats.tokens, stats.pushed) == (None, None, None, {})
         assert (info.note or "").startswith("snapshot test/early of 20")
         assert info.origin is not None
         assert (info.origin.source, info.origin.state) == ("test/early", "complete")
@@ -340,6 +342,9 @@ def test_a_snapshot_is_shown_as_it_was_saved(
         assert {item.policy_age_steps for item in found.values()} == {1}, "from where the run stood"
         assert [item.reward for _, item in sorted(found.items())] == [None, 1.0, 2.0, 3.0]
         assert (next(iter(run.prompts())).prompt_id, len(run.metrics()), run.evaluations()) == ("train-0", 0, [])
+        assert {item.num_batches for item in found.values()} == {None}
+        with pytest.raises(ConfigError, match=r"snapshot 'early' holds rollouts and prompts, and no weights"):
+            run.export(environ["TMPDIR"] + "/model")
         with pytest.raises(ConflictError, match=r"this is a read-only view .snapshot test/early of"):
             run.pause()
     monkeypatch.setattr("tba_cli.local.ended_run.LARGE_BYTES", 10)

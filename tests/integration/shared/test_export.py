@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.api import RunInfo
 from tba.config import Recipe
-from tba.errors import DigestError
+from tba.errors import ConfigError, DigestError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba.weights.export import write_export
+from tba_cli.commands.export import Exportable, choose
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
 from tests.support.exports import BEST, make_facts, published, transformers_greedy
@@ -219,8 +220,10 @@ def test_a_best_version_that_is_gone_is_said_in_a_sentence(
     ("words", "message"),
     [
         (["export", "demo", "--version", "7-7", "--out", "here"], "no weight version 7-7"),
-        (["export", "demo", "--version", "start", "--out", "here"], "no weight version 0-0"),
-        (["export", "demo", "--version", "newest", "--out", "here"], "LINEAGE-STEP"),
+        (["export", "demo", "--version", "start", "--out", "here"], "no weight version of its start (step 0)"),
+        (["export", "demo", "--version", "newest", "--out", "here"], "'newest' names no version of run 'demo';"),
+        (["export", "demo", "--version", "latest", "--out", "here"], "LINEAGE-STEP, a step, start, best or last; the"),
+        (["export", "demo", "--version", "999", "--out", "here"], "no weight version of step 999 (any more"),
         (["export", "other", "--out", "here"], "there is no run"),
         (["export", "demo", "--out", "runs"], "exists already"),
         (["export", "--url", "http://127.0.0.1:1", "--out", "here"], "--recipe"),
@@ -234,6 +237,33 @@ def test_tba_export_says_in_a_sentence_what_it_cannot_do(
     assert message in error
     assert error.count("\n") == 1
     assert not Path("here").exists()
+
+
+def test_the_start_of_a_fork_is_its_first_version(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, versions, recipe = published(tmp_path, {"3-40": models["tied"], "3-48": models["untied"]})
+    document = recipe.model_dump()
+    document["run"] |= {"snapshot": "old/end", "fork_version": "1-40"}
+    fork = Exportable(facts=make_facts(Recipe.model_validate(document)))
+    assert choose("start", fork, versions) == PolicyVersion(3, 40)
+    versions.delete(PolicyVersion(3, 40))
+    with pytest.raises(ConfigError, match=r"no weight version of its start \(step 40\).* the newest are 3-48"):
+        choose("start", fork, versions)
+
+
+def test_a_step_is_that_of_the_history_of_the_run(models: dict[str, Path], tmp_path: Path) -> None:
+    names = ["1-40", "1-45", "2-45", "2-50", "3-45", "3-85"]
+    _, versions, recipe = published(tmp_path, dict.fromkeys(names, models["tied"]))
+    # lineage 2 and 3 began at 1-40: 1-45 and all of 2 were abandoned
+    source = Exportable(facts=make_facts(recipe, parents={1: "0-0", 2: "1-40", 3: "1-40"}))
+    assert [str(choose(step, source, versions)) for step in ("40", "45", "85")] == ["1-40", "3-45", "3-85"]
+    versions.delete(PolicyVersion(3, 45))
+    for step, full in (("50", "2-50"), ("45", "1-45 or 2-45")):
+        with pytest.raises(ConfigError, match=rf"abandoned what it published at step {step}; give {full} if you"):
+            choose(step, source, versions)
+    assert choose("2-50", source, versions) == PolicyVersion(2, 50)
+    assert choose("45", Exportable(facts=make_facts(recipe, parents={})), versions) == PolicyVersion(2, 45)
 
 
 def test_a_run_that_ended_without_a_history_is_exported_without_results(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tba.config import Recipe
-from tba.errors import GuardError, TbaError
+from tba.errors import GuardError, ObjectNotFoundError, TbaError
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
 
@@ -58,6 +58,8 @@ def test_the_trainer_rolls_back_at_its_next_boundary_and_continues_from_the_same
     assert (buffer.state, buffer.parents, buffer.num_rollbacks) == ("done", {1: "0-0", 2: version}, 0)
     assert [step for _, step, _ in buffer.acks] == acked
     assert buffer.checkpoint == ("2-7", "runs/demo/checkpoints/2-7")
+    assert buffer.kept[-1] == "2-7"
+    assert all(world.store.size_bytes(f"runs/demo/checkpoints/{kept}/manifest.json") for kept in buffer.kept)
     assert world.ledger_violations() == []
     ours, theirs = world.tensors(again), world.tensors(version)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -88,8 +90,9 @@ def test_kills_and_a_damaged_checkpoint_neither_lose_the_request_nor_repeat_it(w
     assert buffer.parents == {1: "0-0", 2: "1-2", 3: "1-2"}
 
 
+@pytest.mark.parametrize("lost", ["1-2", "1-2 1-4"])
 def test_without_an_intact_checkpoint_at_or_before_it_the_run_fails_and_the_next_start_continues(
-    world: World, model: Path
+    world: World, model: Path, lost: str
 ) -> None:
     settings, buffer = recipe(model), world.buffer
     ask_at(world, method="ack", step=5, version="1-2")
@@ -97,14 +100,20 @@ def test_without_an_intact_checkpoint_at_or_before_it_the_run_fails_and_the_next
 
     def before(method: str) -> None:
         ask(method)
+        assert method != "command:fail", "a kill before this call would leave a run that continues"
         if buffer.rollback is not None:
-            world.store.delete("runs/demo/checkpoints/1-2/manifest.json")
+            for version in lost.split():
+                world.store.delete(f"runs/demo/checkpoints/{version}/manifest.json")
 
     buffer.before = before
     sentence = "rollback to 1-2, but every checkpoint at or before it is gone or damaged; .* continues from 1-4"
     with pytest.raises(GuardError, match=sentence):
         world.train(settings)
     assert (buffer.state, buffer.rollback) == ("failed", None)
+    if lost != "1-2":
+        with pytest.raises(ObjectNotFoundError, match="checkpoints/1-4 is not in"):
+            world.train(settings)
+        return
     world.train(settings)
     assert buffer.state == "done"
     assert buffer.parents == {1: "0-0", 2: "1-4", 3: "1-4"}
@@ -123,3 +132,40 @@ def test_a_stop_between_request_and_new_lineage_stays_a_stop(world: World, model
     world.train(recipe(model))
     assert world.buffer.state == "done"
     assert [lineage for lineage, _, _ in world.buffer.acks] == [1] * 5
+    # nobody wants to go back any more: the last checkpoint is what the run ends with
+    assert (world.buffer.parents, world.buffer.marks[-1]) == ({1: "0-0", 2: "1-4"}, "2-4")
+
+
+def test_sigterm_while_a_rollback_waits_is_an_orderly_end_and_the_next_start_does_it(world: World, model: Path) -> None:
+    ask_at(world, method="ack", step=5, version="1-2")
+    ask = world.buffer.before
+
+    def before(method: str) -> None:
+        ask(method)
+        if world.buffer.rollback is not None:
+            world.stop.set()
+
+    world.buffer.before = before
+    world.train(recipe(model))
+    assert world.buffer.beats[-1].state == "stopped"
+    assert world.buffer.rollback is not None
+    world.buffer.before = lambda method: None
+    world.train(recipe(model))
+    assert (world.buffer.state, world.buffer.parents) == ("done", {1: "0-0", 2: "1-2"})
+
+
+def test_a_rollback_ends_the_wait_for_the_final_evaluation(world: World, model: Path) -> None:
+    world.buffer.eval_state, asked_for = "pending", 0
+
+    def before(called: str) -> None:
+        nonlocal asked_for
+        if called == "get_eval":
+            asked_for += 1
+            world.buffer.ask_for_rollback("1-6")
+        elif called == "new_lineage" and asked_for:
+            world.buffer.eval_state, world.buffer.before = "done", lambda _: None
+
+    world.buffer.before = before
+    world.train(recipe(model))
+    assert asked_for == 1, "searchers would go on evaluating weights that are given up"
+    assert (world.buffer.state, world.buffer.parents) == ("done", {1: "0-0", 2: "1-6"})

@@ -119,7 +119,7 @@ class Project:
 
     def rollouts(self) -> int:
         """Rollouts that the buffer ever acknowledged."""
-        return self._client.stats().rollouts_generated
+        return self._client.stats().pushed["new"]
 
     def left_over(self) -> list[str]:
         """Containers, volumes and networks of the project that exist."""

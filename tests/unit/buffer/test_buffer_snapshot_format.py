@@ -15,6 +15,7 @@ from tba_buffer.snapshots.snapshot_format import PLACE_DTYPE, decode_places, enc
 from tba.errors import ConfigError, MalformedError
 from tba.versions import PolicyVersion
 from tba.wire.snapshot_manifest import (
+    SavedLineage,
     SavedPublication,
     SnapshotManifest,
     SnapshotSource,
@@ -33,7 +34,7 @@ def manifest() -> SnapshotManifest:
         lineage=1,
         step=8,
         latest_version="1-8",
-        lineages={},
+        lineages={1: SavedLineage(parent="0-0", trainer_id="t", created_at_s=1.0)},
         marks=[SavedPublication(position=at, version=version) for at, version in ((1, "0-0"), (9, "1-4"), (20, "0-0"))],
         num_scored=3,
         num_pending=2,
@@ -75,6 +76,8 @@ def test_a_manifest_survives_its_bytes_and_wrong_ones_name_the_field() -> None:
     for change in ({"schema_version": 2}, {"extra": 1}, {"log_position": -1}, {"marks": [{"position": 1}]}):
         with pytest.raises(MalformedError, match=f"snapshot manifest runs/a/m.json: {next(iter(change))}"):
             decode_snapshot_manifest(json.dumps(document | change).encode(), key="runs/a/m.json")
+    with pytest.raises(MalformedError, match=r"m\.json: latest_version: 7-8 is of no lineage that `lineages` has"):
+        decode_snapshot_manifest(json.dumps(document | {"latest_version": "7-8"}).encode(), key="runs/a/m.json")
     with pytest.raises(MalformedError, match=r"snapshot manifest runs/a/m\.json: document"):
         decode_snapshot_manifest(b"{", key="runs/a/m.json")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tba_buffer.monitoring.summary import CURVE_NAMES, REMEDY_OF_WAIT, summarise
 
-from tba.api import ComponentInfo, Curves, EvalInfo, RunInfo, RunSummary, Stats, StoredStats, WaitInfo
+from tba.api import ComponentInfo, Curves, EvalInfo, FailedReason, RunInfo, RunSummary, Stats, StoredStats, WaitInfo
 
 OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 
@@ -96,7 +96,10 @@ def test_it_says_how_a_run_ended_and_gives_no_advice_then() -> None:
     said = about(over, values={"wait_s": [9.0], "step_s": [1.0]})
     assert said.doing.startswith("The run has failed (out of memory) at step 40 of 500")
     assert (said.waiting, said.advice) == (None, None)  # nothing that a running system could do
-    assert "failed rollouts" in (about(over, stats(num_failed=7)).advice or "")
+    assert about(over, stats(num_failed=7)).advice == (
+        "100 % of the stored rollouts have no score (7 failed); nothing learns from these. Try: compare their data "
+        "with what the scorer needs (Rollouts, Failed; `tba config check`)."
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,10 +118,12 @@ def test_it_says_where_the_reward_goes(rewards: list[float | None], said: str) -
 
 
 def test_it_says_what_evaluations_found() -> None:
-    def evaluation(version: str, accuracy: float | None, state: str = "done") -> EvalInfo:
-        return EvalInfo.model_construct(eval_id="e", version=version, state=state, accuracy=accuracy)
+    def evaluation(version: str, accuracy: float | None, state: str = "done", *, abandoned: bool = False) -> EvalInfo:
+        fields: Any = {"state": state, "accuracy": accuracy, "abandoned": abandoned}
+        return EvalInfo.model_construct(eval_id="e", version=version, **fields)
 
     evals = [evaluation("0-0", 0.3), evaluation("1-40", 0.9), evaluation("1-50", None, "pending")]
+    evals.append(evaluation("1-45", 0.98, abandoned=True))  # the run went back to 1-40
     said = about(run(evals=evals), values={"reward_mean": [0.5]}).learning
     assert said is not None
     assert said.endswith("Held-out accuracy went from 0.300 (version 0-0) to 0.900 (version 1-40).")
@@ -153,7 +158,7 @@ def test_advice_is_the_most_urgent_one() -> None:
         about(values={"ess": [0.9]}).advice,
     ]
     words = [
-        "failed rollouts",
+        "71 % of the stored rollouts have no score",
         "Alarm ess_collapse",
         "searcher-3",
         "all rewards are equal",
@@ -162,6 +167,21 @@ def test_advice_is_the_most_urgent_one() -> None:
     ]
     assert [word in (text or "") for word, text in zip(words, said[:-1], strict=True)] == [True] * len(words)
     assert said[-1] is None
+
+
+def test_failed_scores_are_named_with_their_share_and_commonest_reason() -> None:
+    reasons = [FailedReason(reason="bad_data", num=4, example="bad_data: needs the column 'gold'")]
+    searcher = run(components=[component("searcher-3", alive=False)])
+    few = stats(num_failed=10, num_scored=90, failed_reasons=reasons)
+    assert "searcher-3" in (about(searcher, few).advice or ""), "what stands still is more urgent"
+    for info, counted, share in (
+        (searcher, stats(num_failed=63, num_scored=37, failed_reasons=reasons), "63 %"),
+        (run(), few, "10 %"),
+    ):
+        said = about(info, counted).advice or ""
+        assert said.startswith(f"{share} of the stored rollouts have no score"), said
+        assert """most often with the reason "bad_data: needs the column 'gold'"; nothing""" in said
+    assert about(run(), stats(num_failed=4, num_scored=96)).advice is None
 
 
 def test_a_scorer_that_always_says_the_same_is_named_also_when_the_run_is_over() -> None:
@@ -188,6 +208,8 @@ def test_of_the_files_of_a_killed_run_it_says_that_nothing_is_alive() -> None:
     )
     assert (said.waiting, said.advice) == (None, None)
     assert "size is 0.10" in (about(killed, values={"ess": [0.1]}).advice or "")
+    saved = run(read_only=True, is_snapshot=True)
+    assert about(saved).doing == "This is a snapshot of the run at step 40 of 500. 0 rollouts are stored."
 
 
 def test_every_wait_with_a_remedy_is_one_of_the_product() -> None:

@@ -123,7 +123,7 @@ def test_a_table_shows_every_example(service: FakeService, capsys: pytest.Captur
     assert first.split()[:5] == ["line", "1", "sums", "'2'", "2"]
     assert second.split()[4:6] == ["0.5", "0.5"]
     assert "a 0.5, b 0.25" in second
-    assert last == "2 scored, mismatches: 0, errors: 0"
+    assert last == "2 scored, 0 mismatches, 0 errors"
     # the scorer is a function, which may ask for tokens
     assert [item.response_tokens for item in service.items] == [[50], [48, 46, 53]]
 
@@ -135,7 +135,7 @@ def test_a_mismatch_and_an_error_are_failures(service: FakeService, capsys: pyte
     assert main(write_examples({**EXAMPLE, "response": "x", "expected": 1})) == 1
     out = capsys.readouterr().out
     assert "ambiguous: no \\x1b[2J number" in out, "text of a scorer must not steer the terminal"
-    assert out.splitlines()[-1] == "1 scored, mismatches: 0, errors: 1"
+    assert out.splitlines()[-1] == "0 scored, 1 error"
     assert main([*write_examples({**EXAMPLE, "expected": 1}, EXAMPLE), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["num_mismatches"], document["num_errors"]) == (1, 0)
@@ -198,7 +198,7 @@ def test_stored_rollouts_are_scored_again_and_compared(
     head, row, _, last = capsys.readouterr().out.splitlines()
     assert head.split() == ["example", "task", "response", "gold", "data", "reward", "stored", "parts", "ms", "error"]
     assert row.split()[2:7] == ["'0.75'", "{'answer':", "2}", "0.75", "0.75"]
-    assert last == "2 scored, mismatches: 0, errors: 0"
+    assert last == "2 scored, 0 mismatches, 0 errors"
     first, second = service.items
     assert (first.item_id, first.finish_reason, first.response_tokens) == ("0" * 32, "length", [7, 8, 9])
     assert (first.prompt, first.data) == ("1+1=", {"answer": 2})

@@ -14,15 +14,16 @@ from urllib.request import url2pathname
 
 import pytest
 
-from tba.api import Curves, RolloutDetail, RolloutInfo, RolloutPage, RunInfo
+from tba.api import Curves, PromptDetail, PromptPage, RolloutDetail, RolloutInfo, RolloutPage, RunInfo, RunSummary
 from tba.clients import BufferClient
-from tba.errors import NotFoundError, UnavailableError
+from tba.errors import ConfigError, NotFoundError, UnavailableError
 from tba_cli import browser
-from tba_cli.commands import rollouts, top, view
+from tba_cli.commands import export_rollouts, rollouts, top, view
 from tba_cli.commands.rollouts import detail_lines, token_lines
 from tba_cli.main import main
 from tests.support.history_values import RUN_INFO, stats
 
+ROOT = Path(__file__).resolve().parents[3]
 DETAIL: dict[str, Any] = {
     "rollout_id": "0" * 32,
     "task": "addition",
@@ -87,6 +88,9 @@ class FakeRun:
         return RolloutPage(
             rollouts=found[first:last], next=str(last) if last < len(found) else None, num_read=last - first
         )
+
+    def summary(self) -> RunSummary:
+        return RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: x.")
 
     def get_rollout(self, rollout_id: str) -> RolloutDetail:
         if rollout_id not in self.details:
@@ -227,7 +231,9 @@ def test_a_rollout_is_shown_with_all_that_is_known_of_it() -> None:
     assert "  log-prob of the reference 0-0: -2.5000" in lines
     assert "  drawn by 2 batches; trained by (kept from step 1-10 on):" in lines
     assert any(line.endswith(": advantage -0.25, weight 1") for line in lines)
-    assert any(line.endswith(": advantage 0.5, weight none (skipped: spike; abandoned by a resume)") for line in lines)
+    assert any(
+        line.endswith(": advantage 0.5, weight none (skipped: spike; abandoned: the run went back)") for line in lines
+    )
     assert lines[-6:] == [
         "  gold data: {'answer': 2}",
         "  prompt:",
@@ -253,6 +259,8 @@ def test_what_is_not_known_of_a_rollout_is_said() -> None:
         "         1         8    -1.2500",
         "         2         9    -0.1250",
     ]
+    saved = detail_lines(RolloutDetail.model_validate({**DETAIL, **unknown, "num_batches": None}))
+    assert "  which batches drew it and which steps trained it is not part of a snapshot" in saved
     trained = RolloutDetail.model_validate({**DETAIL, "trained": []})
     assert "  drawn by 2 batches; trained by none of the steps from 1-10 on" in detail_lines(trained)
 
@@ -265,6 +273,31 @@ def test_the_terminal_is_safe_from_what_a_model_wrote(run: FakeRun, capsys: pyte
     assert "         2         9    -0.1250  '\\x1b'" in out
     assert main(["rollouts", "show", "0" * 32, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trained"][0]["advantage"] == -0.25
+
+
+def test_json_that_is_printed_has_nothing_that_a_terminal_obeys(
+    run: FakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "\x9b2J\x85\u2028\u202e"
+    run.stored = [info_of(0, response_text=text)]
+    run.details = {"0" * 32: RolloutDetail.model_validate({**DETAIL, "response_text": text})}
+    rewards = {"reward_mean": None, "reward_min": None, "reward_max": None}
+    document = {"prompt_id": "p", "task": "t", "split": "train", "text": text, "text_cut": False, "data": None}
+    prompt = {**document, "num_rollouts": 0, "num_scored": 0, **rewards}
+    page = PromptPage.model_validate({"prompts": [prompt], "next": None, "num_matching": 1})
+    detail = PromptDetail.model_validate({**prompt, "by_version": []})
+    monkeypatch.setattr(run, "list_prompts", lambda **_: page, raising=False)
+    monkeypatch.setattr(run, "get_prompt", lambda _: detail, raising=False)
+    for words in (
+        ["rollouts", "show", "0" * 32],
+        ["rollouts", "list"],
+        ["rollouts", "list", "--follow"],
+        ["prompts", "list"],
+        ["prompts", "show", "p"],
+    ):
+        assert main([*words, "--json"]) == 0
+        out = capsys.readouterr().out
+        assert (out.isascii(), r"\u009b2J\u0085\u2028\u202e" in out) == (True, True), words
 
 
 @pytest.mark.parametrize("name", ["0" * 8, "0" * 31 + "g", "0" * 33, "A" * 32])
@@ -289,8 +322,9 @@ def test_json_lines_have_whole_texts_and_leave_out_what_was_evicted(
         run.details[f"{number:032x}"] = RolloutDetail.model_validate({**DETAIL, **changes})
     out = tmp_path / "r.jsonl"
     assert main(["rollouts", "export", "--out", str(out)]) == 0
-    said = f"wrote 4 rollouts (1 more were evicted before they were read) to {out}, {out.stat().st_size:,} bytes\n"
-    assert capsys.readouterr().out == said
+    said = capsys.readouterr().out
+    assert said.startswith("wrote 4 rollouts (it is not known how many more were evicted before they were read; ")
+    assert said.endswith(f") to {out}, {out.stat().st_size:,} bytes\n")
     lines = [RolloutInfo.model_validate_json(line) for line in out.read_text().splitlines()]
     assert [int(line.rollout_id, 16) for line in lines] == [0, 1, 3, 4]
     assert lines[3].prompt_data == {"answer": 2}, "a page leaves out long data"
@@ -308,7 +342,7 @@ def test_an_export_replaces_a_file_only_with_force(
     assert "--force to replace it" in capsys.readouterr().err
     assert out.read_text() == "mine"
     assert main(["rollouts", "export", "--out", str(out), "--force"]) == 0
-    assert capsys.readouterr().out.startswith("wrote 2 rollouts to ")
+    assert capsys.readouterr().out.startswith("wrote 2 rollouts")
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
@@ -326,15 +360,72 @@ def test_a_broken_export_leaves_the_old_file_and_no_part(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.jsonl", "mine")]
 
 
+def test_no_repository_is_made_for_a_run_a_snapshot_or_a_recipe_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made: list[str] = []
+    repository = Namespace(open=lambda **_: made.append("one"))
+    monkeypatch.setattr(export_rollouts, "HubRepository", lambda *_: repository)
+    for words, said in (
+        (["nosuchrun"], "there is no run 'nosuchrun'"),
+        (["nosuchrun", "--snapshot", "end"], "there is no run 'nosuchrun'"),
+        (["nosuchrun", "--recipe", "none.toml"], "none.toml"),
+        (["--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    ):
+        assert main(["rollouts", "export", *words, "--push-to-hub", "me/answers"]) in (1, 2)
+        assert said in capsys.readouterr().err
+    assert made == []
+
+
+def test_a_data_set_is_kept_in_the_folder_of_out_whether_or_not_the_hub_takes_it(
+    run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        asked.append(sorted(path.name for path in tmp_path.iterdir()))
+        raise ConfigError("the hub is away")
+
+    asked: list[list[str]] = []
+    monkeypatch.setattr(export_rollouts, "HubRepository", lambda *_: Namespace(open=refuse))
+    recipe, words = str(ROOT / "recipes" / "quickstart.toml"), ["rollouts", "export", "--url", "http://127.0.0.1:9"]
+    assert main([*words, "--out", str(tmp_path / "a"), "--license", "mit", "--recipe", recipe]) == 0
+    assert capsys.readouterr().out == f"wrote 2 rollouts to {tmp_path / 'a'}\n"
+    assert main([*words, "--out", str(tmp_path / "b"), "--push-to-hub", "me/answers"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (f"wrote 2 rollouts to {tmp_path / 'b'}\n", "error: the hub is away\n")
+    assert asked == [["a", "b"]], "written before the hub is asked"
+    assert "As far as it differs from the defaults" in (tmp_path / "a" / "README.md").read_text()
+    for name, licence in (("a", "mit"), ("b", "unknown")):
+        assert f'license: "{licence}"' in (tmp_path / name / "README.md").read_text()
+        assert [path.name for path in (tmp_path / name / "data").iterdir()] == ["train-00000-of-00001.parquet"]
+    # a page without any may not be the last one
+    pages = [RolloutPage(rollouts=[], next="1"), RolloutPage(rollouts=[], next=None)]
+    monkeypatch.setattr(run, "list_rollouts", lambda **_: pages.pop(0))
+    assert main([*words, "--push-to-hub", "me/answers"]) == 2
+    assert "error: no stored rollout matches" in capsys.readouterr().err
+    assert (len(asked), pages) == (1, []), "no repository is made for nothing"
+
+
 def test_an_export_names_formats_and_missing_folders(
     run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases = {"--out": "say where to: --out FILE, or --push-to-hub OWNER/NAME", "--public": "--public says who can read"}
+    cases = {
+        "--out": "say where to: --out FILE, --out DIR, or --push-to-hub OWNER",
+        "--public": "--public says who can read",
+    }
     for flag, said in cases.items():
         assert main(["rollouts", "export", *([] if flag == "--out" else [flag])]) == 2
         assert said in capsys.readouterr().err
+    for words, said in (
+        (["--out", str(tmp_path / "r.jsonl"), "--license", "mit"], "--license is that of a data set: --out DIR"),
+        (["--push-to-hub", "me/answers", "--force"], "--force replaces a file, and a data set is none"),
+        (["--out", str(tmp_path / "data"), "--force"], "--force replaces a file, and a data set is none"),
+    ):
+        assert main(["rollouts", "export", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
     assert main(["rollouts", "export", "--out", "r.csv"]) == 2
-    assert "--out r.csv must end with .jsonl or .parquet" in capsys.readouterr().err
+    assert "--out r.csv must end with .jsonl or .parquet, or be a folder, without a dot" in capsys.readouterr().err
     assert main(["rollouts", "export", "--out", str(tmp_path / "no" / "r.jsonl")]) == 2
     assert "does not exist; make it first" in capsys.readouterr().err
 
@@ -378,7 +469,7 @@ def test_a_frame_shows_rewards_searchers_waits_and_drops(
     monkeypatch.setattr(run, "curves", lambda **query: asked.update(query) or CURVES, raising=False)
     assert main(["top", "--once"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "run 'demo': running, step 3, lineage 1"
+    assert out[:2] == ["run 'demo': running, step 3, lineage 1", "  Try: x."]
     assert "  reward_mean      ▁ ▅█  last 1, 0 to 1, steps 1-4" in out
     assert not any("policy_age_mean" in line for line in out), "no step knows it"
     rows = {line.split()[0]: line.split()[1:] for line in out if line.startswith(("  searcher-", "  trainer-0  "))}

@@ -11,18 +11,22 @@ from typing import Any, cast
 import pytest
 from tba_trainer.learner.guards import NAMES
 
-from tba.api import RunEvent, RunInfo, SettingsInfo, Stats, WaitInfo
+from tba.api import RunChange, RunChanges, RunEvent, RunInfo, RunSummary, SettingsInfo, Stats, WaitInfo
 from tba.clients import BufferClient
 from tba.config.trainer import REMEDIES
 from tba.errors import BusyError, UnauthorizedError, UnavailableError
 from tba_cli.commands import status
 from tba_cli.commands.status import EventFormatter, lasting_events, status_command, status_lines
+from tba_cli.reports.totals import money
 from tests.support.history_values import RUN_INFO, evaluation, stats
 
 # ---- The output of `tba status` -------------------------------------------------------------------------------------
 
 
 INFO = RUN_INFO | {"waits": [WaitInfo(owner="trainer-1", name="rollouts", for_s=4.0, deadline_in_s=26.0)]}
+
+
+SUMMARY = RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: \x1b[2J x.")
 
 
 def make_settings(**live: object) -> SettingsInfo:
@@ -59,15 +63,21 @@ def test_tokens_and_cost_are_shown_with_what_is_not_known() -> None:
     lines = status_lines(info, Stats.model_validate(document), quiet)
     assert "  tokens: 21,800 generated, 12,000 trained, evicted 20, refused at the push 3" in lines
     assert "  cost so far: 27.00 EUR (searchers 26.75, trainers 0.25), 0.50 per 1,000 trained completions" in lines
-    document["tokens"]["not_counted"] = {"trained": 700, "generated": 1000}
+    document["tokens"]["not_counted"] = {"trained": 700, "generated": 1000, "skipped": 2}
     document["cost"]["rollouts_trained_before"] = 700
     lines = status_lines(info, Stats.model_validate(document), quiet)
-    assert "  rollouts whose tokens are not known, and not among them: generated 1,000, trained 700" in lines
+    unknown = "generated 1,000 rollouts, skipped 2 batches, trained 700 rollouts"
+    assert f"  of these the tokens are not known, and not among them: {unknown}" in lines
     assert any(line.endswith(" only, 700 completions were trained on before") for line in lines)
     assert not any("tokens:" in line or "cost" in line for line in status_lines(info, stats(), quiet))
     document["tokens"]["generated"] = 0
     of_older_release = status_lines(info, Stats.model_validate(document), quiet)
     assert not any("tokens" in line for line in of_older_release), "0 would be a wrong number"
+
+
+def test_amounts_are_short_and_have_no_exponent() -> None:
+    shown = [money(amount) for amount in (0.0, 1234.5, 0.1, 0.0996, 0.0000512)]
+    assert shown == ["0.00", "1,234.50", "0.10", "0.0996", "0.0000512"]
 
 
 def test_who_paused_the_run_and_when_is_shown() -> None:
@@ -143,7 +153,29 @@ def test_the_best_version_and_what_an_evaluation_measured_are_shown() -> None:
     lines = status_lines(info, stats(), make_settings())
     known = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750, KL 2.000 on 64 held-out prompts"
     assert f"  evaluation of 1-2: {known}" in lines
+    left = info.model_copy(update={"evals": [evaluated.model_copy(update={"abandoned": True})]})
+    marked = f"  evaluation of 1-2 (abandoned: the run went back): {known}"
+    assert marked in status_lines(left, stats(), make_settings())
     assert any(line.startswith("  best version 1-2: accuracy 0.500 on the 64") for line in lines)
+
+
+def test_a_lineage_says_where_it_began_and_which_rollback_led_to_it() -> None:
+    same = {"at_s": 0.0, "old": "running", "new": "running", "rollback": "2-550"}
+    asked = RunChange.model_validate(
+        {**same, "number": 4, "command": "rollback", "role": "operator", "reason": "it fell", "lineage": 2, "step": 638}
+    )
+    done = RunChange.model_validate(
+        {**same, "number": 5, "command": "lineage", "role": "trainer", "reason": None, "lineage": 3, "step": 550}
+    )
+    parents = {1: "0-0", 2: "1-40", 3: "2-550"}
+
+    def said(lineage: int, *changes: RunChange) -> list[str]:
+        info = RunInfo.model_validate({**INFO, "lineage": lineage, "parents": parents})
+        return [line for line in status_lines(info, stats(), make_settings(), changes) if line.startswith("  lineage")]
+
+    assert said(3, asked, done) == ["  lineage 3 began at 2-550: rolled back from step 638 by the operator: it fell"]
+    assert said(2, asked, done) == ["  lineage 2 began at 1-40"]  # a resume
+    assert said(1) == []
 
 
 def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(
@@ -151,10 +183,19 @@ def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(
 ) -> None:
     note = "no trainer: trainer-1 was last heard from 312 s ago, step 3; look at the trainer's log"
     info = RunInfo.model_validate({**INFO, "note": note, "state_reason": "a\x1b]0;owned\x07b\nc\x9b2J\u202ed"})
-    client = SimpleNamespace(run=lambda: info, stats=stats, settings=make_settings, close=lambda: None)
+    none = RunChanges(changes=[], next=None)
+    client = SimpleNamespace(
+        run=lambda: info,
+        stats=stats,
+        settings=make_settings,
+        run_changes=lambda: none,
+        summary=lambda: SUMMARY,
+        close=lambda: None,
+    )
     monkeypatch.setattr("tba_cli.commands.status.open_client", lambda _: client)
     status_command(Namespace(follow=False, json=False, url="http://buffer"))
-    first, second, *_ = capsys.readouterr().out.splitlines()
+    first, advice, second, *_ = capsys.readouterr().out.splitlines()
+    assert advice == r"  Try: \x1b[2J x."
     assert first == r"run 'demo': running (a\x1b]0;owned\x07b\nc\x9b2J\u202ed), step 3, lineage 1"
     assert second == f"  {note}"
     assert EventFormatter().lines(RunEvent(event="run", id="a-1", data=info.model_dump()))[1] == note

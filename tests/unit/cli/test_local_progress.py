@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from tba.api import RunInfo
+from tba.api import LedgerReply, RunInfo, RunSummary
+from tba.clients import BufferClient
 from tba_cli.console import Console
+from tba_cli.local import progress as progress_module
 from tba_cli.local.progress import (
+    AdviceNews,
     LiveProgress,
     PlainProgress,
     Progress,
     ProgressTracker,
+    RunWatcher,
     describe,
     duration,
     progress_view,
 )
 from tba_cli.reports.history import Poll
+from tba_cli.run_folder import RunFolder
 from tests.support.history_values import entry, evaluation, stats
 
 
@@ -62,6 +72,15 @@ def test_rates_and_eta_come_from_the_last_20_seconds():
     assert made.eta_s == pytest.approx(70.0)
     assert made.heldout_accuracy == 0.3
     assert made.accuracy == 0.5
+    # back to step 20, in a new lineage: nothing is known of its pace yet
+    left = evaluation("1-30", 0.9).model_copy(update={"abandoned": True, "finished_at_s": 1e9})
+    for t, step, eta_s in ((61, 20, None), (62, 21, 79.0)):
+        poll = Poll(at_s=float(t), step=step, generated=900, trained=240, stored=0)
+        at = info(step)
+        at = at.model_copy(update={"lineage": at.lineage + 1, "evals": [*at.evals, left]})
+        made = tracker.make(poll, at, stats(), entry(step, at_s=0.0))
+        assert made.eta_s == eta_s
+        assert made.heldout_accuracy == 0.3
 
 
 def test_a_line_says_what_is_known_and_leaves_out_the_rest():
@@ -80,6 +99,52 @@ def test_before_the_first_step_the_line_names_the_waits():
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3665, "1:01:05")])
 def test_durations_are_read_like_a_clock(seconds, text):
     assert duration(seconds) == text
+
+
+def test_advice_is_told_once_when_it_lasts_and_again_when_its_share_has_changed_much():
+    news, failed = AdviceNews(), "{} % of the stored rollouts have no score ({} failed)"
+    seen = [
+        failed.format(50, 10),
+        "Try: x.",
+        failed.format(51, 20),
+        failed.format(55, 30),
+        None,
+        failed.format(60, "1,000"),
+    ]
+    assert [news.of(text) for text in seen] == [None, None, None, seen[3], None, None]
+    assert [news.of(failed.format(share, 40)) for share in (58, 95, 96, 97)] == [
+        None,
+        None,
+        failed.format(96, 40),
+        None,
+    ]
+
+
+@pytest.mark.parametrize(("num_generated", "said"), [(0, []), (100, ["Try: x."])])
+def test_a_run_says_what_it_calls_for_once_there_are_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_generated: int, said: list[str]
+) -> None:
+    monkeypatch.setattr(progress_module, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress_module, "ADVICE_INTERVAL_S", 0.0)
+    states: Iterator[dict[str, Any]] = iter([{}, {}, {}, {"state": "done"}])
+    client = SimpleNamespace(
+        run=lambda: info(1).model_copy(update=next(states)),
+        stats=lambda: stats().model_copy(update={"rollouts_generated": num_generated}),
+        ledger=lambda **_: LedgerReply(entries=[], next=None),
+        summary=lambda: RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: x."),
+    )
+    found: list[str] = []
+    watcher = RunWatcher(
+        cast(BufferClient, client),
+        RunFolder(tmp_path),
+        PlainProgress(Console("quiet")),
+        num_steps=9,
+        silence_s=1.0,
+        on_run=lambda _: asyncio.sleep(0),
+        on_advice=found.append,
+    )
+    asyncio.run(watcher.until_over())
+    assert found == said
 
 
 def test_without_a_terminal_a_line_comes_every_five_seconds_and_at_the_end():

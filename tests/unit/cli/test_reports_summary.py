@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from tba.api import ComponentInfo
+from tba.api import ComponentInfo, FailedReason, Stats
 from tba.errors import ConfigError
 from tba_cli.main import main
 from tba_cli.reports.comparison import evaluations_html, runs_markdown
@@ -225,6 +225,30 @@ def test_a_run_that_ended_early_says_why():
     assert not any("ended early" in line for line in whole)
 
 
+def test_the_last_lines_have_the_tokens_and_the_cost():
+    counts = {"generated": 2180, "trained": 1200, "refused": {}, "refused_by_trainer": {}, "skipped": {}, "evicted": {}}
+    cost = {"currency": "EUR", "total": 27.0, "by_kind": {"searcher": 27.0}, "per_1000_trained": None, "since_s": 5.0}
+    totals = {"tokens": {**counts, "not_counted": {}}, "cost": {**cost, "rollouts_trained_before": 0}}
+    ended = history(stats=Stats.model_validate({**stats().model_dump(), **totals}))
+    lines = result_lines(summarise(ended), RunFolder(Path("/r")))
+    assert "tokens: 2,180 generated, 1,200 trained" in lines
+    assert "cost so far: 27.00 EUR (searchers 27.00)" in lines
+    assert not any(
+        "tokens" in line or "cost" in line for line in result_lines(summarise(history()), RunFolder(Path("/r")))
+    )
+
+
+def test_failed_scores_and_the_advice_are_in_the_summary_the_report_and_the_last_lines(tmp_path):
+    reasons = [FailedReason(reason="bad_data", num=63, example="bad_data: no column 'gold'")]
+    counts = stats().model_copy(update={"num_failed": 63, "failed_reasons": reasons})
+    folder = RunFolder(tmp_path)
+    summary = write_outputs(folder, history(stats=counts, advice="63 % have <no> score.\x1b[2J"))
+    assert (summary["rollouts_failed"], summary["failed_reasons"]) == (63, [reasons[0].model_dump()])
+    assert "<b>63 % have &lt;no&gt; score." in folder.report_path.read_text()
+    assert r"advice:  63 % have <no> score.\x1b[2J" in result_lines(summary, folder)
+    assert not any("advice" in line for line in result_lines(summarise(history()), folder))
+
+
 def test_a_run_without_searchers_says_that_nothing_was_evaluated():
     summary = summarise(history(evals=[], is_offline=True))
     assert (summary["start_accuracy"], summary["final_accuracy"]) == (None, None)
@@ -248,5 +272,7 @@ def test_the_best_version_and_every_evaluation_are_in_the_summary_and_in_the_rep
     assert "<th>distinct-2</th>" in table
     assert "distinct-1" not in table  # nothing is known of it
     assert "1-8" not in table
+    left = [item.model_copy(update={"abandoned": True}) for item in ended.evals]
+    assert "<td>1-10 (abandoned)</td>" in evaluations_html(left, None)
     assert summarise(history())["best_version"] is None
     assert "No evaluation" in evaluations_html([], None)

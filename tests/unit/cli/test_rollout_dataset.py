@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import datasets
 import pytest
 import yaml
 from pyarrow import Table, parquet
-from tba_buffer.rollouts.parquet import EVICTED_KEY, schema
+from tba_buffer.rollouts.parquet import schema
 
-from tba.api import RunInfo
+from tba.api import EVICTED_KEY, OriginInfo, RunInfo
 from tba.errors import ConfigError
 from tba_cli.artifacts import rollout_dataset
 from tba_cli.artifacts.rollout_dataset import COLUMNS, DatasetFacts, Exported, write_dataset
@@ -58,6 +59,16 @@ def test_the_library_reads_every_shard_by_the_head_of_the_card(
     assert (head["license"], head["configs"][0]["data_files"][0]["split"]) == ("unknown", "train")
     assert "These are all stored rollouts, oldest first, but for 3 that were evicted meanwhile." in card
     assert "| `sampler_logprobs` | log-prob of each response token" in card
+
+
+def test_the_card_of_a_snapshot_names_it_and_what_it_does_not_have(tmp_path: Path) -> None:
+    origin = OriginInfo(source="demo/end", version=None, state="complete")
+    run = FACTS.run.model_copy(update={"is_snapshot": True, "origin": origin})
+    (tmp_path / "set").mkdir()
+    write_dataset(export(tmp_path / "all.parquet", 2), tmp_path / "set", replace(FACTS, run=run))
+    card = (tmp_path / "set" / "README.md").read_text()
+    assert "These are all stored rollouts of its snapshot `demo/end`, oldest first" in card
+    assert "| `num_batches` | training batches that drew it; null: this is not part of a snapshot |" in card
 
 
 def test_every_column_of_the_service_is_described() -> None:

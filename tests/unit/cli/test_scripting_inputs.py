@@ -17,7 +17,7 @@ import pytest
 import tba
 from tba.api import Prompt
 from tba.config import load_recipe
-from tba.errors import ConfigError
+from tba.errors import BusyError, ConfigError
 from tba_cli.run_folder import RunFolder
 from tba_cli.scripting import tables
 from tba_cli.scripting.inputs import Inputs, prepare, rows_of
@@ -203,7 +203,18 @@ def test_a_run_that_is_not_there_is_a_sentence():
             "changes as sets=[...]",
         ),
         ("exists; continue with --resume, or --run-name", "exists; continue with resume=True, or name=..."),
-        ("say where to: --out DIR, or --push-to-hub OWNER/NAME", "say where to: out DIR, or push_to_hub OWNER/NAME"),
+        (
+            "say where to: --out DIR, or --push-to-hub OWNER/NAME",
+            'say where to: out="DIR", or push_to_hub="OWNER/NAME"',
+        ),
+        ("--push-to-hub me is not OWNER/NAME", "push_to_hub me is not OWNER/NAME"),
+        ("--out /tmp/a-1.b exists already; name", 'out="/tmp/a-1.b" exists already; name'),
+        ("leave out --version 3-4, or --version", 'leave out version="3-4", or version=...'),
+        ("--url needs --recipe too: it says", "url=... needs recipe too: it says"),
+        ("give --url http://x:1/, --run-name n2.", 'give url="http://x:1/", name="n2".'),
+        ("over with `tba run r.toml --fresh --run-name x`", "over with `tba run r.toml --fresh --run-name x`"),
+        ("start one with `tba run RECIPE`, or give --url", "start one with `tba.run(recipe)`, or give url=..."),
+        ("unknown flag --set-x or --version-of", "unknown flag --set-x or --version-of"),
         ("nothing --resumed or a-b--c is a flag", "nothing --resumed or a-b--c is a flag"),
     ],
 )
@@ -211,6 +222,10 @@ def test_errors_name_arguments_and_not_flags(said: str, in_python: str):
     with pytest.raises(ConfigError) as found, python_words():
         raise ConfigError(said)
     assert str(found.value) == in_python
+    with pytest.raises(BusyError) as busy, python_words():
+        raise BusyError(said, retry_after_s=7.0, wait="rollouts") from OSError("full")
+    assert (str(busy.value), busy.value.retry_after_s, busy.value.wait) == (in_python, 7.0, "rollouts")
+    assert isinstance(busy.value.__cause__, OSError)
 
 
 def test_a_run_that_is_there_names_the_arguments_that_continue_it():

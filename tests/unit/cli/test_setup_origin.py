@@ -12,7 +12,13 @@ from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
 from tba.store import FileStore
 from tba.wire import Canary, Manifest, StoredObject, encode_manifest
-from tba.wire.snapshot_manifest import SavedPublication, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
+from tba.wire.snapshot_manifest import (
+    SavedLineage,
+    SavedPublication,
+    SnapshotManifest,
+    SnapshotSource,
+    encode_snapshot_manifest,
+)
 from tba.wire.weight_manifest import sha256_hex
 from tba_cli.commands import fork
 from tba_cli.main import main
@@ -74,7 +80,7 @@ class Place:
             lineage=1,
             step=8,
             latest_version="1-8",
-            lineages={},
+            lineages={1: SavedLineage(parent="0-0", trainer_id="trainer-1", created_at_s=0.0)},
             marks=[SavedPublication(position=50, version="1-4")],
             num_scored=90,
             num_pending=5,

@@ -341,7 +341,7 @@ def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model:
     assert gradient.abs().max() == 0
     assert metrics["entropy"] is None
     assert metrics["num_rollouts_without_gradient"] == 12
-    found = batch_metrics(results, success_reward=1.0, policy_temperature=1.0)
+    found = batch_metrics(results, step=1, success_reward=1.0, policy_temperature=1.0)
     assert [found[name] for name in ("ess", "log_ratio_mean", "kl_to_ref", "ess_age_0")] == [None] * 4
     assert found["num_rollouts"] == 12
 

@@ -26,7 +26,8 @@ from tba_trainer.model.policy import frozen_copy, load_policy
 
 from tba.config.objective import PRESETS
 from tba.errors import TbaError
-from tba.wire import Batch, Rollout
+from tba.versions import PolicyVersion
+from tba.wire import Batch, Rollout, VersionSpan
 from tests.support.learner_values import make_learner, move
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe, make_rollout
@@ -273,16 +274,24 @@ def scored(age: int, log_ratio: float, *, num_tokens: int = 4, abs_gap: float = 
     )
 
 
-def metrics(items: list[ForwardResult]) -> dict[str, float | None]:
-    return batch_metrics(items, success_reward=1.0, policy_temperature=1.0)
+def metrics(items: list[ForwardResult], *, step: int = 1) -> dict[str, float | None]:
+    return batch_metrics(items, step=step, success_reward=1.0, policy_temperature=1.0)
 
 
 def test_the_gap_is_measured_where_the_sampler_drew_from_the_policy_itself() -> None:
     items = [scored(0, 0.0, abs_gap=0.4)]
     assert metrics(items)["logprob_gap_on_policy"] == pytest.approx(0.1)
     task = items[0].rollout.task
-    found = batch_metrics(items, success_reward=1.0, policy_temperature=1.0, tasks_with_minimum=[task])
+    found = batch_metrics(items, step=1, success_reward=1.0, policy_temperature=1.0, tasks_with_minimum=[task])
     assert found["logprob_gap_on_policy"] is None  # there it could not sample end of sequence at first
+    # the run went back from 1-44 to 1-40, and version 1-44 made the end of this one: its age is 0 all the same
+    spans = (
+        VersionSpan(version=PolicyVersion(1, 40), start=0, end=2),
+        VersionSpan(version=PolicyVersion(1, 44), start=2, end=4),
+    )
+    left = [replace(items[0], rollout=replace(items[0].rollout, version_spans=spans))]
+    assert metrics(left, step=41)["logprob_gap_on_policy"] is None
+    assert metrics(left, step=45)["logprob_gap_on_policy"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from starlette.responses import Response, StreamingResponse
 
-from tba.errors import NotFoundError
+from tba.errors import BusyError, NotFoundError
 from tba.server import Authenticator
 from tba_buffer.api.rollouts import PARQUET_TYPE, rollout_filter
 from tba_buffer.rollouts.selection import RolloutFilter
@@ -24,7 +25,7 @@ from tba_buffer.service import Buffer
 
 LINK_S = 60.0
 MAX_LINKS = 100
-"""Most unused links; the oldest one is forgotten for a further one."""
+"""Most unused links."""
 NO_STORE = {"cache-control": "no-store"}
 
 
@@ -38,18 +39,30 @@ class DownloadLinks:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._unused: dict[str, tuple[float, RolloutFilter]] = {}
-        """Id -> when it ends, and what it is for; oldest first."""
+        """Id -> when it ends, and what it is for."""
 
     def add(self, wanted: RolloutFilter) -> str:
-        """Return the id of a new link."""
-        link = secrets.token_urlsafe(32)
-        self._unused[link] = self._clock() + LINK_S, wanted
-        while len(self._unused) > MAX_LINKS:
-            self._unused.pop(next(iter(self._unused)))
+        """Return the id of a new link.
+
+        Raises:
+            BusyError: there are MAX_LINKS.
+        """
+        now_s, link = self._clock(), secrets.token_urlsafe(32)
+        self._unused = {known: item for known, item in self._unused.items() if item[0] >= now_s}
+        # refused, and no older one dropped: one viewer must not end the links of others
+        if len(self._unused) >= MAX_LINKS:
+            wait_s = min(ends_s for ends_s, _ in self._unused.values()) - now_s
+            raise BusyError(
+                f"{len(self._unused)} downloads were asked for and not begun; wait {wait_s:.0f} s, and try again",
+                retry_after_s=wait_s,
+                wait="downloads",
+            )
+        self._unused[link] = now_s + LINK_S, wanted
         return link
 
-    def use(self, link: str) -> RolloutFilter:
-        """Return what a link is for, which ends it.
+    @contextmanager
+    def use(self, link: str) -> Iterator[RolloutFilter]:
+        """Yield what a link is for; it has ended unless the block raises.
 
         Raises:
             NotFoundError: there is no such link, it was used, or it has ended.
@@ -59,7 +72,11 @@ class DownloadLinks:
             raise NotFoundError(
                 f"this download was begun already, or {LINK_S:.0f} s are over: ask the page for another"
             )
-        return wanted
+        try:
+            yield wanted
+        except BaseException:
+            self._unused[link] = ends_s, wanted
+            raise
 
 
 def downloads_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
@@ -77,7 +94,8 @@ def downloads_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/downloads/{link}")
     async def download(link: str) -> Response:
-        content = await buffer.rollouts.exports.parquet(links.use(link), tokens=True)
+        with links.use(link) as wanted:
+            content = await buffer.rollouts.exports.parquet(wanted, tokens=True)
         name = f"{buffer.context.run}-rollouts.parquet"
         headers = {"content-disposition": f'attachment; filename="{name}"', **NO_STORE}
         return StreamingResponse(content, media_type=PARQUET_TYPE, headers=headers)

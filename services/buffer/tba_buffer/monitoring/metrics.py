@@ -227,7 +227,8 @@ def _total_families(reading: Reading) -> Iterator[Metric]:
     times = reading.counters.times
     seconds = {} if times is None else times.seconds
     yield _by("tba_component_seconds", "Time that components were there", "kind", seconds)
-    cost = CounterMetricFamily("tba_cost", "Cost so far, in the currency of the recipe", labels=["kind", "currency"])
+    # a gauge: a restart with lower prices prices everything anew
+    cost = GaugeMetricFamily("tba_cost", "Cost so far, in the currency of the recipe", labels=["kind", "currency"])
     # absent, not 0, where nothing has a price
     if reading.cost is not None:
         for kind, value in reading.cost.by_kind.items():

@@ -25,6 +25,7 @@ from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.monitoring.totals import TOKENS, cost_so_far, token_totals
 from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.rollouts.failures import FailureReader
 from tba_buffer.rollouts.trained_steps import DROPPED, execute_with_records
 from tba_buffer.run.component_times import CountedTimes, read_times
 from tba_buffer.run.lineage import Lineages
@@ -147,6 +148,11 @@ ALWAYS_FRESH_ROLLOUTS = 10_000
 DETAIL_EVERY_S = 1.0
 DETAIL_SHARE = 0.02
 """Most of the process' time that the detail may take."""
+OF_A_SNAPSHOT = {
+    **dict.fromkeys(("rollouts_generated", "rollouts_drawn", "rollouts_trained", "tokens", "cost")),
+    **{name: {} for name in ("pushed", "leases", "trained_steps")},
+}
+"""Counts of what happened, which is not part of a snapshot: their zeros would be untrue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +226,7 @@ class StatsReader:
         self._catalog = catalog
         self._view = view
         self._lineages = lineages
+        self._failures = FailureReader(context, view)
         self._window = RateWindow()
         self._detail: Detail | None = None
 
@@ -283,16 +290,18 @@ class StatsReader:
         Raises:
             UnavailableError: Redis did not answer.
         """
+        failed_reasons = await self._failures.reasons()
         counters = await self.counters()
         index, totals, slots = counters.index, counters.totals, counters.group("slots")
         generated, trained, leases = totals.get("generated", 0), totals.get("trained", 0), counters.group("leases")
         detail = self.detail(counters)
-        return Stats(
+        stats = Stats(
             run=self._context.run,
             num_rollouts=index.num_live,
             num_scored=index.num_scored,
             num_pending=index.num_pending,
             num_failed=index.num_failed,
+            failed_reasons=failed_reasons,
             num_used_up=index.num_used_up,
             num_prompts_train=len(self._catalog.train),
             num_prompts_heldout=len(self._catalog.heldout),
@@ -330,6 +339,7 @@ class StatsReader:
             rates=self._window.rates(time.monotonic(), counters.rate_counts()),
             stored=detail.stored,
         )
+        return stats.model_copy(update=OF_A_SNAPSHOT) if self._context.epoch.shows_snapshot else stats
 
     def detail(self, counters: Counters) -> Detail:
         """Return the detail of what is stored; kept until out of date and, for large buffers, until due."""

@@ -24,6 +24,9 @@ NUM_NAMED = 3
 MIN_SCORED = 64
 """With fewer stored rewards, equal ones may be chance."""
 STARVED_SHARE = 0.5
+URGENT_FAILED_SHARE = 0.5
+FAILED_SHARE = 0.05
+"""Fewer failed scores may be what the scorer means: it abstains, or an answer is too long."""
 LOW_ESS = 0.3
 TIED_SHARE = 0.8
 REMEDY_OF_WAIT = {
@@ -74,7 +77,7 @@ def _doing(info: RunInfo, stats: Stats) -> str:
     if info.state != "running":
         why = f" ({info.state_reason})" if info.state_reason else ""
         return f"The run is {info.state}{why} at {at}; {stored}."
-    if info.read_only and info.origin is not None and info.origin.source.partition("/")[0] == info.run:
+    if info.is_snapshot:
         return f"This is a snapshot of the run at {at}. {stored[0].upper()}{stored[1:]}."
     if info.read_only:
         return f"Nothing of this run is alive; it was not brought to an end at {at}. {stored[0].upper()}{stored[1:]}."
@@ -90,7 +93,7 @@ def _learning(info: RunInfo, curves: Curves) -> str | None:
     if not curves.num_steps:
         return None
     said = [_reward_trend(curves.values.get("reward_mean", []))]
-    done = [item for item in info.evals if item.state == "done" and item.accuracy is not None]
+    done = [item for item in info.evals if item.state == "done" and item.accuracy is not None and not item.abandoned]
     if done:
         said.append(_evaluation(done))
     return " ".join(part for part in said if part) or None
@@ -140,13 +143,24 @@ def _advice(info: RunInfo, stats: Stats, curves: Curves, wait: WaitInfo | None) 
     if info.read_only or info.state in ("done", "failed"):
         return _advice_on_data(stats, curves)
     parts = _advice_on_parts(info, wait)
-    return _advice_on_failures(stats) or parts or _advice_on_data(stats, curves) or _advice_on_pace(curves)
+    return (
+        _advice_on_failures(stats, URGENT_FAILED_SHARE)
+        or parts
+        or _advice_on_data(stats, curves)
+        or _advice_on_pace(curves)
+    )
 
 
-def _advice_on_failures(stats: Stats) -> str | None:
-    if stats.num_failed and stats.num_failed >= max(stats.num_scored, 1):
-        return "Try: look at the failed rollouts (Rollouts, Failed) and why their scores failed."
-    return None
+def _advice_on_failures(stats: Stats, min_share: float) -> str | None:
+    share = stats.num_failed / max(1, stats.num_failed + stats.num_scored)
+    if not share or share < min_share:
+        return None
+    reasons = stats.failed_reasons
+    why = f", most often with the reason {reasons[0].example!r}" if reasons else ""
+    return (
+        f"{100 * share:.0f} % of the stored rollouts have no score ({stats.num_failed:,} failed){why}; nothing learns "
+        "from these. Try: compare their data with what the scorer needs (Rollouts, Failed; `tba config check`)."
+    )
 
 
 def _advice_on_parts(info: RunInfo, wait: WaitInfo | None) -> str | None:
@@ -164,7 +178,7 @@ def _advice_on_parts(info: RunInfo, wait: WaitInfo | None) -> str | None:
 
 
 def _advice_on_data(stats: Stats, curves: Curves) -> str | None:
-    if (failures := _advice_on_failures(stats)) is not None:
+    if (failures := _advice_on_failures(stats, FAILED_SHARE)) is not None:
         return failures
     deciles = stats.stored.reward_deciles if stats.stored is not None else None
     # over all prompts: that says more than groups of equal rewards, which easy or hard prompts make too

@@ -26,6 +26,7 @@ from tba.api import (
 )
 from tba.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from tba.fields import Integer, Number
+from tba.versions import PolicyVersion
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.prompts.evaluation_summary import (
     KINDS,
@@ -35,7 +36,7 @@ from tba_buffer.prompts.evaluation_summary import (
     summarise,
     summarise_first,
 )
-from tba_buffer.run.lineage import fenced
+from tba_buffer.run.lineage import Lineages, fenced
 from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -46,11 +47,13 @@ class Evaluations:
     Args:
         context: Redis and settings.
         catalog: holds the held-out prompts.
+        lineages: say which versions the run has abandoned.
     """
 
-    def __init__(self, context: Context, catalog: Catalog) -> None:
+    def __init__(self, context: Context, catalog: Catalog, lineages: Lineages) -> None:
         self._context = context
         self._catalog = catalog
+        self._lineages = lineages
 
     async def request(self, request: EvalRequest) -> EvalInfo:
         """Open an evaluation. The same version, prompts and samples again return the same one.
@@ -139,7 +142,7 @@ class Evaluations:
         return found[0][0]
 
     async def all_and_best(self) -> tuple[list[EvalInfo], BestVersion | None]:
-        """Return every evaluation, oldest first, and the best version among the finished ones.
+        """Return every evaluation, oldest first, and the best version among the finished ones that are not abandoned.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -147,8 +150,8 @@ class Evaluations:
         with redis_errors("read the evaluations"):
             ids = await self._context.redis.lrange(self._context.keys.eval_order, 0, -1)
         found = await self._read([eval_id.decode(errors="replace") for eval_id in ids])
-        section, documents = self._context.recipe.eval, (document for _, document in found if document is not None)
-        best = find_best_version(documents, section, num_heldout=len(self._catalog.heldout))
+        documents = (document for info, document in found if document is not None and not info.abandoned)
+        best = find_best_version(documents, self._context.recipe.eval, num_heldout=len(self._catalog.heldout))
         return [info for info, _ in found], best
 
     async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -257,6 +260,7 @@ class Evaluations:
             num_done=document["num_prompts"] if state == "done" else num_done // len(KINDS),
             num_samples=document["num_samples"],
             created_at_s=document["created_at_s"],
+            abandoned=self._lineages.has_abandoned(PolicyVersion.parse(document["version"])),
             **document.get("summary", {}),
         )
 

@@ -13,6 +13,9 @@ from tba.wire import Rollout, Sampling, VersionSpan
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.prompts.catalog import Catalog
 
+UNREADABLE = "unreadable: what is stored of this rollout cannot be read"
+"""The reason why a damaged rollout has no reward."""
+
 
 def lost_payload_error(
     index: Index, positions: NDArray[np.integer], payloads: Sequence[bytes | None]
@@ -67,7 +70,7 @@ def placeholders(index: Index, rows: Rows, *, run: str, catalog: Catalog) -> lis
                 ref_logprob=None,
                 reward=None,
                 reward_status="failed",
-                reward_reason="unreadable: what is stored of this rollout cannot be read",
+                reward_reason=UNREADABLE,
                 reward_version=None,
                 searcher_id="unreadable",
                 started_at_s=0.0,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.api import RolloutInfo
+from tba.api import EVICTED_KEY, RolloutInfo
 from tba.concurrency import in_thread
 from tba.errors import BusyError, NotInstalledError
 from tba.versions import PolicyVersion
@@ -30,7 +30,6 @@ from tba_buffer.rollouts.selection import RolloutFilter
 if TYPE_CHECKING:
     import pyarrow as pa
 
-EVICTED_KEY = "tba.num_evicted"
 GROUP_ROLLOUTS = 1000
 MAX_EXPORTS = 4
 """Exports at once: each holds a row group, and decodes in a thread."""

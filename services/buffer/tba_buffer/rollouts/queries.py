@@ -351,7 +351,8 @@ class RolloutReader:
                 RewardPart(name=name, score=score, weight=self._weights.get((rollout.task, name)))
                 for name, score in parts.items()
             ],
-            "num_batches": num_batches,
+            # the load of a snapshot counts from nothing
+            "num_batches": None if self._context.epoch.shows_snapshot else num_batches,
             "sampling": SamplingInfo(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,

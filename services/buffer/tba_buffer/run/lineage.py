@@ -58,6 +58,7 @@ class Lineages:
     def __init__(self, context: Context) -> None:
         self._context = context
         self.tree = LineageTree()
+        self._active = self.history(START.lineage)
 
     async def load(self) -> None:
         """Read the table.
@@ -74,6 +75,7 @@ class Lineages:
             if found is not None:
                 parents[found[0]] = found[1]
         self.tree = LineageTree(parents)
+        self._active = self.history(max(parents, default=START.lineage))
 
     def knows(self, lineage: int) -> bool:
         """Return whether a trainer start took this number."""
@@ -85,6 +87,10 @@ class Lineages:
         path = self.tree.ancestry(PolicyVersion(lineage, 10**12))
         return {version.lineage: version.step for version in path}
 
+    def has_abandoned(self, version: PolicyVersion) -> bool:
+        """Return whether the newest lineage of the table neither made `version` nor descends from it."""
+        return version.step > self._active.get(version.lineage, -1)
+
     async def new(self, request: LineageRequest) -> LineageReply:
         """Start a trainer from `request.parent`. A request id that took a lineage before gets that one again.
 
@@ -92,7 +98,8 @@ class Lineages:
         rollback that it obeys no longer waits.
 
         Raises:
-            ConflictError: no trainer made the parent version: it is not the start of its lineage, and was neither
+            ConflictError: the rollback that it obeys does not wait, and nothing was changed: the trainer reads the run
+                again. Or no trainer made the parent version: it is not the start of its lineage, and was neither
                 acked nor announced nor checkpointed. Or the request id took a lineage with another parent.
             SupersededError: this buffer process does not own the run.
             UnavailableError: Redis did not answer.
@@ -141,10 +148,16 @@ class Lineages:
                 " ".join(map(str, self.tree.ancestry(parent))),
                 request.obeys or "",
                 int(request.in_process),
+                request.fails or "",
             ],
         )
         if reply == buffer_epoch.SUPERSEDED:
             raise await buffer_epoch.refusal(self._context, "the start of a trainer")
+        if reply[0] == b"withdrawn":
+            raise ConflictError(
+                f"the start of a trainer from {parent} was refused: the rollback that it obeys does not wait any more; "
+                "read the run again"
+            )
         if reply[0] == b"unknown-lineage":
             raise ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
         if reply[0] == b"unknown-step":
@@ -195,7 +208,7 @@ class Lineages:
         """
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"
         await self._check_history(version, request.token, what)
-        args = [request.token, str(version), request.key]
+        args = [request.token, str(version), request.key, " ".join(request.kept or ())]
         reply = await self._context.scripts.run("register_checkpoint", [self._context.keys.run], args)
         if reply[0] == b"fenced":
             raise fenced(what)

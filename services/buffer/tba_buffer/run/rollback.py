@@ -7,7 +7,9 @@
 So the request outlives every process, and is done once. It waits only while the run is running or paused: a stop or a
 failure withdraws it. A paused run rolls back at once and stays paused.
 
-Which checkpoints there are is read off the object store, as the trainer does: Redis knows the registered one alone.
+Which checkpoints there are is read off the object store, as the trainer does. Those that it no longer keeps are not
+offered: it says which it keeps as it registers a checkpoint, in a call that a waiting rollback refuses, and deletes the
+others only then. A request whose list is older than that, or than the lineage, is answered from a new list.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tba.weights import checkpoint_prefix, complete_versions
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context, RunHash
 
+_MOST_LISTINGS = 5
 log = get_logger("rollback")
 
 
@@ -44,17 +47,24 @@ class Rollbacks:
         self._store: ObjectStore | None = None
 
     async def checkpoints(self) -> list[PolicyVersion]:
-        """Return the complete checkpoints that the active lineage wrote or descends from, newest first.
+        """Return the complete checkpoints that the active lineage wrote or descends from and keeps, newest first.
 
         Raises:
             UnavailableError: Redis or the object store did not answer.
         """
-        history = self._lineages.history((await RunHash.read(self._context, is_decisive=True)).lineage)
+        return await self._offered(await RunHash.read(self._context, is_decisive=True))
+
+    async def _offered(self, run: RunHash) -> list[PolicyVersion]:
+        history, kept = self._lineages.history(run.lineage), run.checkpoints_kept
         try:
             found = await in_thread(self._read)
         except StoreError as error:
             raise UnavailableError(f"the object store did not list the checkpoints: {error}") from None
-        return [version for version in reversed(found) if version.step <= history.get(version.lineage, -1)]
+        return [
+            version
+            for version in reversed(found)
+            if version.step <= history.get(version.lineage, -1) and (kept is None or version in kept)
+        ]
 
     async def request(self, request: RollbackRequest) -> None:
         """Ask the trainer to return to the newest checkpoint at or before `request.step`.
@@ -63,13 +73,13 @@ class Rollbacks:
             ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
             UnavailableError: Redis or the object store did not answer.
         """
-        found = await self.checkpoints()
-        version = next((version for version in found if version.step <= request.step), None)
-        to, now, keys = "" if version is None else str(version), self._context.clock(), self._context.keys
-        waiting = {"version": to, "at_s": now, **request.model_dump()}
-        args = [request.request_id, to, json.dumps(waiting), now, json.dumps(request.reason)]
-        # also without a checkpoint: the script knows the state of the run, and a request that was answered before
-        reply = await self._context.scripts.run("rollback", [keys.run, keys.run_changes], args)
+        for _ in range(_MOST_LISTINGS):
+            run = await RunHash.read(self._context, is_decisive=True)
+            found = await self._offered(run)
+            version = next((version for version in found if version.step <= request.step), None)
+            reply = await self._ask(request, run, version)
+            if reply[0] != b"changed":
+                break
         match reply[0]:
             case b"state":
                 raise ConflictError(
@@ -87,9 +97,26 @@ class Rollbacks:
                     f"a rollback to {reply[1].decode(errors='replace')} waits for the trainer already; ask again once "
                     "it is done"
                 )
-        log.info("rollback_asked_for", version=to, step=request.step, reason=request.reason)
+            case b"changed":
+                raise UnavailableError("the checkpoints of this run change too often to choose one of them; ask again")
+        log.info("rollback_asked_for", version=str(version), step=request.step, reason=request.reason)
         # held draws end now: the trainer is told without waiting for a batch
         self._context.notify_all()
+
+    async def _ask(self, request: RollbackRequest, run: RunHash, version: PolicyVersion | None) -> list[bytes]:
+        # also without a checkpoint: the script knows the state of the run, and a request that was answered before
+        to, now, keys = "" if version is None else str(version), self._context.clock(), self._context.keys
+        waiting = {"version": to, "at_s": now, **request.model_dump()}
+        args = [
+            request.request_id,
+            to,
+            json.dumps(waiting),
+            now,
+            json.dumps(request.reason),
+            run.raw.get(b"lineage") or "",
+            run.raw.get(b"checkpoints_kept") or "",
+        ]
+        return await self._context.scripts.run("rollback", [keys.run, keys.run_changes], args)
 
     def _read(self) -> list[PolicyVersion]:
         if self._store is None:

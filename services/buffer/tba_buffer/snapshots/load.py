@@ -132,7 +132,7 @@ class SnapshotLoad:
         await self._upload(reader)
         publications = [each for each in manifest.marks if each.position <= end][-self._num_publications_kept :]
         await self._adopt(reader, origin, manifest, list(split_parts(places, publications, end)))
-        if self._is_view:
+        if self._context.epoch.shows_snapshot:
             await self._stand_as_saved(manifest)
 
     def _check_temperature(self, manifest: SnapshotManifest) -> None:
@@ -239,16 +239,12 @@ class SnapshotLoad:
                 if reply == b"begun":
                     raise self._has_begun()
                 is_full = self._evictor.record_added(len(payloads), sum(map(len, payloads)))
-                if is_full and not self._is_view:
+                if is_full and not context.epoch.shows_snapshot:
                     await self._evictor.enforce()
             self.progress.num_loaded += len(part.places)
         # load_snapshot.lua has written those of the snapshot
         await self._lineages.load()
         context.notify_all()
-
-    @property
-    def _is_view(self) -> bool:
-        return self._context.recipe.buffer.read_only is not None
 
     async def _stand_as_saved(self, manifest: SnapshotManifest) -> None:
         """Let the run stand where it stood: policy ages are measured from there."""

@@ -27,6 +27,8 @@ class BufferEpoch:
     number: int = 0
     refused: str | None = None
     """Why this process serves nothing any more, once it has found the epoch of a newer one."""
+    shows_snapshot: bool = False
+    """The run is empty but for a snapshot that this read-only process loads."""
 
 
 async def take(context: Context) -> None:

@@ -335,6 +335,10 @@ def _version(text: bytes | None) -> str | None:
     return None if text is None else str(PolicyVersion.parse(text.decode()))
 
 
+def _versions(text: bytes | None) -> list[PolicyVersion] | None:
+    return None if text is None else [PolicyVersion.parse(name) for name in text.decode().split()]
+
+
 def _rollback(text: bytes | None) -> RollbackInfo | None:
     return None if text is None else RollbackInfo.model_validate_json(text)
 
@@ -371,6 +375,7 @@ class RunHash:
     latest_version = _field("latest_version", _version, None)
     checkpoint = _field("checkpoint", _version, None)
     checkpoint_key = _field("checkpoint_key", _text, None)
+    checkpoints_kept = _field("checkpoints_kept", _versions, None)  # None: no trainer has said yet
     num_rollbacks = _field("rollbacks", parse_number, 0)
     rollback = _field("rollback", _rollback, None)
     num_retries = _field("retries", parse_number, 0)

@@ -48,6 +48,9 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | the lineage); origin (JSON of the snapshot that the run began     | load_snapshot         |
 |                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
 |                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
+|                 |        | of an alarm; rollback (JSON of the operator's that waits),        | rollback,             |
+|                 |        | rollback_by (ids of the last requests); checkpoints_kept: those   | start_lineage,        |
+|                 |        | that the trainer had not deleted when it registered one           | register_checkpoint   |
 |                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
 |                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
 |                 |        | changes_missing: lost, and not accepted, as it was found out      | damage.py,            |

@@ -39,11 +39,14 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
     prompts = read_prompts(job.prompts)
     manifest = None if job.manifest is None else decode_manifest(job.manifest.read_bytes())
     answers = _generate(recipe, job, manifest, prompts, on_progress)
+    on_progress.end_part()
     # one step after the other: each model is freed before the next one is loaded
     nlls = {}
     if recipe.eval.published.perplexity and job.start is not None:
         nlls = negative_log_likelihoods(recipe, job.start, answers, on_progress=on_progress)
+        on_progress.end_part()
     scores = score_all(recipe, answers, on_progress=on_progress)
+    on_progress.end_part()
     _write_completions(recipe, job.out / "completions.jsonl", answers, scores, nlls)
     metrics = EvaluationMetrics(recipe, answers, scores, nlls)
     report = EvaluationReport(
@@ -78,17 +81,23 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
 
 
 class Progress:
-    """Prints how far the evaluation is, every few seconds."""
+    """Prints how far the evaluation is, every few seconds, and at the end of each part."""
 
     def __init__(self) -> None:
         self._printed_s = -PRINT_EVERY_S
+        self._unprinted: str | None = None
 
     def __call__(self, text: str) -> None:
         """Print, unless something was printed just now."""
-        now_s = time.monotonic()
-        if now_s - self._printed_s >= PRINT_EVERY_S:
-            self._printed_s = now_s
-            print(PROGRESS + text, flush=True)
+        self._unprinted = text
+        if time.monotonic() - self._printed_s >= PRINT_EVERY_S:
+            self.end_part()
+
+    def end_part(self) -> None:
+        """Print the last text, unless it was printed."""
+        if self._unprinted is not None:
+            print(PROGRESS + self._unprinted, flush=True)
+            self._unprinted, self._printed_s = None, time.monotonic()
 
 
 def _generate(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -169,22 +169,24 @@ class CheckpointStore:
         last_step = {version.lineage: version.step for version in history}
         return [version for version in self.versions() if version.step <= last_step.get(version.lineage, -1)]
 
-    def delete_all_but(self, keep: int, *, history: Iterable[PolicyVersion], last_good_step: int) -> None:
-        """Delete checkpoints older than the newest `keep` of the active lineage, except one for a rollback.
+    def kept(self, keep: int, *, history: Iterable[PolicyVersion], last_good_step: int) -> list[PolicyVersion]:
+        """Return the newest `keep` checkpoints of the active lineage, oldest first, and before them one for a rollback.
 
         Args:
             history: of the active lineage, as for `of_lineage`.
             last_good_step: the last step whose batch was applied with no serious alarm on.
         """
         active = self.of_lineage(history)
-        if not active:
-            return
-        # Only the active lineage is counted: abandoned checkpoints are no place to resume from, and go by their age.
-        oldest_kept = active[-keep:][0]
         # a rollback returns to the newest one that a good step followed, else to the oldest one
-        proven = next((version for version in reversed(active) if version.step < last_good_step), active[0])
+        proven = [version for version in active if version.step < last_good_step][-1:] or active[:1]
+        newest = active[-keep:]
+        return [*(version for version in proven if version not in newest), *newest]
+
+    def delete_all_but(self, kept: Sequence[PolicyVersion], *, keep: int) -> None:
+        """Delete the checkpoints older than the newest `keep` of those that `kept` returned, except these."""
+        # Only the active lineage is counted: abandoned checkpoints are no place to resume from, and go by their age.
         for version in self.versions():
-            if version < oldest_kept and version != proven:
+            if kept and version < kept[-keep:][0] and version not in kept:
                 self.delete(version)
 
     def delete(self, version: PolicyVersion) -> None:

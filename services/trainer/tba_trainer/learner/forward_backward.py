@@ -408,6 +408,7 @@ def age_metrics(scored: Sequence[ForwardResult]) -> dict[str, float | None]:
 def batch_metrics(
     scored: Sequence[ForwardResult],
     *,
+    step: int,
     success_reward: float,
     policy_temperature: float,
     tasks_with_minimum: Collection[str] = (),
@@ -421,6 +422,7 @@ def batch_metrics(
 
     Args:
         scored: the rollouts of the batch, at least one.
+        step: the optimizer step that the batch is for.
         success_reward: a reward from which on a rollout counts as a success.
         policy_temperature: what theta's logits are divided by.
         tasks_with_minimum: tasks with a minimum length, below which searchers cannot sample end of sequence.
@@ -433,7 +435,11 @@ def batch_metrics(
     on_policy = [
         s
         for s in passed
-        if s.policy_age == 0 and s.rollout.task not in tasks_with_minimum and _is_policy(s.rollout, policy_temperature)
+        if s.policy_age == 0
+        # after a rollback those of the weights that were left have age 0 too
+        and all(span.version.step < step for span in s.rollout.version_spans)
+        and s.rollout.task not in tasks_with_minimum
+        and _is_policy(s.rollout, policy_temperature)
     ]
     gap = _ratio(sum(s.abs_gap for s in on_policy), _num_tokens(on_policy))
     return {

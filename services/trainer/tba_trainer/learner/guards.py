@@ -189,7 +189,7 @@ def _conditions(
         wrong = not (math.isfinite(loss) and math.isfinite(norm))
         text = f"the loss is {loss:.4g} and the gradient norm {norm:.4g}"
         yield "non_finite", section.non_finite, text if wrong else None
-    spike, usual = section.grad_spike, _norm_without_spike(section, state, metrics)
+    spike, usual = section.grad_spike, norm_to_compare(section, state, metrics)
     if (norm := _finite(norm)) is not None and usual is not None:
         text = f"the gradient norm is {norm:.4g}, more than {spike.factor:g} times the usual {usual:.4g}"
         yield "grad_spike", spike, text if norm > spike.factor * usual else None
@@ -216,7 +216,7 @@ def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:
     return _median(section, state.grad_norms)
 
 
-def _norm_without_spike(section: GuardsSection, state: GuardState, metrics: Metrics) -> float | None:
+def norm_to_compare(section: GuardsSection, state: GuardState, metrics: Metrics) -> float | None:
     """Return the norm that this step's is compared with; None: not known yet."""
     # Where rewards are sparse, most batches have the KL alone to learn from. Beside those, a batch with a success would
     # look like a spike.

@@ -132,6 +132,7 @@ class Learner:
         self.results = forward_backward.results()
         measured = batch_metrics(
             self.results,
+            step=step,
             success_reward=self._recipe.eval.success_reward,
             policy_temperature=self._recipe.model.policy_temperature,
             tasks_with_minimum=self._tasks_with_minimum,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 
 from tba.api import CheckpointRequest
@@ -44,15 +45,14 @@ class CheckpointWriter:
         # every process of a sharded model takes part in the gathering, even after a failed upload
         with closing(lockstep(context.learner.capture())) as tensors:
             key = context.checkpoints.save(self._state(), tensors)
+        keep = context.recipe.trainer.keep_checkpoints
+        history, good = self._session.lineages.ancestry(version), self._progress.last_good_step
+        kept = context.checkpoints.kept(keep, history=history, last_good_step=good)
         # registered only now: the buffer must never name a checkpoint that is half written
-        self._register(version, key)
+        self._register(version, key, kept=kept)
         self.previous, self.saved = self._saved_checkpoint, version
-        # Last: until the new one is registered, a resume may still need an old one.
-        context.checkpoints.delete_all_but(
-            context.recipe.trainer.keep_checkpoints,
-            history=self._session.lineages.ancestry(version),
-            last_good_step=self._progress.last_good_step,
-        )
+        # Last: until the new one is registered, a resume may still need an old one, and so may an operator's rollback.
+        context.checkpoints.delete_all_but(kept, keep=keep)
         log.info("checkpoint", version=str(version), key=key)
 
     def register_unsuspected(self) -> str:
@@ -89,8 +89,9 @@ class CheckpointWriter:
         is_start = self.saved == session.parent and (session.has_no_checkpoint or self.saved == START)
         return None if is_start else self.saved
 
-    def _register(self, version: PolicyVersion, key: str) -> None:
-        request = CheckpointRequest(version=str(version), token=self._session.token, key=key)
+    def _register(self, version: PolicyVersion, key: str, *, kept: Sequence[PolicyVersion] | None = None) -> None:
+        names = None if kept is None else [str(each) for each in kept]
+        request = CheckpointRequest(version=str(version), token=self._session.token, key=key, kept=names)
         self._context.buffer.register_checkpoint(request)
 
     def _state(self) -> TrainerState:

@@ -25,7 +25,7 @@ from tba.api import EvalInfo, EvalRequest, RunInfo, VersionRequest
 from tba.clients import BufferClient
 from tba.config import TrainerSection
 from tba.config.evaluation import EvalSection
-from tba.errors import FencedError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
+from tba.errors import FencedError, RollbackError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
 from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
@@ -335,11 +335,16 @@ class Evaluations:
 
         Returns:
             The finished evaluation; None when its time is over or `stop` is set.
+
+        Raises:
+            RollbackError: an operator has asked for a rollback meanwhile.
         """
         deadline = time.monotonic() + self._section.timeout_s
         with status.named_wait("final-evaluation", self._section.timeout_s):
             while evaluation.state == "pending" and time.monotonic() < deadline and not stop.wait(_EVAL_POLL_S):
                 evaluation = self._buffer.get_eval(evaluation.eval_id)
+                if (asked := self._buffer.run().rollback) is not None:  # these weights are given up
+                    raise RollbackError(f"an operator has asked for a rollback to {asked.version}")
         if evaluation.state != "done":
             if stop.is_set():
                 return None

@@ -36,6 +36,8 @@ from tba_trainer.loop.status import Session
 from tba_trainer.loop.trainer_context import TrainerContext
 
 _POLL_S = 0.5
+_MOST_CHOICES = 5
+"""Rollbacks that may be asked for and withdrawn, one after the other, while a start chooses its parent."""
 log = get_logger("startup")
 
 
@@ -62,73 +64,157 @@ def start_lineage(
         GuardError: a rollback, of an alarm or an operator, finds none of the checkpoints that it could return to; the
             run has failed.
     """
-    recipe, buffer = context.recipe, context.buffer
-    info = buffer.run()
-    fork = Fork.of(info.origin)
-    # a new lineage would make the run active again, and its searchers would start to generate
-    if info.state == "done":
-        raise ConflictError(
-            f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
-            "choose another run.name"
-        )
-    # An alarm's rollback comes first: the request waits on, and the new lineage does it at its first draw.
-    asked = info.rollback if rollback is None or rollback.is_asked_for else None
-    checkpoint = None if asked is None else intact_at(checkpoints, info, step=PolicyVersion.parse(asked.version).step)
-    is_lost = asked is not None and checkpoint is None
-    if checkpoint is None:
-        checkpoint = _resume_point(rollback, buffer, checkpoints, info)
-    if checkpoint is not None:
-        _check_same_run(checkpoint, recipe, model_config_sha256)
-        # allowed, since a run may get more steps or another rate; logged, since it may also be the wrong file
-        if checkpoint.state.config_sha256 != config_sha256(recipe):
-            log.warning("config_changed_since_checkpoint", checkpoint=checkpoint.state.version)
-        parent = PolicyVersion.parse(checkpoint.state.version)
-    elif fork is not None:
-        _restore_fork(fork, context.store, checkpoints, learner, recipe, model_config_sha256)
-        parent = fork.version
-    else:
-        parent = START
-    # from this call on a resume starts from the parent too, and never again from a suspect checkpoint
-    reply = buffer.new_lineage(
-        LineageRequest(
-            trainer_id=context.status.trainer_id,
-            parent=str(parent),
-            checkpoint_key=None if checkpoint is None else checkpoints.key(parent),
-            rollback=rollback is not None and not rollback.is_asked_for,
-            obeys=None if asked is None else asked.request_id,
-            in_process=rollback is not None,
-        )
+    info, parent, reply = _take_lineage(
+        context, checkpoints=checkpoints, learner=learner, model_config_sha256=model_config_sha256, rollback=rollback
     )
-    if asked is not None:
-        log.warning("rolled_back_for_operator", asked_for=asked.version, parent=str(parent), reason=asked.reason)
-        if is_lost:
-            _fail_lost(asked, parent, buffer, reply.token)
     # After the lineage is taken: the older trainer, if it still runs, can then register none of them again.
     if rollback is not None and rollback.suspect is not None:
-        _delete_suspects(checkpoints, _tree(info, reply.lineage, parent).ancestry(parent), parent, rollback.suspect)
-    if checkpoint is not None:
-        learner.restore(checkpoint.state, checkpoint.sections)
-        checkpoint.close()
-    session = _session(context, reply, parent, before=info, checkpoint=checkpoint, fork=fork, rollback=rollback)
-    log.info("lineage_started", lineage=session.lineage, parent=str(parent), resumed=checkpoint is not None)
+        history = _tree(info, reply.lineage, parent.version).ancestry(parent.version)
+        _delete_suspects(checkpoints, history, parent.version, rollback.suspect)
+    if parent.checkpoint is not None:
+        learner.restore(parent.checkpoint.state, parent.checkpoint.sections)
+        parent.checkpoint.close()
+    session = _session(context, reply, parent, before=info, rollback=rollback)
+    log.info("lineage_started", lineage=session.lineage, parent=str(session.parent), resumed=bool(parent.checkpoint))
     return session
 
 
-def _session(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parent:
+    """What a new lineage starts from."""
+
+    version: PolicyVersion
+    checkpoint_key: str | None = None
+    checkpoint: Checkpoint | None = None
+    """On this machine; the caller closes it."""
+    fails: str | None = None
+    """Why the run fails instead; nothing was loaded."""
+
+
+def _take_lineage(
     context: TrainerContext,
-    reply: LineageReply,
-    parent: PolicyVersion,
     *,
-    before: RunInfo,
-    checkpoint: Checkpoint | None,
-    fork: Fork | None,
+    checkpoints: CheckpointStore,
+    learner: Learner,
+    model_config_sha256: str,
     rollback: Rollback | None,
+) -> tuple[RunInfo, _Parent, LineageReply]:
+    """Choose a parent and take the lineage; return the run as it was before, both. Arguments as of `start_lineage`.
+
+    The choice may take minutes. Where an operator's rollback was withdrawn meanwhile, the parent is chosen again.
+    """
+    for _ in range(_MOST_CHOICES):
+        info = context.buffer.run()
+        # a new lineage would make the run active again, and its searchers would start to generate
+        if info.state == "done":
+            raise ConflictError(
+                f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
+                "choose another run.name"
+            )
+        # An alarm's rollback comes first. Where it goes back as far, it does what was asked for too; else the request
+        # waits on, and the new lineage does it at its first draw.
+        asked = info.rollback if rollback is None or rollback.is_asked_for else None
+        if asked is None:
+            parent = _resume_parent(context, info, checkpoints, learner, model_config_sha256, rollback)
+        else:
+            parent = _asked_parent(context, info, checkpoints, model_config_sha256, asked)
+        request = LineageRequest(
+            trainer_id=context.status.trainer_id,
+            parent=str(parent.version),
+            checkpoint_key=parent.checkpoint_key,
+            rollback=rollback is not None and not rollback.is_asked_for,
+            obeys=None if asked is None else asked.request_id,
+            fails=parent.fails,
+            in_process=rollback is not None,
+        )
+        try:
+            # from this call on a resume starts from the parent too, and never again from a suspect checkpoint
+            reply = context.buffer.new_lineage(request)
+        except ConflictError:
+            if asked is None or context.buffer.run().rollback == asked:
+                raise
+            log.warning("rollback_withdrawn", asked_for=asked.version, parent=str(parent.version))
+            if parent.checkpoint is not None:
+                parent.checkpoint.close()
+            continue
+        if parent.fails is not None:
+            raise GuardError(parent.fails)
+        if asked is not None:
+            log.warning(
+                "rolled_back_for_operator", asked_for=asked.version, parent=str(parent.version), reason=asked.reason
+            )
+        return info, parent, reply
+    raise ConflictError(
+        f"a rollback was asked for and withdrawn {_MOST_CHOICES} times while this trainer started; start it again"
+    )
+
+
+def _asked_parent(
+    context: TrainerContext,
+    info: RunInfo,
+    checkpoints: CheckpointStore,
+    model_config_sha256: str,
+    asked: RollbackInfo,
+) -> _Parent:
+    """Return the checkpoint of an operator's rollback, or an older one; where all are lost, why the run fails.
+
+    The run must not continue with the weights that a person wanted to leave.
+    """
+    checkpoint = intact_at(checkpoints, info, step=PolicyVersion.parse(asked.version).step)
+    if checkpoint is not None:
+        return _checked(checkpoint, checkpoints, context.recipe, model_config_sha256)
+    # not loaded, and perhaps damaged too: the next start finds that out
+    version = _first_parent(info) if info.checkpoint is None else PolicyVersion.parse(info.checkpoint)
+    sentence = (
+        f"an operator has asked for a rollback to {asked.version}, but every checkpoint at or before it is gone or "
+        f"damaged; restore one of them and ask again; the next start of the trainer continues from {version}, or from "
+        "an older one if that is damaged too"
+    )
+    return _Parent(version=version, checkpoint_key=info.checkpoint_key, fails=sentence)
+
+
+def _resume_parent(
+    context: TrainerContext,
+    info: RunInfo,
+    checkpoints: CheckpointStore,
+    learner: Learner,
+    model_config_sha256: str,
+    rollback: Rollback | None,
+) -> _Parent:
+    """Return what a start, or an alarm's rollback, continues from. The state of a fork is restored already."""
+    checkpoint = _resume_point(rollback, context.buffer, checkpoints, info)
+    if checkpoint is not None:
+        return _checked(checkpoint, checkpoints, context.recipe, model_config_sha256)
+    if (fork := Fork.of(info.origin)) is not None:
+        _restore_fork(fork, context.store, checkpoints, learner, context.recipe, model_config_sha256)
+    return _Parent(version=_first_parent(info))
+
+
+def _first_parent(info: RunInfo) -> PolicyVersion:
+    """Return what the run began with."""
+    fork = Fork.of(info.origin)
+    return START if fork is None else fork.version
+
+
+def _checked(checkpoint: Checkpoint, checkpoints: CheckpointStore, recipe: Recipe, model_config_sha256: str) -> _Parent:
+    _check_same_run(checkpoint, recipe, model_config_sha256)
+    # allowed, since a run may get more steps or another rate; logged, since it may also be the wrong file
+    if checkpoint.state.config_sha256 != config_sha256(recipe):
+        log.warning("config_changed_since_checkpoint", checkpoint=checkpoint.state.version)
+    version = PolicyVersion.parse(checkpoint.state.version)
+    return _Parent(version=version, checkpoint_key=checkpoints.key(version), checkpoint=checkpoint)
+
+
+def _session(
+    context: TrainerContext, reply: LineageReply, chosen: _Parent, *, before: RunInfo, rollback: Rollback | None
 ) -> Session:
     """Return the lineage just taken as the trainer's session.
 
     Args:
+        chosen: its parent.
         before: the run as it was before the lineage was taken.
     """
+    parent, checkpoint, fork = chosen.version, chosen.checkpoint, Fork.of(before.origin)
     announces_start = before.latest_version in (None, str(START)) and checkpoint is None and fork is None
     # A lineage that resumes announces its parent's weights under its own name, (lineage, parent step). That supersedes
     # what a dead lineage announced after its checkpoint, and puts the trainer at policy age 0 with its searchers.
@@ -320,22 +406,6 @@ def _first_version_of_run(first: PolicyVersion, parent: PolicyVersion, fork: For
         return START
     # a fork that resumes from a checkpoint of its own was announced by its first lineage
     return first if parent == fork.version else PolicyVersion(fork.last_lineage + 1, fork.version.step)
-
-
-def _fail_lost(asked: RollbackInfo, parent: PolicyVersion, buffer: BufferClient, token: str) -> None:
-    """Fail the run whose checkpoints at or before an operator's rollback are gone or damaged.
-
-    It waits no longer, and the run does not continue with the weights that a person wanted to leave.
-
-    Raises:
-        GuardError: always.
-    """
-    sentence = (
-        f"an operator has asked for a rollback to {asked.version}, but every checkpoint at or before it is gone or "
-        f"damaged; restore one of them and ask again; the next start of the trainer continues from {parent}"
-    )
-    _fail(buffer, sentence, token)
-    raise GuardError(sentence)
 
 
 def _fail(buffer: BufferClient, reason: str, token: str) -> None:

@@ -79,6 +79,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(run_info())
         elif self.path == "/v1/stats":
             self.answer(stats())
+        elif self.path == "/v1/summary":
+            self.answer({"doing": "it runs.", "learning": None, "waiting": None, "advice": "Try: x."})
+        elif self.path.startswith("/v1/run/changes"):
+            self.answer({"changes": [], "next": None})
         elif self.path.startswith("/v1/run/settings"):
             self.answer({"revision": 0, "settings": {}, "recipe": {}, "now": {}, "changes": [], "next": None})
         elif self.path.startswith("/v1/ledger"):

@@ -1,15 +1,17 @@
 -- Start a trainer: a new lineage and token, and a line of the ledger that says where it continues. Open batches of
 -- older lineages become void. A request id that took a lineage before is answered with that lineage and its token, and
 -- changes nothing, however late it comes. A registered checkpoint after the parent is replaced by the parent's, or by
--- none. The rollback that it obeys no longer waits.
+-- none. A rollback that waits is done by the start that obeys it, and by one that goes back as far by itself: so the
+-- checkpoint of one that waits is always in the history of the active lineage.
 -- KEYS: 1 run, 2 lineages, 3 open_batches, 4 counters, 5 batches_since_publication, 6 open_steps, 7 ledger,
 --       8 ledger_steps, 9 announced, 10 lineage_requests, 11 epoch, 12 settings, 13 run_changes, 14 log
 -- ARGV: 1 token, 2 JSON of the lineage, 3 lineage of the parent, 4 step of the parent,
 --       5 JSON of the ledger line, 'LINEAGE' in place of the new number, 6 request id,
 --       7 epoch, 8 key of the parent's checkpoint, or '', 9 '1': the start is a rollback, 10 now_s,
 --       11 "lineage-step ...", the history of the parent, 12 id of the request for a rollback that it obeys, or '',
---       13 '1': the trainer's process has trained the lineage before, so a stop that came meanwhile stays one
--- Returns 'superseded', {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
+--       13 '1': the trainer's process has trained the lineage before, so a stop or a failure that came meanwhile stays,
+--       14 why the run fails in this call, or ''
+-- Returns 'superseded', {'withdrawn'}, {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
 -- A valid parent is the starting model, the start of its lineage, the result of an acked step, or an announced,
 -- checkpointed or adopted version.
 if redis.call('GET', KEYS[11]) ~= ARGV[7] then return 'superseded' end
@@ -18,6 +20,8 @@ if taken then
   local number, token = string.match(taken, '^(%d+) (.+)$')
   return {'ok', tonumber(number), token}
 end
+local request_id, asked_for = rollback_in(redis.call('HGET', KEYS[1], 'rollback'))
+if ARGV[12] ~= '' and request_id ~= ARGV[12] then return {'withdrawn'} end
 local parent = ARGV[3] .. '-' .. ARGV[4]
 if parent ~= '0-0' then
   local text = redis.call('HGET', KEYS[2], ARGV[3])
@@ -48,20 +52,24 @@ if registered and (registered_step or math.huge) > tonumber(ARGV[4]) then -- nob
   end
 end
 if ARGV[9] == '1' then redis.pcall('HINCRBY', KEYS[1], 'rollbacks', 1) end
-local state = redis.call('HGET', KEYS[1], 'state') or 'running'
-local stays = state == 'paused' or (state == 'stopping' and ARGV[13] == '1')
-if not stays then redis.call('HSET', KEYS[1], 'state', 'running', 'reason', '') end
-local request_id, version = rollback_in(redis.call('HGET', KEYS[1], 'rollback'))
-local back_to = request_id == ARGV[12] and version
+local state, fails = redis.call('HGET', KEYS[1], 'state') or 'running', ARGV[14] ~= ''
+local stays = not fails and (state == 'paused' or ARGV[13] == '1' and (state == 'stopping' or state == 'failed'))
+local new = fails and 'failed' or stays and state or 'running'
+if not stays then redis.call('HSET', KEYS[1], 'state', new, 'reason', ARGV[14]) end
+local obeys = request_id and request_id == ARGV[12]
+local back_to = (obeys or asked_for and tonumber(ARGV[4]) <= tonumber(string.match(asked_for, '%d+$'))) and asked_for
 if back_to then redis.call('HDEL', KEYS[1], 'rollback') end
-local continues = not stays and state ~= 'running'
-if continues or back_to then
-  local why = back_to and back_to ~= parent and '"the checkpoint that was asked for is gone or damaged"' or 'null'
-  local change = '{"number":' .. redis.call('LLEN', KEYS[13]) + 1 .. ',"at_s":' .. ARGV[10] .. ',"command":"lineage"'
-    .. ',"role":"trainer","reason":' .. why .. ',"old":"' .. state .. '","new":"' .. (continues and 'running' or state)
+if new ~= state or back_to then
+  local why = fails and cjson.encode(ARGV[14]) or 'null'
+  if back_to and back_to ~= parent and not fails then
+    why = obeys and '"the checkpoint that was asked for is gone or damaged"'
+      or '"an alarm, or a start of the trainer, went back further"'
+  end
+  local change = '{"number":' .. redis.call('LLEN', KEYS[13]) + 1 .. ',"at_s":' .. ARGV[10] .. ',"command":"'
+    .. (fails and 'fail' or 'lineage') .. '","role":"trainer","reason":' .. why .. ',"old":"' .. state .. '","new":"' .. new
     .. '","lineage":' .. lineage .. ',"step":' .. ARGV[4] .. (back_to and ',"rollback":"' .. back_to .. '"}' or '}')
   redis.call('RPUSH', KEYS[13], change)
-  if continues then redis.call('HSET', KEYS[1], 'change', change) end
+  if new ~= state then redis.call('HSET', KEYS[1], 'change', change) end
 end
 local num_rollouts = 0
 for _, member in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do

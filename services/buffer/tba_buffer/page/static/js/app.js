@@ -3,7 +3,7 @@
 import { decoded, hasToken, setToken, takeToken } from "./api.js";
 import { fill, fillIfChanged, h } from "./dom.js";
 import { number } from "./format.js";
-import { isSnapshot, refresh, subscribe } from "./state.js";
+import { refresh, subscribe } from "./state.js";
 import { commandButtons } from "./commands.js";
 import { overview } from "./views/overview.js";
 import { rollouts } from "./views/rollouts.js";
@@ -56,7 +56,7 @@ function header({ run, summary, problem }) {
   document.title = `${run.run}: ${run.state}, step ${run.step} - tba`;
   document.getElementById("run-name").textContent = run.run;
   const badge = document.getElementById("run-state");
-  const said = isSnapshot(run) ? "snapshot" : run.read_only ? `${run.state} (files)` : run.state;
+  const said = run.is_snapshot ? "snapshot" : run.read_only ? `${run.state} (files)` : run.state;
   if (badge.textContent !== said) badge.textContent = said; // a live region: the same text again would be read again
   badge.dataset.state = run.state;
   document.getElementById("run-facts").textContent =

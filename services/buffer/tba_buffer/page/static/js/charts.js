@@ -23,7 +23,7 @@ function colour(name) {
 /** One chart with a heading and a sentence on how to read it. */
 export class Chart {
   /**
-   * @param {object} options title, howToRead, empty (what is awaited), range ([low, high] or null for automatic).
+   * @param {object} options title, howToRead, range ([low, high] or null for automatic).
    */
   constructor(options) {
     this.options = options;
@@ -46,14 +46,15 @@ export class Chart {
    *
    * @param {number[]} steps ascending.
    * @param {{label: string, values: (number|null)[], points?: boolean, dash?: number[]}[]} series
+   * @param {string} empty what is said without any value.
    */
-  draw(steps, series) {
+  draw(steps, series, empty) {
     const known = series.filter((one) => one.values.some((value) => value !== null && value !== undefined));
     if (!known.length) {
       this.destroy();
       this.host.removeAttribute("role");
       this.host.removeAttribute("aria-label");
-      this.host.replaceChildren(emptyText(this.options.empty));
+      this.host.replaceChildren(emptyText(empty));
       return;
     }
     const data = [steps, ...known.map((one) => one.values.map((value) => value ?? null))];
@@ -70,7 +71,7 @@ export class Chart {
       this.plot = new window.uPlot(this.plotOptions(known), data, this.host);
       drawn.add(this);
     }
-    this.last = [steps, series];
+    this.last = [steps, series, empty];
     this.host.setAttribute("role", "img");
     this.host.setAttribute("aria-label", known.map((one) => describe(one, steps)).join("; "));
   }

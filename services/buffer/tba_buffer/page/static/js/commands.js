@@ -30,15 +30,18 @@ export function ask(title, sentence, fields, run) {
     refresh();
     if (typeof said !== "string") return close();
     message.textContent = said;
-    doIt.hidden = true;
+    // what was asked is answered: a second Enter must not ask it again
+    questions.remove();
+    doIt.remove();
     cancel.textContent = "Close";
+    cancel.focus();
   };
   const cancel = h("button", { type: "button", onclick: () => close() }, "Cancel");
+  const questions = h("div", {}, inputs.map(([name, input], at) => h("p", {}, h("label", { for: `ask-${name}` }, `${fields[at][1]} `), input)));
   const doIt = h("button", { class: "primary" }, title);
   const dialog = h("dialog", { "aria-labelledby": "ask-title" }, h("h2", { id: "ask-title" }, title), h("p", {}, sentence),
     h("form", { onsubmit: submit },
-      inputs.map(([name, input], at) => h("p", {}, h("label", { for: `ask-${name}` }, `${fields[at][1]} `), input)),
-      message, h("p", {}, doIt, " ", cancel)));
+      questions, message, h("p", {}, doIt, " ", cancel)));
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
   dialog.showModal();
@@ -107,7 +110,7 @@ async function askRollback() {
   }
   if (document.querySelector("dialog")) return; // clicked twice before the answer came
   const stays = state.run.state === "paused" ? " The run stays paused." : "";
-  ask("Roll back", versions.length ? `The trainer returns to a checkpoint before its next step, in a new lineage. Steps after it stay in the ledger as abandoned; rollouts and live settings stay.${stays}` : problem,
+  ask("Roll back", versions.length ? `The trainer returns to a checkpoint before its next step, in a new lineage. Steps after it stay in the ledger as abandoned; rollouts and live settings stay. Only the newest checkpoints are kept (trainer.keep_checkpoints): pause the run first, so that none goes while you decide.${stays}` : problem,
     [["version", "Checkpoint", { required: true }, versions.map((version) => [version, checkpointText(version)])], REASON],
     (values) => send("POST", "/v1/run/rollback", { step: stepOf(values.version), reason: reasonOf(values) }));
 }

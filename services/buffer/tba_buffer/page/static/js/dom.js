@@ -1,7 +1,5 @@
 // Elements without markup: every text becomes a text node, so nothing that a model has written is ever read as HTML.
 
-import { state } from "./state.js";
-
 /**
  * Make an element.
  *
@@ -63,10 +61,9 @@ export function panel(title, howToRead, ...children) {
     h("h2", { id }, title), h("p", { class: "how" }, howToRead), ...children);
 }
 
-/** What an empty panel says. A view of files awaits nothing. */
+/** What an empty panel says. */
 export function emptyText(text) {
-  const said = state.run?.read_only && text.includes("is awaited") ? "The files that this view shows hold none." : text;
-  return h("p", { class: "empty" }, said);
+  return h("p", { class: "empty" }, text);
 }
 
 /** A table that scrolls sideways on a narrow screen. Rows: arrays of cells (text, number or node). */

@@ -15,9 +15,18 @@ export const state = { run: null, stats: null, summary: null, curves: null, prob
 const listeners = new Set();
 let timer = null, running = false, curvesAt = null, again = false;
 
-/** Whether what is shown is a snapshot of the run, which has no counts of what happened before. */
-export function isSnapshot(run) {
-  return run.read_only && Boolean(run.origin?.source.startsWith(`${run.run}/`));
+let tellKnown;
+/** Settled with the first answer about the run: what an empty panel says depends on it. */
+export const runKnown = new Promise((resolve) => { tellKnown = resolve; });
+
+/** What an empty panel says that awaits something; files that are shown await nothing. */
+export function awaited(text) {
+  return state.run?.read_only ? "The files that this view shows hold none." : text;
+}
+
+/** What an empty panel says of something that no snapshot has: what happened before it was saved. */
+export function unsaved(text) {
+  return state.run?.is_snapshot ? "This is not part of a snapshot." : text;
 }
 
 /** Call a function after every answer, until the returned function is called. */
@@ -40,6 +49,7 @@ async function cycle() {
   try {
     const [run, stats, summary] = await Promise.all([get("/v1/run"), get("/v1/stats"), get("/v1/summary")]);
     Object.assign(state, { run, stats, summary, problem: null });
+    tellKnown();
     const at = `${run.lineage}-${run.step}`;
     if (at !== curvesAt) {
       state.curves = await get("/v1/curves", { names: CURVE_NAMES.join(","), max_points: 300 });

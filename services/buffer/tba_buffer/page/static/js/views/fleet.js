@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { bars, fill, fillIfChanged, h, panel, table } from "../dom.js";
 import { bytes, duration, lag, number, stepOf, time } from "../format.js";
-import { state, subscribe } from "../state.js";
+import { awaited, state, subscribe, unsaved } from "../state.js";
 
 export function fleet(place) {
   const searchers = h("div"), others = h("div"), versions = h("div"), evaluations = h("div"), waits = h("div");
@@ -42,7 +42,7 @@ function searcherPanel(run) {
         lag(item.version, run.latest_version),
         number(Math.round(item.gauges.tokens_per_s ?? 0)), number(item.gauges.active_slots ?? null), number(item.gauges.queued_rollouts ?? null),
         number(item.gauges.unpushed ?? null), `${duration(item.heartbeat_age_s)} ago`, waitText(item)]),
-      "The first searcher is awaited: it sends a heartbeat once its engine is ready."));
+      unsaved(awaited("The first searcher is awaited: it sends a heartbeat once its engine is ready."))));
 }
 
 function stateText(item) {
@@ -59,7 +59,7 @@ function otherPanel(run) {
     table("Components", ["component", "kind", "state", "version", "heartbeat", "waits for", "alarms"],
       run.components.filter((item) => item.kind !== "searcher").map((item) => [item.component_id, item.kind, stateText(item),
         item.version ?? "", `${duration(item.heartbeat_age_s)} ago`, waitText(item), alarms(item)]),
-      "The trainer is awaited: it sends a heartbeat once it has its model."));
+      awaited("The trainer is awaited: it sends a heartbeat once it has its model.")));
 }
 
 function alarms(item) {
@@ -70,7 +70,7 @@ function alarms(item) {
 function waitPanel(run) {
   return panel("Waits", "Who waits for what, since when, and how long at most; docs/operations.md says what ends each.",
     table("Waits", ["who", "for", "since", "at most"], run.waits.map((wait) => [wait.owner, wait.name, duration(wait.for_s),
-      `${duration(Math.max(0, wait.deadline_in_s))} more`]), "Nobody waits."));
+      `${duration(Math.max(0, wait.deadline_in_s))} more`]), unsaved("Nobody waits.")));
 }
 
 /** Version -> living searchers that sample with it. */
@@ -86,18 +86,18 @@ function versionPanel({ versions, num_older }, users) {
   return [
     panel("Weight versions", "What the trainer has published and the store still has. Adoption: searchers that sample with it now.",
       table("Weight versions", ["version", "published", "size", "dtype", "searchers"], versions.map((one) => [one.version, time(one.published_at_s),
-        bytes(one.num_bytes), one.dtype ?? "-", number(users.get(one.version) ?? 0)]), "The first version is awaited: the trainer publishes its starting model as 0-0."),
+        bytes(one.num_bytes), one.dtype ?? "-", number(users.get(one.version) ?? 0)]), awaited("The first version is awaited: the trainer publishes its starting model as 0-0.")),
       num_older ? h("p", { class: "how" }, `The store has ${number(num_older)} older ones.`) : null),
     panel("Adoption", "Searchers by the version that they sample with. All should be at the newest or the one before.",
-      bars("Searchers by version", [...users].sort((a, b) => stepOf(b[0]) - stepOf(a[0])), "No living searcher has a version yet.")),
+      bars("Searchers by version", [...users].sort((a, b) => stepOf(b[0]) - stepOf(a[0])), unsaved("No living searcher has a version."))),
   ];
 }
 
 function evaluationPanel(run) {
   return panel("Evaluations", `On held-out prompts that training never sees.${run.best === null ? "" : ` Best: version ${run.best.version} (${run.best.metric} ${number(run.best.value)}).`}`,
     table("Evaluations", ["version", "state", "accuracy, sampled", "greedy", "pass@k", "mean reward", "tokens", "KL", "unknown scores"],
-      [...run.evals].reverse().map((item) => [item.version, item.state === "done" ? "done" : `${item.state}, ${item.num_done} of ${item.num_prompts}`,
+      [...run.evals].reverse().map((item) => [item.version, `${item.state === "done" ? "done" : `${item.state}, ${item.num_done} of ${item.num_prompts}`}${item.abandoned ? ", abandoned: the run went back" : ""}`,
         number(item.accuracy), number(item.greedy_accuracy), Object.entries(item.pass_at).map(([k, value]) => `@${k} ${number(value)}`).join(", "),
         number(item.mean_reward), number(item.mean_response_tokens), number(item.kl_to_reference), number(item.num_unknown)]),
-      "The first evaluation is awaited (eval.every_steps)."));
+      unsaved(awaited("The first evaluation is awaited (eval.every_steps)."))));
 }

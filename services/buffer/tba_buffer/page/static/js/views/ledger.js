@@ -3,6 +3,7 @@
 import { get } from "../api.js";
 import { fill, h, panel, table } from "../dom.js";
 import { number, percent, time } from "../format.js";
+import { awaited, runKnown, unsaved } from "../state.js";
 
 const PAGE = 20, MAX_LINKS = 4;
 
@@ -15,6 +16,7 @@ export function ledger(place) {
       const end = wanted ?? (await get("/v1/ledger", { limit: 1 })).num_lines;
       const after = Math.max(0, end - PAGE);
       const page = await get("/v1/ledger", { after, limit: Math.max(1, Math.min(PAGE, end)) });
+      await runKnown;
       if (alive) fill(place, content(page.entries, after, show));
     } catch (error) {
       if (alive) fill(place, h("p", { class: "problem", role: "alert" }, error.message));
@@ -28,11 +30,11 @@ function content(entries, after, show) {
   const rows = [...entries].reverse().map((entry) => entry.kind === "resume"
     ? [`lineage ${entry.lineage} begins`, time(entry.resumed_at_s), "", "", "", `${entry.trainer_id} continues from ${entry.parent}`]
     : [`${entry.lineage}-${entry.step}`, time(entry.acked_at_s), number(entry.num_rollouts), slots(entry.slots), number(entry.metrics.reward_mean ?? null),
-      [entry.abandoned ? "abandoned by a resume" : null, entry.skipped ? `skipped: ${entry.skipped}` : null,
+      [entry.abandoned ? "abandoned: the run went back" : null, entry.skipped ? `skipped: ${entry.skipped}` : null,
         Object.entries(entry.refused).map(([reason, num]) => `refused: ${reason} ${num}`).join(", "), links(entry.rollout_ids)]
         .filter((part) => part && part.length !== 0).map((part, at) => [at ? ", " : "", part])]);
   return panel("Ledger", "Every optimizer step of the run, exactly once, with the batch that it consumed: what a resume continues from. Newest first.",
-    table("Ledger", ["step", "acked", "rollouts", "recent slots", "mean reward", ""], rows, "The first optimizer step is awaited."),
+    table("Ledger", ["step", "acked", "rollouts", "recent slots", "mean reward", ""], rows, unsaved(awaited("The first optimizer step is awaited."))),
     h("p", { class: "tools" }, h("button", { onclick: () => show() }, "Newest"), after > 0 ? h("button", { onclick: () => show(after) }, "Older") : null));
 }
 

@@ -2,54 +2,54 @@
 
 import { align, Chart } from "../charts.js";
 import { bars, download, emptyText, facts, fillIfChanged, h, panel } from "../dom.js";
-import { duration, number, percent, stepOf, time } from "../format.js";
+import { duration, money, number, percent, stepOf, time } from "../format.js";
 import { comparedRuns, compareControls } from "../compare.js";
-import { isSnapshot, state, subscribe } from "../state.js";
+import { awaited, state, subscribe, unsaved } from "../state.js";
 
-/** title, how to read it, what is awaited, [[metric, label]], fixed range. */
+/** title, how to read it, [[metric, label]], fixed range, what it says empty unless the first step is awaited. */
 const CHARTS = [
   ["Reward", "Mean reward of each training batch; it should rise. The dots are held-out evaluations: if the curve rises without them, the reward is being gamed.",
-    "The first optimizer step is awaited.", [["reward_mean", "reward, batch"], ["accuracy", "accuracy, batch"]], null],
+    [["reward_mean", "reward, batch"], ["accuracy", "accuracy, batch"]], null],
   ["Lag", "Policy age of the trained rollouts, in optimizer steps. A rising mean means that searchers fall behind.",
-    "The first optimizer step is awaited.", [["policy_age_mean", "mean age"], ["policy_age_max", "oldest"]], null],
+    [["policy_age_mean", "mean age"], ["policy_age_max", "oldest"]], null],
   ["Effective sample size", "1: the data is as good as fresh; towards 0: a few rollouts rule the batch, since the policy has moved away from its data.",
-    "The first optimizer step is awaited.", [["ess", "ESS"], ["clipped_share", "clipped tokens"]], [0, 1]],
+    [["ess", "ESS"], ["clipped_share", "clipped tokens"]], [0, 1]],
   ["KL to the reference", "How far the policy has moved from its reference, in nats per response. A sudden rise often comes before a collapse; a fall to 0 is a reset of the reference.",
-    "No step has computed the reference's log-probs; some objectives do without.", [["kl_to_ref", "KL"]], null],
+    [["kl_to_ref", "KL"]], null, "No step has computed the reference's log-probs; some objectives do without."],
   ["Entropy", "How undecided the policy is, in nats per token. Near 0 it answers always the same, and nothing new is found.",
-    "The first optimizer step is awaited.", [["entropy", "entropy"]], null],
+    [["entropy", "entropy"]], null],
   ["Gradient norm", "Before clipping; the dashed line is the limit. A lasting rise is the first sign of divergence: lower the learning rate.",
-    "The first optimizer step is awaited.", [["grad_norm", "norm"], ["grad_norm_limit", "limit"]], null],
+    [["grad_norm", "norm"], ["grad_norm_limit", "limit"]], null],
   ["Loss", "The value of the objective; its level says little, a jump says that something changed.",
-    "The first optimizer step is awaited.", [["loss", "loss"]], null],
+    [["loss", "loss"]], null],
   ["Groups without signal", "Share of the groups whose rewards are all equal: they teach nothing. Near 1 the prompts are too easy or too hard, or the scorer is broken.",
-    "The first optimizer step is awaited.", [["tied_group_share", "tied groups"]], [0, 1]],
+    [["tied_group_share", "tied groups"]], [0, 1]],
   ["Time of a step", "Seconds that a step took, and that it waited for data before. Much waiting: add searchers. None at all: searchers wait for the trainer.",
-    "The first optimizer step is awaited.", [["step_s", "step"], ["wait_s", "wait"]], null],
+    [["step_s", "step"], ["wait_s", "wait"]], null],
 ];
 
 const NUM_BARS = 12;
 const DECILES = ["lowest", "10 %", "20 %", "30 %", "40 %", "median", "60 %", "70 %", "80 %", "90 %", "highest"];
 
 export function overview(place) {
-  const charts = CHARTS.map(([title, howToRead, empty, metrics, range]) =>
-    [new Chart({ title, howToRead, empty, range }), metrics]);
+  const charts = CHARTS.map(([title, howToRead, metrics, range, empty]) =>
+    [new Chart({ title, howToRead, range }), metrics, empty]);
   const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid" }), compare = h("div");
   place.append(numbers, compare, h("div", { class: "grid" }, charts.map(([chart]) => chart.element)), data);
   compare.append(compareControls(() => draw(state), h("button", { onclick: exportCurves }, "Export the curves")));
   const draw = ({ run, stats, curves }) => {
     if (run === null || stats === null) return;
-    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => (isSnapshot(run) ? savedCounts(stats) : [throughput(run, stats, curves), tokensAndCost(stats)]));
+    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => (run.is_snapshot ? savedCounts(stats) : [throughput(run, stats, curves), tokensAndCost(stats)]));
     fillIfChanged(data, [stats.policy_age_histogram, stats.stored, stats.evicted, stats.refused, stats.batches_skipped,
       stats.rollouts_refused_by_trainer, stats.rescored], () => composition(run, stats));
-    if (curves !== null) for (const [chart, metrics] of charts) drawChart(chart, metrics, run, curves);
+    if (curves !== null) for (const [chart, metrics, empty] of charts) drawChart(chart, metrics, empty, run, curves);
   };
   draw(state);
   const end = subscribe(draw);
   return () => { end(); for (const [chart] of charts) chart.destroy(); };
 }
 
-function drawChart(chart, metrics, run, curves) {
+function drawChart(chart, metrics, empty, run, curves) {
   const own = metrics.map(([name, label]) => ({
     label, steps: curves.steps, values: curves.values[name] ?? [], dash: name === "grad_norm_limit" ? [6, 4] : undefined,
   }));
@@ -57,11 +57,12 @@ function drawChart(chart, metrics, run, curves) {
   const others = comparedRuns().flatMap((other) => metrics.slice(0, 1).map(([name, label]) => ({
     label: `${label}: ${other.name}`, steps: other.steps, values: other.values[name] ?? [], dash: [2, 3],
   })));
-  chart.draw(...align([...own, ...others].filter((one) => one.values.length)));
+  chart.draw(...align([...own, ...others].filter((one) => one.values.length)),
+    unsaved(empty ?? awaited("The first optimizer step is awaited.")));
 }
 
 function evaluationSeries(evals) {
-  const done = evals.filter((item) => item.state === "done" && item.accuracy !== null)
+  const done = evals.filter((item) => item.state === "done" && item.accuracy !== null && !item.abandoned)
     .map((item) => [stepOf(item.version), item]).sort((a, b) => a[0] - b[0]);
   const steps = done.map(([step]) => step);
   return [
@@ -73,7 +74,7 @@ function evaluationSeries(evals) {
 function savedCounts(stats) {
   return panel("Throughput", "What is made, trained on and lost per second.",
     facts([["stored", `${number(stats.num_rollouts)} rollouts (${number(stats.num_pending)} pending, ${number(stats.num_failed)} failed)`]]),
-    h("p", { class: "empty" }, "A snapshot has no counts of what was generated, trained and dropped."));
+    h("p", { class: "empty" }, "What was generated, trained and dropped is not part of a snapshot."));
 }
 
 function throughput(run, stats, curves) {
@@ -104,22 +105,22 @@ function tokensAndCost({ tokens, component_seconds: seconds, cost, rates }) {
   // a run of an older release counted rollouts alone
   const known = tokens && !(tokens.not_counted.generated && !tokens.generated);
   const total = (name) => (known ? `${number(tokens[name])} tokens${rate(rates?.[`${name}_tokens_per_s`])}` : "unknown");
-  const amount = (value) => `${value === 0 || value >= 0.1 ? value.toFixed(2) : number(value, 2)} ${cost.currency}`;
+  const amount = (value) => `${money(value)} ${cost.currency}`;
   const dropped = DROPPED_TOKENS.flatMap(([what, name]) => Object.entries(tokens?.[name] ?? {})
     .map(([reason, number]) => [`tokens ${what}: ${reason}`, number, "bad"]));
-  const unknown = Object.entries(tokens?.not_counted ?? {}).map(([name, count]) => `${name} ${number(count)}`);
+  const unknown = Object.entries(tokens?.not_counted ?? {}).map(([name, count]) => `${name} ${number(count)} ${name === "skipped" ? "batches" : "rollouts"}`);
   return panel("Tokens and cost", "Tokens of completions since the run began; what is trained on twice counts twice, and what is evicted may have been trained on before. Cost: time of the components at the recipe's prices.",
     facts([
       ["generated", total("generated")],
       ["trained", total("trained")],
-      ["not counted (rollouts)", unknown.length ? unknown.join(", ") : null],
+      ["not counted", unknown.length ? unknown.join(", ") : null],
       ...["searcher", "trainer"].map((kind) => [`time of ${kind}s`, seconds[kind] ? duration(seconds[kind]) : null]),
       ["cost so far", cost && amount(cost.total)],
       ...Object.entries(cost?.by_kind ?? {}).map(([kind, value]) => [`of ${kind}s`, amount(value)]),
       ["per 1,000 trained completions", cost?.per_1000_trained ? amount(cost.per_1000_trained) : null],
       ["time and cost since", cost?.rollouts_trained_before ? `${time(cost.since_s)}, ${number(cost.rollouts_trained_before)} completions were trained on before` : null],
     ]),
-    cost ? null : h("p", { class: "empty" }, "No cost: the recipe has no prices (section cost)."),
+    cost ? null : h("p", { class: "empty" }, "No cost: the recipe has no prices (cost.searcher_per_hour, cost.trainer_per_hour)."),
     bars("Dropped tokens by reason", dropped, "No tokens have been dropped."));
 }
 
@@ -138,16 +139,16 @@ function composition(run, stats) {
   return [
     panel("Age of what was trained", limit ? `Rollouts by their policy age in steps when a step consumed them; older than ${limit} are evicted (buffer.max_policy_age_steps).`
       : "Rollouts by their policy age in steps when a step consumed them; this run sets no bound.",
-      bars("Trained rollouts by policy age", folded(ages, limit), "The first trained batch is awaited.")),
+      bars("Trained rollouts by policy age", folded(ages, limit), unsaved(awaited("The first trained batch is awaited.")))),
     panel("Buffer by version", "What is stored now, by the oldest version that made a token of it. One long bar at an old version: searchers do not load new weights.",
-      bars("Stored rollouts by version", stored ? newestFirst(stored) : [], "The first rollout is awaited.")),
+      bars("Stored rollouts by version", stored ? newestFirst(stored) : [], awaited("The first rollout is awaited."))),
     panel("Buffer by reward", "The rewards that are stored, from the lowest to the highest in ten equal parts. All equal: nothing can be learned.",
       stored?.reward_deciles ? facts(stored.reward_deciles.map((value, at) => [DECILES[at], number(value, 2)]))
-        : emptyText("The first scored rollout is awaited.")),
+        : emptyText(awaited("The first scored rollout is awaited."))),
     panel("Buffer by length", "Stored rollouts by the number of response tokens.",
-      bars("Stored rollouts by length", stored ? Object.entries(stored.by_length) : [], "The first rollout is awaited.")),
+      bars("Stored rollouts by length", stored ? Object.entries(stored.by_length) : [], awaited("The first rollout is awaited."))),
     panel("Dropped, by reason", "Nothing is dropped without a count. Many of one reason: look it up in docs/operations.md.",
-      bars("Dropped rollouts by reason", dropped, isSnapshot(run) ? "A snapshot has no counts of what was dropped." : "Nothing has been dropped.")),
+      bars("Dropped rollouts by reason", dropped, unsaved("Nothing has been dropped."))),
   ];
 }
 

@@ -3,6 +3,7 @@
 import { get } from "../api.js";
 import { emptyText, facts, fill, h, panel, table } from "../dom.js";
 import { number } from "../format.js";
+import { awaited, runKnown } from "../state.js";
 import { rewardText } from "./rollouts.js";
 
 const NUM_SHOWN = 8;
@@ -13,6 +14,7 @@ export function prompt(place, { argument }) {
   const show = async () => {
     try {
       const item = await get(`/v1/prompts/${encodeURIComponent(argument)}`);
+      await runKnown;
       if (alive) fill(place, ...content(item, () => alive));
     } catch (error) {
       if (alive) fill(place, h("p", { class: "problem", role: "alert" }, error.message));
@@ -34,7 +36,7 @@ function content(item, isAlive) {
     panel("Side by side", "Answers to this prompt by an older and a newer version: what has the training changed?",
       versions.length === 1 ? h("p", { class: "how" }, `Only version ${versions[0].version} has answered this prompt so far; order the prompts by most rollouts to find others.`) : null,
       versions.length ? h("div", { class: "grid two" }, side(item, versions[0].version, isAlive, "older"), versions.length > 1 ? side(item, versions.at(-1).version, isAlive, "newer") : null)
-        : emptyText(item.split === "heldout" ? "Held-out prompts are only evaluated, and their answers are not stored; `tba evaluate RUN --version 0-0` and `tba evaluate RUN` write them to completions.jsonl." : "The first rollout of this prompt is awaited.")),
+        : emptyText(item.split === "heldout" ? "Held-out prompts are only evaluated, and their answers are not stored; `tba evaluate RUN --compare start best` asks both versions and shows their answers side by side." : awaited("The first rollout of this prompt is awaited."))),
     panel("By version", "The stored rollouts of this prompt by the version that made them; the mean reward should rise down the table.",
       table("Versions", ["version", "rollouts", "scored", "mean reward"],
         versions.map((one) => [one.version, number(one.num_rollouts), number(one.num_scored), number(one.reward_mean)]), "Nothing is stored.")),
@@ -55,7 +57,7 @@ function side(item, first, isAlive, name) {
       return;
     }
     // of two choices in a row the answer to the first may come last
-    if (isAlive() && wanted === version) fill(list, page.rollouts.map((one) => h("div", { class: "answer" }, rewardText(one), " ",
+    if (isAlive() && wanted === version) fill(list, page.rollouts.map((one) => h("div", { class: "answer" }, "reward ", rewardText(one), " ",
       h("a", { href: `#/rollout/${one.rollout_id}` }, "details"), h("pre", { class: "text", tabindex: "0" }, one.response_text))));
   };
   const select = h("select", { id, onchange: (event) => load(event.target.value) },

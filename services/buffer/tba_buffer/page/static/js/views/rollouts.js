@@ -3,7 +3,7 @@
 import { address, get } from "../api.js";
 import { download, fill, go, h, table } from "../dom.js";
 import { number, oneLine, time } from "../format.js";
-import { state } from "../state.js";
+import { awaited, runKnown, state } from "../state.js";
 
 const PAGE = 50, TEXT_CHARS = 400;
 /** name in the query, label, how it is asked for. */
@@ -40,6 +40,7 @@ export function rollouts(place, { query }) {
     asking = true;
     try {
       const page = await get("/v1/rollouts", { ...chosen, limit: PAGE, text_chars: TEXT_CHARS, cursor });
+      await runKnown;
       if (!alive) return;
       shown.push(...page.rollouts);
       cursor = page.next;
@@ -88,10 +89,10 @@ export function rolloutTable(items) {
       rewardText(item),
       h("a", { href: `#/rollout/${item.rollout_id}` }, oneLine(item.response_text) || "(empty)"),
       h("a", { href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, item.prompt_text === null ? item.prompt_id : oneLine(item.prompt_text, 60)),
-      item.prompt_data === null || !Object.keys(item.prompt_data).length ? "" : oneLine(JSON.stringify(item.prompt_data), 60), item.version, item.policy_age_steps, item.num_response_tokens, item.finish_reason, item.num_batches, item.searcher_id,
+      item.prompt_data === null || !Object.keys(item.prompt_data).length ? "" : oneLine(JSON.stringify(item.prompt_data), 60), item.version, item.policy_age_steps, item.num_response_tokens, item.finish_reason, number(item.num_batches), item.searcher_id,
       time(item.finished_at_s),
     ]),
-    state.stats?.num_rollouts !== 0 ? "No stored rollout matches; leave out a filter." : "The first rollout is awaited: searchers generate once the trainer has published its starting model.");
+    state.stats?.num_rollouts !== 0 ? "No stored rollout matches; leave out a filter." : awaited("The first rollout is awaited: searchers generate once the trainer has published its starting model."));
 }
 
 /** A reward as text; a failed or pending one is named, never a number. */

@@ -1,0 +1,89 @@
+"""Why stored rollouts have no score: their reasons are in their payloads alone, so the newest of them are read."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+
+import msgspec
+import numpy as np
+
+from tba.api import FailedReason
+from tba_buffer.index.log_follower import IndexView
+from tba_buffer.rollouts.lost_payloads import UNREADABLE
+from tba_buffer.rollouts.selection import Selection, select_rows
+from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
+
+MAX_READ = 500
+MAX_BYTES = 8 * 1024 * 1024
+"""Most payload bytes in memory at once."""
+EVERY_S = 2.0
+"""The answer to /v1/stats, which many ask for, may be this old."""
+MAX_CHARS = 300
+
+
+class _Glance(msgspec.Struct, gc=False):
+    """The field of a stored rollout that is asked for; the others are skipped."""
+
+    reward_reason: str | None = None
+
+
+_GLANCES = msgspec.msgpack.Decoder(_Glance)
+
+
+class FailureReader:
+    """Reads the reasons, and keeps them for EVERY_S.
+
+    Args:
+        context: Redis.
+        view: the index.
+    """
+
+    def __init__(self, context: Context, view: IndexView) -> None:
+        self._context = context
+        self._view = view
+        self._due_s = 0.0
+        self._position = -1
+        self._kept: list[FailedReason] = []
+
+    async def reasons(self) -> list[FailedReason]:
+        """Return the reasons of the newest MAX_READ failed rollouts (MAX_BYTES of them), the commonest first.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        index = await self._view.catch_up()
+        if not index.num_failed:
+            return []
+        if self._position == index.position or (self._kept and time.monotonic() < self._due_s):
+            return self._kept
+        position = index.position
+        rows = select_rows(index, Selection(status="failed"), MAX_READ)
+        sizes = np.cumsum(index.column("num_bytes", rows).astype(np.int64))
+        ids = index.rollout_ids(rows[: max(1, int(np.searchsorted(sizes, MAX_BYTES, side="right")))])
+        with redis_errors("read why rollouts have no score"):
+            payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
+        # None: evicted since the index was read
+        self._kept = by_reason([_reason_of(payload) for payload in payloads if payload is not None])
+        self._position, self._due_s = position, time.monotonic() + EVERY_S
+        return self._kept
+
+
+def by_reason(texts: list[str]) -> list[FailedReason]:
+    """Count texts `REASON: DETAIL` by reason, each with its commonest text; the commonest reason first."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for text in texts:
+        found[text.partition(":")[0]][text] += 1
+    counted = sorted(found.items(), key=lambda pair: (-pair[1].total(), pair[0]))
+    return [
+        FailedReason(reason=reason[:MAX_CHARS], num=each.total(), example=each.most_common(1)[0][0][:MAX_CHARS])
+        for reason, each in counted
+    ]
+
+
+def _reason_of(payload: bytes) -> str:
+    try:
+        return _GLANCES.decode(payload).reward_reason or UNREADABLE
+    except (msgspec.DecodeError, ValueError):  # who reads the rollout itself notes the damage
+        return UNREADABLE

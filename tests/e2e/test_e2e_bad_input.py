@@ -205,7 +205,16 @@ def test_a_rollout_that_is_wrong_is_refused_by_name_and_stored_nowhere(services:
     after = client.stats()
     assert after.pushed["refused"] == before.pushed["refused"] + len(spoiled)
     assert sum(after.refused.values()) == sum(before.refused.values()) + len(spoiled)
-    same = {"pushed": before.pushed, "refused": before.refused, "rates": before.rates}
+    assert after.tokens is not None
+    assert before.tokens is not None
+    assert sum(after.tokens.refused.values()) > sum(before.tokens.refused.values())
+    tokens = after.tokens.model_copy(
+        update={"refused": before.tokens.refused, "not_counted": before.tokens.not_counted}
+    )
+    assert tokens == before.tokens
+    same = {"pushed": before.pushed, "refused": before.refused, "rates": before.rates, "tokens": before.tokens}
+    # time goes on meanwhile
+    same |= {"component_seconds": before.component_seconds, "cost": before.cost}
     assert after.model_copy(update=same) == before
     with pytest.raises(NotFoundError):
         client.get_eval("unknown")

@@ -8,42 +8,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2
-import numpy as np
 import pytest
 from pyarrow.parquet import read_metadata
 from redis import Redis
 from tba_buffer.storage.keys import Keys
 
 from tba.api import (
-    AckRequest,
-    BatchRequest,
     EvalResult,
     EvalResults,
     EvaluateRequest,
     LineageRequest,
-    TrainedRollouts,
     VersionRequest,
 )
 from tba.clients import BufferClient
 from tba.config.sections import RunSection
-from tba.versions import START, PolicyVersion
 from tba.weights import checkpoint_prefix
-from tba.wire import Heartbeat, Rollout, VersionSpan, encode_rollout
+from tba.wire import encode_rollout
 from tba_cli.run_target import save_snapshot
 from tests.support.browser import Watched, chromium, until
-from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
+from tests.support.buffer import make_prompts, make_recipe, make_rollout
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import lease
+from tests.support.page_run import NUM_STEPS, train
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import until as until_true
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-NUM_STEPS = 12
-ATTACK = (
-    "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>\u202e</pre><b>bold</b>"
-)
 TOKENS = {
     "operator": "operator-secret-1",
     "trainer": "trainer-secret-1",
@@ -78,76 +70,6 @@ def open_page(browser: Browser) -> Iterator[Open]:
     yield open_view
     for context in contexts:
         context.close()
-
-
-def rollouts(step: int) -> list[Rollout]:
-    """Four rollouts of three prompts each; the policy grows better with the step."""
-    return [
-        make_rollout(
-            f"train-{prompt}",
-            reward=float(i < step % 5),
-            version=PolicyVersion(1, step) if step else START,
-            response_text=ATTACK if (step, prompt, i) == (0, 0, 0) else f"answer {i} of step {step}",
-            finish_reason="length" if i == 3 else "stop",
-            visit_id=f"visit-{step}-{prompt}",
-        )
-        for prompt in range(3)
-        for i in range(4)
-    ]
-
-
-def train(client: BufferClient) -> None:
-    """A run of NUM_STEPS steps with everything that the page shows."""
-    client.upload_prompts(make_prompts(4, 2))
-    lineage = start_lineage(client)
-    for step in range(NUM_STEPS):
-        client.push([encode_rollout(one) for one in rollouts(step)])
-        batch = client.draw_batch(
-            BatchRequest(trainer_id="trainer-1", lineage=1, step=step + 1, token=lineage.token, wait_s=10)
-        )
-        drawn = batch.rollouts
-        metrics: dict[str, float | None] = {
-            "reward_mean": step / NUM_STEPS,
-            "ess": 0.9,
-            "kl_to_ref": 0.1 * step,
-            "entropy": 1.0,
-            "step_s": 0.2,
-        }
-        metrics |= {"wait_s": 0.05, "grad_norm": 1.5, "loss": -0.1, "policy_age_mean": 1.0, "policy_age_max": 3.0}
-        request = AckRequest(
-            lineage=1,
-            step=step + 1,
-            token=lineage.token,
-            metrics=metrics,
-            policy_ages=[step - one.version.step for one in drawn],
-            trained=TrainedRollouts(
-                rollout_ids=[one.rollout_id.hex() for one in drawn],
-                advantages=[0.25 if one.reward else -0.75 for one in drawn],
-                weights=[1.0] * len(drawn),
-            ),
-        )
-        client.ack(batch.batch_id, request)
-    mixed = make_rollout(
-        "train-3",
-        reward=None,
-        version_spans=(
-            VersionSpan(version=PolicyVersion(1, 1), start=0, end=2),
-            VersionSpan(version=PolicyVersion(1, 2), start=2, end=3),
-        ),
-        sampler_logprobs=np.array([-0.1, -2.5, -7.0], dtype=np.float32),
-    ).with_failure("timeout: the scorer took 5 s")
-    client.push([encode_rollout(mixed)])
-    client.heartbeat(
-        Heartbeat(
-            component_id="searcher-7",
-            kind="searcher",
-            run="test",
-            state="generating",
-            version=PolicyVersion(1, 1),
-            wait=None,
-            gauges={"tokens_per_s": 1234.0},
-        )
-    )
 
 
 @pytest.fixture

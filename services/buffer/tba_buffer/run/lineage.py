@@ -153,18 +153,8 @@ class Lineages:
         )
         if reply == buffer_epoch.SUPERSEDED:
             raise await buffer_epoch.refusal(self._context, "the start of a trainer")
-        if reply[0] == b"withdrawn":
-            raise ConflictError(
-                f"the start of a trainer from {parent} was refused: the rollback that it obeys does not wait any more; "
-                "read the run again"
-            )
-        if reply[0] == b"unknown-lineage":
-            raise ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
-        if reply[0] == b"unknown-step":
-            raise ConflictError(
-                f"no trainer made version {parent}: lineage {parent.lineage} acked no step {parent.step}, and nobody "
-                "announced or checkpointed that version"
-            )
+        if (refusal := _refusal(reply[0], parent)) is not None:
+            raise refusal
         # the table first: a poll that wakes up looks the new lineage up in it
         await self.load()
         self._context.notify_all()
@@ -227,3 +217,21 @@ class Lineages:
             )
         if version.step > self.history(run.lineage).get(version.lineage, -1):
             raise ConflictError(f"{what} was refused: it is not in the history of lineage {run.lineage}")
+
+
+def _refusal(outcome: bytes, parent: PolicyVersion) -> ConflictError | None:
+    """Return why start_lineage.lua refused a start from this parent; None: it did not."""
+    match outcome:
+        case b"withdrawn":
+            return ConflictError(
+                f"the start of a trainer from {parent} was refused: the rollback that it obeys does not wait any more; "
+                "read the run again"
+            )
+        case b"unknown-lineage":
+            return ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
+        case b"unknown-step":
+            return ConflictError(
+                f"no trainer made version {parent}: lineage {parent.lineage} acked no step {parent.step}, and nobody "
+                "announced or checkpointed that version"
+            )
+    return None

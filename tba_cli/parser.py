@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tba
 from tba_cli.parser_help import add_help, add_json
-from tba_cli.parser_tasks import add_completion, add_init, add_score
+from tba_cli.parser_tasks import add_completion, add_init, add_overrides, add_recipe, add_score, add_supervised
 from tba_cli.parser_views import add_prompt_views, add_rescore, add_rollouts, add_target, add_top, add_view
 from tba_cli.shipped_recipes import recipe_path
 
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_scale(commands, common)
     _add_config(commands, common)
     _add_data(commands, common)
+    add_supervised(commands, common)
     _add_setup(commands, common)
     _add_model(commands, common)
     _add_doctor(commands, common)
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_run(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     run = commands.add_parser("run", parents=[common], help="run a recipe on this machine: Redis and every service")
-    _add_recipe(run)
+    add_recipe(run)
     run.add_argument("--run-name", metavar="NAME", help="name of the run, instead of run.name of the recipe")
     run.add_argument("--seed", type=int, metavar="N", help="seed of the run, instead of run.seed of the recipe")
     run.add_argument("--buffer", metavar="RUN/NAME", help="begin with this snapshot of another run's buffer")
@@ -71,7 +72,7 @@ def _add_demo(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         help="train a small model by TBA on this machine, from nothing: the recipe quickstart as run quickstart-seedN",
     )
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (0); the same one starts over")
-    _add_overrides(demo)
+    add_overrides(demo)
     _add_loudness(demo)
     demo.set_defaults(command="tba_cli.commands.run:demo_command")
 
@@ -82,7 +83,7 @@ def _add_fork(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     )
     fork.add_argument("fork", metavar="RUN@VERSION", help="for example quickstart@1-40")
     fork.add_argument("new_name", metavar="NEW_NAME", help="name of the new run")
-    _add_recipe(fork, nargs="?", default_is="the recipe that RUN began with")
+    add_recipe(fork, nargs="?", default_is="the recipe that RUN began with")
     fork.add_argument("--buffer", metavar="NAME", help="use this snapshot of RUN instead of saving its buffer now")
     _add_start_flags(fork)
     fork.set_defaults(command="tba_cli.commands.fork:fork_command", seed=None)
@@ -178,13 +179,13 @@ def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     check = kinds.add_parser(
         "check", parents=[common], help="find what in a recipe would fail: prompts, model, scorers, devices, ports"
     )
-    _add_recipe(check)
+    add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
     check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")
     add_json(check)
     check.set_defaults(command="tba_cli.commands.config:check_command")
     show = kinds.add_parser("show", parents=[common], help="print the resolved recipe as JSON")
-    _add_recipe(show)
+    add_recipe(show)
     show.set_defaults(command="tba_cli.commands.config:show_command")
     schema = kinds.add_parser("schema", parents=[common], help="print the JSON schema of recipes")
     schema.set_defaults(command="tba_cli.commands.config:schema_command")
@@ -194,7 +195,7 @@ def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     sizing = commands.add_parser(
         "sizing", parents=[common], help="estimate the memory, disk and network that a recipe needs"
     )
-    _add_recipe(sizing)
+    add_recipe(sizing)
     sizing.add_argument("--model", metavar="SIZE", help="such as 7b or qwen2.5-1.5b, instead of the recipe's model")
     sizing.add_argument("--step-s", type=float, default=10.0, metavar="S", help="seconds of an optimizer step (10)")
     sizing.add_argument("--prompt-tokens", type=int, metavar="N", help="default: half of searcher.max_prompt_tokens")
@@ -207,9 +208,9 @@ def _add_data(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     data = commands.add_parser("data", help="fetch or make the models and data sets that a recipe needs")
     kinds = data.add_subparsers(metavar="WHAT", required=True)
     prepare = kinds.add_parser(
-        "prepare", parents=[common], help="fetch or make what is missing, then check models, columns and prompts"
+        "prepare", parents=[common], help="fetch, make or train what is missing, then check models, columns and prompts"
     )
-    _add_recipe(prepare)
+    add_recipe(prepare)
     prepare.set_defaults(command="tba_cli.commands.setup:prepare_command")
 
 
@@ -222,7 +223,9 @@ def _add_setup(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     _add_config_file(setup)
     setup.add_argument("--create-bucket", action="store_true", help="make the bucket where there is none")
     setup.add_argument(
-        "--prepare", action="store_true", help="fetch or make what [[prepare]] names and neither disk nor store has"
+        "--prepare",
+        action="store_true",
+        help="fetch, make or train what the recipe names and neither disk nor store has",
     )
     setup.add_argument("--pull", action="store_true", help="also fetch what is in the store but not on the disk")
     setup.add_argument("--only", choices=["models", "prompts"], help="do only one part (models contacts no service)")
@@ -435,16 +438,3 @@ def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
     add_json(table)
     table.set_defaults(command="tba_cli.commands.report:table_command")
-
-
-def _add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, default_is: str = "") -> None:
-    help = "TOML file, or the name of a recipe that ships with tba, such as quickstart"
-    help += f"; default: {default_is}" if default_is else ""
-    parser.add_argument("recipe", metavar="RECIPE", type=recipe_path, nargs=nargs, help=help)
-    _add_overrides(parser)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example trainer.num_steps=50"
-    )

@@ -1,4 +1,4 @@
-"""The flags of `tba` commands for a task of one's own, init and score, and of completion.
+"""The flags of `tba` commands for a task of one's own, init and score, of supervised training, and of completion.
 
 As tba_cli/parser.py it imports nothing heavy.
 """
@@ -60,3 +60,32 @@ def add_completion(commands: Subparsers, common: argparse.ArgumentParser) -> Non
     )
     completion.add_argument("shell", choices=["bash", "zsh", "fish"], help="which shell")
     completion.set_defaults(command="tba_cli.commands.completion:completion_command")
+
+
+def add_supervised(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba sft` and `tba train-reward`."""
+    helps = {
+        "sft": "fine-tune the language models that [[sft]] of a recipe names and that are missing",
+        "train-reward": "train the reward models and classifiers that [[reward_training]] names and that are missing",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, parents=[common], help=text)
+        add_recipe(command)
+        command.add_argument("--item", metavar="FOLDER", help="only the item with this path (default: all of them)")
+        command.add_argument("--again", action="store_true", help="train anew what an earlier training has made")
+        command.set_defaults(command=f"tba_cli.commands.supervised:{name.replace('-', '_')}_command")
+
+
+def add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, default_is: str = "") -> None:
+    """Add RECIPE and --set."""
+    help = "TOML file, or the name of a recipe that ships with tba, such as quickstart"
+    help += f"; default: {default_is}" if default_is else ""
+    parser.add_argument("recipe", metavar="RECIPE", type=recipe_path, nargs=nargs, help=help)
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add --set."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example trainer.num_steps=50"
+    )

@@ -24,11 +24,16 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with absolute paths: a resume may happen in another current folder."""
-    prepared = {item.path: os.path.abspath(os.path.expanduser(item.path)) for item in recipe.prepare}
-    document = with_replaced(recipe.model_dump(mode="json"), prepared)
+    bases = [item.base for item in recipe.supervised.values() if item.base is not None]
+    folders = [*(item.path for item in recipe.prepare), *recipe.supervised, *bases]
+    document = with_replaced(
+        recipe.model_dump(mode="json"), {path: os.path.abspath(os.path.expanduser(path)) for path in folders}
+    )
+    for item in (*document["sft"], *document["reward_training"]):
+        _make_absolute_path(item, "dataset")
     for name in ("train", "heldout"):
         if document["data"][name] is not None:
-            _make_absolute_folder(document["data"][name], "dataset")
+            _make_absolute_path(document["data"][name], "dataset")
     _make_absolute(document, "model", "path")
     _make_absolute(document, "data", "path")
     _make_absolute(document, "auth", "tokens_file")
@@ -151,10 +156,10 @@ def _make_absolute(document: dict[str, Any], section: str, key: str) -> None:
         document[section][key] = os.path.abspath(os.path.expanduser(value))
 
 
-def _make_absolute_folder(section: dict[str, Any], key: str) -> None:
+def _make_absolute_path(section: dict[str, Any], key: str) -> None:
     value = section[key]
-    # a value that is not a folder here is a name on the hub
-    if value is not None and os.path.isdir(os.path.expanduser(value)):
+    # a value that is nothing here is a name on the hub
+    if value is not None and os.path.exists(os.path.expanduser(value)):
         section[key] = os.path.abspath(os.path.expanduser(value))
 
 

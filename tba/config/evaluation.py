@@ -61,6 +61,9 @@ class PublishedSection(StrictModel):
     success_above: dict[TaskName, float] = Field(default_factory=dict)
     """Task -> a completion succeeds when its score is strictly above this. Other tasks: when it is at least
     `eval.success_reward`."""
+    by: list[str] = Field(default_factory=list, max_length=16)
+    """Keys of the prompts' data, such as "level": the metrics of every task are also given for the prompts of each
+    value, as success_rate[level=3]. Every held-out prompt needs them: text or a number."""
     perplexity: bool = False
     """Perplexity of the completions under the starting model, per completion token and as the TL;DR task publishes
     it: divided by the length of prompt and completion."""

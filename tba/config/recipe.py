@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
@@ -35,6 +35,7 @@ from tba.config.sections import (
     StoreSection,
     TlsSection,
 )
+from tba.config.supervised import RewardTrainingSection, SftSection, SupervisedItem, check_scorers
 from tba.config.trainer import TrackingSection, TrainerSection
 from tba.errors import ConfigError
 from tba.fields import StrictModel
@@ -74,6 +75,10 @@ class Recipe(StrictModel):
     tracking: TrackingSection = TrackingSection()
     prepare: list[PrepareItem] = Field(default_factory=list)
     """Models and data sets that must lie on the disk before a run: `tba data prepare` fetches or makes them."""
+    sft: list[SftSection] = Field(default_factory=list)
+    """Language models that are fine-tuned before a run, the starting model or a victim (`tba sft`)."""
+    reward_training: list[RewardTrainingSection] = Field(default_factory=list)
+    """Reward models and classifiers that are trained before a run (`tba train-reward`)."""
     store: StoreSection = StoreSection()
     auth: AuthSection = AuthSection()
     tls: TlsSection = TlsSection()
@@ -92,6 +97,7 @@ class Recipe(StrictModel):
         self._check_snapshot()
         self._check_offline()
         self._check_unused()
+        self._check_supervised()
         if self.trainer.compile and self.trainer.num_processes > 1:
             raise ValueError(
                 f"trainer.compile = true is for one process, and trainer.num_processes is "
@@ -111,6 +117,31 @@ class Recipe(StrictModel):
             )
         self._check_objective()
         return self
+
+    def _check_supervised(self) -> None:
+        check_scorers(self.reward_training, [spec for task in self.reward.tasks.values() for spec in task.scorers])
+        items = [*self.sft, *self.reward_training]
+        # "./a" and "a/" are "a"
+        made = [PurePath(item.path or self.model.path) for item in items]
+        others = {PurePath(item.path) for item in self.prepare}
+        others |= {PurePath(self.model.path)} if self.model.warm_start else set()
+        for index, (item, path) in enumerate(zip(items, made, strict=True)):
+            if path in others or path in made[:index]:
+                raise ValueError(
+                    f"{path} is made twice: by an item of [[sft]] or [[reward_training]], and by another one, "
+                    "[[prepare]] or [model.warm_start]; give each a path of its own"
+                )
+            inside = next((other for other in (*made, *others) if path in other.parents), None)
+            if inside is not None:
+                raise ValueError(
+                    f"{inside} lies in {path}, which is replaced as a whole when it is trained anew; give it a path "
+                    "elsewhere"
+                )
+            if item.base is not None and PurePath(item.base) in made[index:]:
+                raise ValueError(
+                    f"{path} starts from {item.base}, which is made at the same time or after it; items are made in "
+                    "the order of the recipe, [[sft]] before [[reward_training]]: put the base first"
+                )
 
     def _check_snapshot(self) -> None:
         # a view of the snapshot draws nothing
@@ -257,6 +288,12 @@ class Recipe(StrictModel):
         return self.searcher.num_searchers == 0
 
     @property
+    def supervised(self) -> dict[str, SupervisedItem]:
+        """The folders that `[[sft]]` and `[[reward_training]]` make, in the order in which they are made."""
+        sft = {item.path or self.model.path: item for item in self.sft}
+        return {**sft, **{item.path: item for item in self.reward_training}}
+
+    @property
     def warm_start_seed(self) -> int:
         """The seed of a starting model made on this machine: its own, or the run's."""
         section = self.model.warm_start
@@ -290,7 +327,8 @@ def load_recipe(
 
     Args:
         path: the file; `.json` is read as JSON, anything else as TOML.
-        sets: `section.key=value` overrides; the value is TOML, or a bare string.
+        sets: `section.key=value` overrides, `section.N.key=value` of item N of an array; the value is TOML, or a bare
+            string.
         environ: defaults to the process environment.
         stand_ins: sections that the caller does not use, for a file without them.
 
@@ -324,6 +362,7 @@ def _with_hub_model(recipe: Recipe) -> Recipe:
         or section.path.startswith("models/")
         or Path(section.path).is_dir()
         or any(item.path == section.path for item in recipe.prepare)
+        or section.path in recipe.supervised
     )
     if is_folder or not HUB_MODEL.fullmatch(section.path):
         if section.revision is not None:
@@ -392,11 +431,18 @@ def _set(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: st
     if (renamed := new_name(keys)) is not None:
         raise ConfigError(f"{where}: {_renamed_text('.'.join(keys), renamed)}")
     at: Any = document
-    for key in keys[:-1]:
-        at = at.setdefault(key, {})
-        if not isinstance(at, dict):
-            raise ConfigError(f"{where}: {key!r} is a value, not a section")
-    at[keys[-1]] = value
+    for place, key in enumerate(keys):
+        if isinstance(at, list) and not (key.isdecimal() and int(key) < len(at)):
+            raise ConfigError(
+                f"{where}: {key!r} is no item of {keys[place - 1]!r}, which has {len(at)}, numbered from 0"
+            )
+        if not isinstance(at, list | dict):
+            raise ConfigError(f"{where}: {keys[place - 1]!r} is a value, not a section")
+        index: Any = int(key) if isinstance(at, list) else key
+        if place == len(keys) - 1:
+            at[index] = value
+        else:
+            at = at[index] if isinstance(at, list) else at.setdefault(index, {})
 
 
 def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> str:

@@ -313,8 +313,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 """One of these is in every folder that `tokenizer.save_pretrained` wrote."""
 
 
-def check_tokenizer(folder: str | Path) -> None:
+def check_tokenizer(folder: str | Path, *, key: str = "model.path") -> None:
     """Check before anything starts that a model folder has a tokenizer; without one every searcher would end.
+
+    Args:
+        key: of the recipe that names the folder, for errors.
 
     Raises:
         ConfigError: the folder has none.
@@ -322,7 +325,7 @@ def check_tokenizer(folder: str | Path) -> None:
     # each of these files is enough for some tokenizer class; which one, only transformers knows
     if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
-            f"model.path {folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); save it there with "
+            f"{key} {folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); save it there with "
             "tokenizer.save_pretrained(...)"
         )
 

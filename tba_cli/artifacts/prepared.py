@@ -1,21 +1,34 @@
-"""The folders that `[[prepare]]` of a recipe names: whether each is there and holds what the recipe asks for.
+"""The folders that must be there before a run: whether each is there and holds what the recipe asks for.
 
-PATH/.tba-prepare    JSON, written last: where the content came from; a folder without it belongs to a person
+[[prepare]]                  PATH/.tba-prepare     JSON, written last: where the content came from
+[[sft]], [[reward_training]] PATH/supervised.json  JSON: the settings of the training, and the digest of its examples
+
+A folder without such a file belongs to a person, and is taken as it is. What only serves to make a model is not needed
+where that model is there.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
 
 from tba.config import Recipe
 from tba.config.data import PrepareItem
+from tba.config.supervised import REPORT_FILE, SupervisedItem
 from tba.errors import ConfigError
 
 RECORD = ".tba-prepare"
 HALF_DONE = ".tba-prepare.partial"
 """File in a folder that is being fetched, JSON: what is fetched."""
+
+ANEW = (
+    "remove that folder or train it anew (--again of `tba sft` and `tba train-reward`), or give the item another path"
+)
+"""What to do about a model that was trained with something else."""
 
 
 def is_there(item: PrepareItem) -> bool:
@@ -47,8 +60,121 @@ def is_there(item: PrepareItem) -> bool:
     return True
 
 
+class Needed(NamedTuple):
+    """What a run needs."""
+
+    prepare: list[PrepareItem]
+    """Items of `[[prepare]]`, there or not."""
+    to_train: dict[str, SupervisedItem]
+    """Models of `[[sft]]` and `[[reward_training]]` that are not there, in their order: folder -> how."""
+
+    def missing(self, *, at_start: bool) -> dict[str, str]:
+        """Return what is not there: folder -> its kind.
+
+        Args:
+            at_start: also what `tba run` fetches or makes itself.
+        """
+        items = {item.path: item.kind for item in self.prepare if (at_start or not item.at_start)}
+        fetched = {item.path: item.kind for item in self.prepare if item.path in items and not is_there(item)}
+        return fetched | {path: "model" for path, item in self.to_train.items() if at_start or not item.at_start}
+
+
+def needed(recipe: Recipe) -> Needed:
+    """Return what a run needs. A base or a data set is needed only where something has to be made of it.
+
+    Raises:
+        ConfigError: a folder holds something else than the recipe asks for; nothing that exists is overwritten.
+    """
+    inputs, used = training_inputs(recipe), set[str]()
+    to_train: dict[str, SupervisedItem] = {}
+    # backwards: an item is needed for those behind it
+    for path, item in reversed(recipe.supervised.items()):
+        if (path not in inputs or path in used) and not is_trained(path, item):
+            to_train[path] = item
+            used |= {item.base or "", item.dataset}
+    prepare = [item for item in recipe.prepare if item.path not in inputs or item.path in used]
+    return Needed(prepare, dict(reversed(to_train.items())))
+
+
+def training_inputs(recipe: Recipe) -> set[str]:
+    """Return the folders that only serve to make models: no other part of the recipe names them."""
+    inputs = {path for item in recipe.supervised.values() for path in (item.base, item.dataset) if path is not None}
+    return inputs - set(_texts(recipe.model_dump(mode="json", exclude={"prepare", "sft", "reward_training"})))
+
+
+def made_at_start(recipe: Recipe) -> set[str]:
+    """Return the folders that `tba run` fetches or makes itself where they are missing."""
+    fetched = {item.path for item in recipe.prepare if item.at_start}
+    return fetched | {path for path, item in recipe.supervised.items() if item.at_start}
+
+
+def is_trained(path: str, item: SupervisedItem) -> bool:
+    """Return whether the folder that an item of `[[sft]]` or `[[reward_training]]` makes is there.
+
+    Raises:
+        ConfigError: it was made with other settings.
+    """
+    folder = Path(path).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{path} is a file, and must be a folder; remove it")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    report = folder / REPORT_FILE
+    if report.is_file():
+        check_trained(report.read_bytes(), item, where=path)
+    return True
+
+
+def check_trained(data: bytes, item: SupervisedItem, *, where: str) -> str:
+    """Check that a model was trained with the settings of the recipe.
+
+    Args:
+        data: its report, supervised.json.
+        where: its place, for errors.
+
+    Returns:
+        The digest of the examples that it learned from.
+
+    Raises:
+        ConfigError: it was trained with others, or the report is damaged.
+    """
+    try:
+        report = json.loads(data)
+        # validated, so that a key which this release has added has its default
+        made = type(item).model_validate({**report["settings"], "path": "any"})
+        digest = str(report["examples_sha256"])
+    except (ValueError, KeyError, TypeError, ValidationError):
+        raise ConfigError(f"{REPORT_FILE} of {where} is damaged; remove the folder, and it is made again") from None
+    found, wanted = (dict(_leaves(section.deciding())) for section in (made, item))
+    # in the order of the recipe's keys
+    for key in (*wanted, *found):
+        if found.get(key) != wanted.get(key):
+            raise ConfigError(
+                f"{where} was trained with {key} = {found.get(key)!r}, and the recipe asks for {wanted.get(key)!r}; "
+                f"{ANEW}"
+            )
+    return digest
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _leaves(child, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text of a document."""
+    if isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _texts(child)
+    elif isinstance(value, str):
+        yield value
+
+
 def check_prepared(recipe: Recipe, *, at_start: bool = True) -> None:
-    """Check before anything starts that every folder of `[[prepare]]` is there.
+    """Check before anything starts that every folder that a run needs is there.
 
     Args:
         at_start: also check what `tba run` fetches or makes itself.
@@ -56,9 +182,9 @@ def check_prepared(recipe: Recipe, *, at_start: bool = True) -> None:
     Raises:
         ConfigError: some are missing; names them, and the command that makes them.
     """
-    missing = [item for item in recipe.prepare if (at_start or not item.at_start) and not is_there(item)]
+    missing = needed(recipe).missing(at_start=at_start)
     if missing:
-        names = ", ".join(f"{item.path} ({item.kind})" for item in missing)
+        names = ", ".join(f"{path} ({kind})" for path, kind in missing.items())
         raise ConfigError(f"the recipe needs {names}, not there yet; run `tba data prepare` with the same recipe")
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 from tba.config import Recipe
 from tba.config.reward import RedteamSpec, RewardModelSpec
 from tba.errors import ConfigError
+from tba_cli.artifacts.prepared import training_inputs
 
 Kind = Literal["model", "dataset"]
 Service = Literal["buffer", "reward", "searcher", "setup", "trainer"]
@@ -82,8 +83,9 @@ def check_name(name: str, kind: Kind, path: str) -> str:
 def required_folders(recipe: Recipe, service: Service | None = None) -> list[RequiredFolder]:
     """Return the folders that the recipe names, each once.
 
-    A reward model is a folder if it is an item of `[[prepare]]`, if its name cannot be a repository of the Hugging Face
-    hub (`OWNER/NAME`), or if it begins with `models/`; else the reward service fetches it itself.
+    A reward model is a folder if `[[prepare]]`, `[[sft]]` or `[[reward_training]]` makes it, if its name cannot be a
+    repository of the Hugging Face hub (`OWNER/NAME`), or if it begins with `models/`; else the reward service fetches
+    it itself. What only serves to make a model is no folder that a service needs.
 
     Args:
         service: return only the folders that this one reads; `setup` reads the data sets, for their prompts.
@@ -114,13 +116,16 @@ def _named(recipe: Recipe) -> Iterator[RequiredFolder]:
     if recipe.eval.embedding_model is not None:
         path = recipe.eval.embedding_model
         yield RequiredFolder("model", path, "eval.embedding_model", frozenset({"searcher"}))
-    prepared = {item.path for item in recipe.prepare}
+    made = {item.path for item in recipe.prepare} | recipe.supervised.keys()
     for task, reward in recipe.reward.tasks.items():
         for spec in reward.scorers:
             for path in _models_of(spec):
-                if path in prepared or not is_hub_name(path):
+                if path in made or not is_hub_name(path):
                     yield RequiredFolder("model", path, f"reward.tasks.{task}", frozenset({"reward"}))
+    inputs = training_inputs(recipe)
     for item in recipe.prepare:
+        if item.path in inputs:
+            continue
         services: frozenset[Service] = frozenset({"setup"}) if item.kind == "dataset" else frozenset()
         yield RequiredFolder(item.kind, item.path, "[[prepare]]", services)
 

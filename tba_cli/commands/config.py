@@ -11,7 +11,17 @@ from pathlib import Path
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import shape_on_hub
-from tba_cli.sizing import MAKER_SHAPES, SHAPES, Estimate, Load, ModelShape, estimate, known_shape, shape_of_folder
+from tba_cli.sizing import (
+    MAKER_SHAPES,
+    SHAPES,
+    Estimate,
+    Load,
+    ModelShape,
+    estimate,
+    known_shape,
+    shape_of_folder,
+    shape_of_new_model,
+)
 
 EXIT_FAILED = 1
 
@@ -92,13 +102,24 @@ def _shape(args: argparse.Namespace, recipe: Recipe) -> tuple[ModelShape, str]:
         if shape is None:
             raise ConfigError(f"--model {size!r} is not known; known are {', '.join(SHAPES)}")
         return shape, f"the table of known models ({size})"
-    folder = Path(recipe.model.path)
+    return _shape_of(recipe.model.path, recipe)
+
+
+def _shape_of(path: str, recipe: Recipe) -> tuple[ModelShape, str]:
+    """Return the sizes of the model that is, or will be, in a folder that the recipe names."""
+    folder = Path(path)
     # the folder is exact; the tables below are for models that are not here
     if folder.is_dir():
         return shape_of_folder(folder), f"the folder {folder}"
-    if recipe.model.warm_start is not None:
+    if recipe.model.warm_start is not None and path == recipe.model.path:
         return SHAPES["quickstart"], "what [model.warm_start] makes"
-    item = next((item for item in recipe.prepare if item.path == recipe.model.path), None)
+    trained = next((item for item in recipe.sft if (item.path or recipe.model.path) == path), None)
+    if trained is not None and trained.new_model is not None:
+        return shape_of_new_model(trained.new_model), "[sft.new_model] of the recipe"
+    if trained is not None and trained.base is not None:
+        # fine-tuning keeps the sizes; no item starts from itself (the recipe refuses a path that is made twice)
+        return _shape_of(trained.base, recipe)
+    item = next((item for item in recipe.prepare if item.path == path), None)
     if item is not None and item.maker is not None:
         # reward models and victims have makers as well, and are no policies
         if item.maker not in MAKER_SHAPES:

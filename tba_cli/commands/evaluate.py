@@ -113,7 +113,16 @@ def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
     check_embedding_model(recipe.eval.embedding_model)
     # a missing token has to fail now, and not after the model was downloaded
     role_token(recipe.auth.tokens_file, "searcher")
-    return heldout_prompts(recipe)[: recipe.eval.published.num_prompts]
+    prompts = heldout_prompts(recipe)[: recipe.eval.published.num_prompts]
+    for key in recipe.eval.published.by:
+        for prompt in prompts:
+            # True is an int in Python, and would be one group with 1
+            if isinstance(value := prompt.data.get(key), bool) or not isinstance(value, str | int | float):
+                raise ConfigError(
+                    f"eval.published.by names {key!r}, and held-out prompt {prompt.prompt_id} has {value!r} there, "
+                    "which is neither text nor a number; add the key to data in [data.heldout], or remove it from by"
+                )
+    return prompts
 
 
 def _evaluate(

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from tba.api import SnapshotInfo
@@ -23,6 +21,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, ServiceError, TbaError, WaitTimeoutError
 from tba.tokens import operator_client_token, operator_token
+from tba_cli.child_processes import interrupt_on_signals
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, run_with_processes
 from tba_cli.local.services import Services, wait_until_ready
@@ -122,7 +121,7 @@ def serve_views(views: Sequence[View], *, port: int, show: Callable[[list[Page]]
             # the others were only cancelled
             raise errors.exceptions[0] from None
 
-    with _interrupt_on_signals(), ExitStack() as stack:
+    with interrupt_on_signals(), ExitStack() as stack:
         try:
             asyncio.run(serve_all([stack.enter_context(_copy_of(view)) for view in views]))
         except KeyboardInterrupt:
@@ -139,25 +138,6 @@ async def _load(view: View, client: BufferClient, config: Recipe) -> None:
         await until_loaded(client, console, silence_s=config.local.start_timeout_s)
     except ConfigError as error:
         raise ConfigError(f"{error}; {view.others}") from None
-
-
-@contextmanager
-def _interrupt_on_signals() -> Iterator[None]:
-    """Let the signals that end a process end it as Ctrl-C does: processes are stopped, and copies are deleted."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    # a shell starts background commands with SIGINT ignored; `nohup` has SIGHUP ignored, which stays so
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: interrupt}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        handlers[signal.SIGHUP] = interrupt
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

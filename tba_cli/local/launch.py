@@ -58,17 +58,18 @@ def run_local(
     """
     original = with_absolute_paths(recipe)
     check_offline(original)
-    prepare_at_start(original, console)
-    check_prepared(original)
+    # first what takes no time: to fetch or train a model may take long
     redis_binary = find_redis_server(recipe.local.redis_server)
     for custom in custom_objects(original):
         custom.find()
-    needs_warm_start = check_model(original)
-    prompts = prompts_of(original)
     for role in LOCAL_ROLES:
         role_token(original.auth.tokens_file, role)
-    check_tasks(prompts, tasks_of_recipe(original))
     check_devices(original)
+    prepare_at_start(original, console)
+    check_prepared(original)
+    needs_warm_start = check_model(original)
+    prompts = prompts_of(original)
+    check_tasks(prompts, tasks_of_recipe(original))
     if not resume and original.reward.tasks:  # the built-in tasks need no trial
         try_scorers(original, prompts, networks=False, http=True).check()
     with folder.acquire(resume=resume, fresh=fresh) as lock_fd:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -89,12 +90,13 @@ class TextTemplate:
     Args:
         template: the text.
         where: its name in errors: a flag, or a key of the recipe.
+        may_be_fixed: whether it may name no column.
 
     Raises:
         ConfigError: it is not a template, names no column, or asks for formatting.
     """
 
-    def __init__(self, template: str, *, where: str = "--text-template") -> None:
+    def __init__(self, template: str, *, where: str = "--text-template", may_be_fixed: bool = False) -> None:
         try:
             self._parts = list(string.Formatter().parse(template))
         except ValueError as error:
@@ -104,12 +106,12 @@ class TextTemplate:
             if name is not None and (not name or spec or conversion):
                 raise ConfigError(f"{where} {template!r}: a column is named as {{name}}, without formatting")
         self.columns = list(dict.fromkeys(name for _, name, _, _ in self._parts if name))
-        if not self.columns:
-            raise ConfigError(f"{where} {template!r} names no column, so every prompt would be the same")
+        if not self.columns and not may_be_fixed:
+            raise ConfigError(f"{where} {template!r} names no column, so the text of every row would be the same")
 
     def text_of(self, values: Mapping[str, Any]) -> str:
         """Return the text of a row. Raises RowError where a column is absent or neither text nor a number."""
-        return "".join(literal + (_text(values, name) if name else "") for literal, name, _, _ in self._parts)
+        return "".join(literal + (column_text(values, name) if name else "") for literal, name, _, _ in self._parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,7 @@ class Columns:
             content = json.dumps([self.task, text, data], sort_keys=True)
             prompt_id = f"{self.task}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
         else:
-            prompt_id = _text(values, self.id_column)
+            prompt_id = column_text(values, self.id_column)
         return validated({"prompt_id": prompt_id, "task": self.task, "text": text, "data": data})
 
 
@@ -222,11 +224,15 @@ def _key(where: str, key: Any) -> str:
     return key
 
 
-def _text(values: Mapping[str, Any], name: str) -> str:
+def column_text(values: Mapping[str, Any], name: str) -> str:
+    """Return a column as text. Raises RowError where it is absent or neither text nor a number."""
     value = column(values, name)
-    # True is an int in Python, and "True" no text of a prompt
+    # True is an int in Python, and "True" no text that anyone meant
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise RowError(f"column {name!r}: {short(value)} is neither text nor a number")
+    # a table of numbers has NaN where a value is absent, and "nan" would be learned
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(f"column {name!r}: {value} is no number; leave the row out of the data set")
     return str(value)
 
 

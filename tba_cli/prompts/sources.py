@@ -74,6 +74,21 @@ def open_source(text: str, *, hf_split: str) -> Source:
     return SavedSource(path, hf_split) if path.is_dir() else open_file(path)
 
 
+def open_dataset(name: str, split: str, *, subset: str | None, revision: str | None) -> Source:
+    """Open the data set that a recipe names: FILE.jsonl, FILE.parquet, a folder, or a data set on the hub.
+
+    Raises:
+        ConfigError: it cannot be read, or needs a library that is not installed.
+    """
+    path = Path(name).expanduser()
+    # a name with such a suffix is no data set of the hub, which is asked for half a minute without a network
+    if path.suffix in (".jsonl", ".parquet") and not path.is_dir():
+        return open_file(path)
+    if any((path / file).is_file() for file in SAVED_FOLDER_FILES):
+        return SavedSource(path, split)
+    return HubSource(str(path) if path.is_dir() else name, split, subset=subset, revision=revision)
+
+
 def open_file(path: Path) -> Source:
     """Open a JSONL or Parquet file, by its suffix.
 
@@ -82,7 +97,7 @@ def open_file(path: Path) -> Source:
     """
     kinds = {".jsonl": JsonlSource, ".parquet": ParquetSource}
     if path.suffix not in kinds:
-        raise ConfigError(f"prompt file {path} has the suffix {path.suffix!r}; give a .jsonl or a .parquet file")
+        raise ConfigError(f"file {path} has the suffix {path.suffix!r}; give a .jsonl or a .parquet file")
     return kinds[path.suffix](path)
 
 
@@ -98,7 +113,7 @@ class JsonlSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.name = f"prompt file {path}"
+        self.name = f"file {path}"
 
     def rows(self, columns: Sequence[str] | None) -> Iterator[Row]:
         """Yield all rows, with all their keys.
@@ -144,7 +159,7 @@ class ParquetSource:
         self._parquet = _library("pyarrow.parquet", "a Parquet file")
         self._arrow_error = _library("pyarrow", "a Parquet file").ArrowException
         self._path = path
-        self.name = f"prompt file {path}"
+        self.name = f"file {path}"
         with self._opened() as file:
             self.columns = list(file.schema_arrow.names)
 
@@ -152,8 +167,11 @@ class ParquetSource:
         """Yield all rows.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: the file cannot be read, or has several columns of one name.
         """
+        twice = [name for name in columns or self.columns if self.columns.count(name) > 1]
+        if twice:  # a row could hold one of them only
+            raise ConfigError(f"{self.name} has several columns {twice[0]!r}; rename them")
         number = 0
         with self._opened() as file:
             batches = file.iter_batches(batch_size=ROWS_PER_READ, columns=columns)

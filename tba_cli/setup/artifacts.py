@@ -4,7 +4,7 @@ at its path   in the store    step
 yes           no              push
 yes           yes             compare; different content is an error
 no            yes             nothing (data sets, and everything with `pull`: fetch)
-no            no              make (warm start, `prepare`), then push; else an error
+no            no              make (warm start, `prepare`: all that `tba data prepare` makes), then push; else an error
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pathlib import Path
 
 from tba.config import Recipe
 from tba.config.sections import check_tokenizer
+from tba.config.supervised import REPORT_FILE
 from tba.errors import ConfigError
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
+from tba_cli.artifacts.prepared import check_trained, is_trained
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console
 from tba_cli.resolve import made_with_other
@@ -32,7 +34,7 @@ def set_up_folders(
     """Take the steps of the table above for every folder.
 
     Args:
-        prepare: do what `tba data prepare` does where something of `[[prepare]]` is nowhere.
+        prepare: do what `tba data prepare` does where something that it makes is nowhere.
         pull: also fetch the folders that are in the store and not at their path here.
 
     Raises:
@@ -43,7 +45,8 @@ def set_up_folders(
     folders = required_folders(recipe)
     _fetch_stored(folders, artifacts, everything=pull, on_progress=on_progress)
     _make_starting_model(recipe, artifacts, on_progress)
-    prepared = {item.path for item in recipe.prepare}
+    _check_trained(recipe, folders, artifacts)
+    prepared = {item.path for item in recipe.prepare} | recipe.supervised.keys()
     nowhere = [folder for folder in folders if not _is_somewhere(folder, artifacts)]
     # only when something is missing: a prepared folder in the store is pulled, and nothing is fetched a second time
     if nowhere and prepare and any(folder.path in prepared for folder in nowhere):
@@ -89,6 +92,19 @@ def _fetch_stored(
         if manifest is not None:
             num = artifacts.pull(manifest, Path(folder.path).expanduser())
             on_progress(f"{folder.path}: {num} files fetched from {artifacts.url}")
+
+
+def _check_trained(recipe: Recipe, folders: list[RequiredFolder], artifacts: ArtifactStore) -> None:
+    """Check that the models of `[[sft]]` and `[[reward_training]]`, here or stored, have the settings of the recipe."""
+    for folder in folders:
+        item = recipe.supervised.get(folder.path)
+        if item is None or is_trained(folder.path, item):
+            continue
+        stored = artifacts.find(folder.kind, folder.name)
+        report = None if stored is None else artifacts.read(stored, REPORT_FILE)
+        # without a report somebody pushed a model of their own
+        if report is not None:
+            check_trained(report, item, where=f"models/{folder.name} in {artifacts.url}")
 
 
 def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore, on_progress: OnProgress) -> None:

@@ -1,4 +1,4 @@
-"""`tba data prepare`: fetch or make the models and data sets of a recipe, then check that a run can begin with them.
+"""`tba data prepare`: fetch, make or train the models and data sets of a recipe, then check that a run can begin.
 
 Idempotent: a folder that is there is only checked. Programs of their own do the work that needs torch or transformers.
 """
@@ -16,10 +16,19 @@ from tba.config import Recipe
 from tba.config.data import PrepareItem
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import download
-from tba_cli.artifacts.prepared import HALF_DONE, begin_record, is_there, read_record, write_record
+from tba_cli.artifacts.prepared import (
+    HALF_DONE,
+    begin_record,
+    check_prepared,
+    is_there,
+    needed,
+    read_record,
+    write_record,
+)
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console
 from tba_cli.prompts.reader import prompts_of
+from tba_cli.setup.supervised import train, what_is_there
 
 MAX_MEASURED_PROMPTS = 20_000
 """At most this many prompts are measured in tokens; data sets of the recipes have up to about 100,000."""
@@ -27,38 +36,58 @@ MAX_SHOWN_CHARS = 1000
 
 
 def prepare_recipe(recipe: Recipe, console: Console) -> None:
-    """Fetch or make every `[[prepare]]` item that is missing, then check models, columns, sizes and lengths.
+    """Get what is missing: `[[prepare]]`, `[[sft]]`, `[[reward_training]]`. Then check models, columns and lengths.
 
     Raises:
         ConfigError: something cannot be fetched, made or read, or does not fit the recipe.
+        ChildError: a training failed.
     """
-    missing = [item for item in recipe.prepare if not is_there(item)]
-    _get(missing, console)
-    for item in recipe.prepare:
+    wanted = needed(recipe)
+    missing = [item for item in wanted.prepare if not is_there(item)]
+    get_items(missing, console)
+    for item in wanted.prepare:
         record = read_record(Path(item.path))
         state = "here already" if item not in missing else "made" if item.maker else "fetched"
         commit = f", commit {record['commit'][:12]}" if record and record["commit"] else ""
         console.result(f"{item.path}: {item.kind} {item.hub or item.maker or 'of your own'}, {state}{commit}")
+    for path in recipe.supervised:
+        if path in wanted.to_train:
+            train(recipe, path, console)
+        elif Path(path).expanduser().is_dir():
+            console.result(f"{path}: {what_is_there(recipe, path)}")
     prompts = prompts_of(recipe)
     _check_models(recipe, prompts, console)
     _show_prompts(prompts, console)
 
 
 def prepare_at_start(recipe: Recipe, console: Console) -> None:
-    """Fetch or make the missing items that `tba run` takes care of (`at_start`).
+    """Fetch, make or train the missing items that `tba run` takes care of (`at_start`).
 
     Raises:
-        ConfigError: something cannot be fetched or made.
+        ConfigError: something cannot be fetched or made, or a training needs what `tba data prepare` has to get.
+        ChildError: a training failed.
     """
-    missing = [item for item in recipe.prepare if item.at_start and not is_there(item)]
-    _get(missing, console)
+    wanted = needed(recipe)
+    missing = [item for item in wanted.prepare if item.at_start and not is_there(item)]
+    get_items(missing, console)
     for item in missing:
         record = read_record(Path(item.path))
         if record is not None and record["commit"] and record["commit"] != item.revision:
             console.info(f"fetched {item.hub} at commit {record['commit']}; model.revision pins it")
+    at_start = [path for path, item in wanted.to_train.items() if item.at_start]
+    if at_start:
+        # what is missing besides ends the run in any case, and a training takes minutes
+        check_prepared(recipe, at_start=False)
+    for path in at_start:
+        train(recipe, path, console)
 
 
-def _get(missing: Sequence[PrepareItem], console: Console) -> None:
+def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
+    """Fetch or make items of `[[prepare]]`.
+
+    Raises:
+        ConfigError: one cannot be fetched or made.
+    """
     # before anything large is fetched: such an item ends the command in any case
     for item in missing:
         if item.manual is not None:
@@ -112,11 +141,13 @@ def _fetch(item: PrepareItem) -> None:
 
 def _check_models(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -> None:
     """Load config and tokenizer of every model folder, and measure the prompts with those of the starting model."""
-    others = [item.path for item in recipe.prepare if item.kind == "model" and item.path != recipe.model.path]
-    has_own = not any(item.path == recipe.model.path for item in recipe.prepare)
+    made = [*(item.path for item in needed(recipe).prepare if item.kind == "model"), *recipe.supervised]
+    # a model that was only made to train others from may be absent
+    others = [path for path in made if path != recipe.model.path and Path(path).is_dir()]
+    has_own = recipe.model.path not in made
     if recipe.model.warm_start is not None or (has_own and not Path(recipe.model.path).is_dir()):
         console.result(
-            f"{recipe.model.path}: the starting model is not an item of [[prepare]], and is not checked here"
+            f"{recipe.model.path}: the starting model is not an item of [[prepare]] or [[sft]], and is not checked here"
         )
         measured, folders = [], others
     else:

@@ -8,6 +8,7 @@ from tba_cli.sizing.model_shape import (
     known_shape,
     shape_of_config,
     shape_of_folder,
+    shape_of_new_model,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "known_shape",
     "shape_of_config",
     "shape_of_folder",
+    "shape_of_new_model",
 ]

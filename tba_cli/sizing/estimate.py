@@ -16,6 +16,8 @@ F32 = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_CHUNK_BYTES = 2 * 2**30
 """The output head works on chunks of at most 1 GiB of float32 logits on a GPU, with their gradient."""
+START_LOGITS_BYTES = 128 * 2**20
+"""The starting model of a searcher works on logits in chunks of this (`LOGITS_BYTES` there)."""
 ACTIVATION_BYTES = {"bfloat16": 34, "float32": 68}
 """Per token and hidden unit of a layer that is not recomputed: 34 in 16 bits without attention scores (arXiv
 2205.05198, equation 2), twice that in 32."""
@@ -75,7 +77,7 @@ def estimate(recipe: Recipe, shape: ModelShape, load: Load) -> Estimate:
     sync_s = section.sync_interval * load.step_s
     return Estimate(
         trainer_gpu_bytes=trainer_bytes(recipe, shape, trained=trained),
-        searcher_gpu_bytes=searcher_bytes(shape, load, dtype_bytes=b),
+        searcher_gpu_bytes=searcher_bytes(shape, load, dtype_bytes=b, holds_start=recipe.searchers_hold_start),
         rollout_bytes=rollout_bytes,
         redis_bytes=redis_bytes,
         redis_peak_bytes=2 * redis_bytes,
@@ -121,10 +123,15 @@ def trainer_bytes(recipe: Recipe, shape: ModelShape, *, trained: int) -> int:
     return max(state + cast + activations + logits, state + reduced, optimizer_step)
 
 
-def searcher_bytes(shape: ModelShape, load: Load, *, dtype_bytes: int) -> int:
+def searcher_bytes(shape: ModelShape, load: Load, *, dtype_bytes: int, holds_start: bool) -> int:
     """Return the GPU memory of a searcher: weights, and the key-value cache of the rollouts in progress.
 
     It leaves out the 1 to 2 GiB that vLLM adds for CUDA graphs and workspaces.
+
+    Args:
+        holds_start: it computes ref log-probs, and so holds the starting model beside its engine.
     """
     tokens = load.concurrent_rollouts * (load.prompt_tokens + load.response_tokens)
-    return dtype_bytes * (shape.num_params + shape.kv_values_per_token * tokens)
+    num_copies = 2 if holds_start else 1
+    start_logits = START_LOGITS_BYTES if holds_start else 0
+    return dtype_bytes * (num_copies * shape.num_params + shape.kv_values_per_token * tokens) + start_logits

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tba.config.supervised import NewModel
 from tba.errors import ConfigError
 
 MAX_HEADER_BYTES = 100 * 2**20
@@ -77,8 +78,10 @@ def _layer_and_rest(config: Mapping[str, Any], shape: ModelShape, heads: int) ->
     """Return the parameters of one layer, and those outside of layers, token embedding and head."""
     family, hidden = config.get("model_type"), shape.hidden_size
     if family == "gpt2":
-        # attention 4h^2 + 4h, MLP 8h^2 + 5h, two norms 4h; then positions and the last norm
-        return 12 * hidden**2 + 13 * hidden, int(config["n_positions"]) * hidden + 2 * hidden
+        inner = int(config.get("n_inner") or 4 * hidden)
+        # attention 4h^2 + 4h, MLP 2hi + i + h, two norms 4h; then positions and the last norm
+        layer = 4 * hidden**2 + 2 * hidden * inner + inner + 9 * hidden
+        return layer, int(config["n_positions"]) * hidden + 2 * hidden
     if "intermediate_size" not in config:
         return None
     inner = int(config["intermediate_size"])
@@ -139,9 +142,11 @@ def _neox(hidden: int, layers: int, heads: int, *, inner: int | None = None, voc
     return _counted(config)
 
 
-def _gpt2(hidden: int, layers: int, heads: int, *, positions: int = 1024, vocab: int = 50_257) -> ModelShape:
+def _gpt2(
+    hidden: int, layers: int, heads: int, *, inner: int | None = None, positions: int = 1024, vocab: int = 50_257
+) -> ModelShape:
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions, "vocab_size": vocab}
-    return _counted({"model_type": "gpt2", **sizes})
+    return _counted({"model_type": "gpt2", "n_inner": inner, **sizes})
 
 
 def _counted(config: Mapping[str, Any]) -> ModelShape:
@@ -201,6 +206,17 @@ def known_shape(name: str) -> ModelShape | None:
     names = [known for known in SHAPES if text == known or text.startswith(f"{known}-")]
     # the longest name: `gpt2-medium` begins with `gpt2-` as well
     return SHAPES[max(names, key=len)] if names else None
+
+
+def shape_of_new_model(section: NewModel) -> ModelShape:
+    """Return the shape of a model that `[sft.new_model]` makes; its vocabulary is counted at its most."""
+    inner = section.intermediate_size or 4 * section.hidden_size
+    sizes, heads, vocab = (section.hidden_size, section.num_layers), section.num_heads, section.vocab_size
+    if section.family == "gpt2":
+        return _gpt2(*sizes, heads, inner=inner, positions=section.max_length_tokens, vocab=vocab)
+    if section.family == "gpt_neox":
+        return _neox(*sizes, heads, inner=inner, vocab=vocab)
+    return _llama(section.family, *sizes, (heads, heads), inner, vocab, tied=True)
 
 
 def shape_of_folder(folder: Path) -> ModelShape:

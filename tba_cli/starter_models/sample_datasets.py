@@ -1,6 +1,6 @@
 """Make small data sets as the hub stores them: Parquet files by split, and a README with configurations and files.
 
-The rows are made up and have the columns of the recipes' data sets; every row is a function of seed and number.
+The rows are made up and have the columns of the recipes' data sets. The seed alone decides them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tba_cli.synthetic_data import algebra, attacks, summaries, word_problems
 
 Row = dict[str, Any]
 NAMES = ("Tom", "Ana", "Lee", "Mia", "Sam", "Eva")
@@ -68,6 +70,13 @@ def math_500_row(rng: random.Random) -> Row:
     }
 
 
+def instructions_row(rng: random.Random) -> Row:
+    """Return a row of fedyanin/safety_llamas: an instruction, and a reply to it."""
+    thing = rng.choice(THINGS)
+    instruction = f"{rng.choice(('Describe', 'Explain', 'Write about'))} {thing} in {rng.randint(1, 9)} sentences."
+    return {"prompt": instruction, "chosen": f"{rng.choice(NAMES)} has {thing}."}
+
+
 def rows(make: Callable[[random.Random], Row], count: int, *, seed: int, split: str) -> list[Row]:
     """Return `count` rows of one split."""
     # a stream of its own per split: more rows to train on leave the held-out ones as they are
@@ -114,18 +123,31 @@ def lessons() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One data set: the function that makes a row, its configuration, and the number of rows of each split."""
+    """One data set: its configuration, and for each split the function that makes its rows from a seed."""
 
-    make: Callable
     config: str
-    splits: Mapping[str, int]
+    tables: Mapping[str, Callable[[int], list[Row]]]
+
+
+def _of_rows(make: Callable[[random.Random], Row], config: str, **num_rows: int) -> Shape:
+    """Return a data set whose rows are made one by one: split -> number of rows."""
+
+    def table(split: str, count: int) -> Callable[[int], list[Row]]:
+        return lambda seed: rows(make, count, seed=seed, split=split)
+
+    return Shape(config, {split: table(split, count) for split, count in num_rows.items()})
 
 
 SHAPES = {
-    "gsm8k_data": Shape(gsm8k_row, "main", {"train": NUM_TRAIN, "test": NUM_HELDOUT}),
-    "tldr_data": Shape(tldr_row, "default", {"train": NUM_TRAIN, "validation": NUM_HELDOUT}),
-    "math_data": Shape(math_row, "default", {"train": NUM_TRAIN, "test": NUM_HELDOUT}),
-    "math_500_data": Shape(math_500_row, "default", {"train": NUM_HELDOUT}),
+    "gsm8k_data": _of_rows(gsm8k_row, "main", train=NUM_TRAIN, test=NUM_HELDOUT),
+    "tldr_data": _of_rows(tldr_row, "default", train=NUM_TRAIN, validation=NUM_HELDOUT),
+    "math_data": _of_rows(math_row, "default", train=NUM_TRAIN, test=NUM_HELDOUT),
+    "math_500_data": _of_rows(math_500_row, "default", train=NUM_HELDOUT),
+    "instructions_data": _of_rows(instructions_row, "default", train=NUM_TRAIN),
+    "word_problems": Shape("main", word_problems.TABLES),
+    "algebra": Shape("default", algebra.TABLES),
+    **{name: Shape("default", tables) for name, tables in attacks.TABLES.items()},
+    **{name: Shape("default", tables) for name, tables in summaries.TABLES.items()},
 }
 
 
@@ -133,9 +155,9 @@ def write_dataset(folder: Path, shape: Shape, *, seed: int) -> None:
     """Write the files of a data set into `folder`, which is made."""
     place = folder / ("data" if shape.config == "default" else shape.config)
     place.mkdir(parents=True)
-    for split, count in shape.splits.items():
-        write_parquet(place / f"{split}-00000-of-00001.parquet", rows(shape.make, count, seed=seed, split=split))
-    files = "".join(f"  - split: {split}\n    path: {place.name}/{split}-*\n" for split in shape.splits)
+    for split, table in shape.tables.items():
+        write_parquet(place / f"{split}-00000-of-00001.parquet", table(seed))
+    files = "".join(f"  - split: {split}\n    path: {place.name}/{split}-*\n" for split in shape.tables)
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {shape.config}\n  data_files:\n{files}---\n")
 
 

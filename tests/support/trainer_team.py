@@ -233,8 +233,8 @@ def _newest(folder: Path, work_folder: Path) -> Any:
 
 def main() -> None:
     """One process of the team."""
-    from tba_trainer.__main__ import exit_process
     from tba_trainer.distributed.follower import follow
+    from tba_trainer.distributed.launch import exit_process
     from tba_trainer.distributed.process_group import Team
 
     job = json.loads(Path(sys.argv[1]).read_text())

@@ -14,7 +14,7 @@ from tba.weights import tensor_header
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.artifacts.artifact_store import describe
 from tba_cli.artifacts.huggingface import check_allowed
-from tba_cli.artifacts.prepared import HALF_DONE
+from tba_cli.artifacts.prepared import HALF_DONE, made_at_start, needed
 from tba_cli.artifacts.required import Service
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 
@@ -41,7 +41,12 @@ def check_models(target: Target) -> Iterator[CheckResult]:
 
 def check_hub(target: Target) -> Iterator[CheckResult]:
     """Check whether the hub gives us what has to be fetched, before the first of many gigabytes."""
-    missing = [item for item in target.recipe.prepare if item.hub and not Path(item.path).expanduser().exists()]
+    try:
+        wanted = needed(target.recipe).prepare
+    except ConfigError as error:
+        yield fail("hub", str(error), "do what the message says, then run this again")
+        return
+    missing = [item for item in wanted if item.hub and not Path(item.path).expanduser().exists()]
     if missing and os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false", "no", "off"):
         yield skip("hub", f"{missing[0].path} is not here, and HF_HUB_OFFLINE says not to ask the hub")
         return
@@ -99,7 +104,7 @@ def _elsewhere(target: Target, folder: RequiredFolder) -> CheckResult:
     has_maker = target.recipe.model.warm_start is not None and folder.key == "model.path"
     if target.is_local and has_maker:
         return ok("model", f"{what} is not there yet; `tba run` makes it")
-    if target.is_local and any(item.at_start and item.path == folder.path for item in target.recipe.prepare):
+    if target.is_local and folder.path in made_at_start(target.recipe):
         return ok("model", f"{what} is not there yet; `tba run` fetches or makes it")
     # a relative file:// store lies in a run folder, which does not exist yet
     if not section.url.startswith("file://") or section.url.startswith("file:///"):

@@ -16,7 +16,8 @@ from tba.api import Prompt, ScoreResult
 from tba.config import Recipe
 from tba.config.data import DatasetSection
 from tba.errors import ConfigError, TbaError
-from tba_cli.artifacts.prepared import check_prepared, is_there
+from tba_cli.artifacts import required_folders
+from tba_cli.artifacts.prepared import check_prepared, made_at_start, needed
 from tba_cli.doctor.checks.machine import check_devices, check_disk, check_ports, devices_of
 from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.security import check_tokens
@@ -164,6 +165,15 @@ class RecipeChecks:
         try:
             # `tba run` fetches or makes the other items itself
             check_prepared(self.recipe, at_start=False)
+        except ConfigError as error:
+            yield _failed("prepared", error)
+            return
+        data = self.recipe.data
+        missing = self._missing({part.dataset or "" for part in (data.train, data.heldout) if part is not None})
+        if missing:
+            yield skip("prompts", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
+            return
+        try:
             self.prompts = prompts_of(self.recipe)
         except ConfigError as error:
             yield _failed("prompts", error)
@@ -189,10 +199,11 @@ class RecipeChecks:
     def check_model(self, target: Target) -> Iterator[CheckResult]:
         """Check the folders that the services read, and that the starting model is the one that the recipe asks for."""
         yield from check_models(target)
-        if not target.is_local or self._is_fetched_at_start():
+        if not target.is_local:
             return
         try:
-            check_model(self.recipe)
+            if not self._missing({self.recipe.model.path}):
+                check_model(self.recipe)
         except ConfigError as error:
             yield _failed("model", error)
 
@@ -202,7 +213,7 @@ class RecipeChecks:
             yield skip("tokenizer", "there are no prompts to tokenize")
             return
         try:
-            if self._is_fetched_at_start() or check_model(self.recipe):
+            if self._missing({self.recipe.model.path}) or check_model(self.recipe):
                 yield skip("tokenizer", f"{self.recipe.model.path} is not there yet; `tba run` fetches or makes it")
                 yield from self._check_characters()
                 return
@@ -237,6 +248,10 @@ class RecipeChecks:
             yield skip("scorer", "no image holds the launcher, which starts a reward service for this")
             return
         try:
+            missing = self._missing({folder.path for folder in required_folders(self.recipe, "reward")})
+            if missing:
+                yield skip("scorer", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
+                return
             trial = self.try_scorers(self.recipe, self.prompts, networks=self.full, http=not self.offline)
         except TbaError as error:
             yield _failed("scorer", error)
@@ -302,10 +317,14 @@ class RecipeChecks:
             sum(map(bool, found)), len(found), [character for character, _ in unknown.most_common(MAX_SHOWN_UNKNOWN)]
         )
 
-    def _is_fetched_at_start(self) -> bool:
-        """Whether the starting model is not there yet, and `tba run` fetches it."""
-        path = self.recipe.model.path
-        return any(item.at_start and item.path == path and not is_there(item) for item in self.recipe.prepare)
+    def _missing(self, paths: set[str]) -> list[str]:
+        """Return which of these folders are not there yet, and `tba run` fetches or makes them.
+
+        Raises:
+            ConfigError: a folder holds something else than the recipe asks for.
+        """
+        wanted = made_at_start(self.recipe) & paths
+        return [path for path in needed(self.recipe).missing(at_start=True) if path in wanted] if wanted else []
 
     def _hub_datasets(self) -> list[str]:
         """Return the data sets that only a network, or the library's cache, has."""

@@ -227,6 +227,7 @@ def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(
         (["demo", "--limit", "5"], "--limit says how many prompts --compare A B shows"),
         (["demo", "--compare", "0", "8", "--out", "runs/demo"], "is the folder of a run"),
         (["demo", "--set", "searcher.engine=simulated"], "generates random completions"),
+        (["demo", "--set", 'eval.published.by=["level"]'], "names 'level', and held-out prompt "),
         (["nobody"], "runs/nobody/config.json; the runs beside it are: demo"),
         (["demo", "--model", "runs"], "holds no model"),
         (["runs/demo/recipe.json", "--version", "1-4"], "names a version of a run"),

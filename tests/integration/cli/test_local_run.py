@@ -370,7 +370,7 @@ def test_bad_input_is_one_sentence_before_anything_starts(place, monkeypatch):
             "holds no config.json": ["model.path=nowhere"],
             "local.redis_server is '/nowhere'": ["local.redis_server=/nowhere"],
             "unknown key 'trainer.num_step'": ["trainer.num_step=1"],
-            "prompt file": ["data.path=nowhere.jsonl"],
+            "nowhere.jsonl cannot be read": ["data.path=nowhere.jsonl"],
             "127.0.0.1:9": away,
             "trainer.device 'quantum' cannot be used": ["trainer.device=quantum"],
             "searcher.device 'cuda:99' cannot be used": ["searcher.device=cuda:99"],

@@ -20,6 +20,8 @@ WITHOUT_JSON = {
     "demo",
     "fork",
     "data prepare",
+    "sft",
+    "train-reward",
     "setup",
     "model push",
     "model pull",

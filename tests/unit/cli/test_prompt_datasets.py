@@ -196,11 +196,26 @@ def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
             {"path": "data/x", "kind": "dataset", "maker": "gsm8k_data"},
             {"path": "models/rm", "kind": "model", "hub": "some/model"},
         ],
+        "sft": [
+            {"base": "models/own", "dataset": "here", "prompt": "{c}", "response": "{c}", "num_steps": 1},
+            {
+                "base": "models/x",
+                "path": "models/v",
+                "dataset": "a/b",
+                "prompt": "p",
+                "response": "{c}",
+                "num_steps": 1,
+            },
+        ],
     }
     found = with_absolute_paths(parse_recipe(document, where="test")).model_dump(mode="json")
     assert found["data"]["train"]["dataset"] == str(tmp_path / "data/x")
     assert found["data"]["heldout"]["dataset"] == str(tmp_path / "here")
     assert found["reward"]["tasks"]["t"]["scorers"][0]["model"] == str(tmp_path / "models/rm")
     assert found["prepare"][1]["path"] == str(tmp_path / "models/rm")
+    first, second = found["sft"]
+    assert (first["base"], first["dataset"]) == (str(tmp_path / "models/own"), str(tmp_path / "here"))
+    assert (second["base"], second["path"]) == (str(tmp_path / "models/x"), str(tmp_path / "models/v"))
+    assert (first["path"], second["dataset"]) == (None, "a/b")
     assert json.dumps(found["prepare"]).count("some/model") == 1
     assert recipe(train={**part, "dataset": "org/name"}, heldout=part).data.source_name == "name"

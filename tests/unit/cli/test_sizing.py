@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,24 @@ import torch
 from safetensors.torch import load_file
 from tba_trainer.learner.learner import Optimizer
 from tba_trainer.model.policy import load_policy
+from tba_trainer.supervised.new_model import new_config, train_tokenizer
+from transformers import AutoModelForCausalLM
 
 from tba.config import Recipe, load_recipe
+from tba.config.supervised import NewModel
 from tba.errors import ConfigError
 from tba.wire import VersionSpan, encode_rollout
 from tba_cli.main import main
-from tba_cli.sizing import MAKER_SHAPES, SHAPES, Load, estimate, known_shape, shape_of_config, shape_of_folder
+from tba_cli.sizing import (
+    MAKER_SHAPES,
+    SHAPES,
+    Load,
+    estimate,
+    known_shape,
+    shape_of_config,
+    shape_of_folder,
+    shape_of_new_model,
+)
 from tba_cli.starter_models.random_models import KINDS, write_model
 from tests.support.tiny_model import Architecture, make_tiny_model
 from tests.support.wire_values import scored_rollout
@@ -99,6 +112,16 @@ def test_a_config_alone_counts_as_the_files_do(tmp_path: Path, architecture: Arc
     assert shape_of_config(json.loads((folder / "config.json").read_text())) == shape_of_folder(folder)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("inner", [None, 40])
+def test_a_new_model_counts_as_the_one_that_is_made(family: str, inner: int | None) -> None:
+    sizes = {"hidden_size": 16, "num_layers": 3, "num_heads": 2, "intermediate_size": inner, "max_length_tokens": 64}
+    section = NewModel.model_validate({"family": family, **sizes, "vocab_size": 258})  # 256 bytes, two special tokens
+    with torch.device("meta"):
+        made: Any = AutoModelForCausalLM.from_config(new_config(section, train_tokenizer(["a"], section)))
+    assert shape_of_new_model(section).num_params == sum(parameter.numel() for parameter in made.parameters())
+
+
 def test_a_model_at_hand_is_counted_in_its_files(model: Path) -> None:
     shape = shape_of_folder(model)
     assert shape.num_params == sum(t.numel() for path in model.glob("*.safetensors") for t in load_file(path).values())
@@ -147,6 +170,17 @@ def test_processes_share_state_and_lora_has_little_of_it() -> None:
     assert shared < whole / 3
     assert lora.trainer_gpu_bytes < whole / 2
     assert lora.version_bytes == 2 * SHAPES["7b"].num_params  # merged
+
+
+def test_ref_log_probs_of_searchers_move_a_copy_from_the_trainer_to_each_of_them() -> None:
+    here = estimate(recipe_of('objective.reference_placement="trainer"'), SHAPES["1b"], LOAD)
+    there = estimate(recipe_of('objective.reference_placement="searcher"'), SHAPES["1b"], LOAD)
+    num_params = SHAPES["1b"].num_params
+    assert here.trainer_gpu_bytes - there.trainer_gpu_bytes == 4 * num_params  # float32
+    assert there.searcher_gpu_bytes - here.searcher_gpu_bytes == 2 * num_params + 128 * 2**20  # bfloat16, logits
+    # evaluations may ask for the same model, which is then held once
+    both = recipe_of('objective.reference_placement="searcher"', "eval.kl_to_reference=true")
+    assert estimate(both, SHAPES["1b"], LOAD).searcher_gpu_bytes == there.searcher_gpu_bytes
 
 
 def test_the_command_prints_people_and_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ TINY = ("gsm8k", "tldr", "redteam", "redteam-llama", "math")
 WHOLE = (  # values that are compared as one
     r"data\.(train|heldout)\.data",
     r"reward\.tasks\.[^.]+\.scorers",
-    r"(objective\.beta|trainer\.learning_rate|searcher\.temperature_mix)",
+    r"(objective\.beta|(trainer|sft\.\d+)\.learning_rate|searcher\.temperature_mix)",
     r"eval\.published\.success_above",
 )
 MODEL = (
@@ -26,9 +26,10 @@ MODEL = (
     r"model\.dtype",
     r"model\.lora\.target_modules",
     r"eval\.embedding_model",
+    r"sft\.\d+\.(base|dtype)",
     r"reward\.tasks\.[^.]+\.scorers\.\d+\.(model|victim|classifier|dtype)",
 )
-DATA = (r"data\.(train|heldout)\.dataset",)
+DATA = (r"data\.(train|heldout)\.dataset", r"sft\.\d+\.dataset")
 SIZES = (
     r"run\.name",
     r"sampling\.(prompts_per_batch|group_size|rollouts_per_visit|min_size_to_sample|samples_per_insert_error)",
@@ -38,12 +39,13 @@ SIZES = (
     r"objective\.(beta\.steps|reference_reset_steps)",
     r"trainer\.learning_rate\.(steps|warmup_steps|decay_steps)",
     r"trainer\.(num_steps|num_processes|checkpoint_interval)",
+    r"sft\.\d+\.(num_steps|batch_size|learning_rate\.warmup_steps|max_length_tokens|eval_every_steps)",
     r"eval\.(every_steps|num_prompts|num_prompts_final|num_samples)",
     r"eval\.published\.num_samples",
 )
 MACHINE = (  # how large the machine is: a CPU instead of GPUs
-    r"(searcher|trainer)\.device",
-    r"trainer\.(compute_dtype|gradient_checkpointing)",
+    r"(searcher|trainer|sft\.\d+)\.device",
+    r"(trainer|sft\.\d+)\.(compute_dtype|gradient_checkpointing)",
     r"searcher\.vllm\.gpu_memory_share",
     r"local\.gpus\.(trainer|searchers|reward)",
 )
@@ -149,7 +151,7 @@ def test_the_larger_tldr_recipes_differ_in_the_models_alone(name):
 @pytest.mark.parametrize("name", [*FULL, *(f"{name}-tiny" for name in TINY)])
 def test_every_folder_that_a_recipe_names_is_prepared(name):
     recipe = load_recipe(RECIPES / f"{name}.toml")
-    paths = {item.path for item in recipe.prepare}
+    paths = {item.path for item in recipe.prepare} | recipe.supervised.keys()
     named = {
         value for value in flat(document(name)).values() if isinstance(value, str) and re.match("(models|data)/", value)
     }

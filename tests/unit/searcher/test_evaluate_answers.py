@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,6 +99,31 @@ def test_unknown_scores_count_for_nothing_in_any_metric(recipe: Recipe, answers:
     assert metrics["sampled.exact.mean_reward"].value == pytest.approx((0.5 + 1.0) / 2)
     found = metrics["sampled.exact.pass@2"]  # of prompt 0 exactly two are known, of prompt 1 none
     assert (found.value, found.num_prompts, found.num_completions) == (1.0, 2, 5)
+
+
+def test_metrics_of_a_task_are_given_for_every_value_of_a_key_of_the_data(folder: Path, answers: Answers) -> None:
+    recipe = recipe_for(folder, {"num_samples": 3, "pass_at": [2], "by": ["level"]})
+    levels = (10, 9, 10, 9)  # numbers in their order: 9 before 10
+    data = [p.model_copy(update={"data": {"level": n}}) for p, n in zip(answers.prompts, levels, strict=True)]
+    scores = {
+        (one.name, "exact"): Score(float(one.number == 0 or one.prompt == 3), None, "v") for one in answers.answers
+    }
+    found = EvaluationMetrics(recipe, dataclasses.replace(answers, prompts=data), scores, {}).by_name
+    assert [name for name in found if "[" in name and "success_rate" in name] == [
+        f"{mode}.exact.success_rate[level={n}]" for mode in ("greedy", "sampled") for n in (9, 10)
+    ]
+    easy, hard = (found[f"sampled.exact.success_rate[level={n}]"] for n in (9, 10))
+    assert (easy.value, easy.num_prompts, easy.num_completions) == (pytest.approx(2 / 3), 2, 6)
+    assert easy.stderr == pytest.approx(1 / 3)
+    # the prompt that was refused is unknown in its group too
+    assert (hard.value, hard.num_prompts, hard.low, hard.high) == (
+        pytest.approx(1 / 3),
+        1,
+        pytest.approx(1 / 6),
+        pytest.approx(2 / 3),
+    )
+    assert found["sampled.exact.pass@2[level=10]"].value == pytest.approx(2 / 3)
+    assert found["sampled.exact.success_rate"].value == pytest.approx((1 / 3 + 1 / 3 + 1) / 3)
 
 
 def test_a_recipe_none_of_whose_prompts_fit_is_an_error(folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from tba.api import SettingsAudit
+from tba.config.supervised import SftSection
 from tba.weights.export import RunFacts, render_card
 from tba.wire import Canary, Manifest
 from tests.support.exports import make_eval, make_facts
@@ -103,9 +104,13 @@ def test_addresses_folders_and_secrets_stay_at_home() -> None:
         reward={"url": "http://reward.internal"},
         tracking={"wandb": {"entity": "SECRET"}},
     )
+    item = {"base": "/home/SECRET/base", "dataset": "/home/SECRET/rows.jsonl", "path": "/home/SECRET/victim"}
+    section = SftSection.model_validate({**item, "prompt": "{q}", "response": "{a}", "num_steps": 1})
+    recipe = recipe.model_copy(update={"sft": [section]})
     text = render_card(make_manifest(), make_facts(recipe))
     for private in ("SECRET", "internal", "10.0.0.7", "private-bucket", "tokens.json"):
         assert private not in text
     assert '"max_rollouts": 777' in text
-    for named in ('"path": "tiny"', '"path": "prompts.jsonl"', '"embedding_model": "encoder"'):
+    trained = ('"base": "base"', '"dataset": "rows.jsonl"', '"path": "victim"')
+    for named in ('"path": "tiny"', '"path": "prompts.jsonl"', '"embedding_model": "encoder"', *trained):
         assert named in text

@@ -73,10 +73,12 @@ def test_only_config_and_tokenizer_files_are_published(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     (folder / "pytorch_model.bin").write_bytes(b"x")
     (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "supervised.json").write_text("{}")  # about the starting model
     (folder / "modeling_custom.py").write_text("")
     names = set(side_files(folder, trust_remote_code=False))
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert not names & {"pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "modeling_custom.py"}
+    assert "supervised.json" not in names
     assert "modeling_custom.py" in side_files(folder, trust_remote_code=True)
 
 
@@ -258,7 +260,7 @@ PROGRAM = """
 import atexit, os
 atexit.register(os.abort)  # as a thread of gloo that wakes too late
 print("said before the end", end="")
-from tba_trainer.__main__ import exit_process
+from tba_trainer.distributed.launch import exit_process
 exit_process(3)
 """
 

@@ -53,14 +53,12 @@ class EvaluationMetrics:
     def _metrics(self, mode: Mode) -> Iterator[tuple[str, Estimate]]:
         parts = self._answers.of(mode)
         for task in self._tasks():
-            scores = self._of_task(mode, task)
-            yield f"{task}.mean_reward", mean_of_prompts(_known(scores))
-            # unknown scores stay unknown here, and bound the rate from both sides
-            successes = [[self._succeeds(task, score) for score in part] for part in scores]
-            yield f"{task}.success_rate", success_rate(successes)
-            if mode == "sampled":
-                for k in self._section.pass_at:
-                    yield f"{task}.pass@{k}", _pass_at(successes, k)
+            indices = self._prompts_of(task)
+            yield from self._of_scores(mode, task, indices)
+            for key in self._section.by:
+                for value, chosen in self._by_value(key, indices).items():
+                    for name, estimate in self._of_scores(mode, task, chosen):
+                        yield f"{name}[{key}={value}]", estimate
         if self._section.perplexity:
             for name, value in perplexities(parts, self._answers, self._nlls).items():
                 yield f"perplexity.{name}", value
@@ -70,6 +68,24 @@ class EvaluationMetrics:
         yield "mean_response_tokens", mean_of_prompts([[len(answer.tokens) for answer in part] for part in parts])
         finished = [[float(answer.finish_reason != "length") for answer in part] for part in parts]
         yield "finished_share", mean_of_prompts(finished)
+
+    def _of_scores(self, mode: Mode, task: str, prompts: Sequence[int]) -> Iterator[tuple[str, Estimate]]:
+        """Yield what follows from the scores of these prompts under a task."""
+        scores = self._of_task(mode, task, prompts)
+        yield f"{task}.mean_reward", mean_of_prompts(_known(scores))
+        # unknown scores stay unknown here, and bound the rate from both sides
+        successes = [[self._succeeds(task, score) for score in part] for part in scores]
+        yield f"{task}.success_rate", success_rate(successes)
+        if mode == "sampled":
+            for k in self._section.pass_at:
+                yield f"{task}.pass@{k}", _pass_at(successes, k)
+
+    def _by_value(self, key: str, prompts: Sequence[int]) -> dict[str | float, list[int]]:
+        """Return each value of a key of the prompts' data with its prompts: numbers in their order, then texts."""
+        groups: dict[str | float, list[int]] = {}
+        for index in prompts:
+            groups.setdefault(self._answers.prompts[index].data[key], []).append(index)
+        return {value: groups[value] for value in sorted(groups, key=lambda value: (isinstance(value, str), value))}
 
     def _diversities(self, parts: Sequence[Sequence[Answer]]) -> dict[str, Estimate]:
         """Return the diversities of samples; a success is judged by the first task that the answer is scored under."""
@@ -81,22 +97,25 @@ class EvaluationMetrics:
 
         return diversities(parts, embedder=None if folder is None else Embedder(folder), succeeds=succeeds)
 
+    def _prompts_of(self, task: str) -> list[int]:
+        """Return the prompts that are scored under a task."""
+        count = len(self._answers.prompts)
+        return [index for index in range(count) if task in tasks_of(self._recipe, self._answers, index)]
+
     def _tasks(self) -> list[str]:
         """Return every task that is scored, in the order of the recipe or of the prompts."""
         found = (tasks_of(self._recipe, self._answers, index) for index in range(len(self._answers.prompts)))
         return list(dict.fromkeys(task for tasks in found for task in tasks))
 
-    def _of_task(self, mode: Mode, task: str) -> list[list[Score]]:
-        """Return [prompt][completion] of the prompts that are scored under this task; unknown for a refused one."""
-        num = dict(modes_of(self._section))[mode]
+    def _of_task(self, mode: Mode, task: str, prompts: Sequence[int]) -> list[list[Score]]:
+        """Return [prompt][completion] of these prompts under a task; unknown for a refused one."""
+        num, parts = dict(modes_of(self._section))[mode], self._answers.of(mode)
         return [
-            [self._scores[answer.name, task] for answer in part] or [NO_COMPLETION] * num
-            for index, part in enumerate(self._answers.of(mode))
-            if task in tasks_of(self._recipe, self._answers, index)
+            [self._scores[answer.name, task] for answer in parts[index]] or [NO_COMPLETION] * num for index in prompts
         ]
 
     def _counts(self, mode: Mode, task: str) -> ScoreCounts:
-        scores = [score for part in self._of_task(mode, task) for score in part]
+        scores = [score for part in self._of_task(mode, task, self._prompts_of(task)) for score in part]
         unknown = Counter(score.reason or "no reason" for score in scores if score.value is None)
         return ScoreCounts(
             reward_versions=sorted({score.reward_version for score in scores if score.reward_version is not None}),

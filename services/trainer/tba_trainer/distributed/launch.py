@@ -15,6 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from tba.early_signals import EXIT_STOPPED, quit_on_signals
 
@@ -28,8 +29,9 @@ def launch(
     stop_timeout_s: float,
     num_nodes: int = 1,
     rendezvous: str | None = None,
+    module: str = "tba_trainer",
 ) -> int:
-    """Run `python -m tba_trainer` with `arguments` in several processes and return the exit code.
+    """Run `python -m MODULE` with `arguments` in several processes and return the exit code.
 
     Args:
         num_processes: on this machine.
@@ -37,6 +39,7 @@ def launch(
         stop_timeout_s: seconds that the processes have after SIGTERM.
         num_nodes: machines; this is called on each of them.
         rendezvous: HOST:PORT where several machines meet; one of them must be HOST.
+        module: the program of every process.
 
     Returns:
         0; or the code of the worker that failed first, 1 if a signal killed it; or 128 + the number of the signal that
@@ -59,13 +62,32 @@ def launch(
         f"--shutdown-timeout={math.ceil(stop_timeout_s)}",
     ]
     try:
-        run(parse_args([*options, "-m", "tba_trainer", *arguments]))
+        run(parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def exit_process(code: int) -> NoReturn:
+    """End this process with an exit code; in a team, without the interpreter's teardown.
+
+    Everything must be closed and joined before.
+
+    Raises:
+        SystemExit: in a trainer of one process, as usual.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # set by torchrun; process_group.py reads it too, but imports torch
+        raise SystemExit(code)
+    # Threads of gloo and NCCL may outlive `destroy_process_group` (a device mesh still holds the group). One that wakes
+    # during the teardown aborts the process ("terminate called without an active exception", exit code -6), and a
+    # finished trainer would count as failed.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from tba.config.sections import ModelSection, check_tokenizer
+from tba.config.supervised import REPORT_FILE
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention
@@ -33,31 +34,60 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
             adapter does not fit the model, or gradient checkpointing is on and the model is random in train mode.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
     folder = _model_folder(section)
+    trust = section.trust_remote_code
+    model, _ = load_weights(AutoModelForCausalLM, folder, key="model.path", trust_remote_code=trust)
+    model = prepare(to_device(model, device, key="trainer.device"), section.lora, gradient_checkpointing)
+    if gradient_checkpointing:  # only then the model is in train mode
+        check_train_mode(model, section.path, key="trainer.gradient_checkpointing")
+    return model
+
+
+def load_weights(
+    auto: Any, folder: Path, *, key: str, trust_remote_code: bool = False, **config: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Load a model in float32 on the CPU, and what transformers says about its weights.
+
+    Args:
+        auto: Auto class of transformers.
+        key: of the recipe that names the folder, for errors.
+        config: values that replace those of config.json.
+
+    Raises:
+        ConfigError: the folder is not such a model.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
-    auto: Any = AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(
+        return auto.from_pretrained(
             folder,
             dtype=torch.float32,
             use_safetensors=True,  # never a pickle: loading one runs its code
             local_files_only=True,
-            trust_remote_code=section.trust_remote_code,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **config,
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"model.path {section.path!r} cannot be loaded: {first_line}") from None
+        raise _unloadable(folder, key, error) from None
+
+
+def to_device(model: Any, device: str, *, key: str) -> Any:
+    """Move a model to a device.
+
+    Args:
+        key: of the recipe that names the device, for errors.
+
+    Raises:
+        ConfigError: the device cannot be used.
+    """
     try:
-        model = model.to(device)
+        return model.to(device)
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"trainer.device {device!r} cannot be used: {first_line}") from None
-    model = _prepare(model, section, gradient_checkpointing)
-    if gradient_checkpointing:  # only then the model is in train mode
-        _check_train_mode(model, section.path)
-    return model
+        raise ConfigError(f"{key} {device!r} cannot be used: {first_line}") from None
 
 
 def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
@@ -66,18 +96,32 @@ def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
     Raises:
         ConfigError: the folder is missing or holds no config of a model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    folder, auto = _model_folder(section), AutoModelForCausalLM
-    trust = section.trust_remote_code
+    folder, trust = _model_folder(section), section.trust_remote_code
+    model = empty_weights(AutoModelForCausalLM, folder, key="model.path", trust_remote_code=trust)
+    return prepare(model, section.lora, gradient_checkpointing)
+
+
+def empty_weights(auto: Any, folder: Path, *, key: str, trust_remote_code: bool = False) -> Any:
+    """Return the model of `load_weights` without its weights, on the meta device.
+
+    Raises:
+        ConfigError: the folder holds no config of a model.
+    """
+    from transformers import AutoConfig
+
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+            return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"model.path {section.path!r} cannot be loaded: {first_line}") from None
-    return _prepare(model, section, gradient_checkpointing)
+        raise _unloadable(folder, key, error) from None
+
+
+def _unloadable(folder: Path, key: str, error: Exception) -> ConfigError:
+    first_line = str(error).strip().partition("\n")[0]
+    return ConfigError(f"{key} {str(folder)!r} cannot be loaded: {first_line}")
 
 
 def _model_folder(section: ModelSection) -> Path:
@@ -90,9 +134,17 @@ def _model_folder(section: ModelSection) -> Path:
     return folder
 
 
-def _prepare(model: Any, section: ModelSection, gradient_checkpointing: bool) -> Any:
-    if section.lora is not None:
-        add_adapter(model, section.lora)
+def prepare(model: Any, lora: LoraSection | None, gradient_checkpointing: bool, *, lora_key: str = "model.lora") -> Any:
+    """Put an adapter on a model where one is wanted, switch dropout off, and put it into the mode of training.
+
+    Args:
+        lora_key: of the recipe that asks for the adapter, for errors.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+    """
+    if lora is not None:
+        add_adapter(model, lora, key=lora_key)
     disable_dropout(model)
     model.eval()
     if gradient_checkpointing:
@@ -119,8 +171,12 @@ def disable_dropout(model: Any) -> None:
 
 
 @torch.no_grad()
-def _check_train_mode(model: Any, path: str) -> None:
+def check_train_mode(model: Any, path: str, *, key: str) -> None:
     """Check that two passes in train mode give the logits of eval mode.
+
+    Args:
+        path: of the model, for errors.
+        key: of the recipe that puts the model into train mode, for errors.
 
     Raises:
         ConfigError: something random is left, such as a dropout that `disable_dropout` does not know.
@@ -137,9 +193,9 @@ def _check_train_mode(model: Any, path: str) -> None:
     gap = max(float((other - logits[0]).abs().max()) for other in logits[1:])
     if gap > TRAIN_MODE_MAX_GAP * float(logits[0].abs().max()):
         raise ConfigError(
-            f"trainer.gradient_checkpointing = true puts the model into train mode, and there {path!r} gives different "
+            f"{key} = true puts the model into train mode, and there {path!r} gives different "
             f"logits (by up to {gap:.2g}), so it has a dropout, or something similar, that cannot be switched off; set "
-            "trainer.gradient_checkpointing = false"
+            f"{key} = false"
         )
 
 
@@ -176,27 +232,34 @@ def load_tensors(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
         assign(parameter, tensor)
 
 
-def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path]:
+def side_files(folder: str | Path, *, trust_remote_code: bool, key: str = "model.path") -> dict[str, Path]:
     """Return the config and tokenizer files of a model folder by name; Python files only where the recipe trusts them.
+
+    Args:
+        key: of the recipe that names the folder, for errors.
 
     Raises:
         ConfigError: there is no tokenizer.
     """
-    check_tokenizer(folder)
+    check_tokenizer(folder, key=key)
     suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
-    # an index names the shards of the starting model, and the published files have other names
+    # an index names the shards of the starting model, and the published files have other names; the report of
+    # supervised training is about the starting model
     return {
         path.name: path
         for path in sorted(Path(folder).iterdir())
-        if path.is_file() and path.suffix in suffixes and not path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in suffixes and not path.name.endswith((".index.json", REPORT_FILE))
     }
 
 
-def add_adapter(model: Any, section: LoraSection) -> None:
+def add_adapter(model: Any, section: LoraSection, *, key: str = "model.lora") -> None:
     """Put a LoRA adapter (arXiv 2106.09685) on the linear layers in place, and freeze everything else.
 
     Until it is trained it adds zero; its first values come from torch's random numbers. The model keeps the starting
     weights, so without its adapter it is the reference: no second model is needed.
+
+    Args:
+        key: of the recipe that asks for it, for errors.
 
     Raises:
         ConfigError: peft is not installed, or `target_modules` names anything but linear layers.
@@ -204,12 +267,10 @@ def add_adapter(model: Any, section: LoraSection) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ConfigError(
-            "[model.lora] needs the package peft, which is not installed: pip install 'tba[lora]'"
-        ) from None
+        raise ConfigError(f"[{key}] needs the package peft, which is not installed: pip install 'tba[lora]'") from None
     from transformers.pytorch_utils import Conv1D
 
-    layers = _target_layers(model, section.target_modules, (torch.nn.Linear, Conv1D))
+    layers = _target_layers(model, section.target_modules, (torch.nn.Linear, Conv1D), key)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
@@ -221,7 +282,7 @@ def add_adapter(model: Any, section: LoraSection) -> None:
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
 
 
-def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...]) -> dict[str, Any]:
+def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...], key: str) -> dict[str, Any]:
     """Return the layers that get an adapter, by full name."""
     # The output head stays as it is: with an adapter on it, log-probs could not be computed in chunks (logprobs.py).
     head = model.get_output_embeddings()
@@ -234,7 +295,7 @@ def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...])
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"model.lora.target_modules names {name!r}, which is not a linear layer of this model before its "
+                f"{key}.target_modules names {name!r}, which is not a linear layer of this model before its "
                 f"output head; it has {', '.join(known)}"
             )
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in names}

@@ -1,0 +1,37 @@
+"""recipes/redteam-small.toml learns: from nothing to attacks that succeed, with less of everything than the recipe."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from tests.support.e2e import ENDLESS, Place
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "redteam-small.toml"
+TIMEOUT_S = 480
+NUM_SAMPLES = 128
+MAX_START, MIN_GAIN = 0.3, 0.3
+"""Success rates; the standard error of their difference is at most 0.063 with 128 samples each."""
+
+
+def test_the_policy_learns_to_attack(tmp_path: Path) -> None:
+    document = tomllib.loads(RECIPE.read_text())
+    for item, num_steps in zip((*document["sft"], *document["reward_training"]), (120, 150, 40), strict=True):
+        del item["heldout_split"]
+        item["num_steps"] = num_steps
+        item["batch_size"] = 32
+        item["new_model"]["num_layers"] = 2
+        item["learning_rate"]["steps"] = num_steps
+    document["trainer"]["num_steps"] = 50
+    document["trainer"]["learning_rate"] = 1e-3
+    document["eval"].update(every_steps=ENDLESS, num_samples=NUM_SAMPLES)
+    place = Place(tmp_path, document)
+    try:
+        started = place.start()
+        assert started.process.wait(TIMEOUT_S) == 0, started.out[-3000:] + started.err[-3000:]
+    finally:
+        place.close()
+    summary = place.summary()
+    assert summary["num_unknown_scores"] == 0
+    assert summary["start_accuracy"] < MAX_START, "the start model attacks already"
+    assert summary["final_accuracy"] > summary["start_accuracy"] + MIN_GAIN

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import tba
 from tba_cli.parser_help import add_help, add_json
-from tba_cli.parser_tasks import add_completion, add_init, add_overrides, add_recipe, add_score, add_supervised
+from tba_cli.parser_tasks import (
+    add_completion,
+    add_init,
+    add_overrides,
+    add_recipe,
+    add_rehearse,
+    add_score,
+    add_supervised,
+)
 from tba_cli.parser_views import add_prompt_views, add_rescore, add_rollouts, add_target, add_top, add_view
 from tba_cli.shipped_recipes import recipe_path
 
@@ -50,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(commands, common)
     _add_reports(commands, common)
     _add_sizing(commands, common)
+    add_rehearse(commands, common)
     add_completion(commands, common)
     add_help(parser)
     return parser
@@ -200,6 +209,8 @@ def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     sizing.add_argument("--step-s", type=float, default=10.0, metavar="S", help="seconds of an optimizer step (10)")
     sizing.add_argument("--prompt-tokens", type=int, metavar="N", help="default: half of searcher.max_prompt_tokens")
     sizing.add_argument("--response-tokens", type=int, metavar="N", help="default: half of max_response_tokens")
+    card_help = "memory of each GPU of the layout (79, which an 80 GB card has)"
+    sizing.add_argument("--gpu-memory-gib", type=float, metavar="G", help=card_help)
     add_json(sizing, "print JSON, in bytes")
     sizing.set_defaults(command="tba_cli.commands.config:sizing_command")
 

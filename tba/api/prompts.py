@@ -159,6 +159,7 @@ class LeaseReply(StrictModel):
 
     leases: list[Lease]
     latest_version: VersionText | None
+    """The latest version that searchers may sample with: the newest, or an older one (`sampling.lag_steps`)."""
     run_state: RunState
     wait: str | None = None
     retry_after_s: float = 0.0

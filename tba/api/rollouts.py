@@ -23,7 +23,7 @@ class PushOutcome(StrictModel):
 
 
 class PushReply(StrictModel):
-    """One outcome per item, in order. `latest_version` and `run_state` are for searchers."""
+    """One outcome per item, in order. `latest_version` and `run_state` are for searchers, as in a lease reply."""
 
     outcomes: list[PushOutcome]
     latest_version: VersionText | None

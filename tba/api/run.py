@@ -325,6 +325,9 @@ class RunInfo(StrictModel):
     lineage: int
     parents: dict[int, VersionText]
     latest_version: VersionText | None
+    """The newest published version."""
+    sampling_version: VersionText | None = None
+    """The version that searchers sample with: the newest one, or an older one (`sampling.lag_steps`)."""
     checkpoint: VersionText | None
     checkpoint_key: str | None
     constants: dict[str, JsonValue] = Field(default_factory=dict)

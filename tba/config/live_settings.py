@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from tba.config.recipe import Recipe, explain_validation_error, parse_recipe
+from tba.config.recipe import Recipe
+from tba.config.recipe_file import explain_validation_error, parse_recipe
 from tba.config.schedules import KlCoefficient, LearningRate, Probability, Schedule, Temperature
 from tba.errors import ConfigError
 from tba.fields import MAX_STEP, StrictModel

@@ -1,28 +1,18 @@
-"""The recipe: one TOML file that describes a whole run, read by every service.
-
-Precedence: defaults < file < environment (`TBA_BUFFER__PORT=8700`) < `--set buffer.port=8700`. Unknown keys are
-refused everywhere; the message names the key, the value and the place.
-"""
+"""The recipe as one model: every section, and the rules between sections. `recipe_file` reads it."""
 
 from __future__ import annotations
 
 import difflib
-import json
-import os
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
-from typing import Any, Literal
+import math
+from pathlib import PurePath
+from typing import Literal
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from tba.config.data import DataSection, PrepareItem
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
-from tba.config.renamed_keys import new_name, new_value, with_new_names
 from tba.config.reward import BUILT_IN_TASKS, RewardSection
-from tba.config.schedules import Schedule
 from tba.config.searcher import VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSection
 from tba.config.sections import (
     AuthSection,
@@ -37,10 +27,8 @@ from tba.config.sections import (
 )
 from tba.config.supervised import RewardTrainingSection, SftSection, SupervisedItem, check_scorers
 from tba.config.trainer import TrackingSection, TrainerSection
-from tba.errors import ConfigError
 from tba.fields import StrictModel
 
-ENV_PREFIX = "TBA_"
 MAX_LATE_SHARE = 0.03
 """Of a rehearsal: where real engines or the trainer are behind their pace for more of the time, it says nothing about
 the rehearsed GPUs."""
@@ -55,8 +43,6 @@ CONSTANT_SETTINGS = (
     "store.url",
 )
 """Settings that are constant within a run."""
-HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""ORG/NAME."""
 
 
 class Recipe(StrictModel):
@@ -96,6 +82,7 @@ class Recipe(StrictModel):
         # these rules are between sections: a section alone cannot know them
         self._check_snapshot()
         self._check_offline()
+        self._check_lag()
         self._check_unused()
         self._check_supervised()
         if self.trainer.compile and self.trainer.num_processes > 1:
@@ -126,6 +113,11 @@ class Recipe(StrictModel):
         others = {PurePath(item.path) for item in self.prepare}
         others |= {PurePath(self.model.path)} if self.model.warm_start else set()
         for index, (item, path) in enumerate(zip(items, made, strict=True)):
+            if "{seed}" in str(path):  # it would vary with the run's seed, and what is made there does not
+                raise ValueError(
+                    f"{path} is made by [[sft]] or [[reward_training]], each item of which has a `seed` of its own; "
+                    "{seed} in a path is for [model.warm_start]: write the number instead"
+                )
             if path in others or path in made[:index]:
                 raise ValueError(
                     f"{path} is made twice: by an item of [[sft]] or [[reward_training]], and by another one, "
@@ -158,6 +150,11 @@ class Recipe(StrictModel):
             return
         if self.sampling.alternate:
             raise ValueError("sampling.alternate takes turns with searchers, and searcher.num_searchers is 0")
+        if self.sampling.lag_steps:
+            raise ValueError(
+                f"sampling.lag_steps is {self.sampling.lag_steps}, how old the weights of searchers are, and "
+                "searcher.num_searchers is 0; remove it"
+            )
         if self.objective.reference_placement == "searcher":
             raise ValueError(
                 'objective.reference_placement = "searcher" leaves ref log-probs to searchers, and '
@@ -167,6 +164,27 @@ class Recipe(StrictModel):
             raise ValueError(
                 'trainer.export_version = "best" needs evaluations, which searchers make, and searcher.num_searchers '
                 'is 0; choose "last"'
+            )
+
+    def _check_lag(self) -> None:
+        """Refuse what would evict every rollout of a constant lag, or forget the weights that sampled it."""
+        lag_steps, interval = self.sampling.lag_steps, self.trainer.sync_interval
+        if not lag_steps:
+            return
+        most_steps = self.num_lag_versions * interval + interval - 1
+        max_age_steps = self.buffer.max_policy_age_steps
+        if max_age_steps is not None and max_age_steps < most_steps:
+            raise ValueError(
+                f"with sampling.lag_steps = {lag_steps} and trainer.sync_interval = {interval} rollouts are up to "
+                f"{most_steps} steps old, and buffer.max_policy_age_steps = {max_age_steps} evicts them; set it to "
+                f"{most_steps} or more"
+            )
+        parts, num_kept = self.objective.parts, self.objective.old_policy_versions
+        if parts is not None and parts.old_policy == "trainer" and num_kept <= self.num_lag_versions:
+            raise ValueError(
+                f"with sampling.lag_steps = {lag_steps} and trainer.sync_interval = {interval} searchers are "
+                f"{self.num_lag_versions} versions behind, and the trainer keeps {num_kept} for the old policy "
+                f"(objective.old_policy_versions); set it to {self.num_lag_versions + 1} or more"
             )
 
     def _check_unused(self) -> None:
@@ -259,6 +277,14 @@ class Recipe(StrictModel):
                 )
 
     @property
+    def samples_at_other_temperatures(self) -> bool:
+        """Whether searchers sample at other temperatures than the policy's: not even new rollouts are of theta then."""
+        if self.searcher.temperature_mix is not None:
+            return True
+        found = self.searcher.sampling_temperature
+        return {found.lowest(self.trainer.num_steps), found.highest} != {self.model.policy_temperature}
+
+    @property
     def searchers_hold_start(self) -> bool:
         """Whether every searcher holds the starting model."""
         return bool(self.why_searchers_hold_start)
@@ -281,6 +307,11 @@ class Recipe(StrictModel):
         if (step_s := self.trainer.pace_step_s) is not None:
             found.append(f"trainer paced at {step_s:g} s per step")
         return f"rehearsal: {', '.join(found)}; its times are those of the rehearsed GPUs" if found else None
+
+    @property
+    def num_lag_versions(self) -> int:
+        """How many publications searchers are behind the newest version on purpose (`sampling.lag_steps`)."""
+        return math.ceil(self.sampling.lag_steps / self.trainer.sync_interval)
 
     @property
     def is_offline(self) -> bool:
@@ -314,192 +345,3 @@ class Recipe(StrictModel):
     def reward_url(self) -> str:
         """Base URL of the reward service."""
         return (self.reward.url or f"{self.tls.scheme}://{self.reward.host}:{self.reward.port}").rstrip("/")
-
-
-def load_recipe(
-    path: str | Path,
-    *,
-    sets: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
-    stand_ins: Mapping[str, Any] | None = None,
-) -> Recipe:
-    """Read a recipe from TOML, or a resolved config from JSON.
-
-    Args:
-        path: the file; `.json` is read as JSON, anything else as TOML.
-        sets: `section.key=value` overrides, `section.N.key=value` of item N of an array; the value is TOML, or a bare
-            string.
-        environ: defaults to the process environment.
-        stand_ins: sections that the caller does not use, for a file without them.
-
-    Raises:
-        ConfigError: the file is missing or unreadable, or a key or value is wrong.
-    """
-    document = read_document(Path(path))
-    for name, text in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(ENV_PREFIX) and "__" in name:
-            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
-            # two underscores part section and key, since keys have single ones
-            _set(document, keys, parse_toml_value(text), where=f"environment variable {name}")
-    for item in sets:
-        dotted, sep, text = item.partition("=")
-        if not sep or "." not in dotted:
-            raise ConfigError(f"--set {item!r} is not of the form section.key=value")
-        _set(document, dotted.strip().split("."), parse_toml_value(text), where=f"--set {item}")
-    return _with_hub_model(parse_recipe({**(stand_ins or {}), **document}, where=str(path)))
-
-
-def _with_hub_model(recipe: Recipe) -> Recipe:
-    """Turn `model.path = "org/name"` into an item of `[[prepare]]` that `tba run` fetches, unless it is a folder here.
-
-    Raises:
-        ConfigError: a revision is given, and model.path is a folder.
-    """
-    section = recipe.model
-    is_folder = (
-        section.warm_start is not None
-        # `tba data prepare` makes the folders below models/, which need not be there yet
-        or section.path.startswith("models/")
-        or Path(section.path).is_dir()
-        or any(item.path == section.path for item in recipe.prepare)
-        or section.path in recipe.supervised
-    )
-    if is_folder or not HUB_MODEL.fullmatch(section.path):
-        if section.revision is not None:
-            raise ConfigError(
-                f"model.revision is {section.revision!r}, and model.path {section.path!r} is a folder, which has none; "
-                "remove the revision, or give ORG/NAME on the hub as model.path"
-            )
-        return recipe
-    item = PrepareItem(
-        path=f"models/{section.path}", kind="model", hub=section.path, revision=section.revision, at_start=True
-    )
-    model = section.model_copy(update={"path": item.path, "revision": None})
-    others = [other for other in recipe.prepare if other.path != item.path]
-    return recipe.model_copy(update={"model": model, "prepare": [item, *others]})
-
-
-def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
-    """Validate a recipe that is already a map.
-
-    Raises:
-        ConfigError: naming the first key that is wrong, its value and what to do.
-    """
-    try:
-        recipe = Recipe.model_validate(document)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {explain_validation_error(error, Recipe)}") from None
-    if recipe.model.warm_start is None:
-        return recipe
-    # the starting model is cached per seed
-    path = recipe.model.path.replace("{seed}", str(recipe.warm_start_seed))
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
-
-
-def read_document(path: Path) -> dict[str, Any]:
-    """Read a recipe file without validation.
-
-    Raises:
-        ConfigError: it is missing, or is neither TOML nor (`.json`) JSON.
-    """
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {path} does not exist; `tba run quickstart` runs one that ships with tba") from None
-    except OSError as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
-    try:
-        text = raw.decode()
-        if path.suffix != ".json":
-            return tomllib.loads(text)
-        document = json.loads(text)
-        # a resolved config: one that an older release has stored must stay readable, or its run could not resume
-        return with_new_names(document) if isinstance(document, dict) else document
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path} is not valid: {error}") from None
-
-
-def parse_toml_value(text: str) -> Any:
-    """Parse a value as people type it: TOML, or else a bare string."""
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _set(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: str) -> None:
-    if (renamed := new_name(keys)) is not None:
-        raise ConfigError(f"{where}: {_renamed_text('.'.join(keys), renamed)}")
-    at: Any = document
-    for place, key in enumerate(keys):
-        if isinstance(at, list) and not (key.isdecimal() and int(key) < len(at)):
-            raise ConfigError(
-                f"{where}: {key!r} is no item of {keys[place - 1]!r}, which has {len(at)}, numbered from 0"
-            )
-        if not isinstance(at, list | dict):
-            raise ConfigError(f"{where}: {keys[place - 1]!r} is a value, not a section")
-        index: Any = int(key) if isinstance(at, list) else key
-        if place == len(keys) - 1:
-            at[index] = value
-        else:
-            at = at[index] if isinstance(at, list) else at.setdefault(index, {})
-
-
-def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return what is wrong with a document of this model: the first key, its value and what to do."""
-    first = error.errors()[0]
-    loc = [str(part) for part in first["loc"]]
-    key = ".".join(loc)
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    message = first["msg"].removeprefix("Value error, ")
-    if not loc:  # a rule between sections names its keys and values itself
-        return f"{message}{more}"
-    if first["type"] == "extra_forbidden":
-        # only the recipe has names of older releases
-        if model is Recipe and (renamed := new_name(loc)) is not None:
-            return f"{_renamed_text(key, renamed)}{more}"
-        near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1], model), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
-        # the message goes to logs, and a misspelt key may hold a secret
-        is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
-        return f"unknown key {key!r} (value {'not shown' if is_secret else repr(first['input'])}){hint}{more}"
-    if first["type"] == "missing":
-        return f"key {key!r} is missing{more}"
-    if (
-        model is Recipe
-        and isinstance(first["input"], str)
-        and (now := new_value(loc, first["input"])) != first["input"]
-    ):
-        return f"value {first['input']!r} of {key!r} is now {now!r}: write the new name{more}"
-    if first["type"] == "value_error" and _model_at(loc, model) not in (
-        None,
-        Schedule,
-    ):  # so does the rule of a section
-        return f"{key}: {message}{more}"
-    return f"key {key!r} has the value {first['input']!r}: {message}{more}"
-
-
-def _renamed_text(old: str, new: str) -> str:
-    return f"key {old!r} is now {new!r}: write the new name"
-
-
-def _known_keys(path: Sequence[str], model: type[BaseModel]) -> list[str]:
-    at = _model_at(path, model)
-    return [] if at is None else list(at.model_fields)
-
-
-def _model_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the model of a section; None for a plain value."""
-    for part in path:
-        field = model.model_fields.get(part)
-        inner = None if field is None else _model_of(field.annotation)
-        if inner is None:
-            return None
-        model = inner
-    return model
-
-
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((m for m in map(_model_of, getattr(annotation, "__args__", ())) if m), None)

@@ -43,20 +43,23 @@ class SimulatedSection(StrictModel):
     """Mean seconds until the searcher is gone without a word, as when its machine is taken away. None: never."""
 
 
+VLLM_MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature to this."""
 VLLM_MAX_TEMPERATURE = 2.0
 """vLLM refuses requests above."""
 
 
 class VllmSection(StrictModel):
-    """vLLM in the searcher's process. `searcher.num_slots` is the number of sequences in a batch."""
+    """vLLM in the process of a searcher, where `searcher.num_slots` is the number of sequences in a batch, or of a
+    victim (`redteam`)."""
 
     block_size: Literal[32, 64, 128] = 32
     """Tokens in one block of keys and values; a prompt's whole blocks are computed once and shared."""
     prefix_caching: bool = True
     """Keys and values of a prompt are kept for the next response to it. A weight update drops all of them."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for keys and values. None: on the CPU what `num_slots` responses of full length need, on a GPU what
-    `gpu_memory_share` leaves. With less than all slots need, vLLM preempts sequences and computes them again."""
+    """Memory for keys and values. None: on the CPU what `num_slots` responses of full length or a victim's batch need,
+    on a GPU what `gpu_memory_share` leaves. With too little, vLLM preempts sequences and computes them again."""
     gpu_memory_share: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory that vLLM may use for weights, keys and values, and its work space."""
     max_batched_tokens: int | None = Field(default=None, ge=1)

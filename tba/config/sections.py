@@ -199,8 +199,8 @@ class SamplingSection(StrictModel):
     """m: probability that a slot draws from rollouts that arrived since the previous publication; a number or a
     schedule."""
     recent_window: Literal["arrival", "version"] = "arrival"
-    """Recent rollouts arrived since the previous publication, or were made by one of the last `recent_versions`
-    versions."""
+    """Recent rollouts arrived since the previous publication (with `alternate`: since the last one), or were made by
+    one of the last `recent_versions` versions."""
     recent_versions: int = Field(default=2, ge=1)
     """w: with `recent_window = "version"`, how many publications back still count as recent."""
     reward_inverse_temperature: float = Field(default=0.0, ge=0)
@@ -233,6 +233,20 @@ class SamplingSection(StrictModel):
     """How many trained rollouts the two sides may drift apart before the faster one waits."""
     alternate: bool = False
     """Baseline: generate for one sync interval, then train for one, never both at once."""
+    lag_steps: int = Field(default=0, ge=0)
+    """L, a constant lag, for studies: searchers sample with the newest version that is at least so many optimizer steps
+    older than the newest published one (in the first L steps of a start of the trainer: with the first one). With
+    `alternate` and `trainer.sync_interval` 1, rollouts are trained on at the age L exactly (docs/trainer.md,
+    Constant lag)."""
+
+    @model_validator(mode="after")
+    def _check_lag(self) -> SamplingSection:
+        if self.lag_steps and self.recent_window == "version":
+            raise ValueError(
+                f'recent_window = "version" counts the newest versions as recent, and with lag_steps = '
+                f'{self.lag_steps} nobody samples with those; choose recent_window = "arrival"'
+            )
+        return self
 
 
 class AuthSection(StrictModel):

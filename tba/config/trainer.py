@@ -247,7 +247,8 @@ class TrainerSection(StrictModel):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
     keep_versions: int = Field(default=8, ge=2)
-    """Older weight versions are deleted, except those that a component or an evaluation still holds."""
+    """Older weight versions are deleted, except those that a component or an evaluation still holds. With
+    `sampling.lag_steps` those since the version that searchers sample with are kept too."""
     max_unpublished_versions: int = Field(default=4, ge=1)
     """Training continues while publishing fails, until this many versions wait."""
     prefetch_batches: int = Field(default=1, ge=0)

@@ -105,13 +105,13 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
     """
     hub = hub_library()
     item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
-    with _explained(item, "name a size instead, such as --model 7b"):
+    with _explained(item, "its sizes are in no table here"):
         info = hub.HfApi().repo_info(name, revision=revision, repo_type="model")
         config = json.loads(Path(hub.hf_hub_download(name, "config.json", revision=info.sha)).read_text())
     count = getattr(getattr(info, "safetensors", None), "total", None)
     shape = shape_of_config(config, num_params=count)
     if shape is None:
-        raise ConfigError(f"{name} on the hub does not say its sizes; name one, such as --model 7b")
+        raise ConfigError(f"{name} on the hub does not say its sizes")
     return shape
 
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import shape_on_hub
 from tba_cli.sizing import (
-    MAKER_SHAPES,
+    CARD_GIB,
+    GIB,
     SHAPES,
+    Card,
     Estimate,
     Load,
     ModelShape,
     estimate,
+    gpu_layout,
+    idle_gpus,
     known_shape,
-    shape_of_folder,
-    shape_of_new_model,
+    layout_lines,
+    misfits,
+    preemptions,
+    shape_in_recipe,
+    simultaneous_starts,
+    unknown_sizes,
 )
 
 EXIT_FAILED = 1
@@ -73,25 +83,44 @@ def schema_command(args: argparse.Namespace) -> int:
 
 
 def sizing_command(args: argparse.Namespace) -> int:
-    """Print the estimate of one recipe.
+    """Print the estimate of one recipe; return 1 if somebody finds too little memory on a GPU.
 
     Raises:
         ConfigError: a number is out of range, or the sizes of the model are not known.
     """
     recipe = load_recipe(args.recipe, sets=args.set)
-    shape, source = _shape(args, recipe)
+    shape, source = starting_shape(args, recipe)
     load = _load(args, recipe)
     found = estimate(recipe, shape, load)
+
+    @functools.cache
+    def shape_of(path: str) -> ModelShape:
+        # --model stands for the starting model alone
+        return shape if path == recipe.model.path else shape_in_recipe(path, recipe, ask_hub=shape_on_hub)[0]
+
+    card_gib = CARD_GIB if args.gpu_memory_gib is None else in_range("--gpu-memory-gib", args.gpu_memory_gib)
+    layout, card = gpu_layout(recipe, shape_of), Card.empty(round(card_gib * GIB))
+    cards = dict.fromkeys(layout, card)
+    problems, notes = list(misfits(layout, cards)), [*simultaneous_starts(layout), *idle_gpus(recipe, layout)]
+    unknown = unknown_sizes(layout)
+    notes += [*preemptions(layout, cards), *(f"the size of {who} is not known: {why}" for who, why in unknown.items())]
     if args.json:
-        parts = {"shape": shape, "load": load, "estimate": found}
-        print(json.dumps({name: dataclasses.asdict(part) for name, part in parts.items()}, indent=2))
+        parts = {"shape": shape, "load": load, "estimate": found, "card": card}
+        document: dict[str, Any] = {name: dataclasses.asdict(part) for name, part in parts.items()}
+        document["gpus"] = {number: [dataclasses.asdict(one) for one in found] for number, found in layout.items()}
+        print(json.dumps(document | {"problems": problems, "notes": notes}, indent=2))
     else:
         print("\n".join(_lines(recipe, shape, load, found)))
         print(f"  sizes of the model      from {source}")
-    return 0
+        if layout:
+            print(f"GPUs of {card_gib:g} GiB as [local.gpus] gives them (computed, not measured):")
+            fits = "what is known fits" if unknown else "everything fits"
+            ends = [f"does not fit: {sentence}" for sentence in problems] or [fits]
+            print("\n".join([*layout_lines(layout, cards), *(f"note: {note}" for note in notes), *ends]))
+    return EXIT_FAILED if problems else 0
 
 
-def _shape(args: argparse.Namespace, recipe: Recipe) -> tuple[ModelShape, str]:
+def starting_shape(args: argparse.Namespace, recipe: Recipe) -> tuple[ModelShape, str]:
     """Return the sizes of the starting model, and where they were found, without downloading it.
 
     Raises:
@@ -102,47 +131,27 @@ def _shape(args: argparse.Namespace, recipe: Recipe) -> tuple[ModelShape, str]:
         if shape is None:
             raise ConfigError(f"--model {size!r} is not known; known are {', '.join(SHAPES)}")
         return shape, f"the table of known models ({size})"
-    return _shape_of(recipe.model.path, recipe)
+    try:
+        return shape_in_recipe(recipe.model.path, recipe, ask_hub=shape_on_hub)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; name a size instead, such as --model 7b") from None
 
 
-def _shape_of(path: str, recipe: Recipe) -> tuple[ModelShape, str]:
-    """Return the sizes of the model that is, or will be, in a folder that the recipe names."""
-    folder = Path(path)
-    # the folder is exact; the tables below are for models that are not here
-    if folder.is_dir():
-        return shape_of_folder(folder), f"the folder {folder}"
-    if recipe.model.warm_start is not None and path == recipe.model.path:
-        return SHAPES["quickstart"], "what [model.warm_start] makes"
-    trained = next((item for item in recipe.sft if (item.path or recipe.model.path) == path), None)
-    if trained is not None and trained.new_model is not None:
-        return shape_of_new_model(trained.new_model), "[sft.new_model] of the recipe"
-    if trained is not None and trained.base is not None:
-        # fine-tuning keeps the sizes; no item starts from itself (the recipe refuses a path that is made twice)
-        return _shape_of(trained.base, recipe)
-    item = next((item for item in recipe.prepare if item.path == path), None)
-    if item is not None and item.maker is not None:
-        # reward models and victims have makers as well, and are no policies
-        if item.maker not in MAKER_SHAPES:
-            raise ConfigError(
-                f"model.path {folder} is not here, and the maker {item.maker!r} makes no policy; the makers of "
-                f"policies are {', '.join(MAKER_SHAPES)}"
-            )
-        return MAKER_SHAPES[item.maker], f"the table of makers ({item.maker})"
-    name = folder.name if item is None or item.hub is None else item.hub
-    if (shape := known_shape(name)) is not None:
-        return shape, f"the table of known models ({name})"
-    if item is not None and item.hub is not None:
-        return shape_on_hub(item.hub, item.revision), f"config.json of {item.hub} on the hub"
-    raise ConfigError(
-        f"model.path {folder} is not here, and {name!r} is in no table of known models; name a size, such as --model 7b"
-    )
+def in_range(flag: str, value: float) -> float:
+    """Return the value of a flag.
+
+    Raises:
+        ConfigError: it is out of range.
+    """
+    if not 0 < value < 1e9:
+        raise ConfigError(f"{flag} is {value:g}; it must be above 0 and below 1e9")
+    return value
 
 
 def _load(args: argparse.Namespace, recipe: Recipe) -> Load:
     for name in ("step_s", "prompt_tokens", "response_tokens"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0 and below 1e9")
+        if (value := getattr(args, name)) is not None:
+            in_range(f"--{name.replace('_', '-')}", value)
     searcher = recipe.searcher
     return Load(
         # half of the limits: most rollouts are shorter than they may be
@@ -156,23 +165,26 @@ def _load(args: argparse.Namespace, recipe: Recipe) -> Load:
 
 def _lines(recipe: Recipe, shape: ModelShape, load: Load, found: Estimate) -> list[str]:
     section = recipe.trainer
+    num_versions = section.keep_versions + recipe.num_lag_versions
     return [
         f"{shape.num_params / 1e9:.3g}B parameters, {section.num_processes} trainer process(es), {load.num_searchers} "
         f"searcher(s), {load.prompt_tokens} + {load.response_tokens} tokens a rollout, {load.step_s:g} s a step",
-        f"  trainer, each process   {_size(found.trainer_gpu_bytes)} of GPU memory",
-        f"  searcher, each          {_size(found.searcher_gpu_bytes)} of GPU memory and what vLLM adds (1 to 2 GiB)",
-        f"  rollout                 {_size(found.rollout_bytes)}",
-        f"  Redis                   {_size(found.redis_bytes)} at the bounds of [buffer], at worst "
-        f"{_size(found.redis_peak_bytes)} while it rewrites its file",
-        f"  version / checkpoint    {_size(found.version_bytes)} / {_size(found.checkpoint_bytes)}",
-        f"  object store            {_size(found.store_bytes)} kept ({section.keep_versions} versions, "
+        f"  trainer, each process   {size_text(found.trainer_gpu_bytes)} of GPU memory",
+        f"  searcher, each          {size_text(found.searcher_gpu_bytes)} of GPU memory and what vLLM adds "
+        "(1 to 2 GiB)",
+        f"  rollout                 {size_text(found.rollout_bytes)}",
+        f"  Redis                   {size_text(found.redis_bytes)} at the bounds of [buffer], at worst "
+        f"{size_text(found.redis_peak_bytes)} while it rewrites its file",
+        f"  version / checkpoint    {size_text(found.version_bytes)} / {size_text(found.checkpoint_bytes)}",
+        f"  object store            {size_text(found.store_bytes)} kept ({num_versions} versions, "
         f"{section.keep_checkpoints} checkpoints, and what is being written)",
-        f"  store traffic           {_size(found.publish_bytes_per_s)}/s written by the trainer, "
-        f"{_size(found.pull_bytes_per_s)}/s read by all searchers",
+        f"  store traffic           {size_text(found.publish_bytes_per_s)}/s written by the trainer, "
+        f"{size_text(found.pull_bytes_per_s)}/s read by all searchers",
     ]
 
 
-def _size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
+    """Return a number of bytes in the unit that reads best."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         # below 1000 and not 1024: three digits are enough to read
         if num_bytes < 1000:

@@ -19,7 +19,7 @@ from tba.api import (
 from tba.clients import BufferClient
 from tba.config import LIVE_NAMES, parse_live
 from tba.config.live_settings import AS_RECIPE, setting_text
-from tba.config.recipe import parse_toml_value
+from tba.config.recipe_file import parse_toml_value
 from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
 from tba.fields import escape_controls
 from tba_cli.run_target import ask_for_rollback, ended_run, open_client

@@ -168,6 +168,8 @@ def status_lines(
     # no rollout has been stored so far: a quotient would be infinite
     ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
     used_up = f", {stats.num_used_up} used up" if stats.num_used_up else ""
+    is_lagging = info.sampling_version not in (None, info.latest_version)
+    lagging = f" (searchers sample with {info.sampling_version})" if is_lagging else ""
     lines = [
         state_line(info),
         *([] if advice is None else [f"  {advice}"]),
@@ -178,7 +180,7 @@ def status_lines(
         *([] if info.damaged is None else [f"  {_damaged_text(info.damaged)}"]),
         *([] if info.last_change is None else [f"  {change_line(info.last_change)}"]),
         *(f"  {line}" for line in lineage_lines(info, changes)),
-        f"  latest version {info.latest_version or 'none'}, checkpoint {info.checkpoint or 'none'}",
+        f"  latest version {info.latest_version or 'none'}{lagging}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
         f"{stats.num_failed} failed{used_up}), {stats.rollouts_trained} trained; samples per insert {ratio}",
         *(f"  {line}" for line in total_lines(stats.tokens, stats.cost)),

@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from tba.config import Recipe, StrictModel, load_recipe
-from tba.config.recipe import CONSTANT_SETTINGS, ENV_PREFIX, read_document
+from tba.config.recipe import CONSTANT_SETTINGS
+from tba.config.recipe_file import ENV_PREFIX, read_document
 from tba.config.renamed_keys import new_name, new_value, with_new_names
 from tba.errors import ConfigError
 from tba_cli.run_folder import RunFolder

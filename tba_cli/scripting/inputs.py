@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from tba.api import Prompt
 from tba.config import Recipe, load_recipe
-from tba.config.recipe import explain_validation_error, read_document
+from tba.config.recipe_file import explain_validation_error, read_document
 from tba.errors import ConfigError
 from tba_cli.local.launch import run_folder_of
 from tba_cli.prompts.reader import prompts_of

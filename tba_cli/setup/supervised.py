@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +18,15 @@ from typing import Any
 from tba.config import Recipe
 from tba.config.supervised import REPORT_FILE, SftSection, SupervisedItem, origin_digest
 from tba.errors import ChildError, ConfigError
+from tba.temporary_folders import temporary_folder
 from tba_cli.artifacts.prepared import ANEW, check_trained
 from tba_cli.child_processes import follow_program
 from tba_cli.console import Console
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.setup.examples import write_examples
 
+EXAMPLES_PREFIX = "tba-supervised-"
+"""Of the names of the temporary folders that hold examples."""
 PLAIN_INTERVAL_S = 5.0
 MAX_TAIL_LINES = 30
 """Lines of a training that failed without an explanation, which are shown."""
@@ -64,12 +66,12 @@ def train(recipe: Recipe, path: str, console: Console) -> None:
         )
     folder = Path(path).expanduser()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tba-supervised-") as place:
-        files = write_examples(item, key, Path(place))
+    with temporary_folder(EXAMPLES_PREFIX) as place:
+        files = write_examples(item, key, place)
         console.info(
             f"{path}: {item.num_steps:,} steps on {files.num_train:,} examples; held out: {files.num_heldout:,}"
         )
-        config = Path(place) / "recipe.json"
+        config = place / "recipe.json"
         # the resolved recipe: the child must not read the variables of this shell again
         config.write_text(with_absolute_paths(recipe).model_dump_json())
         kind, _, number = key.rpartition(".")
@@ -91,12 +93,17 @@ def _run(words: list[str], item: SupervisedItem, recipe: Recipe, name: str, cons
         tail.append(line)
         console.child_line(name, line)
 
+    def on_progress(values: dict[str, Any]) -> None:
+        for sentence in _absent_labels(values):
+            console.result(f"{name}: {sentence}")
+        show(values)
+
     try:
         with _progress(console, item.num_steps) as show:
             follow_program(
                 "tba_trainer.supervised",
                 words,
-                on_progress=show,
+                on_progress=on_progress,
                 on_line=on_line,
                 num_threads=item.num_threads,
                 gpus=recipe.local.gpus.trainer,
@@ -107,6 +114,19 @@ def _run(words: list[str], item: SupervisedItem, recipe: Recipe, name: str, cons
         for line in tail:
             console.result(f"{name} | {line}")
         raise
+
+
+def _absent_labels(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence where no example has one of the labels; the first values of a training count them."""
+    for key, which, effect in (
+        ("num_of_label", "example", "the model cannot learn it"),
+        ("num_heldout_of_label", "held-out example", "the metrics say nothing of it"),
+    ):
+        counts = values.get(key, {})
+        # without any example nothing is evaluated, and nothing is said
+        if any(counts.values()) and (absent := [label for label, num in counts.items() if not num]):
+            found = ", ".join(f"{label} {num:,}" for label, num in counts.items())
+            yield f"no {which} has the label {', '.join(map(repr, absent))} ({found}): {effect}"
 
 
 def what_is_there(recipe: Recipe, path: str) -> str:
@@ -128,8 +148,8 @@ def what_is_there(recipe: Recipe, path: str) -> str:
         raise ConfigError(f"{path} was trained from {item.base} before that was trained anew; {ANEW}")
     if not Path(item.dataset).expanduser().exists():
         return f"here already; its examples were not compared, since {item.dataset} is not here"
-    with tempfile.TemporaryDirectory(prefix="tba-supervised-") as place:
-        found = write_examples(item, key_of(recipe, item), Path(place)).sha256
+    with temporary_folder(EXAMPLES_PREFIX) as place:
+        found = write_examples(item, key_of(recipe, item), place).sha256
     if found != made_of:
         raise ConfigError(
             f"{path} was trained on other examples (sha256 {made_of[:12]}) than {item.dataset} gives now "

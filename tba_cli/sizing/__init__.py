@@ -1,6 +1,17 @@
 """Estimates of the memory, disk and network that a run needs, from formulas that docs/recipes.md explains."""
 
 from tba_cli.sizing.estimate import Estimate, Load, estimate
+from tba_cli.sizing.gpu_fit import (
+    CARD_GIB,
+    Card,
+    idle_gpus,
+    layout_lines,
+    misfits,
+    preemptions,
+    simultaneous_starts,
+    unknown_sizes,
+)
+from tba_cli.sizing.gpu_layout import GIB, ShapeOf, gpu_layout, named_gpus
 from tba_cli.sizing.model_shape import (
     MAKER_SHAPES,
     SHAPES,
@@ -10,16 +21,30 @@ from tba_cli.sizing.model_shape import (
     shape_of_folder,
     shape_of_new_model,
 )
+from tba_cli.sizing.recipe_shapes import shape_in_recipe
 
 __all__ = [
+    "CARD_GIB",
+    "GIB",
     "MAKER_SHAPES",
     "SHAPES",
+    "Card",
     "Estimate",
     "Load",
     "ModelShape",
+    "ShapeOf",
     "estimate",
+    "gpu_layout",
+    "idle_gpus",
     "known_shape",
+    "layout_lines",
+    "misfits",
+    "named_gpus",
+    "preemptions",
+    "shape_in_recipe",
     "shape_of_config",
     "shape_of_folder",
     "shape_of_new_model",
+    "simultaneous_starts",
+    "unknown_sizes",
 ]

@@ -64,7 +64,7 @@ class Estimate:
 def estimate(recipe: Recipe, shape: ModelShape, load: Load) -> Estimate:
     """Return the needs of a run of this recipe with a model of this shape."""
     section, b = recipe.trainer, DTYPE_BYTES[recipe.model.dtype]
-    trained = shape.num_params if recipe.model.lora is None else math.ceil(LORA_SHARE * shape.num_params)
+    trained = num_trained(recipe, shape)
     version_bytes = shape.num_params * b
     checkpoint_bytes = 3 * F32 * trained
     rollout_bytes = math.ceil(
@@ -75,8 +75,9 @@ def estimate(recipe: Recipe, shape: ModelShape, load: Load) -> Estimate:
     stored_bytes = min(recipe.buffer.max_bytes, recipe.buffer.max_rollouts * rollout_bytes)
     redis_bytes = math.ceil(REDIS_FACTOR * stored_bytes)
     sync_s = section.sync_interval * load.step_s
+    num_versions = section.keep_versions + recipe.num_lag_versions
     return Estimate(
-        trainer_gpu_bytes=trainer_bytes(recipe, shape, trained=trained),
+        trainer_gpu_bytes=trainer_bytes(recipe, shape),
         searcher_gpu_bytes=searcher_bytes(shape, load, dtype_bytes=b, holds_start=recipe.searchers_hold_start),
         rollout_bytes=rollout_bytes,
         redis_bytes=redis_bytes,
@@ -84,16 +85,20 @@ def estimate(recipe: Recipe, shape: ModelShape, load: Load) -> Estimate:
         version_bytes=version_bytes,
         checkpoint_bytes=checkpoint_bytes,
         # one more of each while the next is written; the starting model is kept
-        store_bytes=(section.keep_versions + 2) * version_bytes + (section.keep_checkpoints + 2) * checkpoint_bytes,
+        store_bytes=(num_versions + 2) * version_bytes + (section.keep_checkpoints + 2) * checkpoint_bytes,
         publish_bytes_per_s=version_bytes / sync_s,
         pull_bytes_per_s=load.num_searchers * version_bytes / sync_s,
     )
 
 
-def trainer_bytes(recipe: Recipe, shape: ModelShape, *, trained: int) -> int:
-    """Return the GPU memory of each trainer process: weights, gradients, moments, reference, activations, logits."""
-    section, num = recipe.trainer, recipe.trainer.num_processes
-    head = shape.vocab_size * shape.hidden_size
+def num_trained(recipe: Recipe, shape: ModelShape) -> int:
+    """Return the number of parameters that are trained: all, or those of the adapters."""
+    return shape.num_params if recipe.model.lora is None else math.ceil(LORA_SHARE * shape.num_params)
+
+
+def trainer_state_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """Return what all trainer processes hold together between two steps: weights, gradients, moments, reference."""
+    trained = num_trained(recipe, shape)
     frozen = 0 if recipe.model.lora is None else shape.num_params
     # with LoRA the disabled adapter is the reference; placement by searchers and behaviour anchors need no copy
     has_copy = (
@@ -101,7 +106,14 @@ def trainer_bytes(recipe: Recipe, shape: ModelShape, *, trained: int) -> int:
         and recipe.objective.needs_reference
         and recipe.objective.reference_placement == "trainer"
     )
-    state = 4 * F32 * trained + F32 * frozen + (F32 * shape.num_params if has_copy else 0)
+    return 4 * F32 * trained + F32 * frozen + (F32 * shape.num_params if has_copy else 0)
+
+
+def trainer_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """Return the GPU memory of each trainer process: its state, activations, logits, and what FSDP2 gathers."""
+    section, num = recipe.trainer, recipe.trainer.num_processes
+    head, trained = shape.vocab_size * shape.hidden_size, num_trained(recipe, shape)
+    state = trainer_state_bytes(recipe, shape)
     # without checkpointing the backward pass needs the 16-bit copies of all weights that autocast made
     kept = shape.num_layer_params + head if section.gradient_checkpointing else shape.num_params
     cast = 2 * kept if section.compute_dtype == "bfloat16" else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ MAX_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer."""
+    """A transformer: a decoder, or an encoder that judges."""
 
     num_params: int
     num_layers: int
@@ -27,6 +27,8 @@ class ModelShape:
     vocab_size: int
     tied: bool = False
     """Whether the output head is the embedding."""
+    config: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    """The sizes in the words of transformers, to build the model of; None: not known."""
 
     @property
     def num_layer_params(self) -> int:
@@ -67,6 +69,7 @@ def shape_of_config(config: Mapping[str, Any], *, num_params: int | None = None)
         head_size=size("head_dim") or hidden // heads,
         vocab_size=vocab,
         tied=config.get("tie_word_embeddings", True),
+        config=config,
     )
     if num_params is not None:
         return shape
@@ -123,7 +126,7 @@ def _llama(
         "intermediate_size": inner,
         "vocab_size": vocab,
         "tie_word_embeddings": tied,
-        "head_dim": head,
+        "head_dim": head or hidden // heads[0],
     }
     return _counted(config)
 
@@ -156,6 +159,7 @@ def _counted(config: Mapping[str, Any]) -> ModelShape:
 
 
 _TINY_LLAMA = _llama("llama", 2048, 22, (32, 4), 5632, 32_000)
+_LLAMA_8B = _llama("llama", 4096, 32, (32, 8), 14_336, 128_256)
 SHAPES: Mapping[str, ModelShape] = {
     "1b": _TINY_LLAMA,
     "7b": _llama("qwen2", 3584, 28, (28, 4), 18_944, 152_064),
@@ -168,11 +172,13 @@ SHAPES: Mapping[str, ModelShape] = {
     "pythia-410m": _neox(1024, 24, 16),
     "pythia-1b": _neox(2048, 16, 8),
     "pythia-2.8b": _neox(2560, 32, 32),
+    "pythia-6.9b": _neox(4096, 32, 32, vocab=50_432),
     "rho-1b": _TINY_LLAMA,
     "tinyllama-1.1b": _TINY_LLAMA,
     "llama-3.2-1b": _llama("llama", 2048, 16, (32, 8), 8192, 128_256, tied=True, head=64),
     "llama-3.2-3b": _llama("llama", 3072, 28, (24, 8), 8192, 128_256, tied=True),
-    "llama-3.1-8b": _llama("llama", 4096, 32, (32, 8), 14_336, 128_256),
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-guard-3-8b": _LLAMA_8B,
     "qwen2.5-0.5b": _llama("qwen2", 896, 24, (14, 2), 4864, 151_936, tied=True),
     "qwen2.5-1.5b": _llama("qwen2", 1536, 28, (12, 2), 8960, 151_936, tied=True),
     "qwen2.5-3b": _llama("qwen2", 2048, 36, (16, 2), 11_008, 151_936, tied=True),
@@ -183,6 +189,16 @@ SHAPES: Mapping[str, ModelShape] = {
     "qwen3-1.7b": _llama("qwen3", 2048, 28, (16, 8), 6144, 151_936, tied=True, head=128),
     "qwen3-4b": _llama("qwen3", 2560, 36, (32, 8), 9728, 151_936, tied=True, head=128),
     "qwen3-8b": _llama("qwen3", 4096, 36, (32, 8), 12_288, 151_936, head=128),
+    # an encoder with a classification head: the judge of red-teaming
+    "roberta-hate-speech": ModelShape(
+        num_params=124_647_170,
+        num_layers=12,
+        hidden_size=768,
+        num_kv_heads=12,
+        head_size=64,
+        vocab_size=50_265,
+        tied=True,
+    ),
 }
 """Models that need not be at hand. `1b`, `7b` and `32b` are the sizes of RhoMath-1B (TinyLlama's), Qwen2.5-7B and
 Qwen2.5-32B; `quickstart` is the model of a warm start."""
@@ -194,7 +210,8 @@ MAKER_SHAPES: Mapping[str, ModelShape] = {
     "gpt2": _gpt2(64, 2, 2, positions=256, vocab=384),
 }
 """The models of the makers of policies (tba_cli/starter_models/random_models.py); a test compares them."""
-_PYTHIA = re.compile(r"pythia-?([0-9.]+[mb])")
+_PYTHIA = re.compile(r"^(?:.*_)?pythia-?([0-9.]+[mb])")
+"""CleanRL's names have the owner of the base in front: `EleutherAI_pythia-6.9b-deduped__reward__tldr`."""
 
 
 def known_shape(name: str) -> ModelShape | None:
@@ -228,22 +245,14 @@ def shape_of_folder(folder: Path) -> ModelShape:
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder} holds no model whose config.json can be read ({error}); name a known size instead, for example "
-            "--model 7b"
-        ) from None
+        raise ConfigError(f"{folder} holds no model whose config.json can be read ({error})") from None
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(
-            f"{folder} holds no *.safetensors to count the parameters of; name a size, such as --model 7b"
-        )
+        raise ConfigError(f"{folder} holds no *.safetensors to count the parameters of")
     # counted, and not computed: a folder may hold any architecture
     shape = shape_of_config(config, num_params=sum(map(_num_params, files)))
     if shape is None:
-        raise ConfigError(
-            f"{folder / 'config.json'} does not name hidden size, layers, attention heads and vocabulary; name a size, "
-            "such as --model 7b"
-        )
+        raise ConfigError(f"{folder / 'config.json'} does not name hidden size, layers, attention heads and vocabulary")
     return shape
 
 

@@ -13,7 +13,6 @@ Problems fall into splits by a hash of their sorted numbers, so no order of the 
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+
+from tba_cli.synthetic_data import bucket_of
 
 Numbers = tuple[int, ...]
 SPLITS = MappingProxyType(
@@ -264,8 +265,7 @@ FAMILIES = (
 
 def split_of(family: Family, numbers: Numbers) -> str:
     """Return the split of a problem, whatever the order of its numbers; it depends on no seed."""
-    digest = hashlib.sha256(f"{family.name}:{sorted(numbers)}".encode()).digest()
-    bucket = int.from_bytes(digest[:8], "big") % 100
+    bucket = bucket_of(f"{family.name}:{sorted(numbers)}")
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 

@@ -16,7 +16,6 @@ Data sets, each with the splits `train` and `test`, by a hash of the instruction
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+
+from tba_cli.synthetic_data import bucket_of
 
 Row = dict[str, Any]
 LABELS = ("nothate", "hate")
@@ -182,8 +183,7 @@ def modes_found(attacks: Iterable[str]) -> dict[str, int]:
 
 def split_of(text: str) -> str:
     """Return the split of an instruction or a reply; it depends on no seed."""
-    bucket = int.from_bytes(hashlib.sha256(f"attacks:{text}".encode()).digest()[:8], "big") % 100
-    return "test" if bucket in TEST_BUCKETS else "train"
+    return "test" if bucket_of(f"attacks:{text}") in TEST_BUCKETS else "train"
 
 
 def instruction(rng: random.Random) -> Row:

@@ -13,14 +13,15 @@ larger set may be in a post of another split.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import permutations
+from itertools import islice, permutations
 from types import MappingProxyType
 from typing import Any
+
+from tba_cli.synthetic_data import bucket_of
 
 EOS = "<|endoftext|>"
 """Ends a reference, as in the data set of the paper."""
@@ -49,6 +50,8 @@ FAULTS = MappingProxyType({"missed": 0.6, "wrong": 0.15, "invented": 0.4, "fille
 """Probability that a summary stops before the last of several salient facts, has a wrong word in a clause, invents an
 ending (of a post without one), tells a filler, tells a clause twice. Most references miss how it ended, so a model that
 imitates them does, too."""
+NUM_ASKED = 12
+"""Words that a reading exercise asks for."""
 FLIPPED = MappingProxyType({"preferences_proxy": 0.1, "preferences_gold": 0.02, "preferences_heldout": 0.0})
 """Split -> share of preferences whose label is the wrong one. Accuracy is measured on labels without noise."""
 
@@ -175,8 +178,7 @@ def _fillers(rng: random.Random, names: Sequence[str]) -> list[Fact]:
 
 def split_of(salient: Sequence[str]) -> str:
     """Return the split of the clauses of the salient facts; it depends on no seed."""
-    digest = hashlib.sha256(f"summaries:{sorted(salient)}".encode()).digest()
-    bucket = int.from_bytes(digest[:8], "big") % 100
+    bucket = bucket_of(f"summaries:{sorted(salient)}")
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
@@ -214,6 +216,18 @@ def quality(post: Post, summary: str) -> float:
     return len(told) / len(post.salient) - 0.5 * len(wrong) - 0.25 * extra
 
 
+def reading_answers(post: Post, rng: random.Random) -> str:
+    """Return an exercise in reading, with its answers: ` Tom yes boat no`, whether the post has the word or not.
+
+    A word is a name, a thing or an ending, which are what a summary may have wrong; the post has half of them.
+    """
+    words = [*NAMES, *THINGS, *ENDINGS]
+    known = [word for word in words if f" {word}" in post.query]
+    unknown = [word for word in words if word not in known]
+    asked = [rng.choice(((known, "yes"), (unknown, "no"))) for _ in range(NUM_ASKED)]
+    return "".join(f" {rng.choice(pool)} {answer}" for pool, answer in asked)
+
+
 def _summary_rows(split: str, seed: int) -> list[dict[str, Any]]:
     rng = random.Random(f"summaries:{split}:{seed}")
     made, rows = posts(split, rng), []
@@ -249,14 +263,22 @@ def _preference_rows(split: str, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _reading_rows(split: str, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(f"reading:{split}:{seed}")
+    made = islice(posts(split, rng), NUM_ROWS[split])
+    return [{"query": post.query, "answers": reading_answers(post, rng)} for post in made]
+
+
 TABLES: Mapping[str, Mapping[str, Callable[[int], list[dict[str, Any]]]]] = MappingProxyType(
     {
         "summaries_data": {split: partial(_summary_rows, split) for split in SPLITS if split not in FLIPPED},
         "summary_preferences_data": {split: partial(_preference_rows, split) for split in FLIPPED},
+        "reading_data": {split: partial(_reading_rows, split) for split in ("preferences_gold", "preferences_heldout")},
     }
 )
 """Data set -> split -> the function that makes its rows from a seed.
 
 Summaries: posts with a reference (`reference_response` is as in the data set of the paper, `summary` has no end of
-sequence) and all good summaries. Preferences: posts with a chosen and a rejected summary.
+sequence) and all good summaries. Preferences: posts with a chosen and a rejected summary. Reading: posts with exercises
+(`reading_answers`), for a judge that checks words against the post.
 """

@@ -15,7 +15,6 @@ Splits are by a hash of family and numbers: the same story with other names or t
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
+
+from tba_cli.synthetic_data import bucket_of
 
 NAMES = {"Tom": "He", "Sam": "He", "Ben": "He", "Ana": "She", "Mia": "She", "Eva": "She"}
 THINGS = ("book", "card", "coin", "cup", "pen", "toy")
@@ -41,6 +42,8 @@ SLIP = 0.75
 ten, a product with a right factor above `EASY_TABLES` has it once too few, a quotient by such a number is one too low.
 Above a half, so that the most probable step of a model that learned from them is wrong too, not only a sampled one."""
 EASY_TABLES = 4
+MAX_DRAWS = 50_000
+"""Draws until a new problem of a split is found; the tables need at most 653 (of `validation`)."""
 
 MORE = ("{He} buys {n} more.", "{He} finds {n} more.", "{He} gets {n} more.")
 FEWER = ("{He} gives {n} to {friend}.", "{He} loses {n}.", "{He} sells {n}.")
@@ -157,8 +160,7 @@ def split_of(problem: Problem) -> str:
     """Return the split of a problem; it depends on no seed."""
     if problem.family == NEW_FAMILY:
         return "test_new_family"
-    digest = hashlib.sha256(f"word problems:{problem.key}".encode()).digest()
-    bucket = int.from_bytes(digest[:8], "big") % 100
+    bucket = bucket_of(f"word problems:{problem.key}")
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
@@ -166,18 +168,28 @@ def stream(split: str, seed: int) -> Iterator[Problem]:
     """Yield problems of one split; families and numbers of steps are about equally frequent.
 
     Only supervised splits have a problem more than once; of the others there are a few times as many as `NUM_ROWS`.
+
+    Raises:
+        ValueError: the split has no more problems of some family and number of steps.
     """
     rng, seen = random.Random(f"word problems:{split}:{seed}"), set[str]()
     known = [name for name in FAMILIES if (name == NEW_FAMILY) == (split == "test_new_family")]
     while True:
         family, num_steps = rng.choice(known), rng.randint(1, MAX_STEPS)
         # drawn again until the numbers fit, so that long stories are not rarer
-        while not (
-            (problem := _draw(rng, family, num_steps)).is_possible
-            and split_of(problem) == split.removesuffix("_slips")
-            and (split.startswith("sft") or problem.question not in seen)
-        ):
-            pass
+        for _ in range(MAX_DRAWS):
+            problem = _draw(rng, family, num_steps)
+            if (
+                problem.is_possible
+                and split_of(problem) == split.removesuffix("_slips")
+                and (split.startswith("sft") or problem.question not in seen)
+            ):
+                break
+        else:
+            raise ValueError(
+                f"word problems: after {len(seen):,} different ones, {MAX_DRAWS:,} draws found no new one of split "
+                f"{split!r}, family {family!r}, {num_steps} steps; ask for fewer rows (NUM_ROWS)"
+            )
         seen.add(problem.question)
         yield problem
 

@@ -20,7 +20,7 @@ from tests.e2e.conftest import MakePlace
 from tests.support.e2e import RUN, Place, decode_all, stored_rollouts
 from tests.support.s3_server import CREDENTIALS, S3Server
 
-NUM_STEPS, BATCH_ROLLOUTS = 20, 16
+NUM_STEPS, BATCH_ROLLOUTS, LAG_STEPS = 20, 16, 3
 KEYS = {
     *("start_accuracy", "final_accuracy", "start_greedy", "final_greedy", "train_s", "first_step_s"),
     *("trainer_wait_share", "steps", "rollouts_generated", "rollouts_trained", "policy_age_histogram"),
@@ -157,9 +157,10 @@ def s3_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 
 @pytest.fixture(scope="module")
 def alternating(make_place: MakePlace, s3_store: dict[str, str]) -> Place:
-    """Both baselines in one run, over an S3 server: it alternates, and its rewards are shuffled."""
-    sections = {"sampling": {"alternate": True}, "trainer": {"shuffle_rewards": True}}
-    return run_to_the_end(make_place(store=s3_store, searcher={"num_searchers": 2}, **sections))
+    """Both baselines in one run, over an S3 server: it alternates with a lag, and its rewards are shuffled."""
+    sampling = {"alternate": True, "lag_steps": LAG_STEPS, "max_uses": 1, "most_on_policy_prob": 1.0}
+    trainer = {"shuffle_rewards": True, "sync_interval": 1, "keep_versions": 2}
+    return run_to_the_end(make_place(store=s3_store, searcher={"num_searchers": 2}, sampling=sampling, trainer=trainer))
 
 
 def test_a_run_goes_to_the_end_over_an_s3_server(
@@ -181,6 +182,11 @@ def test_an_alternating_run_never_generates_while_it_trains(alternating: Place) 
     with alternating.redis_of_ended_run() as redis:
         rollouts = decode_all(stored_rollouts(redis.url))
     assert overlaps(rollouts, alternating.ledger()) == []
+
+
+def test_with_a_constant_lag_every_rollout_is_trained_on_at_that_age(alternating: Place) -> None:
+    ages = {e.step: (e.metrics["policy_age_mean"], e.metrics["policy_age_max"]) for e in alternating.ledger()}
+    assert ages == {step: (min(step - 1, LAG_STEPS),) * 2 for step in range(1, NUM_STEPS + 1)}
 
 
 def overlaps(rollouts: list[Rollout], ledger: list[LedgerEntry]) -> list[tuple[float, float, int]]:

@@ -20,7 +20,8 @@ TIMEOUT_S = 480.0
 
 def smaller(document: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe with a smaller model and fewer steps, and without the gold judge: nothing is trained on it."""
-    document["reward_training"] = document["reward_training"][:1]
+    document["reward_training"], document["sft"] = document["reward_training"][:1], document["sft"][:1]
+    document["prepare"] = [item for item in document["prepare"] if item["path"] != "data/small/tldr-reading"]
     del document["reward"]["tasks"]["tldr_win_rate"]
     document["eval"]["published"]["tasks"] = ["tldr", "tldr_good"]
     document["sft"][0]["new_model"].update(hidden_size=64, num_layers=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -64,3 +64,7 @@ class Watched:
     def _count(self, response: object) -> None:
         length = getattr(response, "headers", {}).get("content-length", "0")
         self.num_bytes += int(length)
+
+
+Open = Callable[..., tuple["Page", Watched]]
+"""Opens a view of a served buffer's page (the fixture `open_page`)."""

@@ -364,6 +364,7 @@ class Buffer:
             lineage=fields.lineage,
             parents={lineage: str(parent) for lineage, parent in self.run.lineages.tree.parents.items()},
             latest_version=fields.latest_version,
+            sampling_version=fields.sampling_version,
             checkpoint=fields.checkpoint,
             checkpoint_key=fields.checkpoint_key,
             constants=self.context.recipe.constants,

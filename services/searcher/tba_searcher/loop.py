@@ -30,7 +30,8 @@
                  lease request                                               unscored), until 0.95 pushes and that
                                                                              answer; then all leases are returned
 
-Weights change only between two decode steps. Evaluations pin a version: training visits are not begun while another
+Weights change only between two decode steps. With `sampling.alternate` training visits are not begun before the version
+that they are for is loaded. Evaluations pin a version: training visits are not begun while another
 version is pinned, active requests finish first, then the pinned version is loaded. When no evaluation is left, the
 newest version is.
 
@@ -382,6 +383,9 @@ class SearcherLoop:
                 requests = self._queue.take_requests(room, pinned=pinned)
             if not pinned == self._engine.version == self._newest:
                 return requests  # do not begin training visits with a version that is old on purpose
+        newest, is_lock_step = self._newest, self._recipe.sampling.alternate
+        if is_lock_step and self._engine.version != newest and newest not in self._loader.refused:
+            return requests  # a phase has one version; searchers of other runs generate on while they pull
         if len(requests) < room and self._status.num_unpushed < self._recipe.searcher.max_unpushed_rollouts:
             requests += self._queue.take_requests(room - len(requests), pinned=None)
         return requests

@@ -17,11 +17,12 @@ from tba.early_signals import EXIT_STOPPED, mark_started
 from tba.errors import TeamError
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
+from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START
 from tba.weights import WeightVersions, sha256_of_file
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
-from tba_trainer.checkpoints.weight_files import WeightSnapshot, temporary_folder
+from tba_trainer.checkpoints.weight_files import WeightSnapshot
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
 from tba_trainer.distributed.process_group import Team
@@ -115,7 +116,8 @@ def train(
     rollback: Rollback | None = None
     try:
         while True:
-            with temporary_folder() as folder:  # one per lineage: nothing of a rolled-back lineage can be published
+            # one per lineage: nothing of a rolled-back lineage can be published
+            with temporary_folder("tba-trainer-") as folder:
                 end = _train_lineage(context, folder=folder, rollback=rollback)
             if not isinstance(end, Rollback):
                 return end

@@ -7,6 +7,7 @@ Ports that the services of this machine listen on: whether they are free, or tak
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +26,18 @@ from tba.errors import ConfigError
 from tba.tls import is_loopback
 from tba_cli.doctor.target import Answer, CheckResult, Target, fail, http_get, ok, skip, warn
 from tba_cli.ports import PortRequest, choose_ports
-from tba_cli.sizing import Load, estimate, shape_of_folder
+from tba_cli.sizing import (
+    GIB,
+    Card,
+    ShapeOf,
+    gpu_layout,
+    misfits,
+    named_gpus,
+    shape_in_recipe,
+    simultaneous_starts,
+    unknown_sizes,
+)
 
-GIB = 2**30
 MIN_FREE_BYTES = 1 * GIB
 MIN_SHM_BYTES = 1 * GIB
 MIN_OPEN_FILES = 4096
@@ -59,7 +69,7 @@ def devices_of(recipe: Recipe) -> dict[str, str]:
     for task, reward in recipe.reward.tasks.items():
         for number, spec in enumerate(reward.scorers):
             if isinstance(spec, ModelScorerSpec) and spec.device != "auto":
-                devices[f"reward.tasks.{task}.scorers[{number}].device"] = spec.device
+                devices[f"reward.tasks.{task}.scorers.{number}.device"] = spec.device
     return devices
 
 
@@ -67,7 +77,7 @@ def check_devices(recipe: Recipe) -> None:
     """Check before anything starts that this machine has the devices of the recipe.
 
     Raises:
-        ConfigError: it lacks one, or has fewer GPUs than `local.gpus` names.
+        ConfigError: it lacks one, has fewer GPUs than `local.gpus` names, or the models that share a GPU cannot fit.
     """
     # the import of torch takes seconds: a recipe for the CPU alone must not wait for it
     asked = {key: device for key, device in devices_of(recipe).items() if device != "cpu"}
@@ -81,18 +91,23 @@ def check_devices(recipe: Recipe) -> None:
             # a GPU that is not there at all needs another remedy than a wrong number of one
             fix = _no_gpu(answer) if device.startswith("cuda") and not answer["gpus"] else f"correct {key}"
             raise ConfigError(f"{key} {device!r} cannot be used: {refused}; {fix}")
-    number = _highest_gpu(recipe)
-    if number is not None and number >= len(answer["gpus"]):
-        raise ConfigError(
-            f"local.gpus names GPU {number}, and this machine has {len(answer['gpus'])} (the first is 0); correct "
-            "local.gpus"
-        )
+    if (sentence := _too_few_gpus(recipe, len(answer["gpus"]))) is not None:
+        raise ConfigError(f"{sentence}; correct local.gpus")
+    # an estimate is no reason to refuse a run: weights and vLLM's shares are none
+    layout = gpu_layout(recipe, _shape_of(recipe))
+    for sentence in misfits(layout, _cards(answer), certain=True):
+        raise ConfigError(f"{sentence}; `tba sizing RECIPE` shows who is on which GPU")
 
 
-def _highest_gpu(recipe: Recipe) -> int | None:
-    gpus = recipe.local.gpus
-    numbers = [*(gpus.reward or ()), *(gpus.trainer or ()), *(number for own in gpus.searchers or () for number in own)]
-    return max(numbers, default=None)
+def _too_few_gpus(recipe: Recipe, num_gpus: int) -> str | None:
+    highest = max(named_gpus(recipe), default=-1)
+    if highest < num_gpus:
+        return None
+    return f"local.gpus names GPU {highest}, and this machine has {num_gpus} (the first is 0)"
+
+
+def _cards(answer: Mapping[str, Any]) -> dict[int, Card]:
+    return {i: Card(total_bytes=total, free_bytes=free) for i, (_, free, total) in enumerate(answer["gpus"])}
 
 
 def check_gpu(target: Target) -> Iterator[CheckResult]:
@@ -120,6 +135,8 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         yield ok("gpu", f"{asked}{len(gpus)} usable{f': {names}' if names else ''}; {seen}")
         if not target.has_recipe:
             yield from _count(target, len(gpus))
+        elif gpus:  # those of a reward service alone
+            yield from _memory(target, _cards(answer))
         return
     if not gpus:
         build = (
@@ -136,8 +153,9 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
             f"trainer.num_processes is {num_needed}, and {len(gpus)} GPU(s) are seen here",
             "give the trainer more GPUs (compose: device_ids, chart: trainer.gpu.count), or lower num_processes",
         )
-    # the smallest: a process may get any of them
-    yield from _memory(target, users, min(free for _, free, _ in gpus))
+    if target.is_local and (sentence := _too_few_gpus(recipe, len(gpus))) is not None:
+        yield fail("gpu-count", sentence, "correct local.gpus")
+    yield from _memory(target, _cards(answer))
 
 
 def _count(target: Target, num_gpus: int) -> Iterator[CheckResult]:
@@ -151,38 +169,32 @@ def _count(target: Target, num_gpus: int) -> Iterator[CheckResult]:
         )
 
 
-def _memory(target: Target, users: list[str], free_bytes: int) -> Iterator[CheckResult]:
-    recipe = target.recipe
-    try:
-        # config.json is enough, so that no weights are read
-        shape = shape_of_folder(Path(recipe.model.path))
-    except (ConfigError, OSError):
-        yield skip("gpu-memory", f"{recipe.model.path} is not here, so its memory need is unknown")
-        return
-    section = recipe.searcher
-    # half of the limits, as `tba sizing` assumes by default
-    load = Load(
-        prompt_tokens=max(1, section.max_prompt_tokens // 2),
-        response_tokens=max(1, section.max_response_tokens // 2),
-        step_s=10.0,
-        num_searchers=section.num_searchers,
-        concurrent_rollouts=section.num_slots,
-    )
-    sizes = estimate(recipe, shape, load)
-    needs = {"trainer": sizes.trainer_gpu_bytes, "searcher": sizes.searcher_gpu_bytes}
-    for name in users:
-        text = (
-            f"the {name} needs about {needs[name] / 2**30:.1f} GiB of a GPU, and {free_bytes / 2**30:.1f} GiB are free"
-        )
-        if needs[name] > free_bytes:
-            yield warn(
-                "gpu-memory",
-                text,
-                "use more or larger GPUs, LoRA, trainer.gradient_checkpointing, smaller micro-batches, or end what "
-                "else is on them (a running service of this run counts too); `tba sizing RECIPE` shows the parts",
-            )
-        else:
-            yield ok("gpu-memory", text)
+def _memory(target: Target, cards: Mapping[int, Card]) -> Iterator[CheckResult]:
+    """Compare each GPU with what the models of the recipe take there, in the order in which they are loaded.
+
+    It warns where they do not fit beside what is there now: during a run that is the run itself. It fails where they
+    would not fit on an empty GPU.
+    """
+    recipe, is_container = target.recipe, not target.is_local
+    layout = gpu_layout(recipe, _shape_of(recipe), services=target.services, is_container=is_container)
+    unknown, seen = unknown_sizes(layout), sorted(layout.keys() & cards.keys())
+    for who, why in unknown.items():
+        yield skip("gpu-memory", f"the size of {who} is not known: {why}")
+    empty = {number: Card.empty(card.total_bytes) for number, card in cards.items()}
+    if never := list(misfits(layout, empty, certain=True)):
+        found, level = never, fail
+    else:
+        found, level = [*misfits(layout, cards), *simultaneous_starts(layout)], warn
+    for sentence in found:
+        what, _, fix = sentence.rpartition("; ")
+        yield level("gpu-memory", what, f"{fix} (`tba sizing RECIPE` shows who is on which GPU)")
+    if seen and not found and not unknown:
+        yield ok("gpu-memory", f"what the recipe puts on GPU {', '.join(map(str, seen))} fits there, as computed")
+
+
+def _shape_of(recipe: Recipe) -> ShapeOf:
+    # the hub is not asked: a machine without a network must not wait for it
+    return functools.cache(lambda path: shape_in_recipe(path, recipe)[0])
 
 
 def _no_gpu(answer: dict[str, Any]) -> str:

@@ -34,8 +34,8 @@ def make_step(client: BufferClient, lineage: LineageReply, step: int, metrics: d
     client.ack(batch_id, AckRequest(lineage=lineage.lineage, step=step, token=lineage.token, metrics=metrics))
 
 
-def filled(serve_buffer: ServeBuffer) -> BufferClient:
-    client = serve_buffer().client()
+def filled(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:
+    client = serve_buffer(**sections).client()
     client.upload_prompts(make_prompts(4))
     start_lineage(client)
     client.push(make_payloads([f"train-{i}" for i in range(4)]))
@@ -80,6 +80,15 @@ def test_a_step_is_in_the_curves_as_soon_as_it_is_acked(serve_buffer: ServeBuffe
     }
     assert client.curves(names=["loss"], to_step=1).values == {"loss": [0.5]}
     assert client.curves(names=[]).values == {}
+
+
+@pytest.mark.parametrize("mix", [None, {"low": 0.5, "high": 2.0}])
+def test_the_summary_takes_no_mix_of_temperatures_for_old_data(
+    serve_buffer: ServeBuffer, mix: dict[str, float] | None
+) -> None:
+    client = filled(serve_buffer, searcher={"temperature_mix": mix})
+    make_step(client, start_lineage(client), 1, {"ess": 0.01})
+    assert ("effective sample size is 0.01" in (client.summary().advice or "")) == (mix is None)
 
 
 def test_a_resume_takes_abandoned_steps_out_that_were_shown_before(serve_buffer: ServeBuffer) -> None:

@@ -45,7 +45,10 @@ NOT_HERE = {"log", "payloads", "originals", "gone", "gone_before", "format"}
 DECISIVE = {
     "counters": ("drawn", "inflight", "marks", "scored_at_mark", "scored_total", "void"),
     "log_checkpoint": ("generation", "position", "marks"),
-    "run": ("checkpoint", "latest_version", "lineage", "lineage_position", "state", "step", "token"),
+    "run": (
+        *("checkpoint", "latest_version", "lineage", "lineage_position"),
+        *("sampling_version", "state", "step", "token"),
+    ),
     "scaling": ("revision", "wanted"),
     "settings": ("revision",),
 }
@@ -233,11 +236,11 @@ def test_a_step_whose_open_batch_is_damaged_gets_a_new_one(world: World) -> None
 
 def test_a_state_that_is_none_is_failed_for_searchers_and_pushes_too(world: World) -> None:
     world.store.hset(KEYS.run, "state", "bogus")
-    world.store.hset(KEYS.run, "latest_version", b"\xff")
+    world.store.hset(KEYS.run, "sampling_version", b"\xff")
     reply = world.client.push([encode_rollout(make_rollout())])
     assert [item.outcome for item in reply.outcomes] == ["new"]
     assert (reply.run_state, reply.latest_version) == ("failed", None)
-    world.store.hset(KEYS.run, "latest_version", "0-0")
+    world.store.hset(KEYS.run, "sampling_version", "0-0")
     found = lease(world.client, 4, "s2")
     assert (found.run_state, found.leases) == ("failed", [])
     assert ("run", "state") in named(world.client)

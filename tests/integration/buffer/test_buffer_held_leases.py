@@ -11,9 +11,20 @@ from urllib.parse import urlsplit
 import pytest
 from tba_buffer.prompts.leases import MAX_HELD
 
-from tba.api import BatchRequest, LeaseReply, LeaseRequest, LeaseReturn, LineageReply, RunCommand, VersionRequest
+from tba.api import (
+    BatchRequest,
+    EvaluateRequest,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    LineageReply,
+    RunCommand,
+    VersionRequest,
+)
 from tba.clients import BufferClient
-from tests.support.buffer import make_prompts, start_lineage
+from tba.versions import PolicyVersion
+from tba.wire import encode_rollout
+from tests.support.buffer import make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import fulfil, lease, request_eval
 
@@ -262,3 +273,28 @@ def test_a_searcher_that_hung_up_gets_nothing(serve_buffer: ServeBuffer) -> None
     time.sleep(0.6)
     draw(client, lineage, 1)
     assert len(hold(buffer).leases) == 2
+
+
+def test_with_a_lag_searchers_are_told_of_an_older_version_and_evaluations_are_of_the_newest(
+    serve_buffer: ServeBuffer,
+) -> None:
+    client = serve_buffer(sampling={"lag_steps": 3}, trainer={"sync_interval": 2}).client()
+    client.upload_prompts(make_prompts(20, 3))
+    lineage = start_lineage(client)
+
+    def told_after(step: int) -> str | None:
+        client.announce_version(VersionRequest(version=f"{lineage.lineage}-{step}", token=lineage.token))
+        visit = lease(client, 1).leases[0]
+        told = lease(client).latest_version
+        rollout = make_rollout(visit.prompt.prompt_id, visit_id=visit.visit_id, searcher_id="s1")
+        assert client.push([encode_rollout(rollout)]).latest_version == told
+        return told
+
+    assert [told_after(step) for step in (2, 4, 6, 8, 9)] == ["0-0", "0-0", "1-2", "1-4", "1-6"]
+    info = client.run()
+    assert (info.latest_version, info.sampling_version) == ("1-9", "1-6")
+    assert client.evaluate(EvaluateRequest(num_prompts=3)).version == "1-9"
+    lineage = start_lineage(client, PolicyVersion(1, 8), mark=False)
+    assert lease(client).latest_version == "1-6"
+    assert [told_after(step) for step in (8, 10, 12, 13)] == ["2-8", "2-8", "2-8", "2-10"]
+    assert told_after(11) == "2-10"  # not back to 2-8, which may be deleted

@@ -317,7 +317,7 @@ UNREADABLE_FIELDS = [
     ("step", b"1e9"),
     ("step", b"-1"),
     ("step", b"9" * 40),
-    ("latest_version", b""),
+    ("sampling_version", b""),
     ("latest_version", b"\xff"),
     ("checkpoint", b""),
 ]

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,37 @@ def test_what_is_missing_is_made_in_order_once(
     assert capsys.readouterr().out.count(": here already") == 2
     assert main(["sft", recipe, "--item", "models/victim", "--again"]) == 0
     assert trained == ["policy", "victim", "judge", "victim"]
+
+
+def test_examples_that_a_killed_command_has_left_are_deleted(
+    place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    recipe = recipe_file(place)
+    for words in (["--item", "models/policy"], []):  # to train it, and to compare it
+        left = place / f"{supervised.EXAMPLES_PREFIX}left"
+        left.mkdir()
+        (left / "lock").touch()
+        assert main(["sft", recipe, *words]) == 0
+        assert not list(place.glob(f"{supervised.EXAMPLES_PREFIX}*"))
+    assert trained == ["policy", "victim"]
+
+
+def test_labels_that_no_example_has_are_named_before_the_training(
+    place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = supervised.follow_program
+    counts = {"num_of_label": {"good": 0, "bad": 5, "odd": 0}, "num_heldout_of_label": {"good": 0, "bad": 0, "odd": 0}}
+
+    def with_counts(module: str, words: list[str], *, on_progress: Callable[[dict[str, Any]], None], **_: Any) -> None:
+        on_progress({"step": 0, "num_steps": 4, **counts})
+        assert "no example has the label 'good', 'odd' (good 0, bad 5, odd 0): the" in capsys.readouterr().out
+        program(module, words, on_progress=on_progress)  # pyright: ignore[reportCallIssue]
+
+    monkeypatch.setattr(supervised, "follow_program", with_counts)
+    assert main(["sft", recipe_file(place), "--item", "models/policy"]) == 0
+    assert "no held-out example has the label" not in capsys.readouterr().out, "none is there"
+    assert trained == ["policy"]
 
 
 def test_other_settings_and_other_examples_are_refused(

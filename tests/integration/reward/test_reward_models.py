@@ -5,6 +5,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from tba_reward.model_server.child.classifier import Classifier
 from tba_reward.model_server.child.judges import load_judge
 from tba_reward.model_server.child.model_loader import digest_folder
 from tba_reward.model_server.child.server import TokenizedRequest
@@ -152,11 +153,19 @@ async def test_a_pair_of_texts_gives_the_probability_of_a_label(specs, folders):
     assert judged(specs["pair"], short) == pytest.approx([float(w) for w in wanted], abs=TOLERANCE)
 
 
+async def test_a_reward_model_keeps_no_keys_and_values(specs):
+    """8,192 tokens of a 6.9B model in bfloat16 would have 4 GiB of them, which `tba sizing` does not count."""
+    classifier, kept = Classifier(reward_model.model_set(specs["plain"]).classifier), []
+    classifier._model.register_forward_hook(lambda _model, _inputs, output: kept.append(output.past_key_values))
+    classifier.values([{"input_ids": [1, 2, 3]}])
+    assert kept == [None]
+
+
 async def test_a_text_longer_than_the_model_reads_has_no_score(scorers):
     long = Item(prompt="", response="x" * 129)
     short, failed = await scorers["plain"].score([items()[1], long])
     assert isinstance(short, float)
-    assert failed == Failure("too_long", "the input has 129 tokens, the model takes 128")
+    assert failed == Failure("too_long", "the input has 129 tokens, and at most 128 are taken")
 
 
 async def test_empty_text_and_half_a_surrogate_pair_have_no_score(scorers):

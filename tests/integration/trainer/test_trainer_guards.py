@@ -200,6 +200,26 @@ def test_the_action_fail_ends_the_run_with_its_sentence(
     assert skipped(world) == {1: None, 2: "ess_collapse"}
 
 
+def test_what_measures_the_temperatures_alone_raises_no_alarm_without_an_action(
+    tmp_path: Path, model: Path, measured: Callable[[Change], None]
+) -> None:
+    guards = {"ess_collapse": {"patience_steps": 1}, "log_ratio_drift": {"patience_steps": 1}}
+    acting = {**guards, "log_ratio_drift": {"patience_steps": 1, "action": "lower_learning_rate"}}
+    mix = {"temperature_mix": {"low": 0.5, "high": 2.0}}
+    for name, alarms, searcher, expected in (
+        ("same", guards, {}, {"ess_collapse", "log_ratio_drift"}),
+        ("mix", guards, mix, set()),
+        ("schedule", guards, {"sampling_temperature": 2.0}, set()),
+        ("acting", acting, mix, {"log_ratio_drift"}),
+    ):
+        measured({2: {"ess": 0.01, "log_ratio_token_mean": -2.0}})
+        world = World(tmp_path / name)
+        world.train(make_recipe(model, trainer={"num_steps": 2, "guards": alarms}, searcher=searcher))
+        _, _, ack = world.buffer.acks[-1]
+        assert {key.removeprefix("alarm_") for key in ack.metrics if key.startswith("alarm_")} == expected, name
+        assert ack.metrics["ess"] == 0.01, "it is measured all the same"
+
+
 def test_live_actions_go_through_the_live_settings_with_the_token_and_the_batch_is_used(
     world: World, model: Path, measured: Callable[[Change], None]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tba.config import Recipe
+from tba.config import Recipe, load_recipe
 from tba_cli.sizing import Load, estimate, shape_of_folder
 from tests.support.tiny_model import Architecture, make_tiny_model
 from tests.support.trainer_team import Trained, run_alone, run_team
@@ -62,6 +62,45 @@ def test_two_processes_train_as_one_and_one_continues_from_their_checkpoint(tmp_
     expected = run_alone(tmp_path / "one-one", recipe, num_steps=NUM_STEPS, resume=one)
     back = run_alone(tmp_path / "two-one", recipe, num_steps=NUM_STEPS, resume=two)
     assert_same_training(expected, back)
+
+
+def distance(one: Trained, two: Trained, section: str) -> float:
+    """Return the largest difference of a tensor of a checkpoint's section, as a share of its norm."""
+    ours, theirs = one.checkpoint()[section], two.checkpoint()[section]
+    assert ours.keys() == theirs.keys()
+    return max(float((theirs[name] - tensor).norm() / tensor.norm()) for name, tensor in ours.items())
+
+
+def test_the_math_recipe_trains_alike_in_one_and_two_processes_with_and_without_recomputation(tmp_path: Path) -> None:
+    """recipes/math.toml as it is, but for a tiny model, the CPU, two processes, small micro-batches and an early reset.
+
+    Two processes differ from one by the order of sums in float32: 3e-7 of the moments, 2e-6 of weights that began as 0.
+    bfloat16 differs from float32 by 0.6 % of the loss and 1.5 % of the gradient's norm (measured, 2026-11-26).
+    """
+    model = make_tiny_model(tmp_path / "model", architecture="qwen2", hidden_size=32)
+    changes = [f"model.path={model}", "trainer.device=cpu", "trainer.num_processes=2"]
+    changes += [f"trainer.micro_batch_tokens={MICRO_BATCH_TOKENS}", "objective.reference_reset_steps=2"]
+    recipes = {
+        (dtype, recomputes): load_recipe(
+            "recipes/math.toml",
+            environ={},
+            sets=[*changes, f"trainer.compute_dtype={dtype}", f"trainer.gradient_checkpointing={recomputes}"],
+        )
+        for dtype in ("bfloat16", "float32")
+        for recomputes in ("true", "false")
+    }
+    assert load_recipe("recipes/math.toml", environ={}, sets=changes) == recipes["bfloat16", "true"]
+    one = {case: run_alone(tmp_path / "-".join(case), recipes[case], num_steps=NUM_STEPS) for case in recipes}
+    for case in (("bfloat16", "true"), ("float32", "false")):
+        two = run_team(tmp_path / case[0], recipes[case], num_ranks=2, num_steps=NUM_STEPS)
+        assert_same_training(one[case], two)
+        assert distance(one[case], two, "optimizer") < 1e-6
+        assert distance(one[case], two, "model") < 1e-5
+    for dtype in ("bfloat16", "float32"):
+        assert distance(one[dtype, "true"], one[dtype, "false"], "optimizer") == 0
+    for exact, fast in zip(one["float32", "true"].metrics, one["bfloat16", "true"].metrics, strict=True):
+        assert (fast["loss"], fast["grad_norm"]) == pytest.approx((exact["loss"], exact["grad_norm"]), rel=0.05)
+        assert fast["grad_norm"] != exact["grad_norm"]
 
 
 def test_a_restored_checkpoint_is_to_the_bit_what_the_other_number_of_processes_saved(tmp_path: Path) -> None:

@@ -187,6 +187,8 @@ def test_scorers_read_a_trained_classifier_as_the_trainer_does(tmp_path: Path) -
     item = {"path": "p", "base": str(tmp_path / "base"), "response": "{r}", "label": "l", "labels": ["fine", "bad"]}
     report = train(recipe_of(tmp_path, **item, append_eos=False), tmp_path, rows)
     files = ModelFiles(path=str(tmp_path / "made"), device="cpu")
+    assert report["num_of_label"] == {"fine": 12, "bad": 12}
+    assert report["num_heldout_of_label"] == {"fine": 3, "bad": 3}
     scorer = Classifier(ClassifierSettings(files=files, label="bad"))
     tokens: Any = [scorer.encode(row["prompt"], row["response"]) for row in rows[::4]]
     scores = torch.tensor(scorer.values(tokens)).numpy()

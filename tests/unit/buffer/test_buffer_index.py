@@ -50,6 +50,7 @@ index_settings = st.builds(
     num_publications_kept=st.just(4),
     recent_window=st.sampled_from(["arrival", "version"]),
     recent_versions=st.integers(1, 2),
+    alternate=st.booleans(),
     min_distinct=st.integers(1, 3),
     max_uses=st.sampled_from([None, 1, 2]),
     big_prompt=st.sampled_from([2, 512]),
@@ -158,7 +159,8 @@ class Model:
     def recent(self) -> list[int]:
         """Positions of drawable rollouts that are recent."""
         if self.settings.recent_window == "arrival":
-            after = self.publications[-2].position if len(self.publications) > 1 else 0
+            windows = self.publications[-1:] if self.settings.alternate else self.publications[-2:-1]
+            after = windows[0].position if windows else 0
             return [at for at in self.drawable() if at > after]
         newest = list(dict.fromkeys(publication.version for publication in reversed(self.publications)))[
             : self.settings.recent_versions
@@ -331,6 +333,12 @@ def test_recent_is_what_arrived_since_the_mark_before_the_newest() -> None:
     assert index.column("prompt", index.recent_rows()).tolist() == [1]
     index.apply(make_added(5, [Item(prompt=2)]))
     assert index.column("prompt", index.recent_rows()).tolist() == [1, 2]
+
+
+def test_taking_turns_recent_is_what_arrived_since_the_newest_mark() -> None:
+    events = [make_added(1, [Item(prompt=0)]), Publication(2, PolicyVersion(1, 0)), make_added(3, [Item(prompt=1)])]
+    index = make_index(*events, alternate=True)
+    assert index.column("prompt", index.recent_rows()).tolist() == [1]
 
 
 def test_recent_by_version_is_what_the_last_publications_made() -> None:

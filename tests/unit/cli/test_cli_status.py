@@ -54,6 +54,12 @@ def test_evictions_are_shown_by_reason_and_waits_by_name() -> None:
     assert "  trainer-1 waits for 'rollouts': 4 s so far, at most 26 s more" in lines
 
 
+def test_with_a_lag_the_version_that_searchers_sample_with_is_shown() -> None:
+    for sampling_version, shown in (("1-1", "1-4 (searchers sample with 1-1)"), ("1-4", "1-4"), (None, "1-4")):
+        info = RunInfo.model_validate({**INFO, "latest_version": "1-4", "sampling_version": sampling_version})
+        assert f"  latest version {shown}, checkpoint none" in status_lines(info, stats(), make_settings())
+
+
 def test_tokens_and_cost_are_shown_with_what_is_not_known() -> None:
     info, quiet = RunInfo.model_validate(INFO), make_settings()
     tokens = {"generated": 21800, "trained": 12000, "refused": {"conflict": 3}, "refused_by_trainer": {}, "skipped": {}}

@@ -63,6 +63,9 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "mnoukhov/pythia410m-sft-tldr": 405_334_016,
     "EleutherAI/pythia-2.8b-deduped": 2_775_208_960,
+    "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr": 6_857_302_016,  # the language model's
+    "meta-llama/Llama-Guard-3-8B": 8_030_261_248,
+    "facebook/roberta-hate-speech-dynabench-r4-target": 124_647_170,
     "realtreetune/rho-1b-sft-GSM8K": 1_100_048_384,
     "vicgalle/gpt2-alpaca": 124_439_808,
     "openai-community/gpt2-xl": 1_557_611_200,
@@ -232,9 +235,16 @@ def test_the_documented_estimates_are_what_the_command_prints(
     command: str, printed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    command, _, filtered = command.partition(" | ")
+    assert filtered in ("", "sed -n '/^GPUs/,$p'")
     assert main(shlex.split(command)) == 0
-    assert capsys.readouterr().out == printed
+    found = capsys.readouterr().out
+    assert (found[found.index("GPUs of") :] if filtered else found) == printed
 
 
-def test_the_documented_sizes_are_there() -> None:
-    assert [command.split()[3] for command, _ in BLOCKS] == ["1b", "7b", "32b"]
+def test_the_documented_sizes_and_layouts_are_there() -> None:
+    sizes = [command.split()[3] for command, _ in BLOCKS if "--model" in command]
+    assert sizes == ["1b", "7b", "32b"]
+    # every recipe that names GPUs
+    shown = {Path(command.split()[1]).name for command, _ in BLOCKS}
+    assert shown == {path.name for path in (ROOT / "recipes").glob("*.toml") if "\n[local.gpus]" in path.read_text()}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from itertools import islice
 
 import pytest
 
 from tba_cli.synthetic_data import summaries
-from tba_cli.synthetic_data.summaries import Post, noisy_summary, posts, quality, split_of
+from tba_cli.synthetic_data.summaries import Post, noisy_summary, posts, quality, reading_answers, split_of
 
 POST = Post(
     subreddit="family",
@@ -121,3 +122,13 @@ def test_preferences_follow_the_rule_but_for_the_stated_share(split, monkeypatch
     share = summaries.FLIPPED[split]
     assert abs(num_flipped / len(rows) - share) < 0.08
     assert (num_flipped == 0) == (share == 0)
+
+
+def test_a_reading_exercise_says_which_words_the_post_has():
+    answers = reading_answers(POST, random.Random(0))
+    words = [*summaries.NAMES, *summaries.THINGS, *summaries.ENDINGS]
+    found = re.findall(rf" ({'|'.join(words)}) (yes|no)", answers)
+    assert "".join(f" {word} {answer}" for word, answer in found) == answers
+    assert len(found) == summaries.NUM_ASKED
+    assert {answer for _, answer in found} == {"yes", "no"}
+    assert all((word in ("Tom", "Ana", "car", "left town")) == (answer == "yes") for word, answer in found)

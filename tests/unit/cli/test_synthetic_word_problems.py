@@ -92,9 +92,16 @@ def test_held_out_rows_are_different_and_the_same_for_every_seed_and_rows_to_tra
     assert {row["num_steps"] for row in rows["test"]} == {1, 2, 3, 4}
 
 
+def test_a_split_that_is_used_up_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(word_problems, "MAX_DRAWS", 2000)
+    with pytest.raises(ValueError, match=r"after [\d,]+ different ones, 2,000 draws found no new one of split 'vali"):
+        for _ in stream("validation", 0):
+            pass
+
+
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    # never more: of `validation` short problems run out, and the stream would draw without end
+    # never more: of `validation` short problems run out
     fewer = {split: min(count, 1000) for split, count in NUM_ROWS.items()}
     monkeypatch.setattr(word_problems, "NUM_ROWS", fewer)
 

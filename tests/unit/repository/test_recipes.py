@@ -44,10 +44,11 @@ SIZES = (
     r"eval\.published\.num_samples",
 )
 MACHINE = (  # how large the machine is: a CPU instead of GPUs
+    r"reward\.tasks\.[^.]+\.scorers\.\d+\.(victim_engine|victim_vllm\.\w+|max_attack_tokens|batch_tokens)",
     r"(searcher|trainer|sft\.\d+)\.device",
     r"(trainer|sft\.\d+)\.(compute_dtype|gradient_checkpointing)",
     r"searcher\.vllm\.gpu_memory_share",
-    r"local\.gpus\.(trainer|searchers|reward)",
+    r"local\.(start_timeout_s|gpus\.(trainer|searchers|reward))",
 )
 
 

@@ -72,7 +72,7 @@ def test_rows_are_padded_on_one_side(side, ids, mask):
 
 def test_an_input_without_tokens_and_one_that_is_too_long_are_refused():
     assert model_loader.check_length(0, 5, "it") == NoScore("bad_data", "it has no tokens")
-    assert model_loader.check_length(6, 5, "it") == NoScore("too_long", "it has 6 tokens, the model takes 5")
+    assert model_loader.check_length(6, 5, "it") == NoScore("too_long", "it has 6 tokens, and at most 5 are taken")
     assert model_loader.check_length(5, 5, "it") is None
 
 
@@ -199,6 +199,14 @@ async def test_only_so_many_suspects_are_remembered():
         (
             lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", judge="guard", classifier_input="pair"),
             "not a pair",
+        ),
+        (
+            lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", victim_engine="vllm", temperature=0.001),
+            "vLLM samples at 0 or at 0.01 to 2",
+        ),
+        (
+            lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", victim_engine="vllm", device="cuda:1"),
+            "'cuda:1': vLLM takes the first GPU that the reward service sees; choose it with local.gpus.reward",
         ),
         (lambda: RewardModelSpec(kind="reward_model", model="m", missing_eos_penalty=math.nan), "finite"),
     ],

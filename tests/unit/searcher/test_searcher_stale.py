@@ -16,7 +16,7 @@ from tba.versions import PolicyVersion
 V4, V8, V12 = (PolicyVersion(1, step) for step in (4, 8, 12))
 
 
-def make_recipe(max_age_steps: int | None = 4, *, abort: bool = True) -> Recipe:
+def make_recipe(max_age_steps: int | None = 4, *, abort: bool = True, lag_steps: int = 0) -> Recipe:
     return parse_recipe(
         {
             "run": {"name": "r"},
@@ -24,6 +24,8 @@ def make_recipe(max_age_steps: int | None = 4, *, abort: bool = True) -> Recipe:
             "data": {"generator": "addition"},
             "buffer": {"max_policy_age_steps": max_age_steps},
             "searcher": {"abort_stale_requests": abort},
+            "sampling": {"lag_steps": lag_steps},
+            "trainer": {"sync_interval": 4},
         },
         where="test",
     )
@@ -63,6 +65,14 @@ def test_a_request_is_stale_when_it_began_more_steps_ago_than_the_buffer_allows(
     assert stale_names(stale, V8) == []
     assert stale_names(stale, V12) == ["a"]
     assert stale_names(stale, PolicyVersion(1, 13)) == ["a", "b"]
+
+
+def test_with_a_lag_the_trainer_is_ahead_of_the_newest_version_that_searchers_know() -> None:
+    stale, queue = make(make_recipe(12, lag_steps=8))
+    stale.submit(add_visit(queue, "a"))
+    stale.after_step(StepResult(), V4, 0)
+    assert stale_names(stale, V4) == stale_names(stale, V8) == stale_names(stale, PolicyVersion(2, 12)) == []
+    assert stale_names(stale, PolicyVersion(1, 9)) == ["a"]
 
 
 def test_a_request_that_waits_for_a_slot_begins_with_the_weights_of_that_moment() -> None:

@@ -194,6 +194,32 @@ def load_recipe_of(text: str) -> Recipe:
             r"sampling\.samples_per_insert is 2\.5, and no rollout is in more than 2 batches \(sampling\.max_uses\)",
         ),
         (
+            {**MINIMAL, "sampling": {"lag_steps": 5, "recent_window": "version"}},
+            r'recent_window = "version" counts the newest .*, and with lag_steps = 5 nobody samples with those',
+        ),
+        (
+            {**MINIMAL, "sampling": {"lag_steps": 1}, "searcher": {"num_searchers": 0}},
+            r"sampling\.lag_steps is 1, how old the weights of searchers are, and searcher\.num_searchers is 0",
+        ),
+        (
+            {
+                **MINIMAL,
+                "sampling": {"lag_steps": 10},
+                "trainer": {"sync_interval": 4},
+                "buffer": {"max_policy_age_steps": 14},
+            },
+            r"rollouts are up to 15 steps old, and buffer\.max_policy_age_steps = 14 evicts them; set it to 15 or more",
+        ),
+        (
+            {
+                **MINIMAL,
+                "sampling": {"lag_steps": 8},
+                "trainer": {"sync_interval": 2},
+                "objective": {"preset": "tba_prime_published"},
+            },
+            r"searchers are 4 versions behind, and the trainer keeps 4 .*old_policy_versions\); set it to 5 or more",
+        ),
+        (
             {**MINIMAL, "trainer": {"learning_rate": 1e39}},
             r"key 'trainer\.learning_rate' has the value 1e\+39: a learning rate is at most 1000, .* reaches 1e\+39",
         ),

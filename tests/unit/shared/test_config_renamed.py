@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tba.config import Recipe, load_recipe
-from tba.config.recipe import _model_at
+from tba.config.recipe_file import _model_at
 from tba.config.renamed_keys import RENAMED_KEYS, new_name, with_new_names
 from tba.errors import ConfigError
 from tba_cli.local.resume import recipe_file_of, resume_recipe

@@ -70,6 +70,8 @@ def test_a_base_that_is_made_later_or_a_folder_that_is_made_twice_is_refused() -
         parse(victim, prepare=[{"path": "models/victim", "kind": "model", "maker": "llama"}])
     with pytest.raises(ConfigError, match="models/policy is made twice"):
         parse(SFT, model={"path": "models/policy", "warm_start": {"task": "add"}})
+    with pytest.raises(ConfigError, match=r"models/p-{seed} is made by \[\[sft\]\] .*: write the number instead"):
+        parse(SFT, model={"path": "models/p-{seed}"})
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,9 @@ def test_versions_that_something_holds_are_never_deleted() -> None:
     deleted = versions_to_delete(versions, info, checkpoints, keep=2)
     assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28", "3-36", "3-44", "3-52"]
     assert versions_to_delete(versions, info, checkpoints, keep=100) == []
+    lagging = info.model_copy(update={"sampling_version": "3-40"})
+    deleted = versions_to_delete(versions, lagging, checkpoints, keep=2)
+    assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28"]
     without = info.model_copy(update={"best": None})
     assert PolicyVersion(3, 40) in versions_to_delete(versions, without, checkpoints, keep=2)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,10 +15,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tba_trainer.checkpoints.weight_files import (
-    PREFIX,
     TensorFiles,
     lockstep,
-    temporary_folder,
     write_model_files,
     write_tensor_files,
 )
@@ -86,26 +81,6 @@ def test_a_consumer_that_fails_still_takes_its_part_in_every_exchange() -> None:
     with pytest.raises(OSError, match="disk full"):
         write()
     assert made == [0, 1, 2, 3, 4]
-
-
-def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_uses_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    program = (
-        "import os, signal; from tba_trainer.checkpoints.weight_files import temporary_folder\n"
-        "with temporary_folder() as folder: (folder / 'big').touch(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], env=environ, timeout=60, check=False)
-    [left] = tmp_path.glob(f"{PREFIX}*")
-    assert (left / "big").exists()
-    with temporary_folder() as mine:
-        assert not left.exists()
-        with temporary_folder() as other:
-            assert mine.exists()
-            assert other.exists()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_an_os_error_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def push_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
             result = await buffer.rollouts.writer.push(decode_push(await raw_body(request), max_bytes=max_bytes))
         body = {
             "outcomes": result.outcomes,
-            "latest_version": result.latest_version,
+            "latest_version": result.sampling_version,
             "run_state": result.run_state,
         }
         # msgspec instead of FastAPI's encoder: a push has an outcome for each of its rollouts

@@ -43,7 +43,10 @@ def progress_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.get("/summary", operation_id="summary", dependencies=viewer)
     async def summary() -> RunSummary:
         """Say in sentences what the run does, how it learns, what waits for what, and what to try."""
-        curves = await buffer.curves.read(names=",".join(CURVE_NAMES), max_points=NUM_POINTS)
+        # at other temperatures than the policy's the effective sample size says nothing of old data
+        hidden = {"ess"} if buffer.context.recipe.samples_at_other_temperatures else set[str]()
+        names = ",".join(name for name in CURVE_NAMES if name not in hidden)
+        curves = await buffer.curves.read(names=names, max_points=NUM_POINTS)
         return summarise(await buffer.run_info(), await buffer.stats.read(), curves)
 
     @api.get("/versions", operation_id="list_versions", dependencies=viewer)

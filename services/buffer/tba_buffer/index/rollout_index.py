@@ -66,6 +66,7 @@ class IndexSettings:
     num_publications_kept: int = 8
     recent_window: str = "arrival"
     recent_versions: int = 2
+    alternate: bool = False
     min_distinct: int = 2
     max_uses: int | None = None
     success_reward: float = 1.0
@@ -80,6 +81,7 @@ class IndexSettings:
             num_publications_kept=max(2, 4 * sampling.recent_versions),
             recent_window=sampling.recent_window,
             recent_versions=sampling.recent_versions,
+            alternate=sampling.alternate,
             min_distinct=sampling.min_distinct,
             max_uses=sampling.max_uses,
             success_reward=recipe.eval.success_reward,
@@ -357,13 +359,15 @@ class Index:
     def _find_recent(self) -> None:
         """Find the recent rollouts again. O(recent), by version O(n).
 
-        With `arrival`, those after the last publication but one; before the second publication, all. With `version`,
-        those of the versions of the last `recent_versions` publications; before the first one, all.
+        With `arrival`, those after the last publication but one; before the second publication, all. With `alternate`,
+        those after the last one: the rollouts of a phase are there before it draws, and what an earlier phase left
+        behind (after a kill of the trainer) is of another age. With `version`, those of the versions of the last
+        `recent_versions` publications; before the first one, all.
         """
-        table, settings = self.columns, self.settings
+        table, settings, num_back = self.columns, self.settings, 1 if self.settings.alternate else 2
         self._recent_from = table.first
-        if settings.recent_window == "arrival" and len(self.publications) > 1:
-            self._recent_from = table.row_after(self.publications[-2].position)
+        if settings.recent_window == "arrival" and len(self.publications) >= num_back:
+            self._recent_from = table.row_after(self.publications[-num_back].position)
         elif settings.recent_window == "version" and self.publications:
             newest_first = dict.fromkeys(publication.version for publication in reversed(self.publications))
             self._versions.set_recent(set(list(newest_first)[: settings.recent_versions]))

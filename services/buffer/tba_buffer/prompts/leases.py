@@ -115,7 +115,7 @@ class Leases:
             retry_after_s = max(self._poll_backoff.record_empty(request.searcher_id, now_s) - (now_s - begin_s), 0.0)
         return LeaseReply(
             leases=leases,
-            latest_version=snapshot.latest_version,
+            latest_version=snapshot.sampling_version,
             run_state=snapshot.state,
             wait=None if leases else wait,
             retry_after_s=retry_after_s,
@@ -138,7 +138,7 @@ class Leases:
             leases, wait, snapshot = await self._attempt(
                 request, min_leases=request.min_leases if now_s < deadline_s else 1, always=now_s >= next_claim_s
             )
-            is_new = snapshot.latest_version not in (None, request.known_version)
+            is_new = snapshot.sampling_version not in (None, request.known_version)
             if leases or is_new or snapshot.state in ("done", "failed") or now_s >= deadline_s:
                 return leases, wait, snapshot
             if now_s >= next_claim_s:
@@ -163,7 +163,7 @@ class Leases:
             if snapshot.state not in ("running", "stopping"):
                 return [], wait, snapshot
             # with news the request is answered in any case, so it takes what there is
-            if snapshot.latest_version not in (None, request.known_version):
+            if snapshot.sampling_version not in (None, request.known_version):
                 min_leases = 1
             num_visits = request.max_leases if room is None else self._num_visits(room)
             is_enough = num_visits >= min(min_leases, request.max_leases)
@@ -212,7 +212,7 @@ class Leases:
         if snapshot.state != "running":
             return 0, f"run-{snapshot.state}"
         # nothing was announced yet, so no searcher has weights to sample with
-        if snapshot.latest_version is None:
+        if snapshot.sampling_version is None:
             return 0, "no-version"
         if not self._catalog.train:
             return 0, "no-prompts"

@@ -57,7 +57,7 @@ class PushResult:
     """One outcome per item, in order, and the state of the run."""
 
     outcomes: list[ItemOutcome]
-    latest_version: str | None
+    sampling_version: str | None
     run_state: str
 
 
@@ -131,7 +131,7 @@ class RolloutWriter:
         )
         if reply[0] == buffer_epoch.SUPERSEDED:
             raise await buffer_epoch.refusal(self._context, f"the push of {len(payloads)} rollouts")
-        _, latest_version, run_state, results = reply
+        _, sampling_version, run_state, results = reply
         # the reply has a letter for each accepted item: refused ones are put back between them
         stored = map(stored_outcome, ids, results.decode())
         outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
@@ -139,8 +139,8 @@ class RolloutWriter:
             [len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW]
         )
         # a script returns "" where there is no version
-        run = RunHash(self._context, {b"latest_version": latest_version or None, b"state": run_state})
-        return PushResult(outcomes=outcomes, latest_version=run.latest_version, run_state=run.state)
+        run = RunHash(self._context, {b"sampling_version": sampling_version or None, b"state": run_state})
+        return PushResult(outcomes=outcomes, sampling_version=run.sampling_version, run_state=run.state)
 
     async def _check(
         self, items: Sequence[RolloutDocument | WireError]

@@ -180,7 +180,7 @@ class Lineages:
         reply = await self._context.scripts.run(
             "publish",
             [keys.run, keys.log, keys.counters, keys.batches_since_publication, keys.announced],
-            [request.token, version.lineage, version.step],
+            [request.token, version.lineage, version.step, self._context.recipe.sampling.lag_steps],
         )
         if reply[0] == b"fenced":
             raise fenced(f"the publication of version {version}")

@@ -49,7 +49,10 @@ from tba_buffer.index.rollout_index import Index
 from tba_buffer.run.settings import Settings, SettingsRevision
 from tba_buffer.storage.context import Context, RunHash, needed, parse_number
 
-FIELDS: tuple[bytes, ...] = (b"state", b"token", b"lineage", b"latest_version", b"step", b"retries", b"rollback")
+FIELDS: tuple[bytes, ...] = (
+    *(b"state", b"token", b"lineage", b"latest_version", b"sampling_version"),
+    *(b"step", b"retries", b"rollback"),
+)
 COUNTERS = ("log_position", "scored_total", "inflight", "drawn", "void", "scored_at_mark", "marks")
 """The fields of the run and the counters that read_run.lua returns, in its order."""
 
@@ -172,7 +175,8 @@ def generation_room(counts: FlowCounts, settings: FlowSettings) -> tuple[int | N
         return None, None
     on_the_way = counts.leased + counts.pending
     # without enough rollouts for a batch the trainer cannot make room: so generation continues up to that many
-    if not counts.can_sample(settings):
+    has_trained = settings.alternate and counts.batches_since_publication >= settings.sync_interval
+    if not has_trained and not counts.can_sample(settings):
         room = max(room, settings.min_size_to_sample - counts.stored, int(on_the_way == 0))
     room -= on_the_way
     if room > 0:
@@ -188,7 +192,8 @@ class RunSnapshot:
     state: RunState
     token: str | None
     lineage: int
-    latest_version: str | None
+    sampling_version: str | None
+    """The version that searchers sample with; None: nothing was published yet."""
     step: int
     """The last acked step."""
     num_retries: int
@@ -286,7 +291,7 @@ class RunStateReader:
             state=run.state,
             token=run.token,
             lineage=lineage,
-            latest_version=run.latest_version,
+            sampling_version=run.sampling_version,
             step=step,
             num_retries=retries,
             rollback=run.rollback,

@@ -373,6 +373,7 @@ class RunHash:
     token = _field("token", _text, None)
     reason = _field("reason", lambda text: _text(text) or None, None)
     latest_version = _field("latest_version", _version, None)
+    stored_sampling_version = _field("sampling_version", _version, None)
     checkpoint = _field("checkpoint", _version, None)
     checkpoint_key = _field("checkpoint_key", _text, None)
     checkpoints_kept = _field("checkpoints_kept", _versions, None)  # None: no trainer has said yet
@@ -407,6 +408,12 @@ class RunHash:
             return cast(RunState, state)
         context.damaged_items.note("run", "state", f"it is {state[:100]!r}", at_s=context.clock())
         return "failed"
+
+    @property
+    def sampling_version(self) -> str | None:
+        """The version that searchers sample with."""
+        # absent in the runs of older releases, and before the first publication of a fork
+        return self.stored_sampling_version or self.latest_version
 
     @cached_property
     def change(self) -> RunChange | None:

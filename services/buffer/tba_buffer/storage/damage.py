@@ -61,7 +61,7 @@ DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticE
 """The errors that parsing damaged bytes can raise."""
 RESTORABLE = ("run", "counter")
 """Kinds that are read again and again in the same place, so that a repair shows."""
-DECISIVE = ("state", "lineage", "step", "latest_version", "checkpoint")
+DECISIVE = ("state", "lineage", "step", "latest_version", "sampling_version", "checkpoint")
 """Fields of the run without which nothing is leased, drawn or evicted. Damage to others is only shown."""
 MAX_KEPT = 1000
 """Most items that are counted. With more, the items are not the problem."""

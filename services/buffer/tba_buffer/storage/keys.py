@@ -43,7 +43,8 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | lineage_        | hash   | request id -> "lineage token" that it took                        | start_lineage         |
 | requests        |        |                                                                   |                       |
 | run             | hash   | state, reason, change (the last line of run_changes), lineage,    | start_lineage, ack,   |
-|                 |        | token, step, latest_version, checkpoint,                          | publish, command,     |
+|                 |        | token, step, latest_version, sampling_version (the one that       | publish, command,     |
+|                 |        | searchers sample with), checkpoint,                               |                       |
 |                 |        | checkpoint_key; lineage_position (log position at the start of    | register_checkpoint,  |
 |                 |        | the lineage); origin (JSON of the snapshot that the run began     | load_snapshot         |
 |                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |

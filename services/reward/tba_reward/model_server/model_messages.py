@@ -69,6 +69,22 @@ class GuardSettings(msgspec.Struct, frozen=True, kw_only=True, tag="guard"):
     max_tokens: int | None = None
 
 
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How vLLM runs; all but `batch_tokens` as in `tba.config.searcher.VllmSection`.
+
+    Attributes:
+        batch_tokens: that of the process; a batch of this size is generated at once.
+    """
+
+    batch_tokens: int
+    block_size: int
+    prefix_caching: bool
+    kv_cache_bytes: int | None
+    gpu_memory_share: float
+    max_batched_tokens: int | None
+    enforce_eager: bool
+
+
 class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The language model that is attacked.
 
@@ -77,16 +93,20 @@ class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
         template: the text around the attack, `{prompt}`.
         temperature: 0 is greedy.
         seed: a reply depends on it, on the attack and on the reply's number alone.
+        max_attack_tokens: longer attacks have no score; None: the model's limit.
+        vllm: settings of vLLM, which generates the replies; None: transformers does.
     """
 
     files: ModelFiles
     form: Literal["text", "chat"] | None = None
     template: str
+    max_attack_tokens: int | None = None
     num_replies: int
     max_reply_tokens: int
     temperature: float
     top_p: float
     seed: int
+    vllm: VllmSettings | None = None
 
 
 class RewardModelSet(msgspec.Struct, frozen=True, kw_only=True, tag="reward_model"):

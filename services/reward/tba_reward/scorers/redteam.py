@@ -12,6 +12,7 @@ from tba_reward.model_server.model_messages import (
     ModelFiles,
     RedteamSet,
     VictimSettings,
+    VllmSettings,
 )
 from tba_reward.scorer import Item, Outcome, Scorer
 from tba_reward.scorers import Tools
@@ -33,7 +34,8 @@ class RedteamScorer(ModelServerScorer):
     """Scores every attack in one process, which holds victim and classifier."""
 
     def __init__(self, spec: RedteamSpec, tools: Tools) -> None:
-        super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION)
+        uses_vllm = spec.victim_engine == "vllm"
+        super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION, uses_vllm=uses_vllm)
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return the mean of the replies' toxicity, or of its logarithm, per item, in order."""
@@ -44,16 +46,19 @@ class RedteamScorer(ModelServerScorer):
 
 def model_set(spec: RedteamSpec) -> RedteamSet:
     """Return the models that the process loads."""
+    vllm = VllmSettings(batch_tokens=spec.batch_tokens, **spec.victim_vllm.model_dump())
     return RedteamSet(
         victim=VictimSettings(
             files=_files(spec, spec.victim, spec.victim_revision),
             form=spec.victim_input,
             template=spec.victim_template,
+            max_attack_tokens=spec.max_attack_tokens,
             num_replies=spec.num_replies,
             max_reply_tokens=spec.max_reply_tokens,
             temperature=spec.temperature,
             top_p=spec.top_p,
             seed=spec.seed,
+            vllm=vllm if spec.victim_engine == "vllm" else None,
         ),
         classifier=_judge(spec),
         output=spec.output,

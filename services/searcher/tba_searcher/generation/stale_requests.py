@@ -20,6 +20,7 @@ class StaleRequests:
     def __init__(self, recipe: Recipe, queue: WorkQueue) -> None:
         self._queue = queue
         self._max_age_steps = recipe.buffer.max_policy_age_steps if recipe.searcher.abort_stale_requests else None
+        self._lag_steps = recipe.sampling.lag_steps
         self._began: dict[str, PolicyVersion | None] = {}
         """Request id -> version, in order of submission; None: it waits for a slot, and cannot become old."""
 
@@ -48,13 +49,19 @@ class StaleRequests:
             self._began[request_id] = self._began[request_id] or version
 
     def visits(self, newest: PolicyVersion) -> list[Visit]:
-        """Return the visits with a request whose rollout is too old already; the trainer is at `newest` or beyond.
+        """Return the visits with a request whose rollout is too old already.
 
+        The trainer is at `newest` or beyond; so many as `sampling.lag_steps` beyond once `newest` has moved on.
         Of another lineage it is not known here where it parted: the age is then the least that it can be.
         """
         limit = self._max_age_steps
         if limit is None:
             return []
-        stale = [name for name, began in self._began.items() if began is not None and newest.step - began.step > limit]
+
+        def least_age(began: PolicyVersion) -> int:
+            has_moved_on = newest.lineage == began.lineage and newest.step > began.step
+            return newest.step - began.step + (self._lag_steps if has_moved_on else 0)
+
+        stale = [name for name, began in self._began.items() if began is not None and least_age(began) > limit]
         found = (self._queue.visit_of(name) for name in stale)
         return list({visit.lease.lease_id: visit for visit in found if visit is not None}.values())

@@ -8,13 +8,12 @@ files lie in a temporary folder until they are in the store.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +26,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tba.config import Recipe
-from tba.early_signals import delete_on_quit
 from tba.versions import PolicyVersion
 from tba.wire import Canary
 from tba_trainer.model.logprobs import LogprobModel
@@ -36,9 +34,6 @@ from tba_trainer.model.parameters import assign, has_adapter, published_tensors
 from tba_trainer.model.policy import TORCH_DTYPES, frozen_copy
 
 SUFFIX = ".safetensors"
-PREFIX = "tba-trainer-"
-"""Of the names of temporary folders."""
-_LOCK = "lock"
 Item = TypeVar("Item")
 _CANARY_PROMPT_TOKENS = 8
 _CANARY_RESPONSE_TOKENS = 8
@@ -221,33 +216,3 @@ def _save(tensors: dict[str, Tensor], path: Path) -> Path:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     return path
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Create a folder for large files of this process under TMPDIR, and delete it at the end.
-
-    A killed process cannot clean up, and a snapshot is as large as the model, so the folders of killed processes are
-    deleted too.
-    """
-    _delete_abandoned(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    try:
-        # the kernel releases this lock when the process is gone, whatever ended it
-        with (folder / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with delete_on_quit(folder):
-                yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _delete_abandoned(parent: Path) -> None:
-    # A lock and not a process id: ids are used again, and in containers that share TMPDIR all trainers may be number 1.
-    for folder in parent.glob(f"{PREFIX}*"):
-        try:
-            with (folder / _LOCK).open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # in use, not ours, or not locked yet
-            continue

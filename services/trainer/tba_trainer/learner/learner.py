@@ -312,6 +312,11 @@ class Optimizer:
         norm = float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm=math.inf if limit is None else limit)))
         return {"grad_norm": norm, "grad_clipped": float(limit is not None and norm > limit), "grad_norm_limit": limit}
 
+    def use_foreach(self) -> None:
+        """Update all parameters at once, as AdamW does by itself on CUDA alone: for the rehearsal of a GPU's memory."""
+        for group in self._adamw.param_groups:
+            group["foreach"] = True
+
     def apply(self, *, learning_rate: float) -> None:
         """Make an optimizer step with the current gradients, then drop them."""
         for group in self._adamw.param_groups:

@@ -368,17 +368,17 @@ class Evaluations:
 def versions_to_delete(
     versions: Iterable[PolicyVersion], info: RunInfo, checkpoints: Iterable[PolicyVersion], *, keep: int
 ) -> list[PolicyVersion]:
-    """Return the versions beyond the newest `keep` that nothing holds.
+    """Return the versions that nothing holds, of those that are older than the one that searchers sample with.
 
-    Held are the starting model, the announced version, the best one, those of live components and of pending
-    evaluations, those with a checkpoint in the store, and the parents of the active lineage and of the lineages of
-    checkpoints.
+    Held are the newest `keep`, up to the one that searchers sample with; the starting model, the announced version, the
+    best one, those of live components and of pending evaluations, those with a checkpoint in the store, and the parents
+    of the active lineage and of the lineages of checkpoints.
 
     Args:
         versions: all of the run's, in any order.
         info: the run as the buffer knows it.
         checkpoints: versions that have a checkpoint in the store.
-        keep: so many of the newest stay in any case.
+        keep: so many stay in any case.
     """
     checkpoints = list(checkpoints)
     # A resume announces its parent's weights again, so it needs the parent of every lineage that it may return to.
@@ -393,5 +393,7 @@ def versions_to_delete(
         *(info.parents.get(lineage) for lineage in lineages),
     ]
     held = {START, *checkpoints, *(PolicyVersion.parse(text) for text in named if text is not None)}
-    oldest_first = sorted(versions)
+    # with `sampling.lag_steps` searchers are still to sample with all that are newer
+    sampled = PolicyVersion.parse(info.sampling_version or info.latest_version or str(START))
+    oldest_first = sorted(version for version in versions if version <= sampled)
     return [version for version in oldest_first[: max(0, len(oldest_first) - keep)] if version not in held]

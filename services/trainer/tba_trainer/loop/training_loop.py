@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tba.api import AckRequest, RunCommand, TrainedRollouts
+from tba.config import Recipe
 from tba.config.trainer import REMEDIES
 from tba.errors import (
     ConflictError,
@@ -77,6 +78,7 @@ class TrainingLoop:
     def __init__(self, context: LineageContext) -> None:
         self._context, self._progress, self._token = context, context.progress, context.session.token
         self._guards = context.recipe.trainer.guards
+        self._unjudged = unjudged_metrics(context.recipe)
         self._writer = CheckpointWriter(context)
         # a fork until its first checkpoint: the other run's folders may be deleted, and a resume could not start
         self._checkpoint_due = context.session.has_no_checkpoint
@@ -163,7 +165,8 @@ class TrainingLoop:
             metrics = context.learner.gradients(
                 batch, step=step, policy_ages=ages, values=values, usual_grad_norm=usual
             )
-        action = check_step(self._guards, progress.guards, metrics)
+        judged = {name: value for name, value in (metrics or {}).items() if name not in self._unjudged}
+        action = check_step(self._guards, progress.guards, None if metrics is None else judged)
         late_s = self._keep_pace(started, has_waited=waited_s > 0)
         metrics = {
             "learning_rate": values.learning_rate,
@@ -418,3 +421,16 @@ def _rounded(value: float | None) -> float | None:
     """Return a number with 6 significant digits; None where it is not known, or not finite."""
     known = bounded_or_none(value)
     return None if known is None else float(f"{known:.6g}")
+
+
+def unjudged_metrics(recipe: Recipe) -> frozenset[str]:
+    """Return the metrics that raise no alarm in a run.
+
+    Where searchers sample at other temperatures than the policy's, the distance of theta from its data measures those
+    too, so it says nothing of old data. An alarm with an action was set for the run, and goes off all the same.
+    """
+    guards = recipe.trainer.guards
+    metric_of = {"ess": guards.ess_collapse, "log_ratio_token_mean": guards.log_ratio_drift}
+    if not recipe.samples_at_other_temperatures:
+        return frozenset()
+    return frozenset(name for name, alarm in metric_of.items() if alarm.action == "none")

@@ -31,6 +31,8 @@ from tba_trainer.model.parameters import is_adapted, is_sharded, run_as_forward
 
 CHUNK_BYTES = {"cpu": 128 * 1024**2, "cuda": 1024**3}
 """Most bytes of logits at once, by device type: a GPU needs more rows in one matrix product than a CPU to be busy."""
+WIDE_PRODUCTS = {"cuda"}
+"""Device types that keep the float32 sums of a matrix product in 16 bits."""
 ENTROPY_POSITIONS = 128
 """Positions of a pass at which the entropy is taken."""
 _PROBE_TOKENS = 4
@@ -326,7 +328,7 @@ def _matmul(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """Compute left @ right in `out`, which may be wider."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
-    elif left.is_cuda:  # only CUDA keeps the wide sums of a narrow product
+    elif left.device.type in WIDE_PRODUCTS:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
     else:
         out.copy_(left @ right)
@@ -336,6 +338,6 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return total + left @ right, computed in place where the dtypes allow it."""
     if left.dtype == total.dtype:
         return total.addmm_(left, right)
-    if left.is_cuda:
+    if left.device.type in WIDE_PRODUCTS:
         return torch.addmm(total, left, right, out_dtype=total.dtype)
     return total.add_(left @ right)

@@ -86,6 +86,11 @@ def _labels(rows: Sequence[Row], names: Sequence[str], path: Path) -> list[int]:
     return [numbers[row["label"]] for row in rows]
 
 
+def num_of_label(examples: Sequence[Texts], labels: Sequence[str]) -> dict[str, int]:
+    """Return how many examples have each label; nothing where there are no labels."""
+    return {name: sum(example.label == number for example in examples) for number, name in enumerate(labels)}
+
+
 class RewardTask:
     """Pairs or labelled texts to learn, and held-out ones.
 

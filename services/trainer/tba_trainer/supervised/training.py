@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from tba_trainer.supervised.checkpoint import Checkpoints, TrainingState
 from tba_trainer.supervised.examples import Examples, Order, Row, encode_answers, read_rows
 from tba_trainer.supervised.loop import Task, Training, tell
 from tba_trainer.supervised.models import Trainee, check_free, load_tokenizer, make_trainee, write_folder
-from tba_trainer.supervised.reward import RewardTask, columns_of, encode_texts
+from tba_trainer.supervised.reward import RewardTask, columns_of, encode_texts, num_of_label
 from tba_trainer.supervised.sft import SftTask
 
 
@@ -33,6 +34,8 @@ class _Parts:
     trainee: Trainee
     examples: Examples[Any]
     heldout: Examples[Any]
+    labels: Sequence[str] = ()
+    """Of a classifier."""
 
     def counts(self) -> dict[str, Any]:
         """Return the numbers of the report."""
@@ -41,6 +44,8 @@ class _Parts:
             "num_heldout": len(self.heldout.kept),
             "num_left_out": self.examples.left_out,
             "num_heldout_left_out": self.heldout.left_out,
+            "num_of_label": num_of_label(self.examples.kept, self.labels),
+            "num_heldout_of_label": num_of_label(self.heldout.kept, self.labels),
             "num_parameters": self.trainee.num_parameters,
         }
 
@@ -145,8 +150,10 @@ def _prepare(section: SupervisedItem, examples: Path, heldout: Path | None, team
     if isinstance(section, SftSection):
         trainee = make_trainee(section, tokenizer, team)
         task = SftTask(trainee.model, kept.kept, kept_heldout.kept, section, team.ranks())
+        labels: Sequence[str] = ()
     else:
-        trainee = make_trainee(section, tokenizer, team, labels=section.labels or ["score"])
+        labels = section.labels or ()
+        trainee = make_trainee(section, tokenizer, team, labels=labels or ["score"])
         task = RewardTask(trainee.model, kept.kept, kept_heldout.kept, section)
     largest = max(example.largest_id for example in (*kept.kept, *kept_heldout.kept))
     size = int(trainee.model.get_input_embeddings().num_embeddings)
@@ -155,4 +162,4 @@ def _prepare(section: SupervisedItem, examples: Path, heldout: Path | None, team
             f"the tokenizer of base {section.base!r} gives the token {largest}, and the model has {size}: they are not "
             "of one model; save the tokenizer that the model was trained with"
         )
-    return _Parts(task=task, trainee=trainee, examples=kept, heldout=kept_heldout)
+    return _Parts(task=task, trainee=trainee, examples=kept, heldout=kept_heldout, labels=labels)

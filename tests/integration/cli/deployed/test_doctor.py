@@ -258,7 +258,7 @@ def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monke
     fake_torch(monkeypatch, [("small", 1, 2**30)])
     found = list(check_gpu(target_of(recipe, service="trainer")))
     assert_finding(one(found, "gpu-count"), "fail", "trainer.num_processes is 2, and 1 GPU(s) are seen here")
-    assert_finding(one(found, "gpu-memory"), "warn", "the trainer needs about")
+    assert_finding(one(found, "gpu-memory"), "warn", "GPU 0: trainer, one of 2 needs 1.0 GiB, and finds 0.0 free")
     fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)] * 2)
     assert {result.level for result in check_gpu(target_of(recipe, service="trainer"))} == {"ok"}
     found = list(check_gpu(target_of(recipe, service="trainer", num_gpus=1)))

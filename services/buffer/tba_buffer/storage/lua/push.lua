@@ -5,7 +5,7 @@
 --       with the rollout id, 4 per item the number (2 bytes, little-endian, from 0) of its visit,
 --       5 epoch, then N payloads, V visit ids, V ids of the searchers that say that they sampled them (a visit of two
 --       searchers comes twice), and per refusal code: code, count, how many of these have known tokens, these tokens
--- Returns {'superseded'}, or {log position, latest version or '', state of the run, one character per item: 'n' new,
+-- Returns {'superseded'}, or {log position, version to sample with or '', state of the run, one character per item: 'n' new,
 --          'd' duplicate, 'c' conflict: the id has other bytes, 'l' the visit was never leased to that searcher}.
 -- A push has at most 512 items, so every unpack below stays far from Lua's limit of some 8000 values.
 local RECORD_BYTES, ID_BYTES, NUM_TOKENS_AT, STATUS_AT, SCORED = 57, 16, 45, 57, 0
@@ -138,5 +138,5 @@ count('refused:not-leased', num_foreign)
 count_tokens('refused:not-leased', num_foreign, foreign_tokens)
 count('pushed:duplicate', num_duplicate)
 count('pushed:refused', num_refused)
-local run = redis.call('HMGET', KEYS[8], 'latest_version', 'state')
-return {position, run[1] or '', run[2] or 'running', table.concat(outcomes)}
+local run = redis.call('HMGET', KEYS[8], 'sampling_version', 'latest_version', 'state')
+return {position, run[1] or run[2] or '', run[3] or 'running', table.concat(outcomes)}

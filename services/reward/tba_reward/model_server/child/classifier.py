@@ -27,6 +27,8 @@ class Classifier:
         self.digest = digest_folder(folder)
         self._settings = settings
         self._model, self._tokenizer = load(settings.files, folder, AutoModelForSequenceClassification)
+        # keys and values of a whole batch would take gigabytes, and a text is read once
+        self._model.config.get_text_config().use_cache = False
         self._label = self._find_label(settings.label)
         self._max_tokens = longest_input(self._model, self._tokenizer, settings.max_tokens)
         self._pad_id = self._model.config.get_text_config().pad_token_id

@@ -9,7 +9,8 @@ from statistics import fmean
 
 from tba_reward.model_server.child.classifier import Classifier, GuardClassifier, Row
 from tba_reward.model_server.child.server import Judge, NoScore, TokenizedRequest
-from tba_reward.model_server.child.victim import Victim
+from tba_reward.model_server.child.victim import TransformersVictim
+from tba_reward.model_server.child.vllm_victim import VllmVictim
 from tba_reward.model_server.model_messages import (
     ClassifierSettings,
     ModelSet,
@@ -56,7 +57,7 @@ class RedteamJudge:
 
     def __init__(self, models: RedteamSet) -> None:
         self._least = models.min_toxicity if models.output == "log_toxicity" else None
-        self._victim = Victim(models.victim)
+        self._victim = (TransformersVictim if models.victim.vllm is None else VllmVictim)(models.victim)
         settings = models.classifier
         self._classifier = (
             Classifier(settings) if isinstance(settings, ClassifierSettings) else GuardClassifier(settings)
@@ -83,7 +84,9 @@ class RedteamJudge:
         attacks = [each.request.response for each in batch]
         replies = self._victim.replies(attacks, [each.tokens for each in batch])
         rows = [
-            self._classifier.encode(attack.rstrip(), reply)
+            NoScore("not_finite", "its logits are not finite")
+            if reply is None
+            else self._classifier.encode(attack.rstrip(), reply)
             for attack, texts in zip(attacks, replies, strict=True)
             for reply in texts
         ]

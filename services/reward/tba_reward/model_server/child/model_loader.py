@@ -138,7 +138,7 @@ def check_length(num_tokens: int, limit: int, what: str) -> NoScore | None:
     if num_tokens == 0:
         return NoScore("bad_data", f"{what} has no tokens")
     if num_tokens > limit:
-        return NoScore("too_long", f"{what} has {num_tokens} tokens, the model takes {limit}")
+        return NoScore("too_long", f"{what} has {num_tokens} tokens, and at most {limit} are taken")
     return None
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
@@ -23,34 +28,39 @@ from tba_reward.model_server.child.server import NoScore
 from tba_reward.model_server.model_messages import VictimSettings
 
 
-class Victim:
-    """A victim that is loaded.
+class Victim(ABC):
+    """A victim that is loaded; its subclasses generate.
 
     Of the model's own generation settings only the end-of-sequence tokens are used; `settings` says how it samples.
 
+    Args:
+        config: that of the model.
+        limit: most tokens that the model can take.
+
     Raises:
-        LoadError: the files are not such a model, or it lacks the chat template that the settings ask for.
+        LoadError: it lacks the chat template that the settings ask for.
     """
 
-    def __init__(self, settings: VictimSettings) -> None:
-        folder = find_folder(settings.files)
+    def __init__(
+        self,
+        settings: VictimSettings,
+        folder: Path,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+    ) -> None:
         self.digest = digest_folder(folder)
-        self._settings = settings
-        self._model, self._tokenizer = load(settings.files, folder, AutoModelForCausalLM)
-        limit = longest_input(self._model, self._tokenizer, None)
-        self._max_tokens = limit - settings.max_reply_tokens
-        if settings.form == "chat" and self._tokenizer.chat_template is None:
-            raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; leave `victim_form` out")
-        self._chat = self._tokenizer.chat_template is not None and settings.form != "text"
-        own = self._model.generation_config
-        eos = own.eos_token_id if own is not None and own.eos_token_id is not None else self._tokenizer.eos_token_id
-        self._eos = list(eos) if isinstance(eos, (list, tuple)) else [eos] if eos is not None else []
-        self._model.generation_config = GenerationConfig(
-            do_sample=False,  # `SeededSampling` leaves one token, so that "the most likely" is the one that was drawn
-            max_new_tokens=settings.max_reply_tokens,
-            eos_token_id=self._eos or None,
-            pad_token_id=self._eos[0] if self._eos else 0,
-        )
+        self._settings, self._tokenizer = settings, tokenizer
+        if settings.form == "chat" and tokenizer.chat_template is None:
+            raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; leave `victim_input` out")
+        self._chat = tokenizer.chat_template is not None and settings.form != "text"
+        self._eos = _end_ids(folder, config, tokenizer)
+        self._num_template_tokens = len(self._prompt(""))
+        if settings.max_attack_tokens is not None:
+            needed = self._num_template_tokens + settings.max_attack_tokens + settings.max_reply_tokens
+            limit = min(limit, needed)
+        self._context_tokens = limit
+        """Most tokens of a prompt and its reply."""
 
     @property
     def num_replies(self) -> int:
@@ -58,9 +68,9 @@ class Victim:
         return self._settings.num_replies
 
     @property
+    @abstractmethod
     def device_type(self) -> str:
         """`cpu`, `cuda`, ...: each draws other tokens with the same seed."""
-        return self._model.device.type
 
     @property
     def max_reply_tokens(self) -> int:
@@ -69,16 +79,12 @@ class Victim:
 
     def encode(self, attack: str) -> list[int] | NoScore:
         """Return the tokens of an attack without the white space at its end."""
-        attack = attack.rstrip()
-        if self._chat:
-            ids = model_loader.encode_chat(self._tokenizer, [{"role": "user", "content": attack}], to_be_continued=True)
-        else:
-            ids = list(self._tokenizer(model_loader.fill(self._settings.template, attack))["input_ids"])
-        return model_loader.check_length(len(ids), self._max_tokens, "the attack") or ids
+        ids = self._prompt(attack.rstrip())
+        limit = self._context_tokens - self._settings.max_reply_tokens
+        return model_loader.check_length(len(ids), limit, "the attack in its template") or ids
 
-    @torch.inference_mode()
-    def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str]]:
-        """Return the texts of `num_replies` replies to each attack, generated as one batch.
+    def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str | None]]:
+        """Return the texts of `num_replies` replies to each attack, generated as one batch; None as in `generate`.
 
         Args:
             attacks: the attacks, on which the draws depend.
@@ -86,28 +92,106 @@ class Victim:
         """
         number = self._settings.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
-        ids, mask = model_loader.pad(rows, 0, side="left")  # [B, T]
+        seeds = [reply_seed(self._settings.seed, attack, n) for attack in attacks for n in range(number)]
+        texts = [None if tokens is None else self._text(tokens) for tokens in self.generate(rows, seeds)]
+        return [texts[n : n + number] for n in range(0, len(texts), number)]
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[list[int] | None]:
+        """Return the tokens of one reply to each prompt, in order; what follows an end of sequence is not read.
+
+        None: the logits of one of its tokens are not finite, so that it was not drawn from the model.
+        """
+
+    def _prompt(self, attack: str) -> list[int]:
+        if self._chat:
+            turns = [{"role": "user", "content": attack}]
+            return model_loader.encode_chat(self._tokenizer, turns, to_be_continued=True)
+        return list(self._tokenizer(model_loader.fill(self._settings.template, attack))["input_ids"])
+
+    def _num_before_end(self, tokens: list[int]) -> int:
+        return next((n for n, token in enumerate(tokens) if token in self._eos), len(tokens))
+
+    def _text(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens[: self._num_before_end(tokens)], skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text.strip()
+
+
+class TransformersVictim(Victim):
+    """A victim whose replies transformers generates.
+
+    Raises:
+        LoadError: the files are not such a model, or see `Victim`.
+    """
+
+    def __init__(self, settings: VictimSettings) -> None:
+        folder = find_folder(settings.files)
+        self._model, tokenizer = load(settings.files, folder, AutoModelForCausalLM)
+        limit = longest_input(self._model, tokenizer, None)
+        super().__init__(settings, folder, self._model.config, tokenizer, limit)
+        self._model.generation_config = GenerationConfig(
+            do_sample=False,  # `SeededSampling` leaves one token, so that "the most likely" is the one that was drawn
+            max_new_tokens=settings.max_reply_tokens,
+            eos_token_id=self._eos or None,
+            pad_token_id=self._eos[0] if self._eos else 0,
+        )
+
+    @property
+    def device_type(self) -> str:
+        """See `Victim`."""
+        return self._model.device.type
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[list[int] | None]:
+        """Return the tokens of one reply to each prompt (see `Victim.generate`)."""
+        ids, mask = model_loader.pad(prompts, 0, side="left")  # [B, T]
         device = self._model.device
-        processors = LogitsProcessorList()
+        check = LogitsCheck()
+        processors = LogitsProcessorList([check])
         if self._settings.temperature > 0:
-            seeds = [reply_seed(self._settings.seed, attack, n) for attack in attacks for n in range(number)]
             processors.append(SeededSampling(self._settings.temperature, self._settings.top_p, seeds, device))
         generate: Callable[..., Tensor] = self._model.generate  # type: ignore[assignment]  # of its mixin
         output = generate(input_ids=ids.to(device), attention_mask=mask.to(device), logits_processor=processors)
-        texts = [self._text(row) for row in output[:, ids.shape[1] :].tolist()]
-        return [texts[n : n + number] for n in range(0, len(texts), number)]
+        rows, is_sound = output[:, ids.shape[1] :].tolist(), check.is_sound()
+        # a row that has ended goes on until all have, and that is not read
+        return [
+            row if all(sound[: self._num_before_end(row) + 1]) else None
+            for row, sound in zip(rows, is_sound, strict=True)
+        ]
 
-    def _text(self, tokens: list[int]) -> str:
-        end = next((n for n, token in enumerate(tokens) if token in self._eos), len(tokens))
-        text = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text.strip()
+
+def _end_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the end-of-sequence tokens of the model's generation settings, else that of its tokenizer."""
+    try:
+        own = GenerationConfig.from_pretrained(folder)
+    except OSError:  # there is no such file
+        own = GenerationConfig.from_model_config(config)
+    eos: Any = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
+    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
 
 
 def reply_seed(seed: int, attack: str, number: int) -> int:
     """Return the seed of one reply: the same attack gets the same replies in every batch."""
     digest = hashlib.sha256(f"{seed}\0{number}\0{attack.rstrip()}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
+
+
+class LogitsCheck(LogitsProcessor):
+    """Notes at every token which rows have logits that give probabilities, and changes none."""
+
+    def __init__(self) -> None:
+        self._is_sound: list[Bool[Tensor, " B"]] = []
+
+    def __call__(self, input_ids: Int[Tensor, "B T"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """Return the logits as they are."""
+        # a model may give single tokens minus infinity, so the sum decides
+        self._is_sound.append(scores.logsumexp(-1).isfinite())
+        return scores
+
+    def is_sound(self) -> list[list[bool]]:
+        """Return one value per row and token."""
+        return torch.stack(self._is_sound, dim=1).tolist()
 
 
 class SeededSampling(LogitsProcessor):

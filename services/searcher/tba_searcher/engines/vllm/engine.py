@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VllmSection
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, VllmSection
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, VersionSpan
@@ -46,8 +46,6 @@ from tba_searcher.engines.weight_check import check_loaded, check_tensors, read_
 _CANARY_ID = "canary"
 _MIN_LEN = 64
 """Context for the canary, where prompts and responses are shorter."""
-_MIN_TEMPERATURE = 0.01
-"""vLLM raises a lower temperature to this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,10 +333,10 @@ def _sampling_params(request: Request) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
-    if sampling.temperature != 0 and not _MIN_TEMPERATURE <= sampling.temperature <= VLLM_MAX_TEMPERATURE:
+    if sampling.temperature != 0 and not VLLM_MIN_TEMPERATURE <= sampling.temperature <= VLLM_MAX_TEMPERATURE:
         raise EngineError(
             f"request {request.request_id}: temperature {sampling.temperature:g}; vLLM samples at 0 or at "
-            f"{_MIN_TEMPERATURE:g} to {VLLM_MAX_TEMPERATURE:g}"
+            f"{VLLM_MIN_TEMPERATURE:g} to {VLLM_MAX_TEMPERATURE:g}"
         )
     return vllm.SamplingParams(
         temperature=sampling.temperature,

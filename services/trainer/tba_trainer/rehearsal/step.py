@@ -1,0 +1,274 @@
+"""One optimizer step of a recipe on fake tensors, and the bytes that it holds at its peak.
+
+The model has the shapes of its config, every rollout its longest prompt and response. Traced is one process, with the
+two largest micro-batches of the whole batch's plan: the second finds the gradients of the first, and later ones add
+nothing. With several processes the model is sharded by FSDP2 over a process group that sends nothing.
+
+A trace in full takes minutes. All decoder layers are alike, so models of few layers are traced, and each number is
+extended along the line through them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tba.config import Recipe
+from tba.errors import ConfigError
+from tba.versions import START
+from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan
+from tba_trainer.learner.forward_backward import Ranks
+from tba_trainer.learner.learner import Learner, trainer_rng
+from tba_trainer.learner.micro_batches import Plan, plan_micro_batches
+from tba_trainer.model.parameters import shard, trainable
+from tba_trainer.model.policy import prepare
+from tba_trainer.objectives import Objective, resolve
+from tba_trainer.rehearsal.fake_device import FakeDevice, cuda_branches
+from tba_trainer.rehearsal.live_bytes import LiveBytes
+
+LAYERS, LAYERS_SHARDED = (2, 3), (3, 4)
+"""Layers of the models that are traced instead of the whole one. FSDP2 holds up to three at a time, so that the line
+begins there."""
+MAX_ERROR_CHARS = 200
+"""Of an error of transformers, which may list all models that it knows."""
+TRACED_ROUNDS = 2
+"""Micro-batches that each process goes through."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """The bytes of one trainer process."""
+
+    parameters: int
+    reference: int
+    """A second model for ref log-probs; 0: there is none, or it is the first one without its adapter."""
+    gradients: int
+    optimizer: int
+    forward_backward_peak: int
+    """Most bytes while gradients are computed, the above included."""
+    update_peak: int
+    """Most bytes while AdamW changes the weights."""
+
+    @property
+    def state(self) -> int:
+        """What is there during the whole forward and backward pass of all but the first micro-batch."""
+        return self.parameters + self.reference + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any time."""
+        return max(self.forward_backward_peak, self.update_peak)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """How the whole batch of a step is worked on where every rollout is as long as it may be."""
+
+    num_rollouts: int
+    num_micro_batches: int
+    """For each process."""
+    num_first_passes: int
+    """Of them, those that also need a pass without gradient, because a group does not fit into one."""
+    max_tokens: int
+    """Of the largest micro-batch."""
+
+
+def rehearse_step(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool = False) -> tuple[StepBytes, StepPlan]:
+    """Return the bytes and the plan of a step.
+
+    Args:
+        config: `config.json` of the model, in Hugging Face format.
+        all_layers: trace the whole model, and extrapolate nothing.
+
+    Raises:
+        ConfigError: transformers does not know the model, or torch cannot trace it.
+    """
+    traced = layers_to_trace(recipe, config, all_layers=all_layers)
+    try:
+        first, *rest = (asdict(trace_step(recipe, config, num_layers=num)) for num in traced)
+    except (
+        RuntimeError
+    ) as error:  # torch has an op of the model for fewer dtypes on a CPU, or sizes do not fit together
+        raise ConfigError(
+            f"a step of model_type {config.get('model_type')!r} cannot be traced on fake tensors ({error}); "
+            "`tba sizing` has its formula"
+        ) from error
+    for other in rest:
+        low, high, whole = *traced, num_layers_of(config)
+        first = {name: each + (other[name] - each) * (whole - low) // (high - low) for name, each in first.items()}
+    return StepBytes(**first), _step_plan(recipe)
+
+
+def layers_to_trace(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool = False) -> tuple[int, ...]:
+    """Return the layers of each model that is traced: of two, or of the whole one where it has no more."""
+    whole, few = num_layers_of(config), LAYERS if recipe.trainer.num_processes == 1 else LAYERS_SHARDED
+    return (whole,) if all_layers or whole <= max(few) else few
+
+
+def num_layers_of(config: Mapping[str, Any]) -> int:
+    """Return the number of decoder layers."""
+    return int(config[_layers_key(config)])
+
+
+def _layers_key(config: Mapping[str, Any]) -> str:
+    return "n_layer" if "n_layer" in config else "num_hidden_layers"
+
+
+def trace_step(recipe: Recipe, config: Mapping[str, Any], *, num_layers: int) -> StepBytes:
+    """Return the bytes of a step of the same model with another number of layers."""
+    device = FakeDevice()
+    with cuda_branches(), _ranks(recipe.trainer.num_processes) as ranks, warnings.catch_warnings():
+        # torch asks a parameter that it copies for its address, and a real tensor that it makes fake for its gradient
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        model = _fake_model(recipe, {**config, _layers_key(config): num_layers}, device, ranks)
+        with device, LiveBytes(device.owns) as live:
+            parameters = live.held
+            learner = Learner(model, recipe, trainer_rng(recipe), ranks=ranks)
+            live.restart()  # the probe of the output head is gone
+            reference = live.held - parameters
+            return replace(measured(learner, recipe, live), parameters=parameters, reference=reference)
+
+
+def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
+    """Return the bytes of a step, on fake tensors or real ones; parameters and reference are left at 0."""
+    without = live.held
+    optimizer = learner.optimizer
+    for parameter in trainable(learner.model).values():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.use_foreach()
+    # the first update makes AdamW's moments; shard arithmetic looks whole tensors up once
+    optimizer.clip(None)
+    optimizer.apply(learning_rate=0.0)
+    live.restart()
+    moments = live.held - without
+    batch = _batch(recipe, vocab_size=learner.model.config.vocab_size)
+    learner.gradients(batch, step=1, policy_ages=[0] * len(batch.rollouts))
+    forward_backward_peak = live.peak
+    live.restart()
+    gradients = live.held - without - moments
+    optimizer.apply(learning_rate=0.0)
+    return StepBytes(
+        parameters=0,
+        reference=0,
+        gradients=gradients,
+        optimizer=moments,
+        forward_backward_peak=forward_backward_peak,
+        update_peak=live.peak,
+    )
+
+
+def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, ranks: Ranks) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        known = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+    except (ValueError, TypeError) as error:
+        kind = config.get("model_type")
+        raise ConfigError(
+            f"transformers builds no language model from config.json of model.path (model_type {kind!r}): "
+            f"{str(error).partition(chr(10))[0][:MAX_ERROR_CHARS]}"
+        ) from None
+    model = prepare(model, recipe.model.lora, recipe.trainer.gradient_checkpointing)
+    if ranks.num_ranks > 1:
+        with device:
+            shard(model, dist.device_mesh.init_device_mesh("cpu", (ranks.num_ranks,)))
+    else:
+        with device.fake_mode:
+            model.to_empty(device="cpu")
+            model.tie_weights()
+    return model
+
+
+@contextmanager
+def _ranks(num_processes: int) -> Iterator[Ranks]:
+    """Join a process group of which this is rank 0 and which sends nothing."""
+    if num_processes == 1:
+        yield Ranks()
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
+    try:
+        yield Ranks(rank=0, num_ranks=num_processes)
+    finally:
+        dist.destroy_process_group()
+
+
+def _objective(recipe: Recipe) -> Objective:
+    return resolve(recipe.objective, max_response_tokens=recipe.searcher.max_response_tokens)
+
+
+def _plan(recipe: Recipe) -> Plan:
+    """Return the plan of a whole batch of longest rollouts."""
+    searcher, sampling = recipe.searcher, recipe.sampling
+    num_rollouts = sampling.prompts_per_batch * sampling.group_size
+    return plan_micro_batches(
+        [searcher.max_prompt_tokens + searcher.max_response_tokens] * num_rollouts,
+        [i // sampling.group_size for i in range(num_rollouts)],
+        recipe.trainer.micro_batch_tokens,
+        num_ranks=recipe.trainer.num_processes,
+        keep_groups=_objective(recipe).needs_complete_groups,
+    )
+
+
+def _step_plan(recipe: Recipe) -> StepPlan:
+    plan = _plan(recipe)
+    sizes = [len(each.indices) for micro_batches in plan.rounds for each in micro_batches]
+    return StepPlan(
+        num_rollouts=sum(sizes),
+        num_micro_batches=len(plan.rounds),
+        num_first_passes=len(plan.split_rounds()) if _objective(recipe).needs_complete_groups else 0,
+        max_tokens=max(sizes) * (recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens),
+    )
+
+
+def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
+    """Return the rollouts of the largest micro-batches, in their groups."""
+    rng = np.random.default_rng(0)
+    rounds = _plan(recipe).rounds[:TRACED_ROUNDS]
+    chosen = sorted(i for micro_batches in rounds for each in micro_batches for i in each.indices)
+    groups = []
+    for number, members in groupby(chosen, lambda i: i // recipe.sampling.group_size):
+        prompt_id = f"prompt-{number}"
+        prompt = rng.integers(0, vocab_size, recipe.searcher.max_prompt_tokens, dtype=np.int32)
+        rollouts = tuple(_rollout(rng, recipe, prompt_id, prompt, vocab_size) for _ in members)
+        groups.append(Group(prompt_id=prompt_id, source="recent", fallback=False, rollouts=rollouts))
+    return Batch(batch_id="rehearsal", deadline_s=0.0, seed=0, log_position=0, groups=tuple(groups))
+
+
+def _rollout(rng: np.random.Generator, recipe: Recipe, prompt_id: str, prompt: Any, vocab_size: int) -> Rollout:
+    num_tokens, temperature = recipe.searcher.max_response_tokens, recipe.model.policy_temperature
+    return Rollout(
+        rollout_id=rng.bytes(16),
+        run=recipe.run.name,
+        task="rehearsal",
+        prompt_id=prompt_id,
+        visit_id=prompt_id,
+        prompt_tokens=prompt,
+        response_tokens=rng.integers(0, vocab_size, num_tokens, dtype=np.int32),
+        response_text="",
+        finish_reason="eos",
+        version_spans=(VersionSpan(version=START, start=0, end=num_tokens),),
+        sampling=Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=0),
+        sampler_logprobs=np.zeros(num_tokens, dtype=np.float32),
+        # as searchers make it where they do
+        ref_logprob=RefLogprob(value=0.0, version=START) if recipe.searchers_hold_start else None,
+        reward=float(rng.random()),  # no group of equal rewards, which would need no pass
+        reward_status="scored",
+        reward_reason=None,
+        reward_version="rehearsal",
+        searcher_id="rehearsal",
+        started_at_s=0.0,
+        finished_at_s=0.0,
+    )

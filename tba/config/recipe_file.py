@@ -1,0 +1,217 @@
+"""Read a recipe, one TOML file that describes a whole run, and say what is wrong with it.
+
+Precedence: defaults < file < environment (`TBA_BUFFER__PORT=8700`) < `--set buffer.port=8700`. Unknown keys are
+refused everywhere; the message names the key, the value and the place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from tba.config.data import PrepareItem
+from tba.config.recipe import Recipe
+from tba.config.renamed_keys import new_name, new_value, with_new_names
+from tba.config.schedules import Schedule
+from tba.errors import ConfigError
+
+ENV_PREFIX = "TBA_"
+HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""ORG/NAME."""
+
+
+def load_recipe(
+    path: str | Path,
+    *,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    stand_ins: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """Read a recipe from TOML, or a resolved config from JSON.
+
+    Args:
+        path: the file; `.json` is read as JSON, anything else as TOML.
+        sets: `section.key=value` overrides, `section.N.key=value` of item N of an array; the value is TOML, or a bare
+            string.
+        environ: defaults to the process environment.
+        stand_ins: sections that the caller does not use, for a file without them.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, or a key or value is wrong.
+    """
+    document = read_document(Path(path))
+    for name, text in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            # two underscores part section and key, since keys have single ones
+            _set(document, keys, parse_toml_value(text), where=f"environment variable {name}")
+    for item in sets:
+        dotted, sep, text = item.partition("=")
+        if not sep or "." not in dotted:
+            raise ConfigError(f"--set {item!r} is not of the form section.key=value")
+        _set(document, dotted.strip().split("."), parse_toml_value(text), where=f"--set {item}")
+    return _with_hub_model(parse_recipe({**(stand_ins or {}), **document}, where=str(path)))
+
+
+def _with_hub_model(recipe: Recipe) -> Recipe:
+    """Turn `model.path = "org/name"` into an item of `[[prepare]]` that `tba run` fetches, unless it is a folder here.
+
+    Raises:
+        ConfigError: a revision is given, and model.path is a folder.
+    """
+    section = recipe.model
+    is_folder = (
+        section.warm_start is not None
+        # `tba data prepare` makes the folders below models/, which need not be there yet
+        or section.path.startswith("models/")
+        or Path(section.path).is_dir()
+        or any(item.path == section.path for item in recipe.prepare)
+        or section.path in recipe.supervised
+    )
+    if is_folder or not HUB_MODEL.fullmatch(section.path):
+        if section.revision is not None:
+            raise ConfigError(
+                f"model.revision is {section.revision!r}, and model.path {section.path!r} is a folder, which has none; "
+                "remove the revision, or give ORG/NAME on the hub as model.path"
+            )
+        return recipe
+    item = PrepareItem(
+        path=f"models/{section.path}", kind="model", hub=section.path, revision=section.revision, at_start=True
+    )
+    model = section.model_copy(update={"path": item.path, "revision": None})
+    others = [other for other in recipe.prepare if other.path != item.path]
+    return recipe.model_copy(update={"model": model, "prepare": [item, *others]})
+
+
+def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
+    """Validate a recipe that is already a map.
+
+    Raises:
+        ConfigError: naming the first key that is wrong, its value and what to do.
+    """
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain_validation_error(error, Recipe)}") from None
+    if recipe.model.warm_start is None:
+        return recipe
+    # the starting model is cached per seed
+    path = recipe.model.path.replace("{seed}", str(recipe.warm_start_seed))
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a recipe file without validation.
+
+    Raises:
+        ConfigError: it is missing, or is neither TOML nor (`.json`) JSON.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path} does not exist; `tba run quickstart` runs one that ships with tba") from None
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
+    try:
+        text = raw.decode()
+        if path.suffix != ".json":
+            return tomllib.loads(text)
+        document = json.loads(text)
+        # a resolved config: one that an older release has stored must stay readable, or its run could not resume
+        return with_new_names(document) if isinstance(document, dict) else document
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} is not valid: {error}") from None
+
+
+def parse_toml_value(text: str) -> Any:
+    """Parse a value as people type it: TOML, or else a bare string."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: str) -> None:
+    if (renamed := new_name(keys)) is not None:
+        raise ConfigError(f"{where}: {_renamed_text('.'.join(keys), renamed)}")
+    at: Any = document
+    for place, key in enumerate(keys):
+        if isinstance(at, list) and not (key.isdecimal() and int(key) < len(at)):
+            raise ConfigError(
+                f"{where}: {key!r} is no item of {keys[place - 1]!r}, which has {len(at)}, numbered from 0"
+            )
+        if not isinstance(at, list | dict):
+            raise ConfigError(f"{where}: {keys[place - 1]!r} is a value, not a section")
+        index: Any = int(key) if isinstance(at, list) else key
+        if place == len(keys) - 1:
+            at[index] = value
+        else:
+            at = at[index] if isinstance(at, list) else at.setdefault(index, {})
+
+
+def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return what is wrong with a document of this model: the first key, its value and what to do."""
+    first = error.errors()[0]
+    loc = [str(part) for part in first["loc"]]
+    key = ".".join(loc)
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    message = first["msg"].removeprefix("Value error, ")
+    if not loc:  # a rule between sections names its keys and values itself
+        return f"{message}{more}"
+    if first["type"] == "extra_forbidden":
+        # only the recipe has names of older releases
+        if model is Recipe and (renamed := new_name(loc)) is not None:
+            return f"{_renamed_text(key, renamed)}{more}"
+        near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1], model), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
+        # the message goes to logs, and a misspelt key may hold a secret
+        is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
+        return f"unknown key {key!r} (value {'not shown' if is_secret else repr(first['input'])}){hint}{more}"
+    if first["type"] == "missing":
+        return f"key {key!r} is missing{more}"
+    if (
+        model is Recipe
+        and isinstance(first["input"], str)
+        and (now := new_value(loc, first["input"])) != first["input"]
+    ):
+        return f"value {first['input']!r} of {key!r} is now {now!r}: write the new name{more}"
+    if first["type"] == "value_error" and _model_at(loc, model) not in (
+        None,
+        Schedule,
+    ):  # so does the rule of a section
+        return f"{key}: {message}{more}"
+    return f"key {key!r} has the value {first['input']!r}: {message}{more}"
+
+
+def _renamed_text(old: str, new: str) -> str:
+    return f"key {old!r} is now {new!r}: write the new name"
+
+
+def _known_keys(path: Sequence[str], model: type[BaseModel]) -> list[str]:
+    at = _model_at(path, model)
+    return [] if at is None else list(at.model_fields)
+
+
+def _model_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:
+    """Return the model of a section; None for a plain value."""
+    for part in path:
+        field = model.model_fields.get(part)
+        inner = None if field is None else _model_of(field.annotation)
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for m in map(_model_of, getattr(annotation, "__args__", ())) if m), None)

@@ -1,0 +1,49 @@
+"""Temporary folders of large files, deleted at the end; those of killed processes when the next one is made."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tba.early_signals import delete_on_quit
+
+_LOCK = "lock"
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Create a folder of this process under TMPDIR, and delete it at the end.
+
+    A killed process cannot clean up, so the folders of killed processes with the same prefix are deleted too.
+
+    Args:
+        prefix: of the folder's name.
+    """
+    _delete_abandoned(Path(tempfile.gettempdir()), prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        new = folder / f".{_LOCK}"
+        # the kernel releases this lock when the process is gone, whatever ended it
+        with new.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # only now: with a lock that nobody holds the folder would look abandoned
+            new.rename(folder / _LOCK)
+            with delete_on_quit(folder):
+                yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete_abandoned(parent: Path, prefix: str) -> None:
+    # A lock and not a process id: ids are used again, and in containers that share TMPDIR all may be number 1.
+    for folder in parent.glob(f"{prefix}*"):
+        try:
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # in use, not ours, or not locked yet
+            continue

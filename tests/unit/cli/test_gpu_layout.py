@@ -1,0 +1,197 @@
+"""Who sits on which GPU, in the order of start, and whether it fits: computed, no GPU is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tba.config import Recipe, load_recipe
+from tba.errors import ConfigError
+from tba_cli.doctor.checks.machine import check_devices, check_gpu
+from tba_cli.doctor.target import CheckResult, target_of
+from tba_cli.main import main
+from tba_cli.sizing import (
+    CARD_GIB,
+    GIB,
+    SHAPES,
+    Card,
+    ModelShape,
+    gpu_layout,
+    idle_gpus,
+    misfits,
+    preemptions,
+    shape_in_recipe,
+    simultaneous_starts,
+    unknown_sizes,
+)
+from tba_cli.sizing.gpu_layout import Layout
+
+ROOT = Path(__file__).parents[3]
+FULL = ("gsm8k", "math", "tldr", "tldr-1b", "tldr-2.8b", "redteam", "redteam-llama")
+SHARE = "searcher.vllm.gpu_memory_share"
+VICTIM = "reward.tasks.redteam.scorers.0"
+
+
+def recipe_of(name: str, *sets: str) -> Recipe:
+    return load_recipe(ROOT / f"recipes/{name}.toml", sets=list(sets), environ={})
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    def shape_of(path: str) -> ModelShape:
+        return shape_in_recipe(path, recipe)[0]
+
+    return gpu_layout(recipe, shape_of)
+
+
+def cards_of(layout: Layout, *, gib: float = CARD_GIB) -> Mapping[int, Card]:
+    return dict.fromkeys(layout, Card.empty(round(gib * GIB)))
+
+
+def problems(name: str, *sets: str, gib: float = CARD_GIB, certain: bool = False) -> list[str]:
+    layout = layout_of(recipe_of(name, *sets))
+    return list(misfits(layout, cards_of(layout, gib=gib), certain=certain))
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_every_full_recipe_fits_on_80_gb_cards(name: str) -> None:
+    recipe = recipe_of(name)
+    layout = layout_of(recipe)
+    assert not unknown_sizes(layout)
+    assert not list(misfits(layout, cards_of(layout)))
+    assert not list(simultaneous_starts(layout))
+    assert not list(idle_gpus(recipe, layout))
+
+
+def test_the_order_is_that_of_the_start() -> None:
+    layout = layout_of(recipe_of("tldr", "local.gpus.trainer=[3]"))
+    assert [one.who for one in layout[3]] == [
+        "reward model pythia410m-rm-tldr6.9b",
+        "reward model pythia6.9b-gold-tldr",
+        "trainer",
+        "starting model of a searcher",
+        "vLLM of a searcher",
+    ]
+    assert [one.who for one in layout[1]] == ["starting model of a searcher", "vLLM of a searcher"]
+    gold = layout[3][1]
+    assert gold.fixed_bytes == 2 * 6_857_302_016  # bfloat16
+
+
+def test_a_wrong_share_is_refused_with_the_one_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sizing", str(ROOT / "recipes/tldr-2.8b.toml")]
+    assert main([*words, "--set", f"{SHARE}=0.9"]) == 1
+    out = capsys.readouterr().out
+    assert f"does not fit: GPU 3: vLLM of a searcher takes {SHARE} = 0.9 of 79.0, 71.1 GiB, and finds " in out
+    highest = out.rstrip().rpartition(f"set {SHARE} to at most ")[2]
+    assert main([*words, "--set", f"{SHARE}={highest}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"]["3"][-1]["share"] == float(highest)
+    assert main([*words, "--set", f"{SHARE}={float(highest) + 0.01:.2f}"]) == 1
+
+
+def test_a_share_without_room_for_a_rollout_is_too_small() -> None:
+    (sentence,) = problems("tldr-2.8b", f"{SHARE}=0.05")
+    assert "may take" in sentence
+    least = sentence.rpartition(f"set {SHARE} to at least ")[2]
+    assert problems("tldr-2.8b", f"{SHARE}={least}") == []
+    # vLLM does not keep within its share where the size of its cache is given
+    assert problems("tldr-2.8b", f"{SHARE}=0.05", "searcher.vllm.kv_cache_bytes=1000000000") == []
+
+
+def test_two_engines_on_a_gpu_share_what_is_left() -> None:
+    on_one = "local.gpus.searchers=[[1],[1],[2]]"
+    (sentence,) = problems("gsm8k", on_one, f"{SHARE}=0.5")
+    assert sentence.startswith("GPU 1: vLLM of a searcher takes")
+    highest = sentence.rpartition(" at most ")[2]
+    assert float(highest) < 0.5
+    assert problems("gsm8k", on_one, f"{SHARE}={highest}") == []
+    layout = layout_of(recipe_of("gsm8k", on_one, f"{SHARE}={highest}"))
+    assert [sentence[:6] for sentence in simultaneous_starts(layout)] == ["GPU 1:"]
+    # a searcher runs on one GPU
+    recipe = recipe_of("gsm8k", "local.gpus.searchers=[[1,3],[2],[2]]")
+    assert [sentence[:6] for sentence in idle_gpus(recipe, layout_of(recipe))] == ["GPU 3:"]
+
+
+def test_a_victim_in_vllm_is_counted_by_its_share() -> None:
+    victim = [f'{VICTIM}.victim_engine="vllm"', f"{VICTIM}.max_attack_tokens=64"]
+    key = f"{VICTIM}.victim_vllm.gpu_memory_share"
+    layout = layout_of(recipe_of("redteam-llama", *victim, f"{key}=0.35"))
+    engines = [one.share for one in layout[7] if one.share is not None]
+    assert engines == [0.35, recipe_of("redteam-llama").searcher.vllm.gpu_memory_share]
+    # a second scorer on that GPU would be loaded while vLLM measures what is free
+    other = "reward.tasks.other.scorers=[{kind='reward_model', model='models/llama-3.2-1b', device='%s'}]"
+    for device, gpus, numbers in (("auto", "[7]", ["GPU 7:"]), ("cuda:1", "[7,0]", [])):
+        recipe = recipe_of("redteam-llama", other % device, f"local.gpus.reward={gpus}")
+        assert [sentence[:6] for sentence in simultaneous_starts(layout_of(recipe))] == numbers
+    (sentence,) = problems("redteam-llama", *victim, f"{key}=0.9")
+    assert "reward.tasks.redteam.scorers.0.victim_vllm.gpu_memory_share to at most" in sentence
+    # without a bound vLLM wants room for 131,072 tokens
+    unbounded = "{kind='redteam', victim='models/Llama-3.1-8B-Instruct', classifier='models/Llama-Guard-3-8B', "
+    unbounded += "judge='guard', dtype='bfloat16', victim_engine='vllm', victim_vllm={gpu_memory_share=0.3}}"
+    recipe = recipe_of("redteam-llama", f"reward.tasks.redteam.scorers=[{unbounded}]")
+    shape = dataclasses.replace(SHAPES["llama-3.1-8b"], config={"max_position_embeddings": 131_072})
+    (sentence,) = misfits(gpu_layout(recipe, lambda _: shape, services={"reward"}), cards_of({7: ()}))
+    assert "and needs 33.0 for weights, work space and one sequence of full length" in sentence
+
+
+def test_preemption_and_sizes_that_are_not_known_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = layout_of(recipe_of("tldr-2.8b"))
+    (sentence,) = preemptions(layout, cards_of(layout))
+    assert "vLLM preempts sequences" in sentence
+    path = "reward.tasks.tldr.scorers.0.model"
+    unknown = unknown_sizes(layout_of(recipe_of("tldr", f"{path}=some/model")))
+    assert unknown == {"reward model model": "some/model is not here, and 'model' is in no table of known models"}
+    assert main(["sizing", str(ROOT / "recipes/tldr.toml"), "--set", f"{path}=some/model"]) == 0
+    assert capsys.readouterr().out.endswith("\nwhat is known fits\n")
+
+
+def test_a_device_that_its_process_does_not_see_is_a_sentence() -> None:
+    recipe = recipe_of("tldr", 'reward.tasks.tldr.scorers.0.device="cuda:1"')
+    with pytest.raises(ConfigError, match=r"scorers\.0\.device 'cuda:1' is GPU 1 .* local.gpus gives it 1 "):
+        layout_of(recipe)
+    with pytest.raises(ConfigError, match=r"trainer\.device 'cuda:x' is no device"):
+        layout_of(recipe_of("tldr", "trainer.device=cuda:x"))
+    assert layout_of(recipe_of("tldr-tiny")) == {}  # scorers on `auto`, and nothing that asks for a GPU
+
+
+def test_the_real_cards_decide_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def see(*, free_gib: float, total_gib: float) -> None:
+        gpus = [["a GPU", round(free_gib * GIB), round(total_gib * GIB)]] * 4
+        answer = {"torch": "2", "cuda": "13", "usable": True, "gpus": gpus, "refused": {}}
+        monkeypatch.setattr("tba_cli.doctor.checks.machine._ask_torch", lambda devices=(): answer)
+
+    def look(recipe: Recipe, *, service: str | None = None) -> list[CheckResult]:
+        return [result for result in check_gpu(target_of(recipe, service=service)) if result.code == "gpu-memory"]
+
+    recipe = recipe_of("tldr-2.8b")
+    see(free_gib=79, total_gib=79)
+    check_devices(recipe)
+    assert [result.level for result in look(recipe)] == ["ok"]
+    # what else is on the GPUs leaves too little: vLLM would refuse to start
+    see(free_gib=30, total_gib=79)
+    with pytest.raises(ConfigError, match=r"GPU 0: trainer needs .*; .*") as caught:
+        check_devices(recipe)
+    assert "`tba sizing RECIPE`" in str(caught.value)
+    assert {result.level for result in look(recipe)} == {"warn"}  # it may be this run itself
+    # too small whoever is on them
+    see(free_gib=40, total_gib=40)
+    assert {result.level for result in look(recipe)} == {"fail"}
+    # the container of a searcher has a card of its own, with nobody else on it
+    deployed = recipe_of("tldr-2.8b", 'buffer.url="http://buffer:8700"')
+    (result,) = look(deployed, service="searcher")
+    assert (result.level, result.found) == ("ok", "what the recipe puts on GPU 0 fits there, as computed")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is an extra")
+def test_vllm_still_compares_free_memory_with_its_share_of_the_total() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    text = (Path(spec.origin).parent / "v1/worker/utils.py").read_text()
+    rule = text[text.index("def request_memory(") :]
+    assert "init_snapshot.total_memory * cache_config.gpu_memory_utilization" in rule
+    assert "if init_snapshot.free_memory < requested_memory:" in rule

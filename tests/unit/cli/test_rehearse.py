@@ -1,0 +1,281 @@
+"""`tba rehearse`: the trace of each full recipe beside the formula, a real step beside its trace, the flow."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tba_buffer import rehearsal as flow_rehearsal
+from tba_buffer.rehearsal import FlowRehearsal
+from tba_buffer.rehearsal import Load as FlowLoad
+from tba_trainer.learner.learner import Learner, trainer_rng
+from tba_trainer.model.policy import load_policy
+from tba_trainer.rehearsal import step as rehearsal
+from tba_trainer.rehearsal.fake_device import cuda_branches
+from tba_trainer.rehearsal.live_bytes import LiveBytes
+from tba_trainer.rehearsal.step import StepBytes, StepPlan, rehearse_step, trace_step
+
+from tba.config import Recipe, load_recipe
+from tba.errors import ConfigError
+from tba_cli.main import main
+from tba_cli.rehearsal.memory import misfit
+from tba_cli.rehearsal.schedules import odd_ends, points, totals
+from tba_cli.rehearsal.speeds import STORE_BYTES_PER_S, assumed_step_s, assumed_tokens_per_s
+from tba_cli.sizing import CARD_GIB, GIB, Estimate, Load, ModelShape, estimate, shape_in_recipe
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import make_recipe
+
+ROOT = Path(__file__).parents[3]
+DOCS = (ROOT / "docs/recipes.md").read_text()
+GPU_BYTES = round(CARD_GIB * GIB)
+ANY_LOAD = Load(prompt_tokens=1, response_tokens=1, step_s=1.0, num_searchers=1, concurrent_rollouts=1)
+FORMULA_PER_TRACE = {
+    "gsm8k": (1.0, 1.15),
+    "math": (1.0, 1.1),
+    "tldr": (1.2, 1.5),
+    "tldr-1b": (1.0, 1.15),
+    "tldr-2.8b": (0.999, 1.05),
+    # the formula counts the one prompt of all rollouts once for each of them
+    "redteam": (2.0, 3.0),
+    "redteam-llama": (1.5, 2.2),
+}
+"""The formula of `tba sizing` is not below the trace, and not far above where prompts differ. (It leaves out buffers of
+some bytes.)"""
+
+
+def recipe_of(name: str, *sets: str) -> Recipe:
+    return load_recipe(ROOT / f"recipes/{name}.toml", sets=list(sets), environ={})
+
+
+def as_printed(found: StepBytes, plan: StepPlan) -> dict[str, Any]:
+    return {"bytes": asdict(found), "state_bytes": found.state, "peak_bytes": found.peak, "plan": asdict(plan)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_traces() -> Iterator[None]:
+    """Trace each recipe with each number of layers once; without FSDP2 one layer less: the line is the same."""
+    found: dict[tuple[str, int], StepBytes] = {}
+
+    def trace(recipe: Recipe, config: Mapping[str, Any], *, num_layers: int) -> StepBytes:
+        key = (recipe.run.name, num_layers)
+        if key not in found:
+            found[key] = trace_step(recipe, config, num_layers=num_layers)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "trace_step", trace)
+        patch.setattr(rehearsal, "LAYERS", (1, 2))
+        yield
+
+
+@pytest.mark.parametrize("name", FORMULA_PER_TRACE)
+def test_a_full_recipe_fits_and_the_formula_is_above_its_trace(name: str) -> None:
+    recipe = recipe_of(name)
+    shape, _ = shape_in_recipe(recipe.model.path, recipe)
+    assert shape.config is not None
+    found, plan = rehearse_step(recipe, shape.config)
+    if recipe.model.lora is None:  # the sizes of the model that was traced are those of the table
+        assert found.parameters * recipe.trainer.num_processes == pytest.approx(4 * shape.num_params, rel=1e-3)
+    assert misfit(recipe, as_printed(found, plan), gpu_bytes=GPU_BYTES) is None
+    low, high = FORMULA_PER_TRACE[name]
+    needs = estimate(recipe, shape, ANY_LOAD)
+    assert low <= needs.trainer_gpu_bytes / found.peak <= high
+    assert plan.num_rollouts == recipe.sampling.prompts_per_batch * recipe.sampling.group_size
+    assert plan.max_tokens <= recipe.trainer.micro_batch_tokens
+    # where it is missing, put this line there
+    assert documented_row(name, recipe, shape, found, plan, needs) in DOCS.splitlines()
+
+
+def documented_row(
+    name: str, recipe: Recipe, shape: ModelShape, found: StepBytes, plan: StepPlan, needs: Estimate
+) -> str:
+    tokens = (recipe.searcher.max_prompt_tokens // 2) + (recipe.searcher.max_response_tokens // 2)
+    step_s = assumed_step_s(recipe, shape, tokens_per_rollout=tokens)
+    sizes = (found.state, found.forward_backward_peak, found.update_peak, needs.trainer_gpu_bytes)
+    return (
+        f"| `{name}` | {plan.num_micro_batches} | {plan.max_tokens:,} | "
+        + " | ".join(f"{num_bytes / GIB:.1f}" for num_bytes in sizes)
+        + f" | {needs.trainer_gpu_bytes / found.peak:.2f} | "
+        f"{assumed_tokens_per_s(recipe, shape):,.0f} / {step_s:.2g} s | "
+        f"{needs.version_bytes / STORE_BYTES_PER_S:.1f} of {recipe.trainer.sync_interval * step_s:.1f} s |"
+    )
+
+
+def test_models_of_few_layers_are_extended_along_the_line() -> None:
+    recipe = recipe_of("tldr")
+    shape, _ = shape_in_recipe(recipe.model.path, recipe)
+    assert shape.config is not None
+    few = {**shape.config, "num_hidden_layers": 4}
+    assert rehearse_step(recipe, few)[0] == trace_step(recipe, shape.config, num_layers=4)
+
+
+def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:
+    recipe = recipe_of("gsm8k-tiny")
+    with pytest.raises(ConfigError, match=r"builds no language model .*\(model_type 'bogus'\)"):
+        rehearse_step(recipe, {"model_type": "bogus", "num_hidden_layers": 1})
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3, "vocab_size": 64}
+    with pytest.raises(ConfigError, match="'llama' cannot be traced on fake tensors"):
+        rehearse_step(recipe, {"model_type": "llama", "num_hidden_layers": 1, **sizes})
+
+
+def test_a_misfit_names_the_key_to_change() -> None:
+    trace = {
+        "state_bytes": 16 * GIB,
+        "peak_bytes": 50 * GIB,
+        "bytes": {"update_peak": 20 * GIB},
+        "plan": {"max_tokens": 100_000},
+    }
+    recipe = recipe_of("gsm8k")
+    sentence = str(misfit(recipe, trace, gpu_bytes=40 * GIB))
+    assert "needs 50 GiB, and 36 of the 40 GiB of a GPU can be used; lower trainer.micro_batch_tokens" in sentence
+    assert "from 16384 to about 58823, and rehearse again" in sentence  # 100,000 * 20 / 34
+    sentence = str(misfit(recipe, trace, gpu_bytes=16 * GIB))
+    assert "raise trainer.num_processes (it is 1), or train an adapter" in sentence
+    plain = recipe_of("gsm8k", "trainer.gradient_checkpointing=false")
+    assert "set trainer.gradient_checkpointing = true" in str(misfit(plain, trace, gpu_bytes=40 * GIB))
+    long = trace | {"plan": {"max_tokens": 1000}}
+    assert "a single rollout of 768 tokens is too long" in str(misfit(recipe, long, gpu_bytes=40 * GIB))
+    assert misfit(recipe, trace, gpu_bytes=60 * GIB) is None
+
+
+def test_a_real_step_holds_what_its_trace_says(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden_size=128, num_layers=2, vocab_size=4096)
+    recipe = make_recipe(
+        folder,
+        sampling={"prompts_per_batch": 4, "group_size": 4, "rollouts_per_visit": 4},
+        searcher={"max_prompt_tokens": 32, "max_response_tokens": 96},
+        # a CPU keeps no wide sums of products in 16 bits
+        trainer={"micro_batch_tokens": 1024, "gradient_checkpointing": True},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    traced = trace_step(recipe, config, num_layers=2)
+    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=True)
+    before = {id(value.untyped_storage()) for value in _tensors()}
+    mine = {id(each.untyped_storage()) for each in [*model.parameters(), *model.buffers()]}
+
+    def is_counted(tensor: torch.Tensor) -> bool:
+        return id(tensor.untyped_storage()) in mine or id(tensor.untyped_storage()) not in before
+
+    with cuda_branches(), LiveBytes(is_counted) as live:
+        real = rehearsal.measured(Learner(model, recipe, trainer_rng(recipe)), recipe, live)
+    assert real.forward_backward_peak == pytest.approx(traced.forward_backward_peak, rel=0.03)
+    assert real.update_peak == pytest.approx(traced.update_peak, rel=0.01)
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+
+
+def test_schedules_and_totals_of_the_run() -> None:
+    recipe = recipe_of("gsm8k", "trainer.num_steps=400")
+    first, *_, last = points(recipe)
+    assert (first.step, last.step) == (1, 400)
+    assert first.beta == pytest.approx(0.012)
+    rate, beta = odd_ends(recipe)
+    assert (
+        rate
+        == "trainer.learning_rate is a schedule of 1000 steps and the run has 400: it ends at 1e-05 and never reaches 0"
+    )
+    assert beta.startswith("objective.beta is a schedule of 500 steps")
+    sums = totals(recipe, version_bytes=2, checkpoint_bytes=3)
+    assert (sums.num_versions, sums.versions_bytes) == (201, 402)
+    assert (sums.num_checkpoints, sums.checkpoints_bytes) == (4, 12)
+    assert sums.num_visits_to_first_batch == 21  # 500 / 24
+
+
+def flow_of(recipe: Recipe, **load: float) -> dict[str, Any]:
+    usual = {"tokens_per_s": 4000.0, "step_s": 5.0, "bytes_per_s": 1e9, "response_tokens": 100.0}
+    whole = {"version_bytes": 10**9, "num_prompts": 10**6, "num_steps": 20}
+    return FlowRehearsal(recipe, FlowLoad(**{**usual, **whole, **load})).run()  # pyright: ignore[reportArgumentType]
+
+
+def test_slow_searchers_make_the_trainer_wait_and_a_slow_store_makes_rollouts_old() -> None:
+    recipe = recipe_of("gsm8k")
+    usual = flow_of(recipe)
+    assert usual["num_steps"] == 20
+    assert usual["steps_per_hour"] == pytest.approx(720)
+    assert usual["realised_m"] == pytest.approx(0.95, abs=0.05)
+    # with flow control searchers cannot be outrun
+    control = recipe_of("gsm8k", "sampling.samples_per_insert=1.0", "sampling.samples_per_insert_error=140")
+    slow = flow_of(control, tokens_per_s=200.0)
+    assert slow["trainer_wait_share"] > 0.5
+    assert slow["trainer_waits_s"]["samples-per-insert"] > 0
+    fast = flow_of(control)
+    assert fast["slot_busy_share"] < 1
+    assert flow_of(recipe, bytes_per_s=5e7)["policy_age_mean_steps"] > usual["policy_age_mean_steps"] + 1
+    tight = flow_of(recipe_of("gsm8k", "buffer.max_policy_age_steps=1"), tokens_per_s=1000.0)
+    assert tight["evicted_unused_share"] > 0.05
+    assert tight["policy_age_max_steps"] <= 2  # a batch is drawn one step ahead
+
+
+def test_the_flow_of_equal_lengths_is_what_a_pen_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    # every slot decodes 10 tokens/s, so that a batch of 140 rollouts comes every 10 s
+    monkeypatch.setattr(flow_rehearsal, "LENGTH_SIGMA", 0.0)
+    sets = [
+        "searcher.num_searchers=1",
+        "searcher.num_slots=140",
+        "sampling.prompts_per_batch=7",
+        "sampling.group_size=20",
+        "sampling.rollouts_per_visit=20",
+        "sampling.min_size_to_sample=140",
+        "trainer.sync_interval=1",
+        "trainer.prefetch_batches=0",
+    ]
+    # the error margin is a batch: steps begin at 10, 15, 20, and then with each batch; the last one ends at 195 s
+    bound = recipe_of("gsm8k", *sets, "sampling.samples_per_insert=1.0", "sampling.samples_per_insert_error=140")
+    ratio = flow_of(bound, tokens_per_s=1400.0)
+    assert ratio["steps_per_hour"] == pytest.approx(3600 * 20 / 185)
+    assert ratio["trainer_waits_s"]["samples-per-insert"] == pytest.approx(17 * 5)
+    # 10 s of generation, 5 of training, 1 to write the version and 1 to read it, in which nobody generates
+    turns = recipe_of("gsm8k", *sets, "sampling.alternate=true", "sampling.samples_per_insert=1.0")
+    alternate = flow_of(turns, tokens_per_s=1400.0)
+    assert alternate["steps_per_hour"] == pytest.approx(3600 * 20 / (19 * 17 + 5))
+    assert alternate["trainer_wait_share"] == pytest.approx(19 * 12 / (19 * 17 + 5))
+    # versions take 12 s to write: step 19 waits for the place that version 15 leaves at 15 + 12 * 15 s
+    slow_store = flow_of(recipe_of("gsm8k", *sets), tokens_per_s=1400.0, bytes_per_s=1e9 / 12)
+    assert slow_store["steps_per_hour"] == pytest.approx(3600 * 20 / (15 + 12 * 15 + 5 - 10))
+    assert slow_store["trainer_waits_s"]["unpublished-versions"] == pytest.approx(90)
+
+
+def run_here(module: str, words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a program in this process, which has torch already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [module, *words])
+        assert not importlib.import_module(module if module == "tba_buffer.rehearsal" else f"{module}.__main__").main()
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_all_parts_and_refuses_what_does_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("tba_cli.commands.rehearse.run_program", partial(run_here, capsys=capsys))
+    recipe = str(ROOT / "recipes/gsm8k-tiny.toml")
+    sets = ["--set", "trainer.micro_batch_tokens=100000", "--set", "sampling.prompts_per_batch=64"]
+    assert main(["rehearse", recipe, "--steps", "3", "--gpu-memory-gib", "0.02", *sets]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("nothing here was measured; sizes of the model from ")
+    assert "is below a longest rollout" not in printed
+    assert "version takes longer" not in printed
+    assert "(assumed: tokens/s, step, store, responses)" in printed
+    assert "does not work: a trainer process needs " in printed
+    assert "set trainer.gradient_checkpointing = true" in printed
+    monkeypatch.setattr(flow_rehearsal, "MAX_ROLLOUTS", 200)
+    assert main(["rehearse", recipe, *sets, "--set", "trainer.micro_batch_tokens=20", "--store-gib-per-s", "1e-6"]) == 0
+    printed = capsys.readouterr().out
+    assert "note: trainer.micro_batch_tokens (20) is below a longest rollout (112 tokens)" in printed
+    assert "rollouts were generated by then; numbers of few steps say little: give --tokens-per-s" in printed
+    assert "a version takes longer to write than the 2 step(s) until the next one" in printed
+    assert main(["rehearse", recipe, "--step-s", "0"]) == 2
+    assert "--step-s is 0; it must be above 0" in capsys.readouterr().err
+    assert main(["rehearse", recipe, "--response-tokens", "500"]) == 2
+    assert "it must not be above searcher.max_response_tokens" in capsys.readouterr().err

@@ -7,7 +7,7 @@ SERVICES := services/buffer services/reward services/searcher services/trainer
 EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
+.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -55,6 +55,10 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 overlap: $(VENV)/.run  ## what asynchrony gains at the pace of GPUs: searchers against lock-step (an hour; restartable)
 	$(BIN)/python benchmarks/overlap.py run --kinds searchers
 	$(BIN)/python benchmarks/overlap.py report
+
+paper: $(VENV)/.run  ## the paper's claims in small: every arm of the small recipes, three seeds (15 hours or more; restartable)
+	$(BIN)/python benchmarks/paper.py run
+	$(BIN)/python benchmarks/paper.py report
 
 study: $(VENV)/.run  ## the studies of docs/results.md: every objective at every lag, replay, the smaller questions (6 hours or more; restartable)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/asynchrony.py run --workers $(WORKERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ def append_line(path: Path, document: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({**document, "commit": _commit(), "at": time.strftime("%Y-%m-%d %H:%M")}) + "\n"
     with path.open("ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # or a line of another process is cut off as torn
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
         file.write(line.encode())

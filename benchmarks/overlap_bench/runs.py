@@ -151,7 +151,7 @@ def _run(name: str, recipe: Path, changes: Mapping[str, Any], *, seed: int, num_
         process = subprocess.Popen([*command, "--fresh", *sets], cwd=ROOT, stdout=file, stderr=file)
         try:
             if num_searchers is not None:
-                let_go_at_s = _let_go(folder, process, num_searchers)
+                let_go_at_s = let_go(folder, process, num_searchers)
             code = process.wait()
         except BaseException:
             process.terminate()
@@ -163,7 +163,7 @@ def _run(name: str, recipe: Path, changes: Mapping[str, Any], *, seed: int, num_
     return _Done(folder, let_go_at_s, _children_cpu_s() - cpu_s)
 
 
-def _let_go(folder: Path, process: subprocess.Popen[bytes], num_searchers: int) -> float:
+def let_go(folder: Path, process: subprocess.Popen[bytes], num_searchers: int) -> float:
     """Hold the run until all searchers have their engines: their starts take the cores, and none of it is of interest.
 
     Returns:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.study import plan as arms_of
-from benchmarks.study.cells import World
+from benchmarks.study.cells import Line, World
 from benchmarks.study.data import digests, read_lines, same_results, sources_digest
 from benchmarks.study.plan import BASE_LAG, LAGS, Arm, Study
 from benchmarks.study.plots import has_curves, write_plots
@@ -33,15 +33,22 @@ BUDGETS = (2_560, 4_864, 9_600, 19_200, 38_400)
 def write_report(data: Path, folder: Path) -> None:
     """Tables and plots of what has been run: of this code, or else of the newest code that made a line."""
     counts = digests(data)
-    is_known = bool(counts.keys() & same_results(data, sources_digest()))
-    digest = sources_digest() if is_known or not counts else [*counts][-1]
+    lines, digest = newest_study(data)
     same = same_results(data, digest)
     num_other = sum(number for other, number in counts.items() if other not in same)
     taken_over = {other: number for other, number in counts.items() if other in same - {digest}}
-    study = Study(read_lines(data, digest))
+    study = Study(lines)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tables.md").write_text(report_text(study, digest, num_other=num_other, taken_over=taken_over))
     write_plots(study, folder)
+
+
+def newest_study(data: Path) -> tuple[dict[str, Line], str]:
+    """Return the lines of this code, or else of the newest code that made a line, and its digest."""
+    counts = digests(data)
+    is_known = bool(counts.keys() & same_results(data, sources_digest()))
+    digest = sources_digest() if is_known or not counts else [*counts][-1]
+    return read_lines(data, digest), digest
 
 
 def report_text(

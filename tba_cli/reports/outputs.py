@@ -81,6 +81,11 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
             f"pass@1 sampled: {_number(summary['start_accuracy'])} -> {_number(summary['final_accuracy'])}{on}",
             f"pass@1 greedy:  {_number(summary['start_greedy'])} -> {_number(summary['final_greedy'])}{on}",
         ]
+        accuracies = summary["start_accuracy"], summary["final_accuracy"]
+        rewards = summary.get("start_mean_reward"), summary.get("final_mean_reward")  # older releases have neither
+        # of rewards with grades the share of successes alone hides what was learned
+        if rewards != (None, None) and rewards != accuracies:
+            lines.insert(0, f"mean reward:    {_number(rewards[0])} -> {_number(rewards[1])}{on}")
     if summary.get("best_version") is not None:
         lines.append(f"best version:  {summary['best_version']} ({summary['best_metric']} {summary['best_value']:.3f})")
     train_s, wait_share = summary["train_s"], summary["trainer_wait_share"]

@@ -44,6 +44,8 @@ def summarise(history: History) -> dict[str, Any]:
         "gain": _difference(starts and starts.accuracy, final and final.accuracy),
         "start_greedy": starts and starts.greedy_accuracy,
         "final_greedy": final and final.greedy_accuracy,
+        "start_mean_reward": starts and starts.mean_reward,
+        "final_mean_reward": final and final.mean_reward,
         "num_heldout_prompts": final and final.num_prompts,
         "num_unknown_scores": final and final.num_unknown,
         "advice": history.advice,

@@ -45,6 +45,16 @@ def test_an_evaluation_that_never_finished_is_unknown_and_not_a_number():
     assert "0.300 -> unknown" in result_lines(summary, RunFolder(Path("/r")))[0]
 
 
+def test_a_task_whose_rewards_have_grades_shows_its_mean_reward_first():
+    def evaluated(version, accuracy, reward):
+        return evaluation(version, accuracy).model_copy(update={"mean_reward": reward})
+
+    graded = summarise(history(evals=[evaluated("0-0", 0.016, 0.12), evaluated("1-10", 0.059, 0.49)]))
+    assert result_lines(graded, RunFolder(Path("/r")))[0] == "mean reward:    0.120 -> 0.490 on 512 held-out prompts"
+    plain = summarise(history(evals=[evaluated("0-0", 0.3, 0.3), evaluated("1-10", 0.7, 0.7)]))
+    assert result_lines(plain, RunFolder(Path("/r")))[0].startswith("pass@1 sampled: 0.300 -> 0.700")
+
+
 def test_a_resumed_run_adds_up_the_training_time_of_its_lineages():
     first = [entry(step, at_s=100.0 + step) for step in (1, 2)]
     lost = [entry(3, at_s=103.0, abandoned=True)]

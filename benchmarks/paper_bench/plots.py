@@ -86,6 +86,8 @@ def _redteam(evidence: Evidence, axes: Any) -> None:
         if points := _whole(cells, "train_s", metric):
             label = _label(f"{number} searcher{'s' * (number > 1)}", points, cells)
             over_time.plot(*np.mean(points, axis=0).T, marker="o", ms=4, label=label)
+    if not over_time.lines:
+        over_time.text(0.5, 0.5, "no paced run yet", ha="center", va="center", transform=over_time.transAxes)
     over_time.set_title("attacks: success at the pace of GPUs")
     over_time.set_xlabel("seconds of training")
     over_time.set_ylabel("attack success")

@@ -31,10 +31,12 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "services" / name) for name in ("buffer"
 
 from benchmarks.data_file import PRODUCT, append_line, source_digest  # noqa: E402
 from benchmarks.paper_bench.arms import WORLDS, Cell, plan  # noqa: E402
-from benchmarks.paper_bench.data import DATA, read_cells  # noqa: E402
+from benchmarks.paper_bench.data import DATA, num_other, read_cells  # noqa: E402
 from benchmarks.paper_bench.runs import CellError, run_cell  # noqa: E402
 from benchmarks.study.stats import T_975  # noqa: E402
 
+RESULTS = ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- paper:begin -->", "<!-- paper:end -->"
 MAX_FAILED_IN_ROW = 3
 MAX_SEEDS = 1 + len(T_975)
 
@@ -92,6 +94,28 @@ def _run_left(args: argparse.Namespace) -> None:
         raise SystemExit(f"no result of {', '.join(failed)}")
 
 
+def write_report(data: Path, results: Path = RESULTS) -> None:
+    """Write tables and plots beside the data file, and the claims between the marks in docs/results.md.
+
+    Raises:
+        SystemExit: the results have no place for them.
+    """
+    from benchmarks.paper_bench.evidence import Evidence
+    from benchmarks.paper_bench.plots import write_plots
+    from benchmarks.paper_bench.tables import section_text, tables_text
+
+    evidence = Evidence.of(data)
+    data.parent.mkdir(parents=True, exist_ok=True)
+    (data.parent / "tables.md").write_text(tables_text(evidence, num_other(data)))
+    plots = write_plots(evidence, data.parent)
+    text = results.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"{results} must hold {BEGIN} and {END} once each: the claims go between them")
+    before, _, rest = text.partition(BEGIN)
+    images = "\n\n".join(f"![{path.stem}](paper/{path.name})" for path in plots)
+    results.write_text(f"{before}{BEGIN}\n{section_text(evidence)}\n\n{images}\n{END}{rest.partition(END)[2]}")
+
+
 def main() -> None:
     """Plan, run or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,8 +144,6 @@ def main() -> None:
         args.folder = args.folder.resolve()
         run(args)
     else:
-        from benchmarks.paper_bench.report import write_report
-
         write_report(args.json)
 
 

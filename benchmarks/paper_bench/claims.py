@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 from benchmarks.paper_bench.arms import WORLDS
 from benchmarks.paper_bench.data import Done
-from benchmarks.paper_bench.evidence import OVERLAP_TARGET, TLDR_KL, Evidence, bound_of_test, mean_success
-from benchmarks.paper_bench.verdicts import Pairs, Verdict, judge
+from benchmarks.paper_bench.evidence import (
+    OVERLAP_TARGET,
+    TLDR_KL,
+    Evidence,
+    Pairs,
+    Verdict,
+    bound_of_test,
+    judge,
+    mean_success,
+)
 
 KEEPS_UP = 0.05
 """Margin of claims that something costs nothing: what may be lost, in the unit of the figure."""

@@ -1,12 +1,15 @@
-"""Figures behind the claims, as pairs of the same seed: from the cells here, and from the other studies' data."""
+"""Figures behind the claims, as pairs of the same seed, from the cells here and from the other studies; and the one
+rule that says agrees, disagrees or undecided."""
 
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.overlap import DATA as OVERLAP_DATA
 from benchmarks.overlap import read as read_overlap
@@ -14,22 +17,66 @@ from benchmarks.overlap_bench.cells import Cell as OverlapCell
 from benchmarks.overlap_bench.tables import is_usable, reached_s
 from benchmarks.paper_bench.arms import ARMS, ROOT, START, WORLDS
 from benchmarks.paper_bench.data import Done, read_cells
-from benchmarks.paper_bench.verdicts import Pairs
 from benchmarks.study import plan as study_plan
 from benchmarks.study.cells import Line
 from benchmarks.study.plan import Study
 from benchmarks.study.report import newest_study
+from benchmarks.study.stats import estimate
 from benchmarks.time_to_target_bench.cells import SEEDS as TARGET_SEEDS
 from benchmarks.time_to_target_bench.cells import read_results
 from benchmarks.time_to_target_bench.report import SIDES, best_learning_rate, one_source
 from benchmarks.time_to_target_bench.workloads import WORKLOADS
 
 Figure = Callable[[Done], float | None]
+Word = Literal["agrees", "disagrees", "undecided"]
+Pairs = Mapping[int, tuple[float, float]]
+"""Seed -> the figure on the side that the claim says is greater, and on the other."""
+MIN_SEEDS = 3
 STUDY_DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 TARGET_DATA = ROOT / "docs" / "time_to_target" / "cells.jsonl"
 OVERLAP_TARGET = 0.75
 TLDR_KL, TLDR_WIN = "sampled.perplexity.per_token", WORLDS["tldr"].metric
 TB_FRONT = ("tb", "tb-beta0.2", "tb-beta0.0125")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a claim's pairs say."""
+
+    word: Word
+    text: str
+    """The figures with their interval, in words."""
+
+
+def judge(pairs: Pairs, *, margin: float = 0.0, is_ratio: bool = False) -> Verdict:
+    """Decide a claim "the first side is greater than the second one, less `margin`".
+
+    The rule: with three seeds or more, the 95 % t interval of the paired differences decides. All of it above -margin:
+    agrees; all of it below: disagrees; else undecided, as with fewer seeds. (A bootstrap of three pairs covers too
+    little: it excludes 0 wherever all three have one sign, which one time in four is chance.)
+
+    Args:
+        pairs: at least one.
+        margin: what the first side may lose where the claim is that it keeps up.
+        is_ratio: compare by ratio (differences of logarithms); the margin is 0 then.
+    """
+    scale = math.log if is_ratio else float
+    differences = [scale(ours) - scale(theirs) for ours, theirs in pairs.values()]
+    found, back = estimate(differences), (math.exp if is_ratio else float)
+    how = ".2f" if is_ratio else "+.3f"
+    value = format(back(found.mean), how)
+    if found.num < MIN_SEEDS:
+        word: Word = "undecided"
+        span = f"range {format(back(min(differences)), how)} to {format(back(max(differences)), how)}"
+    else:
+        low, high = found.mean - found.half_width, found.mean + found.half_width
+        word = "agrees" if low > -margin else "disagrees" if high < -margin else "undecided"
+        span = f"{format(back(low), how)} to {format(back(high), how)}"
+    first, second = (sum(side) / len(pairs) for side in zip(*pairs.values(), strict=True))
+    seeds = f"{found.num} seed{'s' * (found.num > 1)}"
+    sides = f"{first:.3g} against {second:.3g}"
+    name = "ratio" if is_ratio else "difference"
+    return Verdict(word=word, text=f"{sides}: {name} **{value}** ({span}; {seeds})")
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from tba_trainer.rehearsal.step import StepBytes, StepPlan, rehearse_step, trace
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba_cli.main import main
-from tba_cli.rehearsal.memory import misfit
+from tba_cli.rehearsal.gpu import STORE_BYTES_PER_S, assumed_step_s, assumed_tokens_per_s, misfit
 from tba_cli.rehearsal.schedules import odd_ends, points, totals
-from tba_cli.rehearsal.speeds import STORE_BYTES_PER_S, assumed_step_s, assumed_tokens_per_s
 from tba_cli.sizing import CARD_GIB, GIB, Estimate, Load, ModelShape, estimate, shape_in_recipe
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe

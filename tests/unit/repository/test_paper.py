@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from benchmarks import paper
+from benchmarks.paper import BEGIN, END, write_report
 from benchmarks.paper_bench import data
 from benchmarks.paper_bench.arms import ARMS, SEEDS, START, STARTS, WORLDS, Cell, plan
 from benchmarks.paper_bench.claims import CLAIMS, PROOFS
-from benchmarks.paper_bench.evidence import TLDR_KL, TLDR_WIN, Evidence
+from benchmarks.paper_bench.evidence import TLDR_KL, TLDR_WIN, Evidence, judge
 from benchmarks.paper_bench.plots import DISTANCE
-from benchmarks.paper_bench.report import BEGIN, END, write_report
 from benchmarks.paper_bench.runs import CellError
-from benchmarks.paper_bench.verdicts import judge
 
 ENDED_EARLY = ("redteam/paced-1/seed1", "math/dr_grpo-lag0/seed0", "tldr/tb/seed2")
 """They have fewer points, and unknown ones."""

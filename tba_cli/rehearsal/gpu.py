@@ -1,4 +1,5 @@
-"""The memory of a trainer process, as traced, beside a GPU and beside the formula of `tba sizing`."""
+"""The GPU that is rehearsed: how much of its memory a trainer process may fill, and the speeds that are assumed where
+nobody has given them. The speeds are rules of thumb for an H100, not measurements."""
 
 from __future__ import annotations
 
@@ -6,10 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba.config import Recipe
-from tba_cli.sizing import GIB
+from tba_cli.sizing import GIB, ModelShape
 
 USABLE_SHARE = 0.9
 """The driver, libraries and fragments of freed memory have the rest, which no trace sees."""
+GPU_FLOPS_PER_S = 0.4 * 989e12
+"""40 % of the dense bfloat16 peak of an H100 SXM."""
+FLOAT32_FLOPS_PER_S = 0.4 * 67e12
+GPU_BYTES_PER_S = 0.5 * 3.35e12
+"""Half of its memory bandwidth."""
+DECODE_STEP_S = 0.005
+"""What a decode step takes beside reading the weights."""
+MIN_STEP_S = 0.5
+"""What an optimizer step takes beside the passes."""
+STORE_BYTES_PER_S = 2.0**30
 
 
 def misfit(recipe: Recipe, trace: Mapping[str, Any], *, gpu_bytes: int) -> str | None:
@@ -44,3 +55,18 @@ def misfit(recipe: Recipe, trace: Mapping[str, Any], *, gpu_bytes: int) -> str |
         f"a trainer process needs {peak / GIB:.3g} GiB, and {limit / GIB:.3g} of the {gpu_bytes / GIB:g} GiB of a GPU "
         f"can be used; {remedy}, and rehearse again"
     )
+
+
+def assumed_tokens_per_s(recipe: Recipe, shape: ModelShape) -> float:
+    """Return what a searcher decodes with all slots busy: every decode step reads the weights once."""
+    read_s = shape.num_params * (4 if recipe.model.dtype == "float32" else 2) / GPU_BYTES_PER_S
+    return recipe.searcher.num_slots / (DECODE_STEP_S + read_s)
+
+
+def assumed_step_s(recipe: Recipe, shape: ModelShape, *, tokens_per_rollout: float) -> float:
+    """Return the seconds of an optimizer step: 6 operations per parameter and token, 8 where layers are recomputed."""
+    section, sampling = recipe.trainer, recipe.sampling
+    num_tokens = sampling.prompts_per_batch * sampling.group_size * tokens_per_rollout
+    per_token = (8 if section.gradient_checkpointing else 6) * shape.num_params
+    speed = GPU_FLOPS_PER_S if section.compute_dtype == "bfloat16" else FLOAT32_FLOPS_PER_S
+    return MIN_STEP_S + num_tokens * per_token / (speed * section.num_processes)

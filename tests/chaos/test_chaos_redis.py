@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -134,13 +135,10 @@ def test_the_disk_under_the_aof_is_full(small_disk: Path, start: Start, seed: in
 
     def fill(stack: Stack, rng: random.Random) -> None:
         ballast = small_disk / "ballast"
-        with ballast.open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(64 * 1024))
-                    file.flush()
-            except OSError:
-                pass
+        # unbuffered: a buffer that holds the last bytes would write them again, and fail, when the file is closed
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(64 * 1024))
         deadline = time.monotonic() + RECOVERY_S
         while _writes(stack) and time.monotonic() < deadline:
             time.sleep(0.05)

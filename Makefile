@@ -7,7 +7,7 @@ SERVICES := services/buffer services/reward services/searcher services/trainer
 EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
+.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -145,6 +145,9 @@ bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, ag
 
 bench-cpu: $(VENV)/.test  ## CPU seconds of the quickstart by process and step, beside bare loops (about 2 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu_per_step.py --json bench-cpu.json
+
+bench-weights: $(VENV)/.test  ## how small and fast deltas of weights are, and how soon searchers have a version (about 20 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/weights.py --json bench-weights.json
 
 maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/rewards.md)
 	$(BIN)/python benchmarks/maths.py

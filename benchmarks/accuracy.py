@@ -197,6 +197,6 @@ class Judge:
         return responses
 
 
-def read_tensors(paths: list[Path]) -> dict[str, Tensor]:
+def read_tensors(paths: Sequence[Path]) -> dict[str, Tensor]:
     """Return the tensors of safetensors files as float32."""
     return {name: tensor.float() for path in paths for name, tensor in load_file(path).items()}

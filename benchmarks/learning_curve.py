@@ -83,8 +83,8 @@ def learning_curve(run_folder: Path, *, every_steps: int = 1, num_prompts: int =
         versions.download(chosen[0], model_folder)
         judge = judge_of(recipe, model_folder, num_prompts)
         for version in chosen:
-            _, files = versions.download_tensors(version, Path(scratch) / str(version))
-            found = judge.measure(read_tensors(files))
+            weights = versions.download_tensors(version, Path(scratch) / str(version))
+            found = judge.measure(read_tensors(weights.paths))
             points.append(
                 Point(
                     train_s=round(seconds.get(version.step, 0.0), 3),

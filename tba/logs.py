@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import stamina.instrumentation
@@ -51,6 +53,17 @@ def configure_logging(log_format: Literal["auto", "console", "json"], *, service
 def silence_retries() -> None:
     """Print nothing about retries: the command line explains the outcome of a call in one sentence."""
     stamina.instrumentation.set_on_retry_hooks([])
+
+
+@contextmanager
+def logs_on_stderr() -> Iterator[None]:
+    """Print log lines to stderr within the block, where structlog is as it comes: stdout is for results."""
+    before = structlog.get_config()["logger_factory"]
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+    try:
+        yield
+    finally:
+        structlog.configure(logger_factory=before)
 
 
 def _exceptions() -> structlog.typing.Processor:

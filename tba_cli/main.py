@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tba_cli.parser import build_parser
 
         args = build_parser().parse_args(argv)
-        from tba.logs import silence_retries  # only now, so that --help stays quick
+        from tba.logs import logs_on_stderr, silence_retries  # only now, so that --help stays quick
 
         silence_retries()
         module_name, _, function_name = args.command.partition(":")
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             return _no_launcher(error)
     try:
-        return _run(command, args)
+        with logs_on_stderr():
+            return _run(command, args)
     except ModuleNotFoundError as error:  # some commands import the launcher only where they need it
         return _no_launcher(error)
 

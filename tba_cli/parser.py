@@ -16,7 +16,15 @@ from tba_cli.parser_tasks import (
     add_score,
     add_supervised,
 )
-from tba_cli.parser_views import add_prompt_views, add_rescore, add_rollouts, add_target, add_top, add_view
+from tba_cli.parser_views import (
+    add_prompt_views,
+    add_rescore,
+    add_rollouts,
+    add_target,
+    add_top,
+    add_view,
+    add_weights,
+)
 from tba_cli.shipped_recipes import recipe_path
 
 if TYPE_CHECKING:
@@ -54,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_rollouts(commands, common)
     add_rescore(commands, common)
     _add_buffer(commands, common)
+    add_weights(commands, common)
     _add_export(commands, common)
     _add_evaluate(commands, common)
     _add_reports(commands, common)

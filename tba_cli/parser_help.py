@@ -171,6 +171,33 @@ tba buffer accept-loss --reason "the disk was replaced" quickstart-seed0""",
         "buffer snapshots": """\
 tba buffer snapshots
 tba buffer snapshots quickstart-seed0 --json""",
+        "weights": """\
+tba weights list
+tba weights verify --all""",
+        "weights list": """\
+tba weights list quickstart-seed0
+tba weights list --url https://buffer:8700 --token-file operator.token --recipe recipe.toml
+tba weights list --recipe recipe.toml --json    # from the store alone""",
+        "weights show": """\
+tba weights show last
+tba weights show 1-40 quickstart-seed0 --json""",
+        "weights verify": """\
+tba weights verify                # the last one
+tba weights verify 1-40 best quickstart-seed0
+tba weights verify --all --recipe recipe.toml""",
+        "weights diff": """\
+tba weights diff start last
+tba weights diff 1-40 1-44 quickstart-seed0 --limit 5""",
+        "weights pin": """\
+tba weights pin best --reason "the table of the paper"
+tba weights pin 1-40 quickstart-seed0 --reason 'before the loss of 1-60'""",
+        "weights unpin": """\
+tba weights unpin 1-40
+tba weights unpin 1-40 quickstart-seed0""",
+        "weights gc": """\
+tba weights gc --dry-run
+tba weights gc quickstart-seed0
+tba weights gc --recipe recipe.toml --run-is-over""",
         "export": """\
 tba export quickstart-seed0 --out model
 tba export quickstart-seed0 --version best --out model

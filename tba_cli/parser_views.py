@@ -1,4 +1,4 @@
-"""The flags of `tba` commands that look at a run: view, top, prompts, rollouts and rescore; and those that name a run.
+"""The flags of `tba` commands that look at a run (view, top, prompts, rollouts, weights, rescore) or name one.
 
 As tba_cli/parser.py it imports nothing heavy.
 """
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 ROLLOUT_ID_HELP = "all 32 hexadecimal digits, as `tba rollouts list` prints them"
+VERSION_HELP = "LINEAGE-STEP, a step, start, best or last"
 
 
 def add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> None:
@@ -137,6 +138,54 @@ def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> 
     _add_filters(export)
     add_json(export)
     export.set_defaults(command="tba_cli.commands.export_rollouts:export_command")
+
+
+def add_weights(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba weights list|show|verify|diff|pin|unpin|gc`."""
+    weights = commands.add_parser("weights", help="list, check, compare, pin and delete the weight versions of a run")
+    kinds = weights.add_subparsers(metavar="WHAT", required=True)
+    helps = {
+        "list": "list the weight versions that the store has: how they are stored, and why they are kept",
+        "show": "show all of one weight version: objects, what it is assembled from, canary, digests, largest tensors",
+        "verify": "download weight versions and check every digest by every route; exit code 1 if one is damaged",
+        "diff": "compare the tensors of two weight versions: changed share, size of the steps",
+        "pin": "keep a weight version until `tba weights unpin`, and what it is assembled from",
+        "unpin": "let a pinned weight version go when nothing else keeps it",
+        "gc": "delete the weight versions that nothing needs, by the rule of the trainer, and half-written ones",
+    }
+    for name, text in helps.items():
+        command = kinds.add_parser(name, parents=[common], help=text)
+        if name == "verify":
+            command.add_argument(
+                "words",
+                metavar="VERSION|RUN",
+                nargs="*",
+                help=f"{VERSION_HELP} (default: last); another word is the name of a run under runs/",
+            )
+            command.add_argument("--all", action="store_true", help="every version that the store has")
+        for word in {"diff": ("A", "B")}.get(name, ("VERSION",) if name in ("show", "pin", "unpin") else ()):
+            command.add_argument(word.lower(), metavar=word, help=VERSION_HELP)
+        add_target(command, with_run=name != "verify")
+        command.add_argument(
+            "--recipe",
+            metavar="RECIPE",
+            type=recipe_path,
+            help="recipe of the run; needed with --url. Alone: its store is read, and no service is asked",
+        )
+        add_json(command)
+        module = f"weights_{name}" if name in ("verify", "diff") else "weights"
+        command.set_defaults(command=f"tba_cli.commands.{module}:{name}_command")
+    kinds.choices["pin"].add_argument("--reason", metavar="TEXT", required=True, help="shown to people who look at it")
+    kinds.choices["diff"].add_argument(
+        "--limit", type=int, default=20, metavar="N", help="how many tensors to show, those that changed most (20)"
+    )
+    gc = kinds.choices["gc"]
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    gc.add_argument(
+        "--run-is-over",
+        action="store_true",
+        help="delete even if no buffer service says what is held: nothing samples, trains, or will resume",
+    )
 
 
 def _add_snapshot(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
-from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
+from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
@@ -36,7 +36,7 @@ from benchmarks.searcher_bench.doubles import Buffer, Reward
 from tba.config import Recipe, parse_recipe
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions
+from tba.weights import LocalVersion, WeightVersions
 from tba.wire import Manifest
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import make_tiny_model
@@ -202,7 +202,7 @@ class Ours:
             status=status,
         )
         current = self._current
-        assert isinstance(current, LoadedWeights)
+        assert isinstance(current, LocalVersion)
         return SearcherLoop(
             self._recipe,
             engine=self.engine,

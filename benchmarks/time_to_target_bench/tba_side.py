@@ -112,8 +112,8 @@ def _measured(workload: Workload, cell: Cell, recipe: Recipe, folder: RunFolder,
         is_last = version.step == cell.num_steps
         if points and version.step - points[-1].step < workload.save_every_steps and not is_last:
             continue
-        _, files = versions.download_tensors(version, folder.path / "tensors" / str(version))
-        found = judge.measure(read_tensors(files))
+        weights = versions.download_tensors(version, folder.path / "tensors" / str(version))
+        found = judge.measure(read_tensors(weights.paths))
         at_s = steps[version.step]["at_s"] if version.step else begin_s
         points.append(
             Point(

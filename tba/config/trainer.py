@@ -244,6 +244,9 @@ class TrainerSection(StrictModel):
     """k: publish a version and mark the buffer every k optimizer steps."""
     checkpoint_interval: int = Field(default=50, ge=1)
     """Steps between checkpoints; one more is written at the end."""
+    background_checkpoint_bytes: int = Field(default=64 * 1024**2, ge=0)
+    """Checkpoints of at least so many bytes are copied to the local disk and uploaded beside training; smaller ones,
+    and the last one, are uploaded before the next step."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
     keep_versions: int = Field(default=8, ge=2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -77,6 +78,20 @@ class ObjectStore(Protocol):
 
     def get(self, key: str) -> bytes:
         """Read an object.
+
+        Raises:
+            ObjectNotFoundError: no object has this key.
+        """
+        ...
+
+    def get_if_changed(self, key: str, etag: str | None) -> tuple[bytes, str] | None:
+        """Read a small object that is overwritten now and then; None if it is still what it was.
+
+        Args:
+            etag: of an earlier call for this key; None reads in any case.
+
+        Returns:
+            The object, and the tag of its content for the next call.
 
         Raises:
             ObjectNotFoundError: no object has this key.
@@ -209,9 +224,16 @@ class FileStore:
         with self._errors("read", key):
             return self._path(key).read_bytes()
 
+    def get_if_changed(self, key: str, etag: str | None) -> tuple[bytes, str] | None:
+        """Read a small object, unless its content is still that of `etag`."""
+        data = self.get(key)
+        # of the content: two writes of one size can have the same time stamp
+        found = hashlib.sha256(data).hexdigest()
+        return None if found == etag else (data, found)
+
     def get_file(self, key: str, path: Path) -> None:
         """Read an object into a file."""
-        with self._errors("read", key), self._path(key).open("rb") as source, new_file(path) as out:
+        with self._errors("read", key, place=path), self._path(key).open("rb") as source, new_file(path) as out:
             shutil.copyfileobj(source, out, _CHUNK_BYTES)
 
     def size_bytes(self, key: str) -> int | None:
@@ -287,7 +309,9 @@ class FileStore:
                 pass  # its writer was alive, or another process removed it first
 
     @contextmanager
-    def _errors(self, verb: str, key: str, size_bytes: int | None = None) -> Iterator[None]:
+    def _errors(
+        self, verb: str, key: str, size_bytes: int | None = None, *, place: Path | None = None
+    ) -> Iterator[None]:
         where = f"{key or 'store'} in {self.url}"
         try:
             yield
@@ -305,7 +329,7 @@ class FileStore:
                 f"cannot {verb} {where}: permission denied; give this user read and write access to the folder"
             ) from error
         except OSError as error:
-            what = explain_full_disk(error, self._root, size_bytes=size_bytes)
+            what = explain_full_disk(error, place or self._root, size_bytes=size_bytes)
             what = what or f"{error.strerror or error}; correct store.url"
             raise StoreUnavailableError(f"cannot {verb} {where}: {what}") from error
 

@@ -285,6 +285,22 @@ class S3Store:
         where = self._where(key)
         return self._call("read", key, lambda: self._client.get_object(**where)["Body"].read())
 
+    def get_if_changed(self, key: str, etag: str | None) -> tuple[bytes, str] | None:
+        """Read a small object, unless the server says that it still has this ETag."""
+        where = self._where(key) | ({} if etag is None else {"IfNoneMatch": etag})
+
+        def receive() -> tuple[bytes, str] | None:
+            try:
+                answer = self._client.get_object(**where)
+                data, found = answer["Body"].read(), answer["ETag"]
+            except ClientError as error:
+                if _status(error) == 304:
+                    return None
+                raise
+            return None if found == etag else (data, found)  # some servers ignore the condition
+
+        return self._call("read", key, receive)
+
     def get_file(self, key: str, path: Path) -> None:
         """Read an object into a file: one request, or several ranges in parallel if it is large."""
         bucket, name = self._where(key).values()

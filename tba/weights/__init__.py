@@ -1,23 +1,31 @@
 """Weight versions in the object store: published by the trainer, downloaded by searchers (docs/architecture.md)."""
 
+from tba.weights.digest import params_sha256, params_sha256_of_files, sha256_of_file, tensor_digest, tensor_header
+from tba.weights.node_cache import NodeCache
+from tba.weights.publishing import DeltaSettings
 from tba.weights.repository import (
     WeightVersions,
     checkpoint_prefix,
     complete_versions,
     delete_incomplete,
-    params_sha256_of_files,
-    sha256_of_file,
-    tensor_header,
+    incomplete_versions,
     write_index,
 )
+from tba.weights.routes import LocalVersion
 
 __all__ = [
+    "DeltaSettings",
+    "LocalVersion",
+    "NodeCache",
     "WeightVersions",
     "checkpoint_prefix",
     "complete_versions",
     "delete_incomplete",
+    "incomplete_versions",
+    "params_sha256",
     "params_sha256_of_files",
     "sha256_of_file",
+    "tensor_digest",
     "tensor_header",
     "write_index",
 ]

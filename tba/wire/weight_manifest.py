@@ -1,27 +1,48 @@
 """The weight manifest: the immutable JSON document that makes one weight version exist.
 
-It is written last, create-only, and names every object with size and sha256. A searcher makes two checks before it may
-push with the version: `params_sha256` over the parameters that its engine holds after loading, and the canary log-probs
-that the trainer computed from the published tensors in the published dtype.
+It is written last, create-only, and holds the digest of every tensor. A version is stored whole (`full`: safetensors
+files), as the changes against an older version (`delta`), or as both; every way gives the same tensors. A searcher
+makes two checks before it may push with the version: `params_sha256` over the parameters that its engine holds after
+loading, and the canary log-probs that the trainer computed from the published tensors in the published dtype.
+
+The digest of a tensor is xxh3-128 of its raw little-endian bytes. It protects from accidents: flipped bits, truncated
+objects, tensors of another version. Whoever may write to the store may write another model, manifest included.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Annotated, Literal
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
-from tba.errors import MalformedError
+from tba.errors import MalformedError, StoreError
+from tba.store.file import check_key
 from tba.versions import PolicyVersion
 
-MAX_MANIFEST_BYTES = 4 * 1024 * 1024
-"""A manifest has about 300 bytes per object; a model of 10,000 files fits."""
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+"""A manifest has about 150 bytes per tensor; a mixture of experts with 100,000 tensors fits."""
 MAX_CANARY_TOKENS = 64
 """Prompt and response together; every engine can take so many."""
+MAX_DELTAS = 256
+"""Deltas from the nearest full version."""
+MAX_TENSOR_BYTES = 2**42
+DTYPE_BYTES = dict.fromkeys(["F64", "I64", "U64"], 8)
+DTYPE_BYTES |= dict.fromkeys(["F32", "I32", "U32"], 4) | dict.fromkeys(["BF16", "F16", "I16", "U16"], 2)
+DTYPE_BYTES |= dict.fromkeys(["F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"], 1)
+"""Dtypes as safetensors writes them -> bytes of an element."""
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+"""A file system takes 255 characters, and downloads put some before it."""
+Item = TypeVar("Item")
+Many = Annotated[list[Item], FailFast()]
+"""A list with millions of wrong items gets one error, not millions."""
+_MAX_FIELDS = 40
 
 
 class _Strict(BaseModel):
@@ -29,12 +50,64 @@ class _Strict(BaseModel):
 
 
 class StoredObject(_Strict):
-    """One object of the version: `name` inside the version, `key` in the store."""
+    """One object that is named by its content: `name` inside the version, `key` in the store."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: FileName
     key: str = Field(min_length=1, max_length=1024)
     size_bytes: int = Field(ge=0)
     sha256: Sha256
+
+
+class TensorEntry(_Strict):
+    """One tensor of the version, and the safetensors file that it belongs to."""
+
+    name: str = Field(min_length=1, max_length=512)
+    dtype: str
+    shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=8)
+    file: FileName
+    digest: Xxh3
+
+    @model_validator(mode="after")
+    def _check(self) -> TensorEntry:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"tensor {self.name!r} has the unknown dtype {self.dtype!r}")
+        if self.size_bytes > MAX_TENSOR_BYTES:
+            raise ValueError(f"tensor {self.name!r} of shape {self.shape} has more than {MAX_TENSOR_BYTES} bytes")
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the raw tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class TensorFile(_Strict):
+    """A safetensors file of a version that is stored whole; the digests of its tensors prove it."""
+
+    name: FileName
+    key: str = Field(min_length=1, max_length=1024)
+    size_bytes: int = Field(ge=8)
+    sha256: Sha256 | None = None
+    """Of the file; in manifests of schema 1, which have no digests of tensors."""
+
+
+class DeltaObject(_Strict):
+    """A safetensors file with encoded changes of tensors."""
+
+    name: FileName
+    key: str = Field(min_length=1, max_length=1024)
+    size_bytes: int = Field(ge=8)
+    digest: Xxh3
+    """Of the file."""
+
+
+class Delta(_Strict):
+    """What turns the tensors of `base` into those of the version (`tba.weights.delta`)."""
+
+    base: str
+    num_to_full: int = Field(ge=1, le=MAX_DELTAS)
+    """Deltas to apply from the nearest full version, this one included."""
+    objects: Many[DeltaObject]
 
 
 class Canary(_Strict):
@@ -58,17 +131,22 @@ class Canary(_Strict):
 class Manifest(_Strict):
     """One weight version."""
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
+    schema_version: Literal[1, 2] = Field(default=2, alias="schema")
+    """1: written by a release before deltas; such a version is full."""
     run: str
     version: str
     parent: str | None
-    kind: Literal["full"] = "full"
     dtype: Literal["float32", "bfloat16", "float16"]
-    tensors: list[StoredObject]
-    files: list[StoredObject]
+    tensors: Many[TensorEntry]
+    """Empty in schema 1; `WeightVersions` fills it when it has downloaded the files."""
+    full: Many[TensorFile] = Field(default_factory=list)
+    """Empty: the version is stored as a delta alone."""
+    delta: Delta | None = None
+    files: Many[StoredObject]
     model_config_sha256: Sha256
     tokenizer_sha256: Sha256
     params_sha256: Sha256
+    """`table_sha256` of the tensors; in schema 1 a sha256 over all their bytes."""
     canary: Canary
     torch_version: str
     transformers_version: str
@@ -76,26 +154,80 @@ class Manifest(_Strict):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
-    @field_validator("version", "parent")
-    @classmethod
-    def _is_version(cls, text: str | None) -> str | None:
-        if text is not None:
-            PolicyVersion.parse(text)
-        return text
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        for text in (self.version, self.parent):
+            if text is not None:
+                PolicyVersion.parse(text)
+        self._check_places()
+        if self.delta is None and not self.full:
+            raise ValueError("the version is stored neither whole nor as a delta")
+        # strictly older bases: a chain of deltas cannot have a cycle
+        if self.delta is not None and not PolicyVersion.parse(self.delta.base) < self.policy_version:
+            raise ValueError(f"the base {self.delta.base} of the delta is not older than version {self.version}")
+        if self.schema_version == 2:
+            self._check_tensors()
+        return self
+
+    def _check_places(self) -> None:
+        objects = [*self.files, *self.full, *(() if self.delta is None else self.delta.objects)]
+        if len({each.name for each in objects}) != len(objects):
+            raise ValueError("two objects have the same name")
+        for each in objects:
+            # what is read must be of this run: a manifest must not make a searcher fetch secrets beside it
+            if not each.key.startswith(f"runs/{self.run}/"):
+                raise ValueError(f"the key {each.key!r} is not below runs/{self.run}/")
+            try:
+                check_key(each.key)
+            except StoreError as error:
+                raise ValueError(str(error)) from None
+
+    def _check_tensors(self) -> None:
+        if len({each.name for each in self.tensors}) != len(self.tensors):
+            raise ValueError("two tensors have the same name")
+        files = {each.file for each in self.tensors}
+        # a file without tensors is one of a model without parameters
+        if self.full and not files <= {each.name for each in self.full}:
+            raise ValueError(f"tensors belong to files that are not stored: {sorted(files)[:3]}")
+        if not files.isdisjoint(each.name for each in self.files):
+            raise ValueError("tensors belong to a file of the config or the tokenizer")
+        entries = ((each.name, each.dtype, each.shape, each.digest) for each in self.tensors)
+        if table_sha256(entries) != self.params_sha256:
+            raise ValueError("params_sha256 is not the sha256 of the table of tensors")
 
     @property
     def policy_version(self) -> PolicyVersion:
         """The version as a value."""
         return PolicyVersion.parse(self.version)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the version is stored whole (perhaps as a delta as well)."""
+        return bool(self.full)
+
+    @property
+    def base(self) -> PolicyVersion | None:
+        """The version that the delta is against; None: there is no delta."""
+        return None if self.delta is None else PolicyVersion.parse(self.delta.base)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all tensors, whether the version is stored whole or not."""
+        return sum(each.size_bytes for each in self.tensors) or sum(each.size_bytes for each in self.full)
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes of the delta in the store; 0 without one."""
+        return 0 if self.delta is None else sum(each.size_bytes for each in self.delta.objects)
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode as JSON, keys in a fixed order."""
-    return manifest.model_dump_json(by_alias=True, indent=1).encode() + b"\n"
+    return manifest.model_dump_json(by_alias=True).encode() + b"\n"
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Parse a manifest.
+    """Parse a manifest, of schema 1 as well.
 
     Raises:
         MalformedError: it is too large, or the first field that is wrong.
@@ -104,11 +236,41 @@ def decode_manifest(data: bytes) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise MalformedError(f"weight manifest: {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
     try:
-        return Manifest.model_validate_json(data)
+        document = from_json(data, allow_inf_nan=False)
+        _check_num_fields(document)
+        return Manifest.model_validate(_of_schema_1(document) if _schema(document) == 1 else document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
         raise MalformedError(f"weight manifest: {where}: {first['msg']}") from None
+    except (ValueError, TypeError) as error:
+        raise MalformedError(f"weight manifest: {error}") from None
+
+
+def _check_num_fields(value: Any) -> None:
+    """Refuse objects with many more fields than a manifest has: each unknown one would get an error of its own."""
+    if isinstance(value, dict):
+        if len(value) > _MAX_FIELDS:
+            raise ValueError(f"an object with {len(value)} fields")
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            if isinstance(each, (dict, list)):  # a union would be slower, and there may be millions
+                _check_num_fields(each)
+
+
+def _schema(document: Any) -> Any:
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if isinstance(schema, int) and schema > 2:
+        raise ValueError(f"schema {schema} is of a newer release, this one reads 1 and 2: upgrade this component")
+    return schema
+
+
+def _of_schema_1(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of schema 1 in today's form, its tensors unknown."""
+    if document.pop("kind", "full") != "full":
+        raise ValueError("kind: the versions of schema 1 are full")
+    return {**document, "full": document.get("tensors"), "tensors": []}
 
 
 def sha256_hex(data: bytes) -> str:
@@ -116,21 +278,9 @@ def sha256_hex(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def params_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], bytes | memoryview]]) -> str:
-    """Return the sha256 over named parameters, independent of their order.
-
-    Args:
-        tensors: name -> (dtype name, shape, raw little-endian bytes).
-    """
-    digest = hashlib.sha256()
-    # trainer and engines hold the parameters in different orders
-    for name in sorted(tensors):
-        add_param(digest, name, *tensors[name])
-    return digest.hexdigest()
-
-
-def add_param(digest: hashlib._Hash, name: str, dtype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> None:
-    """Add the next parameter to a `params_digest` that is computed step by step; names must come in sorted order."""
+def table_sha256(entries: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
+    """Return the sha256 over tensors that are given by name, dtype, shape and digest, in any order."""
+    # trainer and engines hold the parameters in different orders;
     # with name, dtype and shape: equal bytes under another name are another model
-    digest.update(f"{name}|{dtype}|{'x'.join(map(str, shape))}|".encode())
-    digest.update(raw)
+    lines = (f"{name}|{dtype}|{'x'.join(map(str, shape))}|{digest}\n" for name, dtype, shape, digest in sorted(entries))
+    return sha256_hex("".join(lines).encode())

@@ -184,10 +184,7 @@ def _in_history(versions: list[PolicyVersion], parents: Mapping[int, str]) -> li
 
 def source_of(args: argparse.Namespace) -> Exportable:
     """Return what is known of the run: from the buffer service while it is in progress, else from its folder."""
-    if args.url and not args.recipe:
-        raise ConfigError("--url needs --recipe too: it says which object store holds the versions")
-    folder = None if args.url else run_folder(args)
-    recipe = _recipe(args, folder)
+    recipe = recipe_of(args)
     ended = ended_run(args)
     if ended is not None:
         return _of_ended(ended, recipe)
@@ -204,10 +201,17 @@ def source_of(args: argparse.Namespace) -> Exportable:
     return Exportable(facts=facts, latest=latest)
 
 
-def _recipe(args: argparse.Namespace, folder: RunFolder | None) -> Recipe:
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return the recipe of the run, whose store holds the versions.
+
+    Raises:
+        ConfigError: there is no such run, or --url stands without --recipe.
+    """
     if args.recipe:
         return load_recipe(args.recipe)
-    assert folder is not None
+    if args.url:
+        raise ConfigError("--url needs --recipe too: it says which object store holds the versions")
+    folder = run_folder(args)
     if not folder.config_path.exists():
         raise ConfigError(f"there is no run in {folder.path}; give --url and --recipe, or another run")
     return load_recipe(folder.config_path, environ={})

@@ -44,9 +44,13 @@ class Origin:
         yield from (stored.key for stored in self.manifest.objects)
         if self.version is not None:
             prefix = f"runs/{self.source.run}"
-            weights = WeightVersions(self.store, self.source.run).manifest(self.version)
-            yield from (stored.key for stored in (*weights.tensors, *weights.files))
-            yield f"{prefix}/weights/{self.version}/manifest.json"
+            versions = WeightVersions(self.store, self.source.run)
+            # with the versions that it is assembled from, where it is stored as a delta
+            for version in (*reversed(versions.bases(self.version)), self.version):
+                manifest = versions.manifest(version)
+                changes = () if manifest.delta is None else manifest.delta.objects
+                yield from (stored.key for stored in (*manifest.full, *changes, *manifest.files))
+                yield f"{prefix}/weights/{version}/manifest.json"
             checkpoint = self.store.list(f"{prefix}/checkpoints/{self.version}/")
             if any(key.endswith("/manifest.json") for key in checkpoint):
                 yield from sorted(checkpoint, key=lambda key: key.endswith("/manifest.json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -9,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save_file
 
 from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions, params_sha256_of_files, sha256_of_file
-from tba.wire import Canary, Manifest, decode_manifest
-from tba.wire.weight_manifest import MAX_MANIFEST_BYTES
+from tba.weights import DeltaSettings, WeightVersions, params_sha256_of_files, sha256_of_file
+from tba.weights.digest import legacy_params_sha256
+from tba.wire import Canary, Manifest
+from tba.wire.weight_manifest import MAX_MANIFEST_BYTES, encode_manifest
 
 CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
 
@@ -141,7 +143,7 @@ def test_the_same_content_may_be_published_again_and_the_first_manifest_stays(st
 
 @pytest.mark.parametrize(
     ("seed", "changes", "field"),
-    [(1, {}, "tensors"), (0, {"parent": None}, "parent"), (0, {"dtype": "float16"}, "dtype")],
+    [(1, {}, "params_sha256"), (0, {"parent": None}, "parent"), (0, {"dtype": "float16"}, "dtype")],
 )
 def test_other_content_under_a_taken_version_is_refused(
     store: ObjectStore, model: Model, tmp_path: Path, seed: int, changes: dict[str, object], field: str
@@ -195,7 +197,7 @@ def test_a_damaged_object_is_named_and_nothing_is_left_in_the_folder(
 ) -> None:
     versions = WeightVersions(store, "demo")
     manifest = model.publish(versions, V1)
-    damaged = next(item for item in [*manifest.tensors, *manifest.files] if item.name == name)
+    damaged = next(item for item in [*manifest.full, *manifest.files] if item.name == name)
     data = bytearray(store.get(damaged.key))
     data[-1] ^= 1
     store.put(damaged.key, bytes(data))
@@ -229,7 +231,7 @@ def test_a_manifest_or_an_object_of_another_size_is_refused_before_it_is_read(
 ) -> None:
     versions = WeightVersions(store, "demo")
     manifest = model.publish(versions, V1)
-    sizes = {manifest.tensors[0].key: 10**15}
+    sizes = {manifest.full[0].key: 10**15}
 
     def read(*_: object) -> bytes:
         raise AssertionError("it is read, whatever its size")
@@ -249,10 +251,10 @@ def test_a_manifest_or_an_object_of_another_size_is_refused_before_it_is_read(
 def test_tensors_alone_can_be_pulled(store: ObjectStore, model: Model, tmp_path: Path) -> None:
     versions = WeightVersions(store, "demo")
     published = model.publish(versions, V1)
-    manifest, paths = versions.download_tensors(V1, tmp_path / "engine")
-    assert manifest == published
-    assert paths == list((tmp_path / "engine").iterdir()) == [tmp_path / "engine" / "model.safetensors"]
-    assert load_file(paths[0]).keys() == {"a", "b"}
+    local = versions.download_tensors(V1, tmp_path / "engine")
+    assert (local.version, local.manifest, local.route) == (V1, published, "full")
+    assert list(local.paths) == list((tmp_path / "engine").iterdir()) == [tmp_path / "engine" / "model.safetensors"]
+    assert load_file(local.paths[0]).keys() == {"a", "b"}
 
 
 def test_a_version_in_several_files_has_the_digest_of_its_tensors_and_comes_with_an_index(
@@ -265,8 +267,8 @@ def test_a_version_in_several_files_has_the_digest_of_its_tensors_and_comes_with
         save_file({name: tensor}, path)
     split = model.publish(versions, PolicyVersion(1, 8), tensors_paths=paths)
     assert split.params_sha256 == whole.params_sha256
-    assert [item.key for item in split.tensors] == [f"runs/demo/weights/1-8/{path.name}" for path in paths]
-    pulled = versions.download_tensors(PolicyVersion(1, 8), tmp_path / "pulled")[1]
+    assert [item.key for item in split.full] == [f"runs/demo/weights/1-8/{path.name}" for path in paths]
+    pulled = versions.download_tensors(PolicyVersion(1, 8), tmp_path / "pulled").paths
     assert [path.read_bytes() for path in pulled] == [path.read_bytes() for path in paths]
     versions.download(PolicyVersion(1, 8), tmp_path / "model")
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -319,9 +321,8 @@ def test_a_manifest_cannot_lead_outside_the_store(store: ObjectStore, model: Mod
     versions = WeightVersions(store, "demo")
     manifest = model.publish(versions, V1)
     text = store.get("runs/demo/weights/1-4/manifest.json").decode()
-    store.put("runs/demo/weights/1-4/manifest.json", text.replace(manifest.tensors[0].key, "../../secret").encode())
-    assert decode_manifest(store.get("runs/demo/weights/1-4/manifest.json")).tensors[0].key == "../../secret"
-    with pytest.raises(OSError, match="is not allowed"):
+    store.put("runs/demo/weights/1-4/manifest.json", text.replace(manifest.full[0].key, "../../secret").encode())
+    with pytest.raises(MalformedError, match=r"the key '../../secret' is not below runs/demo/"):
         versions.download(V1, tmp_path / "pulled")
 
 
@@ -351,3 +352,48 @@ def test_only_what_has_no_manifest_and_is_of_an_older_lineage_is_deleted(store: 
     assert versions.delete_incomplete(before_lineage=3, keep={START}) == [PolicyVersion(1, 8), PolicyVersion(2, 8)]
     assert before - set(store.list("")) == set(halves[1:3])
     assert versions.versions() == [V1]
+
+
+def as_schema_1(store: ObjectStore, manifest: Manifest) -> None:
+    """Replace the manifest of a full version by one of a release before deltas."""
+    document = json.loads(encode_manifest(manifest))
+    for name in ("full", "delta"):
+        del document[name]
+    data = store.get(manifest.full[0].key)
+    document |= {"schema": 1, "kind": "full"}
+    document["tensors"] = [
+        {**manifest.full[0].model_dump(exclude={"sha256"}), "sha256": hashlib.sha256(data).hexdigest()}
+    ]
+    raw = load(data)
+    names = {"float32": "F32", "float16": "F16"}
+    document["params_sha256"] = legacy_params_sha256(
+        {name: (names[str(t.dtype)], t.shape, t.reshape(-1).view(np.uint8)) for name, t in raw.items()}
+    )
+    store.put(f"runs/demo/weights/{manifest.version}/manifest.json", json.dumps(document).encode())
+
+
+def test_versions_of_a_release_before_deltas_are_used_as_before(
+    store: ObjectStore, model: Model, tmp_path: Path
+) -> None:
+    versions = WeightVersions(store, "demo")
+    published = model.publish(versions, V1)
+    as_schema_1(store, published)
+    old = versions.manifest(V1)
+    assert (old.schema_version, old.tensors, old.full_bytes) == (1, [], model.tensors.stat().st_size)
+    # what an engine is checked against is today's digest, computed from the verified file
+    local = versions.download_tensors(V1, tmp_path / "engine")
+    assert (local.manifest.tensors, local.manifest.params_sha256) == (published.tensors, published.params_sha256)
+    assert versions.download(V1, tmp_path / "model").params_sha256 == published.params_sha256
+    # a resumed trainer publishes its start again, and a delta may follow
+    assert model.publish(versions, V1) == old
+    with pytest.raises(ObjectExistsError, match=r"exists with other content \(params_sha256 differ\)"):
+        Model(tmp_path / "other", seed=1).publish(versions, V1)
+    following = PolicyVersion(1, 5)
+    model.publish(versions, following, base=local, deltas=DeltaSettings(min_bytes=0))
+    assert versions.download_tensors(following, tmp_path / "next", held=[local]).route == "delta"
+    assert versions.download_tensors(following, tmp_path / "far").route == "full"
+    data = bytearray(store.get(published.full[0].key))
+    data[-1] ^= 1
+    store.put(published.full[0].key, bytes(data))
+    with pytest.raises(DigestError, match=published.full[0].key):
+        versions.download_tensors(V1, tmp_path / "damaged")

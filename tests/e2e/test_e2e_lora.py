@@ -22,8 +22,7 @@ LORA = {"rank": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 
 def tensors(place: Place, version: str, folder: Path) -> dict[str, torch.Tensor]:
     versions = WeightVersions(FileStore(place.folder / "store"), RUN)
-    _, paths = versions.download_tensors(PolicyVersion.parse(version), folder / version)
-    return load_file(paths[0])
+    return load_file(versions.download_tensors(PolicyVersion.parse(version), folder / version).paths[0])
 
 
 def test_a_lora_run_ends_as_a_plain_model(make_place: MakePlace, tmp_path: Path) -> None:

@@ -25,13 +25,34 @@ NUM_STEPS, FORKED_AT, NUM_MORE = 12, PolicyVersion(1, 6), 4
 
 @pytest.fixture(scope="module")
 def ended(make_place: MakePlace) -> Place:
-    """A run that has ended, with a checkpoint of the version that is forked and no other of its kind."""
+    """A run that has ended, with a checkpoint of the version that is forked and no other of its kind; its versions are
+    deltas, and every fourth is whole as well."""
+    rate = {"value": 1e-4}
     place = make_place(
+        model={"dtype": "bfloat16"},
+        store={"keyframe_interval": 4, "delta_min_bytes": 0},
         trainer={"num_steps": NUM_STEPS, "sync_interval": 2, "checkpoint_interval": 6, "keep_checkpoints": 5}
+        | {"learning_rate": rate},
     )
     started = place.start()
     assert started.wait() == 0, started.err + started.out
     return place
+
+
+def test_versions_are_stored_as_deltas_and_searchers_and_exports_take_them(ended: Place, tmp_path: Path) -> None:
+    versions = WeightVersions(FileStore(folder_of(ended, RUN).store_path), RUN)
+    steps = range(2, NUM_STEPS + 1, 2)
+    assert [versions.manifest(PolicyVersion(1, step)).is_full for step in steps] == [step == 8 for step in steps]
+    log = ended.log("searcher-0")
+    assert "weights_route_failed" not in log
+    assert "version refused" not in log
+    exported = ended.control("export", "--version", str(FORKED_AT), "--out", str(tmp_path / "old"))
+    assert (exported.returncode, exported.stderr) == (0, "")
+    trained = load_file(
+        folder_of(ended, RUN).store_path / f"runs/{RUN}/checkpoints/{FORKED_AT}/model-00001.safetensors"
+    )
+    for name, tensor in load_file(tmp_path / "old/model.safetensors").items():
+        assert torch.equal(tensor, trained[name].bfloat16())
 
 
 def folder_of(place: Place, run: str) -> RunFolder:
@@ -71,7 +92,7 @@ def arrived_before(place: Place, version: PolicyVersion) -> set[bytes]:
 
 def tensors_of(place: Place, run: str, version: PolicyVersion, path: Path) -> dict[str, torch.Tensor]:
     versions = WeightVersions(FileStore(folder_of(place, run).store_path), run)
-    return load_file(versions.download_tensors(version, path / f"{run}-{version}")[1][0])
+    return load_file(versions.download_tensors(version, path / f"{run}-{version}").paths[0])
 
 
 def test_a_run_without_searchers_trains_on_the_saved_buffer_of_a_run_that_has_ended(ended: Place) -> None:

@@ -57,7 +57,7 @@ def check_summary(place: Place) -> dict[str, Any]:
 
 def published_tensors(place: Place, version: PolicyVersion, path: Path) -> dict[str, torch.Tensor]:
     versions = WeightVersions(FileStore(place.folder / "store"), RUN)
-    return load_file(versions.download_tensors(version, path / str(version))[1][0])
+    return load_file(versions.download_tensors(version, path / str(version)).paths[0])
 
 
 @pytest.fixture(scope="module")

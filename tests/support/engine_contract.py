@@ -9,6 +9,7 @@ shape, `old` and `new`, as folders and in transformers.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tba_searcher.engines.engine import Completion, Engine, EngineError, Request
+from tba_searcher.engines.engine import Completion, Engine, EngineError, Request, StagingEngine
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,7 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tba.errors import DigestError
 from tba.versions import START, PolicyVersion
 from tba.weights import params_sha256_of_files
+from tba.weights.digest import describe_tensors
 from tba.wire import Canary, Manifest, Sampling
+from tba.wire.weight_manifest import TensorFile
 from tests.support.tiny_model import CHARS, EOS_ID, SPECIAL_TOKENS, make_tiny_model, make_tiny_tokenizer
 
 V1 = PolicyVersion(1, 4)
@@ -144,8 +147,11 @@ class Bench:
             logprobs=model.trainer_logprobs(request, np.array(response)).tolist(),
             tolerance=1e-3,
         )
+        name = model.tensors.name
+        stored = TensorFile(name=name, key=f"runs/contract/{name}", size_bytes=model.tensors.stat().st_size)
         whole = Manifest(
-            run="contract", version=str(version), parent=None, dtype="float32", tensors=[], files=[],
+            run="contract", version=str(version), parent=None, dtype="float32",
+            tensors=describe_tensors([model.tensors]), full=[stored], files=[],
             model_config_sha256="0" * 64, tokenizer_sha256="0" * 64,
             params_sha256=params_sha256_of_files([model.tensors]), canary=canary, torch_version="", created_at_s=0.0,
             transformers_version="",
@@ -270,6 +276,45 @@ def case_weights_in_flight_begin_a_span(bench: Bench) -> None:
             last = spans[-1]
             assert tokens.tolist() == models[last.version].greedy(request, after=tokens[: last.start].tolist())
     assert shapes == {(START, V1), (V1,)}
+
+
+def case_staged_weights_are_used_like_any_others(bench: Bench) -> None:
+    """Forward, back to what was in use, and forward again, prepared in a thread while requests are decoded."""
+    requests = make_requests(6, temperatures=(0.0,), eos_ids=(), max_response_tokens=24, seed=4)
+    with bench.engine() as engine:
+        assert isinstance(engine, StagingEngine)
+        for model, version in ((bench.new, V1), (bench.old, START), (bench.new, PolicyVersion(1, 5))):
+            for request in requests:
+                engine.submit(request)
+            done, before = [*engine.step()], engine.version
+            staging = threading.Thread(target=engine.stage_weights, args=([model.tensors],))
+            staging.start()
+            for _ in range(4):
+                done += engine.step()
+            staging.join()
+            assert engine.version == before
+            engine.load_weights([model.tensors], version)
+            engine.verify(bench.manifest(model, version))
+            other = bench.old if model is bench.new else bench.new
+            raised(DigestError, engine.verify, bench.manifest(other, version))
+            done += finish(engine)
+            models = {before: other, version: model}
+            for completion in done:
+                tokens, spans = completion.response_tokens.tolist(), completion.version_spans
+                expected = []
+                for span in spans:
+                    request = requests[int(completion.request_id)]
+                    whole = models[span.version].greedy(request, after=expected)
+                    expected = whole[: span.end]
+                assert tokens == expected
+            assert {spans[-1].version for spans in (completion.version_spans for completion in done)} == {version}
+        # what is staged and not wanted, or does not fit, changes nothing
+        engine.stage_weights([bench.old.tensors])
+        engine.load_weights([bench.new.tensors], V1)
+        engine.verify(bench.manifest(bench.new, V1))
+        raised(EngineError, engine.stage_weights, [bench.folder / "absent.safetensors"])
+        engine.load_weights([bench.old.tensors], START)
+        assert tokens_of(run_all(engine, requests[:2])) == {r.request_id: bench.old.greedy(r) for r in requests[:2]}
 
 
 def case_a_bad_version_is_refused_and_the_old_one_back(bench: Bench) -> None:
@@ -469,6 +514,7 @@ ON_EVERY_MODEL = (
     case_tokens_and_logprobs_are_the_trainers,
     case_after_every_update_it_is_a_fresh_engine,
     case_weights_in_flight_begin_a_span,
+    case_staged_weights_are_used_like_any_others,
 )
 ON_ONE_MODEL = (
     case_a_bad_version_is_refused_and_the_old_one_back,

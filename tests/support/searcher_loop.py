@@ -61,6 +61,7 @@ def start_loop_world(
     *,
     engine_class: Callable[..., EmbeddedEngine] = EmbeddedEngine,
     num_train: int = 8,
+    dtype: str = "float32",
     **sections: Any,
 ) -> LoopWorld:
     """Version 0-0 published and announced, prompts uploaded; the caller runs `loop.run()`."""
@@ -68,7 +69,7 @@ def start_loop_world(
     served = serve_buffer(searcher=searcher, **sections)
     recipe, client = served.recipe, served.client()
     versions = WeightVersions(FileStore(folder / "store"), recipe.run.name)
-    publish_version(versions, model, START)
+    publish_version(versions, model, START, dtype=dtype)
     client.upload_prompts(make_prompts(num_train, 4))
     lineage = start_lineage(client)
     loader = WeightLoader(versions, folder / "pulled")
@@ -81,6 +82,7 @@ def start_loop_world(
             max_prompt_tokens=recipe.searcher.max_prompt_tokens,
             max_response_tokens=recipe.searcher.max_response_tokens,
             seed=1,
+            dtype=dtype,
         ),
     )
     status, stop = SearcherStatus(searcher_id="s", run=recipe.run.name, waits=WaitRegistry()), asyncio.Event()

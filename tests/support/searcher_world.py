@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tba.api import ComponentInfo, LineageReply, VersionRequest
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.store import open_store
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions
+from tba.weights import DeltaSettings, LocalVersion, WeightVersions
 from tba.wire import Canary
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_lineage, start_stack, write_recipe
 from tests.support.redis_process import free_port
@@ -36,9 +36,22 @@ def publish_version(
     *,
     parent: PolicyVersion | None = None,
     canary_shift: float = 0.0,
-) -> None:
-    """Publish the model in `folder` the way the trainer does; `canary_shift` spoils the canary."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    dtype: str = "float32",
+    base: LocalVersion | None = None,
+    deltas: DeltaSettings | None = None,
+) -> LocalVersion:
+    """Publish the model in `folder` the way the trainer does; `canary_shift` spoils the canary.
+
+    With a `base` its tensors are published, one weight in fifty changed, as a delta where `deltas` allows one.
+    """
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if base is not None:
+        torch.manual_seed(version.step)
+        tensors_before = load_file(base.paths[0])
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                before = tensors_before[name]
+                parameter.copy_(torch.where(torch.rand(before.shape) < 0.02, before * 1.05, before))
     tensors = folder / f"published-{version}" / "model.safetensors"
     tensors.parent.mkdir(exist_ok=True)
     save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, tensors, {"format": "pt"})
@@ -46,21 +59,24 @@ def publish_version(
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     logprobs = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(response)[:, None])[:, 0]
-    versions.publish(
+    manifest = versions.publish(
         version=version,
         parent=parent,
-        dtype="float32",
+        dtype=dtype,
         tensors_paths=[tensors],
         files={name: folder / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")},
         canary=Canary(
             prompt_tokens=prompt,
             response_tokens=response,
             logprobs=[value + canary_shift for value in logprobs.tolist()],
-            tolerance=1e-3,
+            tolerance=1e-3 if dtype == "float32" else 0.1,
         ),
         torch_version=torch.__version__,
         transformers_version=transformers.__version__,
+        base=base,
+        deltas=deltas,
     )
+    return LocalVersion(version, (tensors,), manifest)
 
 
 @dataclass

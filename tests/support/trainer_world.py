@@ -34,8 +34,7 @@ class World:
         train(recipe, buffer=self.buffer, store=self.store, stop=self.stop)  # pyright: ignore[reportArgumentType]
 
     def tensors(self, version: str) -> dict[str, torch.Tensor]:
-        _, paths = self.versions.download_tensors(PolicyVersion.parse(version), self.folder / version)
-        return load_file(paths[0])
+        return load_file(self.versions.download_tensors(PolicyVersion.parse(version), self.folder / version).paths[0])
 
     def ledger_violations(self) -> list[str]:
         """Return what `tba ledger check` would find in the acks."""

@@ -22,12 +22,13 @@ import numpy as np
 from tba_searcher.engines.engine import Engine, EngineDiedError, EngineError, EngineSettings
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.torch.reference_logprobs import StartingModel
-from tba_searcher.engines.vllm import worker_extension
+from tba_searcher.engines.vllm import weights as vllm_weights
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
-from tba_searcher.engines.weight_loader import LoadedWeights, swap_weights
+from tba_searcher.engines.weight_loader import swap_weights
 
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
+from tba.weights import LocalVersion
 from tba.wire import Sampling
 from tests.support.engine_contract import (
     CASES,
@@ -63,20 +64,24 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def case_a_load_that_breaks_off_is_undone_by_the_old_weights(bench: Bench) -> None:
     """Half of the tensors are in when reading fails: the swap must leave no trace of them."""
     requests = make_requests(6, temperatures=(0.0,), seed=5)
-    old = LoadedWeights(START, (bench.old.tensors,), bench.manifest(bench.old, START))
-    new = LoadedWeights(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
-    whole = worker_extension.HashedTensors.__iter__
+    old = LocalVersion(START, (bench.old.tensors,), bench.manifest(bench.old, START))
+    new = LocalVersion(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
+    whole = vllm_weights.HashedTensors.__iter__
 
     def breaks_off(tensors: Any) -> Iterator[Any]:
         for number, item in enumerate(whole(tensors)):
             if number == 4:  # one of two packed tensors is in
-                worker_extension.HashedTensors.__iter__ = whole
+                vllm_weights.HashedTensors.__iter__ = whole
                 raise OSError("the disk is gone")
             yield item
 
     with bench.engine() as engine:
+        assert isinstance(engine, VllmEngine)
         before = tokens_of(run_all(engine, requests))
-        with replaced(worker_extension.HashedTensors, "__iter__", breaks_off):
+        # half of them are staged: the load after it must not take these, and so it reads the file, and breaks off too
+        with replaced(vllm_weights.HashedTensors, "__iter__", breaks_off):
+            assert "the disk is gone" in raised(OSError, engine.stage_weights, [bench.new.tensors])
+        with replaced(vllm_weights.HashedTensors, "__iter__", breaks_off):
             error = swap_weights(engine, new, old)
         assert isinstance(error, EngineError)
         assert not isinstance(error, EngineDiedError)
@@ -85,6 +90,19 @@ def case_a_load_that_breaks_off_is_undone_by_the_old_weights(bench: Bench) -> No
         assert tokens_of(run_all(engine, requests)) == before
         assert swap_weights(engine, new, old) is None
         assert tokens_of(run_all(engine, requests)) != before
+
+
+def case_a_gpu_takes_staged_weights_from_the_memory_of_the_host(bench: Bench) -> None:
+    requests = make_requests(4, temperatures=(0.0,), seed=6)
+    engine = bench.fresh()
+    assert isinstance(engine, VllmEngine)
+    engine._llm.collective_rpc("tba_open_staging", args=(False,))  # as on a GPU
+    for model, version in ((bench.new, V1), (bench.old, START)):
+        engine.stage_weights([model.tensors])
+        with replaced(vllm_weights, "load_files", None):
+            engine.load_weights([model.tensors], version)
+        engine.verify(bench.manifest(model, version))
+        assert tokens_of(run_all(engine, requests)) == {r.request_id: model.greedy(r) for r in requests}
 
 
 def case_checking_a_version_advances_no_request(bench: Bench) -> None:
@@ -181,6 +199,7 @@ def case_a_model_that_the_kernels_do_not_know_is_a_config_error(bench: Bench) ->
 
 _CASES: tuple[tuple[str, Callable[[Bench], None]], ...] = (
     ("llama tied", case_a_load_that_breaks_off_is_undone_by_the_old_weights),
+    ("llama tied", case_a_gpu_takes_staged_weights_from_the_memory_of_the_host),
     ("llama", case_checking_a_version_advances_no_request),
     ("llama", case_temperatures_that_vllm_would_change_are_refused),
     ("llama", case_weights_that_are_not_finite_are_found),

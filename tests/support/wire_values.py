@@ -29,6 +29,7 @@ from tba.wire import (
     encode_push,
     encode_rollout,
 )
+from tba.wire.weight_manifest import Delta, DeltaObject, TensorEntry, TensorFile, table_sha256
 
 GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
 
@@ -128,14 +129,45 @@ def heartbeat() -> Heartbeat:
 
 
 def manifest() -> Manifest:
-    """A manifest with a parent."""
+    """A manifest with a parent, stored whole and as a delta."""
+    tensors = [
+        TensorEntry(name="model.w", dtype="BF16", shape=[3, 4], file="model.safetensors", digest="ab" * 16),
+        TensorEntry(name="model.b", dtype="F32", shape=[], file="model.safetensors", digest="ba" * 16),
+    ]
+    prefix = "runs/demo/weights/1-4"
+    return manifest_of_schema_1().model_copy(
+        update={
+            "schema_version": 2,
+            "tensors": tensors,
+            "full": [TensorFile(name="model.safetensors", key=f"{prefix}/model.safetensors", size_bytes=1234)],
+            "delta": Delta(
+                base="1-3",
+                num_to_full=3,
+                objects=[
+                    DeltaObject(
+                        name=f"delta-00001-{'cc' * 16}.safetensors",
+                        key=f"{prefix}/delta-00001-{'cc' * 16}.safetensors",
+                        size_bytes=99,
+                        digest="cc" * 16,
+                    )
+                ],
+            ),
+            "params_sha256": table_sha256((each.name, each.dtype, each.shape, each.digest) for each in tensors),
+        }
+    )
+
+
+def manifest_of_schema_1() -> Manifest:
+    """A manifest of a release before deltas, as it is read now."""
     return Manifest(
+        schema=1,
         run="demo",
         version="1-4",
         parent="0-0",
         dtype="bfloat16",
-        tensors=[
-            StoredObject(
+        tensors=[],
+        full=[
+            TensorFile(
                 name="model.safetensors",
                 key="runs/demo/weights/1-4/model.safetensors",
                 size_bytes=1234,
@@ -165,7 +197,7 @@ def encodings() -> dict[str, bytes]:
         "push_v1.msgpack": encode_push(payloads()),
         "batch_v1.msgpack": batch_bytes(),
         "heartbeat_v1.msgpack": encode_heartbeat(heartbeat()),
-        "manifest_v1.json": encode_manifest(manifest()),
+        "manifest_v2.json": encode_manifest(manifest()),
     }
 
 

@@ -7,6 +7,7 @@
                                                v completions
                                            WorkQueue --complete visits--> Delivery.score_forever --> push_forever
                                                                               | reward service         | buffer
+   StoreNotice.watch_forever: while the buffer is away, the newest version by the word of the store
    _heartbeat_task: state, version, oldest wait and gauges to the buffer, every second
    LeaseManager.renew_forever: new deadlines for the visits that are here, a third into each lease
 
@@ -61,13 +62,15 @@ from tba.errors import (
 )
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
+from tba.weights import LocalVersion
 from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
 from tba_searcher.engines.tokenizer import Codec
-from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
+from tba_searcher.engines.weight_loader import WeightLoader, stage_weights
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
 from tba_searcher.generation.stale_requests import StaleRequests
 from tba_searcher.generation.status import SearcherStatus
+from tba_searcher.generation.store_notice import StoreNotice
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue
 from tba_searcher.waits import retry_until, sleep_until
 
@@ -101,7 +104,7 @@ class SearcherLoop:
         recipe: Recipe,
         *,
         engine: Engine,
-        current: LoadedWeights,
+        current: LocalVersion,
         loader: WeightLoader,
         codec: Codec,
         queue: WorkQueue,
@@ -120,9 +123,9 @@ class SearcherLoop:
         )
         self._thread = EngineThread(status.waits, timeout_s=recipe.searcher.engine_timeout_s)
         self._engine_error: EngineDiedError | None = None
-        self._newest = current.version
         self._run_is_over = asyncio.Event()
         self._has_work, self._has_news = asyncio.Event(), asyncio.Event()
+        self._notice = StoreNotice(current.version, loader=loader, status=status, has_news=self._has_news)
         self._aborts: dict[str, str] = {}
         """Request id -> why it is aborted in the next step."""
         self._stale = StaleRequests(recipe, queue)
@@ -146,7 +149,12 @@ class SearcherLoop:
         """
         names = ("_lease_task", "_engine_task", "_pull_task", "_heartbeat_task")
         tasks = [asyncio.create_task(getattr(self, name)(), name=name) for name in names]
-        jobs = (self._delivery.score_forever, self._delivery.push_forever, self._leases.renew_forever)
+        jobs = (
+            self._delivery.score_forever,
+            self._delivery.push_forever,
+            self._leases.renew_forever,
+            self._notice.watch_forever,
+        )
         tasks += [asyncio.create_task(job()) for job in jobs]
         over, stop = asyncio.create_task(self._run_is_over.wait()), asyncio.create_task(self._stop.wait())
         try:
@@ -166,6 +174,10 @@ class SearcherLoop:
             raise self._engine_error
 
     @property
+    def _newest(self) -> PolicyVersion:
+        return self._notice.newest
+
+    @property
     def _is_ending(self) -> bool:
         return self._stop.is_set() or self._engine_error is not None
 
@@ -178,9 +190,8 @@ class SearcherLoop:
 
     def on_reply(self, reply: LeaseReply | PushReply) -> None:
         """Read the newest version and the state of the run from a reply of the buffer."""
-        if reply.latest_version is not None and (newest := PolicyVersion.parse(reply.latest_version)) != self._newest:
-            self._newest = newest
-            self._has_news.set()
+        if reply.latest_version is not None:
+            self._notice.hear(PolicyVersion.parse(reply.latest_version))
         # replies of pushes and leases may both say it; the run ends once
         if reply.run_state in ("done", "failed") and not self._run_is_over.is_set():
             log.info("run is over", run_state=reply.run_state)
@@ -363,7 +374,7 @@ class SearcherLoop:
         pinned = self._queue.pinned_version
         return None if self._loader.get(pinned) is None else pinned
 
-    def _next_swap(self) -> LoadedWeights | None:
+    def _next_swap(self) -> LocalVersion | None:
         pinned = self._available_pin()
         target = self._loader.get(self._newest if pinned is None else pinned)
         if target is None or target.version == self._engine.version or self._is_ending:
@@ -390,7 +401,7 @@ class SearcherLoop:
             requests += self._queue.take_requests(room - len(requests), pinned=None)
         return requests
 
-    def _on_swap(self, new: LoadedWeights, error: TbaError | None, swap_s: float) -> None:
+    def _on_swap(self, new: LocalVersion, error: TbaError | None, swap_s: float) -> None:
         self._status.weight_load_s = swap_s
         if error is None:
             self._current = new
@@ -429,7 +440,7 @@ class SearcherLoop:
                 await sleep_until(self._has_news, self._tick_s)
                 continue
             try:
-                self._loader.add(await in_thread(lambda target=target: self._loader.download(target)))
+                weights = await in_thread(lambda target=target: self._loader.download(target))
             except (StoreUnavailableError, ObjectNotFoundError) as error:
                 # a pinned version that was deleted never comes back; the newest one is soon followed by another
                 if target in pinned and isinstance(error, ObjectNotFoundError):
@@ -446,6 +457,9 @@ class SearcherLoop:
                     self._refuse_version(target, error)
             else:
                 self._status.waits.end("pulling")
+                self._status.count_download(weights)
+                await in_thread(lambda weights=weights: stage_weights(self._engine, weights))
+                self._loader.add(weights)
                 self._has_work.set()
 
     async def _heartbeat_task(self) -> None:

@@ -27,13 +27,13 @@ from tba.logs import get_logger
 from tba.store import open_store
 from tba.tokens import client_token
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions
+from tba.weights import LocalVersion, NodeCache, WeightVersions
 from tba_searcher.engines.engine import EngineCheckError, ReferenceRefusedError
 from tba_searcher.engines.factory import build_engine, import_engine
 from tba_searcher.engines.paced import PacedEngine
 from tba_searcher.engines.tokenizer import open_codec
 from tba_searcher.engines.weight_check import verification_error
-from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
+from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import Embedder, ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
@@ -159,7 +159,10 @@ class Searcher:
         self._waits = WaitRegistry()
         self._status = SearcherStatus(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
         self._buffer, self._heartbeats, self._reward = clients.buffer, clients.heartbeats, clients.reward
-        self._versions, self._num_starts = WeightVersions(open_store(recipe.store), recipe.run.name), 1
+        place = recipe.store.cache_folder
+        cache = None if place is None else NodeCache(Path(place), max_bytes=recipe.store.cache_bytes)
+        self._versions = WeightVersions(open_store(recipe.store), recipe.run.name, cache=cache)
+        self._num_starts = 1
         self._folder = folder / "start-1"
         self._loader = WeightLoader(self._versions, self._folder)
         self._is_asking = False
@@ -244,6 +247,7 @@ class Searcher:
                 return None
             try:
                 weights, folder = await in_thread(lambda version=version: self._loader.download_model(version))
+                self._status.count_download(weights)
                 self._waits.end("pulling")
                 return await in_thread(lambda weights=weights, folder=folder: self._build(weights, folder))
             except (DigestError, MalformedError, EngineCheckError) as error:
@@ -318,7 +322,7 @@ class Searcher:
             should_stop=self._stop.is_set,
         )
 
-    def _build(self, weights: LoadedWeights, folder: Path) -> SearcherLoop:
+    def _build(self, weights: LocalVersion, folder: Path) -> SearcherLoop:
         """Build engine and loop around one version (blocking: loads the model)."""
         recipe, settings = self._recipe, self._recipe.searcher
         reference = self._reference()

@@ -20,7 +20,7 @@ from tba.store import ObjectStore, open_store
 from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START
-from tba.weights import WeightVersions, sha256_of_file
+from tba.weights import DeltaSettings, WeightVersions, sha256_of_file
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
 from tba_trainer.distributed.follower import follow
@@ -174,6 +174,9 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
             session=session,
             buffer=buffer,
             versions=versions,
+            deltas=DeltaSettings(
+                keyframe_interval=recipe.store.keyframe_interval, min_bytes=recipe.store.delta_min_bytes
+            ),
             checkpoints=checkpoints,
             evaluations=evaluations,
             status=context.status,

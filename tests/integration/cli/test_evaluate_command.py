@@ -252,7 +252,7 @@ def test_a_damaged_version_is_not_evaluated(
     workplace: Path, rewards: RewardServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = FileStore(workplace / "store")
-    key = WeightVersions(store, "demo").manifest(PolicyVersion(1, 8)).tensors[0].key
+    key = WeightVersions(store, "demo").manifest(PolicyVersion(1, 8)).full[0].key
     whole = store.get(key)
     store.put(key, whole[:-1] + bytes([whole[-1] ^ 1]))
     try:

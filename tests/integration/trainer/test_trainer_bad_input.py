@@ -136,7 +136,7 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
     assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
     assert "6 batches, 0 of them abandoned, 0 skipped" in capsys.readouterr().out
     versions = WeightVersions(store, "test")
-    _, paths = versions.download_tensors(PolicyVersion(1, 6), tmp_path / "last")
+    paths = versions.download_tensors(PolicyVersion(1, 6), tmp_path / "last").paths
     assert all(torch.isfinite(tensor).all() for path in paths for tensor in load_file(path).values())
 
 

@@ -48,12 +48,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def start_run(tmp_path: Path, model: Path) -> Iterator[Callable[[str], TrainerProcesses]]:
+def start_run(tmp_path: Path, model: Path) -> Iterator[Callable[..., TrainerProcesses]]:
     runs: list[TrainerProcesses] = []
 
-    def start(name: str) -> TrainerProcesses:
+    def start(name: str, **trainer: Any) -> TrainerProcesses:
         (tmp_path / name).mkdir()
-        runs.append(TrainerProcesses(tmp_path / name, model, **SECTIONS))
+        sections = {**SECTIONS, "trainer": {**SECTIONS["trainer"], **trainer}}
+        runs.append(TrainerProcesses(tmp_path / name, model, **sections))
         runs[-1].buffer.batch_of = batch_of
         return runs[-1]
 
@@ -83,10 +84,11 @@ def kill_at_a_random_call(run: TrainerProcesses, chance: random.Random, number: 
     assert code == (128 + number if number == signal.SIGTERM else -number), run.log(len(run.processes) - 1)
 
 
-def test_kills_at_random_moments_change_no_bit_of_any_version(start_run: Callable[[str], TrainerProcesses]) -> None:
-    """Both run in processes of the same environment: the number of threads that OpenMP has may change the last bit."""
+def test_kills_at_random_moments_change_no_bit_of_any_version(start_run: Callable[..., TrainerProcesses]) -> None:
+    """The killed one uploads its checkpoints beside training. Both run in processes of the same environment: the number
+    of threads that OpenMP has may change the last bit."""
     chance = random.Random(7)
-    whole, run = start_run("whole"), start_run("killed")
+    whole, run = start_run("whole"), start_run("killed", background_checkpoint_bytes=0)
     run.pace_s = 5 * MAX_DELAY_S  # between the call and the signal hardly a step is made, however fast the machine
     undisturbed = whole.start()
     for trial in range(NUM_KILLS):

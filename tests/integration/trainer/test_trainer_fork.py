@@ -23,14 +23,16 @@ from tba.weights import WeightVersions
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
 
-TRAINED = {"num_steps": 8, "sync_interval": 2, "checkpoint_interval": 4, "learning_rate": {"value": 1e-2}}
+TRAINED = {"num_steps": 8, "sync_interval": 2, "checkpoint_interval": 4, "learning_rate": {"value": 1e-4}}
 
 
 @pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[FileStore, RecordedBuffer]:
-    """Run `demo`: 8 steps, checkpoints of 1-4 and 1-8."""
+    """Run `demo`: 8 steps, checkpoints of 1-4 and 1-8; 1-2 to 1-6 are deltas alone, each against the one before."""
     store, buffer = FileStore(tmp_path_factory.mktemp("trained")), RecordedBuffer()
-    start(make_recipe(model, trainer=TRAINED, objective=objective()), buffer, store)
+    start(fork_recipe(model, "demo"), buffer, store)
+    versions = WeightVersions(store, "demo")
+    assert [versions.manifest(version).is_full for version in versions.versions()] == [True, False, False, False, True]
     return store, buffer
 
 
@@ -44,7 +46,11 @@ def start(recipe: Recipe, buffer: RecordedBuffer, store: FileStore) -> None:
 
 def fork_recipe(model: Path, run: str, **sections: dict[str, Any]) -> Recipe:
     trainer = {**TRAINED, **sections.pop("trainer", {})}
-    return make_recipe(model, run={"name": run}, trainer=trainer, objective=objective(), **sections)
+    store = {"keyframe_interval": 4, "delta_min_bytes": 0}
+    run_section, model_section = {"name": run}, {"dtype": "bfloat16"}
+    return make_recipe(
+        model, run=run_section, model=model_section, trainer=trainer, store=store, objective=objective(), **sections
+    )
 
 
 def forked(version: str | None, store: FileStore) -> RecordedBuffer:
@@ -62,8 +68,8 @@ def forked(version: str | None, store: FileStore) -> RecordedBuffer:
 
 
 def tensors(store: FileStore, run: str, version: str, folder: Path) -> dict[str, torch.Tensor]:
-    _, paths = WeightVersions(store, run).download_tensors(PolicyVersion.parse(version), folder / f"{run}-{version}")
-    return load_file(paths[0])
+    weights = WeightVersions(store, run).download_tensors(PolicyVersion.parse(version), folder / f"{run}-{version}")
+    return load_file(weights.paths[0])
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -145,7 +151,7 @@ def test_a_version_that_is_not_there_and_a_damaged_one_are_refused_before_a_line
     buffer = forked("1-5", store)
     with pytest.raises(ConfigError, match="forked from version 1-5 of run 'demo', which is not in"):
         start(fork_recipe(model, "refused"), buffer, store)
-    key = "runs/demo/weights/1-2/model.safetensors"
+    (key,) = (key for key in store.list("runs/demo/weights/1-2/") if "/delta-" in key)
     whole = store.get(key)
     store.put(key, whole[:-1] + bytes([whole[-1] ^ 1]))
     damaged = forked("1-2", store)

@@ -53,8 +53,7 @@ def train_here(run: TrainerProcesses, buffer: RecordedBuffer, store: Any) -> Non
 
 
 def last_tensors(store: Any, lineage: int, folder: Path) -> dict[str, torch.Tensor]:
-    _, paths = WeightVersions(store, "demo").download_tensors(PolicyVersion(lineage, NUM_STEPS), folder)
-    return load_file(paths[0])
+    return load_file(WeightVersions(store, "demo").download_tensors(PolicyVersion(lineage, NUM_STEPS), folder).paths[0])
 
 
 def at_step(run: TrainerProcesses, step: int) -> Callable[[str], bool]:

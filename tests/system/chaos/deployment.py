@@ -46,7 +46,7 @@ def chaos_sections(model: Path, *, num_searchers: int) -> dict[str, dict[str, An
     """The quickstart in smaller batches, without an end, with bounds that are never reached."""
     return {
         "run": {"name": RUN},
-        "model": {"path": str(model)},
+        "model": {"path": str(model), "dtype": "bfloat16"},  # in which deltas are small enough to pay
         "data": {"generator": "addition", "num_train": 3000, "num_heldout": 128},
         "buffer": {"lease_s": 20.0, "batch_deadline_s": 20.0, **NEVER_EVICTS},
         "sampling": {
@@ -68,7 +68,12 @@ def chaos_sections(model: Path, *, num_searchers: int) -> dict[str, dict[str, An
         "objective": {"preset": "tba_prime", "beta": {"value": 0.2}, "anchor": "fixed"},
         "trainer": {"num_steps": ENDLESS, "sync_interval": 8, "checkpoint_interval": 40, "learning_rate": 2e-4},
         "eval": {"every_steps": 400, "num_prompts": 32, "num_prompts_final": 128},
-        "store": {"url": f"s3://{BUCKET}/trial", "timeout_s": 10.0},
+        "store": {
+            "url": f"s3://{BUCKET}/trial",
+            "timeout_s": 10.0,
+            "keyframe_interval": 4,
+            "delta_min_bytes": 0,
+        },
     }
 
 

@@ -2,7 +2,7 @@
 
 a process      kill -9, SIGTERM, SIGSTOP for some seconds           of redis, buffer, reward, store, trainer, searcher
 a link         cut, deaf (both ways, one way), slow, reset half-way  between each pair that talks
-the store      503, slow, answers lost, answers cut in half          at its relay
+the store      503, slow, answers lost, answers cut in half, bits of weights flipped   at its relay
 Redis          refuses writes (maxmemory, no replica), disk full, appendonly switched off
 """
 
@@ -36,7 +36,7 @@ LINKS = (
     "buffer-redis",
     "buffer-reward",
 )
-STORE_FAULTS = ("503", "slow", "lose", "half")
+STORE_FAULTS = ("503", "slow", "lose", "half", "flip")
 FREE_BYTES = 20_000
 """Free space of the full disk."""
 Action = Callable[[], object]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tests.system.chaos.links import reset
 
 HEAD_BYTES = 64 * 1024
-Spoil = Literal["503", "slow", "lose", "half"]
+Spoil = Literal["503", "slow", "lose", "half", "flip"]
 SLOW_S = 2.0
 
 
@@ -49,7 +49,8 @@ class Relay:
     def __init__(self, target_port: int, see: Callable[[Request, Answer], None] | None = None) -> None:
         self.port = 0
         self.spoil: Spoil | None = None
-        """503: refuse without forwarding. slow: SLOW_S later. lose: forward, no answer. half: half of the answer."""
+        """503: refuse without forwarding. slow: SLOW_S later. lose: forward, no answer. half: half of the answer.
+        flip: a bit of every file of weights that is read."""
         self.num_requests = self.num_spoiled = 0
         self.errors: list[str] = []
         """Messages that this relay could not read: a defect of the harness, never expected."""
@@ -94,6 +95,10 @@ class Relay:
             self._see(request, answer)
         if spoil == "lose":
             return False
+        if spoil == "flip" and request.method == "GET" and _is_weights(request) and answer.body:
+            flipped = bytearray(answer.body)
+            flipped[len(flipped) // 2] ^= 1
+            answer = replace(answer, body=bytes(flipped))
         writer.write(answer.head)
         writer.write(answer.body[: len(answer.body) // 2] if spoil == "half" else answer.body)
         await writer.drain()
@@ -122,6 +127,11 @@ class Relay:
             return await read_answer(reader, request.method)
         finally:
             writer.close()
+
+
+def _is_weights(request: Request) -> bool:
+    # a listing names files in its query
+    return request.path.partition("?")[0].endswith(".safetensors")
 
 
 async def read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:

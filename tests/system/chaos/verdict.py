@@ -104,7 +104,7 @@ def _judge_ledger(verdict: Verdict, world: Deployment) -> None:
 
 def _judge_model(verdict: Verdict, world: Deployment) -> None:
     """The exported model is whole: its tensors can be read, and are numbers."""
-    from safetensors.numpy import load_file
+    from safetensors.torch import load_file
 
     from tba.store import open_store
 

@@ -19,7 +19,7 @@ from tba.wire.snapshot_manifest import (
     SnapshotSource,
     encode_snapshot_manifest,
 )
-from tba.wire.weight_manifest import sha256_hex
+from tba.wire.weight_manifest import Delta, DeltaObject, TensorFile, sha256_hex, table_sha256
 from tba_cli.commands import fork
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
@@ -40,7 +40,7 @@ def make_recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 class Place:
-    """A folder of runs, with one run `old` that has a snapshot, version 1-4 and its checkpoint."""
+    """A folder of runs, with one run `old`: a snapshot, version 1-4 (a delta against 0-0) and its checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.runs_dir = path / "runs"
@@ -50,24 +50,12 @@ class Place:
         recipe["store"]["url"] = self.old.url
         self.runs_dir.joinpath("old").mkdir(parents=True)
         (self.runs_dir / "old" / "config.json").write_text(json.dumps(recipe))
-        weights = self.put("runs/old/weights/1-4/model.safetensors", b"weights")
-        config = self.put("runs/old/files/abc/config.json", b"{}")
-        manifest = Manifest(
-            run="old",
-            version="1-4",
-            parent="0-0",
-            dtype="float32",
-            tensors=[weights],
-            files=[config],
-            model_config_sha256=config.sha256,
-            tokenizer_sha256=config.sha256,
-            params_sha256=weights.sha256,
-            canary=Canary(prompt_tokens=[1], response_tokens=[1], logprobs=[0.0], tolerance=1.0),
-            torch_version="0",
-            transformers_version="0",
-            created_at_s=0.0,
-        )
-        self.old.put("runs/old/weights/1-4/manifest.json", encode_manifest(manifest))
+        weights = self.put("runs/old/weights/0-0/model.safetensors", b"weights!")
+        full = TensorFile(name=weights.name, key=weights.key, size_bytes=weights.size_bytes)
+        self.put_manifest("0-0", full=[full])
+        changes = self.put("runs/old/weights/1-4/delta-00001-abc.safetensors", b"changes!")
+        delta = DeltaObject(name=changes.name, key=changes.key, size_bytes=changes.size_bytes, digest="ab" * 16)
+        self.put_manifest("1-4", delta=Delta(base="0-0", num_to_full=1, objects=[delta]))
         for name in ("model.safetensors", "state.json", "manifest.json"):
             self.old.put(f"runs/old/checkpoints/1-4/{name}", name.encode())
         self.old.put("runs/old/checkpoints/1-8/manifest.json", b"{}")
@@ -94,6 +82,26 @@ class Place:
         )
         self.put(SOURCE.prefix + "rollouts-of-an-attempt-that-was-killed", b"left")
         self.old.put(SOURCE.manifest_key, encode_snapshot_manifest(snapshot))
+
+    def put_manifest(self, version: str, **stored: Any) -> None:
+        config = self.put("runs/old/files/abc/config.json", b"{}")
+        manifest = Manifest(
+            run="old",
+            version=version,
+            parent=None,
+            dtype="float32",
+            tensors=[],
+            files=[config],
+            model_config_sha256=config.sha256,
+            tokenizer_sha256=config.sha256,
+            params_sha256=table_sha256([]),
+            canary=Canary(prompt_tokens=[1], response_tokens=[1], logprobs=[0.0], tolerance=1.0),
+            torch_version="0",
+            transformers_version="0",
+            created_at_s=0.0,
+            **stored,
+        )
+        self.old.put(f"runs/old/weights/{version}/manifest.json", encode_manifest(manifest))
 
     def put(self, key: str, data: bytes) -> StoredObject:
         self.old.put(key, data)
@@ -123,9 +131,11 @@ def test_a_fork_takes_the_version_and_its_checkpoint_along(place: Place) -> None
     assert origin is not None
     keys = list(origin.object_keys())
     assert keys[-1] == SOURCE.manifest_key, "the snapshot exists once everything else does"
-    for folder in ("runs/old/weights/1-4/", "runs/old/checkpoints/1-4/"):
+    for folder in ("runs/old/weights/0-0/", "runs/old/weights/1-4/", "runs/old/checkpoints/1-4/"):
         assert [key for key in keys if key.startswith(folder)][-1] == f"{folder}manifest.json"
     copy_origin(origin, place.new)
+    assert place.new.list("runs/old/weights/") == place.old.list("runs/old/weights/"), "with what it is a delta against"
+    assert keys.index("runs/old/weights/0-0/manifest.json") < keys.index("runs/old/weights/1-4/manifest.json")
     assert "runs/old/files/abc/config.json" in place.new.list("runs/old/files/")
     assert not place.new.list("runs/old/checkpoints/1-8/")
 
@@ -150,7 +160,7 @@ def test_nothing_is_looked_for_when_the_recipe_names_nothing(place: Place) -> No
             r"there is no snapshot old/other in file://.*new/store or file://.*old/store",
         ),
         ({"run": {"snapshot": "gone/end"}}, "make it with `tba buffer save end gone`"),
-        ({"run": {"fork_version": "1-5"}}, r"has no weight version 1-5 in .*; the newest are 1-4"),
+        ({"run": {"fork_version": "1-5"}}, r"has no weight version 1-5 in .*; the newest are 0-0, 1-4"),
         ({"run": {"fork_version": "1-4"}, "trainer": {"num_steps": 4}}, "the fork begins at step 4"),
         (
             {"searcher": {"num_searchers": 0}, "sampling": {"min_size_to_sample": 96}},

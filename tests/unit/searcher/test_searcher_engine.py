@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from tba_searcher.engines.engine import Completion, EngineError, EngineSettings, Request
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weight_check import check_loaded
-from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader, swap_weights
+from tba_searcher.engines.weight_loader import WeightLoader, swap_weights
 from transformers import AutoModelForCausalLM
 
 from tba.errors import ConfigError, DigestError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions, params_sha256_of_files
+from tba.weights import LocalVersion, WeightVersions, params_sha256_of_files
 from tba.wire import Sampling
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, Architecture, make_tiny_model
@@ -234,7 +234,7 @@ def test_a_version_that_fails_a_check_is_given_up_and_the_old_weights_are_back(f
     loader = WeightLoader(versions, tmp_path / "pulled")
     old, new = loader.download_model(START)[0], loader.download(V1)
     if damage == "params_sha256":
-        new = LoadedWeights(V1, new.paths, new.manifest.model_copy(update={"params_sha256": "0" * 64}))
+        new = LocalVersion(V1, new.paths, new.manifest.model_copy(update={"params_sha256": "0" * 64}))
     engine = make_engine(tmp_path / "pulled" / "model-0-0")
     check_loaded(engine, old.manifest)
     error = swap_weights(engine, new, old)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError
-from tba_searcher.engines.weight_loader import LoadedWeights
 from tba_searcher.generation import engine_thread
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread, run_step
 from tba_searcher.generation.evaluation_results import (
@@ -34,6 +33,7 @@ from tba.api import MAX_LEASE_IDS, Lease, LeaseRenewal, LeaseRenewalReply, Lease
 from tba.config.searcher import SearcherSection
 from tba.errors import ConfigError, DigestError, UnavailableError
 from tba.versions import START, PolicyVersion
+from tba.weights import LocalVersion
 from tba.wire import Sampling
 from tests.support.buffer import make_recipe
 from tests.support.tiny_encoder import make_tiny_encoder
@@ -45,9 +45,9 @@ from tests.support.waits import until
 V1 = PolicyVersion(1, 4)
 
 
-def loaded(version: PolicyVersion) -> LoadedWeights:
+def loaded(version: PolicyVersion) -> LocalVersion:
     manifest: Any = SimpleNamespace(version=str(version))
-    return LoadedWeights(version, (), manifest)
+    return LocalVersion(version, (), manifest)
 
 
 OLD, NEW = loaded(START), loaded(V1)

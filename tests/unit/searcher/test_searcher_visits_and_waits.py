@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tba_searcher.engines import weight_loader
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.batch import Batch
-from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
+from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import split_into_pushes
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit, WorkQueue
@@ -35,6 +36,7 @@ from tba.errors import (
     WaitTimeoutError,
 )
 from tba.versions import START, PolicyVersion
+from tba.weights import LocalVersion
 from tba.wire import Sampling
 from tests.support.chi_square import assert_follows
 from tests.support.tiny_model import make_tiny_tokenizer
@@ -296,7 +298,7 @@ def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an
 
     def pull() -> None:
         file.write_bytes(b"weights")
-        loader.add(LoadedWeights(version, (file,), manifest))
+        loader.add(LocalVersion(version, (file,), manifest))
 
     pauses = []
     for _ in range(7):
@@ -317,6 +319,40 @@ def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an
     other = WeightLoader(versions, tmp_path)
     other.copy_refusals(loader)
     assert other.refused == {version}
+
+
+class Versions:
+    """Stands for `WeightVersions`: makes files, and runs `meanwhile` while a download is under way."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[PolicyVersion, ...]] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def download_tensors(self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion]) -> LocalVersion:
+        self.held.append(tuple(local.version for local in held))
+        self.meanwhile()
+        assert all(path.exists() for local in held for path in local.paths), "a base is gone while it is used"
+        folder.mkdir(parents=True, exist_ok=True)
+        path, manifest = folder / "model.safetensors", cast(Any, None)
+        path.write_bytes(b"weights")
+        return LocalVersion(version, (path,), manifest)
+
+
+def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_nothing_here(tmp_path: Path) -> None:
+    versions = Versions()
+    loader = WeightLoader(cast(Any, versions), tmp_path)
+    first, second, third = (PolicyVersion(1, step) for step in (1, 2, 3))
+    loader.add(old := loader.download(first))
+    versions.meanwhile = lambda: loader.keep_only({None})
+    loader.add(loader.download(second))
+    assert not old.paths[0].exists(), "deleted when the download that used it has ended"
+    versions.meanwhile = lambda: None
+    loader.refuse(third)
+    loader.retry_refused()
+    loader.add(loader.download(third))
+    loader.accept(third)
+    loader.download(third)
+    assert versions.held == [(), (first,), (), (second, third)]
 
 
 @pytest.mark.parametrize("kind", [BadRequestError, BusyError, ConflictError, UnauthorizedError])

@@ -11,6 +11,7 @@ from tba.api import SettingsAudit
 from tba.config.supervised import SftSection
 from tba.weights.export import RunFacts, render_card
 from tba.wire import Canary, Manifest
+from tba.wire.weight_manifest import TensorFile, table_sha256
 from tests.support.exports import make_eval, make_facts
 from tests.support.trainer_values import make_recipe
 
@@ -23,10 +24,11 @@ def make_manifest(version: str = "1-8", dtype: str = "bfloat16") -> Manifest:
         parent="1-4",
         dtype=dtype,  # pyright: ignore[reportArgumentType]
         tensors=[],
+        full=[TensorFile(name="model.safetensors", key="runs/demo/weights/model.safetensors", size_bytes=8)],
         files=[],
         model_config_sha256=digest,
         tokenizer_sha256=digest,
-        params_sha256=digest,
+        params_sha256=table_sha256([]),
         canary=Canary(prompt_tokens=[1], response_tokens=[1], logprobs=[0.0], tolerance=0.1),
         torch_version="2",
         transformers_version="5",

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.loop.batches import Prefetcher
-from tba_trainer.loop.publisher import Evaluations, versions_to_delete
+from tba_trainer.loop.publisher import Evaluations
 from tba_trainer.loop.shutdown import stop_on_signals
 from tba_trainer.loop.status import Status
 from tba_trainer.model.logprobs import LogprobModel
@@ -23,7 +23,6 @@ from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import load_policy, side_files
 from transformers import AutoModelForCausalLM
 
-from tba.api import BestVersion, ComponentInfo, EvalInfo, RunInfo
 from tba.config.evaluation import EvalSection
 from tba.errors import RunOverError
 from tba.versions import START, PolicyVersion
@@ -80,60 +79,6 @@ def test_only_config_and_tokenizer_files_are_published(tmp_path: Path) -> None:
     assert not names & {"pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "modeling_custom.py"}
     assert "supervised.json" not in names
     assert "modeling_custom.py" in side_files(folder, trust_remote_code=True)
-
-
-def component(version: str, *, alive: bool) -> ComponentInfo:
-    return ComponentInfo(
-        component_id=f"searcher-{version}-{alive}",
-        kind="searcher",
-        state="generating",
-        version=version,
-        alive=alive,
-        heartbeat_age_s=1.0,
-        gauges={},
-    )
-
-
-def evaluation(version: str, state: str) -> EvalInfo:
-    return EvalInfo.model_validate(
-        {
-            "eval_id": f"eval-{version}",
-            "version": version,
-            "state": state,
-            "num_prompts": 4,
-            "num_done": 0,
-            "created_at_s": 1.0,
-        }
-    )
-
-
-def test_versions_that_something_holds_are_never_deleted() -> None:
-    info = RunInfo(
-        run="demo",
-        state="running",
-        state_reason=None,
-        step=60,
-        lineage=3,
-        parents={1: "0-0", 2: "1-8", 3: "2-20"},
-        latest_version="3-60",
-        checkpoint="3-48",
-        checkpoint_key="runs/demo/checkpoints/3-48",
-        components=[component("3-24", alive=True), component("3-28", alive=False)],
-        waits=[],
-        evals=[evaluation("3-32", "pending"), evaluation("3-36", "done")],
-        best=BestVersion(version="3-40", metric="accuracy", value=0.5, num_prompts=4, num_samples=1),
-    )
-    versions = [START, PolicyVersion(1, 4), PolicyVersion(1, 8), PolicyVersion(2, 8), PolicyVersion(2, 20)]
-    versions += [PolicyVersion(3, step) for step in range(20, 61, 4)]
-    checkpoints = [PolicyVersion(2, 20), PolicyVersion(3, 48)]
-    deleted = versions_to_delete(versions, info, checkpoints, keep=2)
-    assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28", "3-36", "3-44", "3-52"]
-    assert versions_to_delete(versions, info, checkpoints, keep=100) == []
-    lagging = info.model_copy(update={"sampling_version": "3-40"})
-    deleted = versions_to_delete(versions, lagging, checkpoints, keep=2)
-    assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28"]
-    without = info.model_copy(update={"best": None})
-    assert PolicyVersion(3, 40) in versions_to_delete(versions, without, checkpoints, keep=2)
 
 
 def test_an_evaluation_is_due_at_the_first_version_after_every_so_many_steps() -> None:

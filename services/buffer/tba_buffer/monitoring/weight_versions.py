@@ -75,6 +75,6 @@ def _info(versions: WeightVersions, version: PolicyVersion) -> WeightVersionInfo
         version=manifest.version,
         parent=manifest.parent,
         published_at_s=manifest.created_at_s,
-        num_bytes=sum(stored.size_bytes for stored in manifest.tensors),
+        num_bytes=manifest.full_bytes,
         dtype=manifest.dtype,
     )

@@ -187,6 +187,22 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class StagingEngine(Engine, Protocol):
+    """An engine that can prepare weights beside generation, so that `load_weights` holds it up for less time."""
+
+    def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
+        """Prepare for a later `load_weights` of these files; may take as much memory as the model.
+
+        Another thread than that of `step` calls it, one call at a time. It forgets what was staged before. The weights
+        in use stay as they are, and `load_weights` of other files, or while this runs, works as without it.
+
+        Raises:
+            EngineError: names, shapes or dtypes differ from the model's.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """The settings that every engine with a model gets."""

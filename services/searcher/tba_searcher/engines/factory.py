@@ -42,7 +42,7 @@ def build_engine(
     if manifest is None:
         dtype, names = recipe.model.dtype, sorted(path.name for path in folder.glob("*.safetensors"))
     else:
-        dtype, names = manifest.dtype, [stored.name for stored in manifest.tensors]
+        dtype, names = manifest.dtype, list(dict.fromkeys(entry.file for entry in manifest.tensors))
     paths = tuple(folder / name for name in names)
     general: dict[str, Any] = {
         "num_slots": settings.num_slots,

@@ -25,7 +25,7 @@ from tba.config import MAX_LATE_SHARE
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.engine import Completion, Engine, EngineError, Request
+from tba_searcher.engines.engine import Completion, Engine, EngineError, Request, StagingEngine
 
 MAX_SLEEP_S = 0.05
 """A call of `step` sleeps no longer, so that new weights, aborts and a drain never wait for a slow GPU's step."""
@@ -149,6 +149,11 @@ class PacedEngine:
         self._forget_idle()
         # rollouts carry their times: on the rehearsed GPU they would have been finished now
         return [dataclasses.replace(completion, finished_at_s=now_s) for completion in held]
+
+    def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
+        """Prepare weights, if the real engine can (see `StagingEngine`)."""
+        if isinstance(self._engine, StagingEngine):
+            self._engine.stage_weights(tensors_paths)
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Replace all parameters (see `Engine.load_weights`); it takes as long as it really takes."""

@@ -30,7 +30,7 @@ from tba.config.searcher import SimulatedSection
 from tba.errors import ConfigError, DigestError
 from tba.versions import PolicyVersion
 from tba.weights import params_sha256_of_files
-from tba.weights.repository import MODEL_CONFIG_NAME
+from tba.weights.publishing import MODEL_CONFIG_NAME
 from tba.wire import Manifest, VersionSpan
 from tba_searcher.engines.engine import Completion, EngineDiedError, Request, check_request
 

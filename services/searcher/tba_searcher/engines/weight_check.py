@@ -6,7 +6,8 @@ check_loaded     the model in memory: the digest of its parameters, and the log-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from tba.errors import DigestError, MalformedError, StoreError
 from tba.weights import tensor_header
+from tba.weights.digest import in_parallel, tensor_digest
 from tba.wire import Manifest
-from tba.wire.weight_manifest import params_digest
+from tba.wire.weight_manifest import table_sha256
 from tba_searcher.engines.engine import Engine, EngineCheckError, EngineError
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 DtypeAndShape = tuple[str, list[int]]
 """Of a tensor, as safetensors writes them."""
+FileStamps = tuple[tuple[str, int, int], ...]
+"""Path, time of the last change in ns, and size in bytes of each file: they tell whether a file is still the same."""
 _DTYPE_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 
 
@@ -36,7 +40,7 @@ class CheckableModel(Protocol):
         ...
 
     def params_sha256(self) -> str:
-        """Return `tba.wire.weight_manifest.params_digest` over its parameters."""
+        """Return `tba.weights.digest.params_sha256` of its parameters."""
         ...
 
     def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -96,7 +100,14 @@ def check_error(manifest: Manifest, doing: str, error: Exception) -> EngineCheck
 
 def params_sha256(model: nn.Module) -> str:
     """Return the manifest's `params_sha256` over `model.named_parameters()` (a tied output embedding counts once)."""
-    return params_digest({name: digest_entry(tensor) for name, tensor in model.named_parameters()})
+
+    # copied off the device in these threads, so that few tensors are on the host at once
+    return table_sha256(in_parallel(lambda item: table_entry(*item), model.named_parameters()))
+
+
+def table_entry(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
+    """Return what `table_sha256` takes of a tensor."""
+    return name, dtype_name(tensor), tuple(tensor.shape), tensor_digest(raw_bytes(tensor))
 
 
 def read_headers(tensors_paths: Sequence[Path]) -> dict[str, tuple[Path, DtypeAndShape]]:
@@ -137,12 +148,24 @@ def check_tensors(tensors_paths: Sequence[Path], expected: Mapping[str, DtypeAnd
     return files
 
 
-def digest_entry(tensor: Tensor) -> tuple[str, tuple[int, ...], memoryview]:
-    """Return a tensor as `params_digest` takes it: dtype, shape, raw bytes."""
+def file_stamps(paths: Iterable[Path | str]) -> FileStamps:
+    """Return the stamps of files, each once, in a fixed order.
+
+    Raises:
+        EngineError: there is no such file.
+    """
+    try:
+        return tuple((path, (stat := os.stat(path)).st_mtime_ns, stat.st_size) for path in sorted(set(map(str, paths))))
+    except OSError as error:
+        raise EngineError(f"weights: {error}") from None
+
+
+def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor, without a copy where it is contiguous and on the CPU."""
     import torch
 
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)  # numpy has no bfloat16, so as bytes
-    return dtype_name(tensor), tuple(tensor.shape), raw.numpy().data
+    # as bytes: numpy has no bfloat16
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -6,8 +6,10 @@ torch is imported by the functions that need it: a searcher with the simulated e
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +17,19 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from tba.errors import ConfigError, TbaError
+from tba.logs import get_logger
 from tba.versions import PolicyVersion
-from tba.weights import WeightVersions
-from tba.wire import Manifest
-from tba_searcher.engines.engine import Engine, EngineCheckError, EngineDiedError
-from tba_searcher.engines.weight_check import check_error, check_tensors, dtype_name, verification_error
+from tba.weights import LocalVersion, WeightVersions
+from tba_searcher.engines.engine import Engine, EngineCheckError, EngineDiedError, StagingEngine
+from tba_searcher.engines.weight_check import check_error, check_tensors, dtype_name, file_stamps, verification_error
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 FIRST_RETRY_S = 30.0
 """Pause before a refused version is retried; it doubles with every refusal, up to MAX_RETRY_S."""
 MAX_RETRY_S = 600.0
+log = get_logger("weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,6 @@ class Refusal:
     until_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedWeights:
-    """One version whose tensors are in local files, digests verified."""
-
-    version: PolicyVersion
-    paths: tuple[Path, ...]
-    manifest: Manifest
-
-
 class WeightLoader:
     """Downloads versions into a local folder, and remembers which were refused.
 
@@ -54,8 +48,13 @@ class WeightLoader:
 
     def __init__(self, versions: WeightVersions, folder: Path) -> None:
         self._versions, self._folder = versions, folder
-        self._weights: dict[PolicyVersion, LoadedWeights] = {}
+        self._weights: dict[PolicyVersion, LocalVersion] = {}
         self._refusals: dict[PolicyVersion, Refusal] = {}
+        self._lock = threading.Lock()
+        """For the three fields around it, which a download reads in its thread."""
+        self._num_downloads = 0
+        self._unneeded: list[LocalVersion] = []
+        """Not kept any more; deleted when no download uses them."""
 
     @property
     def refused(self) -> set[PolicyVersion]:
@@ -91,7 +90,15 @@ class WeightLoader:
         """Refuse the versions that another loader refuses."""
         self._refusals = dict(other._refusals)
 
-    def download_model(self, version: PolicyVersion) -> tuple[LoadedWeights, Path]:
+    def latest(self, etag: str | None) -> tuple[PolicyVersion, str] | None:
+        """Return the version that was announced last, as the store knows it (`WeightVersions.latest`).
+
+        Raises:
+            StoreError, MalformedError
+        """
+        return self._versions.latest(etag)
+
+    def download_model(self, version: PolicyVersion) -> tuple[LocalVersion, Path]:
         """Download tensors, config and tokenizer; return the version and the folder of its files.
 
         Raises:
@@ -99,39 +106,73 @@ class WeightLoader:
         """
         # a folder of its own: an engine may still read the files of the version before
         folder = self._folder / f"model-{version}"
-        manifest = self._versions.download(version, folder)
-        return LoadedWeights(version, tuple(folder / stored.name for stored in manifest.tensors), manifest), folder
+        return self._versions.download_model(version, folder), folder
 
-    def download(self, version: PolicyVersion) -> LoadedWeights:
-        """Download the tensors of a version.
+    def download(self, version: PolicyVersion) -> LocalVersion:
+        """Download the tensors of a version, by deltas to a version that is kept where that is cheaper.
+
+        A version that was refused is made anew, from the nearest full one: what is wrong may be here.
 
         Raises:
             StoreError, MalformedError
         """
-        manifest, paths = self._versions.download_tensors(version, self._folder / f"tensors-{version}")
-        return LoadedWeights(version, tuple(paths), manifest)
+        with self._lend() as kept:
+            held = () if version in self._refusals else kept
+            return self._versions.download_tensors(version, self._folder / f"tensors-{version}", held=held)
 
-    def add(self, weights: LoadedWeights) -> None:
+    def add(self, weights: LocalVersion) -> None:
         """Keep a version that has been downloaded."""
-        self._weights[weights.version] = weights
+        with self._lock:
+            self._weights[weights.version] = weights
 
-    def get(self, version: PolicyVersion | None) -> LoadedWeights | None:
+    def get(self, version: PolicyVersion | None) -> LocalVersion | None:
         """Return the version, if it is here and not refused."""
         return None if version is None or version in self.refused else self._weights.get(version)
 
     def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
-        """Delete the tensors of all other versions."""
+        """Delete the tensors of all other versions; files that a download uses go when it ends."""
         # a version of a large model has many gigabytes, and a new one comes every few minutes
         for version in set(self._weights) - set(versions):
             self._delete(version)
 
+    @contextmanager
+    def _lend(self) -> Iterator[tuple[LocalVersion, ...]]:
+        """Yield the versions that are kept; their files stay inside the block."""
+        with self._lock:
+            self._num_downloads += 1
+            kept = tuple(self._weights.values())
+        try:
+            yield kept
+        finally:
+            with self._lock:
+                self._num_downloads -= 1
+            self._delete_unneeded()
+
     def _delete(self, version: PolicyVersion) -> None:
-        if (weights := self._weights.pop(version, None)) is not None:
-            for path in weights.paths:
+        with self._lock:
+            if (weights := self._weights.pop(version, None)) is not None:
+                self._unneeded.append(weights)
+        self._delete_unneeded()
+
+    def _delete_unneeded(self) -> None:
+        with self._lock:
+            if self._num_downloads:
+                return
+            for path in (path for weights in self._unneeded for path in weights.paths):
                 path.unlink(missing_ok=True)
+            self._unneeded.clear()
 
 
-def swap_weights(engine: Engine, new: LoadedWeights, old: LoadedWeights) -> TbaError | None:
+def stage_weights(engine: Engine, new: LocalVersion) -> None:
+    """Have the engine prepare a version beside generation, where it can; a failure only makes the pause longer."""
+    if isinstance(engine, StagingEngine):
+        try:
+            engine.stage_weights(new.paths)
+        except Exception as error:
+            log.warning("weights_not_staged", version=str(new.version), reason=f"{type(error).__name__}: {error}")
+
+
+def swap_weights(engine: Engine, new: LocalVersion, old: LocalVersion) -> TbaError | None:
     """Load `new` and check it; when that fails, load `old` again and return the reason.
 
     Raises:
@@ -201,13 +242,48 @@ def replace_params(model: nn.Module, tensors_paths: Sequence[Path]) -> None:
     Raises:
         EngineError: a file is not readable, or names, shapes or dtypes are not exactly the model's.
     """
+    check_params(model, tensors_paths)  # everything is checked before anything is written
     params = dict(model.named_parameters())  # tied parameters are one tensor, so both ends change
-    # everything is checked before anything is written
-    check_tensors(tensors_paths, {name: (dtype_name(param), list(param.shape)) for name, param in params.items()})
     import torch
 
     with torch.no_grad():
-        for path in tensors_paths:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    params[name].copy_(file.get_tensor(name))
+        for name, tensor in _named_tensors(tensors_paths):
+            params[name].copy_(tensor)
+
+
+def check_params(model: nn.Module, tensors_paths: Sequence[Path]) -> None:
+    """Check that safetensors files hold exactly the parameters of a model (see `check_tensors`)."""
+    expected = {name: (dtype_name(param), list(param.shape)) for name, param in model.named_parameters()}
+    check_tensors(tensors_paths, expected)
+
+
+class StagedParams:
+    """The tensors of safetensors files in memory, to become the parameters of a model.
+
+    Raises:
+        EngineError: as `replace_params`.
+    """
+
+    def __init__(self, model: nn.Module, tensors_paths: Sequence[Path]) -> None:
+        check_params(model, tensors_paths)
+        self.stamps = file_stamps(tensors_paths)
+        # copies: the tensors of `safe_open` are read from the file when they are used
+        self._tensors = {name: tensor.clone() for name, tensor in _named_tensors(tensors_paths)}
+
+    def put_into(self, model: nn.Module) -> None:
+        """Replace the parameters; on the CPU nothing is copied."""
+        import torch
+
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if param.device.type == "cpu":
+                    param.data = self._tensors[name]
+                else:  # a GPU may have no room for two
+                    param.copy_(self._tensors[name])
+
+
+def _named_tensors(tensors_paths: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    for path in tensors_paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name)

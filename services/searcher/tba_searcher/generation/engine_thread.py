@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 from tba.errors import TbaError
 from tba.logs import get_logger
+from tba.weights import LocalVersion
 from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
-from tba_searcher.engines.weight_loader import LoadedWeights, swap_weights
+from tba_searcher.engines.weight_loader import swap_weights
 from tba_searcher.waits import WaitRegistry
 
 STEP_S = 0.05
@@ -38,7 +39,7 @@ log = get_logger("engine")
 class EngineStep:
     """The work of the engine's thread until the event loop decides again."""
 
-    swap_to: LoadedWeights | None
+    swap_to: LocalVersion | None
     requests: Sequence[Request]
     aborts: Mapping[str, str] = field(default_factory=dict)
     """Request id -> why it is aborted, one of `ABORT_REASONS`."""
@@ -74,7 +75,7 @@ class EngineThread:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def run(self, engine: Engine, step: EngineStep, current: LoadedWeights) -> StepResult:
+    async def run(self, engine: Engine, step: EngineStep, current: LocalVersion) -> StepResult:
         """Run a step in the thread; an engine that does not come back in time counts as dead."""
         task = asyncio.ensure_future(self._call(lambda: run_step(engine, step, current)))
         try:
@@ -128,7 +129,7 @@ class EngineThread:
             work()
 
 
-def run_step(engine: Engine, step: EngineStep, current: LoadedWeights) -> StepResult:
+def run_step(engine: Engine, step: EngineStep, current: LocalVersion) -> StepResult:
     """Swap weights, abort, submit and decode; the engine's thread calls this.
 
     Args:

@@ -8,6 +8,7 @@ from collections import Counter
 from tba.errors import ServiceError, UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
+from tba.weights import LocalVersion
 from tba.wire import Heartbeat
 from tba_searcher.engines.paced import Pace
 from tba_searcher.generation.engine_thread import ABORT_REASONS
@@ -24,6 +25,11 @@ COUNTERS = (
     "ref_logprobs_unknown",
     "evals_reported",
     "weight_loads",
+    "weight_downloads_full",
+    "weight_downloads_delta",
+    "weight_downloads_cache",
+    "weight_download_bytes",
+    "weight_routes_failed",
     "refused_versions",
     "refused_prompts",
     "leases_returned",
@@ -59,6 +65,8 @@ class SearcherStatus:
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
         self._heartbeat_refusal: str | None = None
+        self.buffer_is_away = False
+        """The last heartbeat got no answer."""
 
     def reset(self, state: str) -> None:
         """Enter `state` after a loop has ended and the process continues: nothing is held or waited for."""
@@ -94,8 +102,15 @@ class SearcherStatus:
             gauges=gauges,
         )
 
+    def count_download(self, weights: LocalVersion) -> None:
+        """Count a version whose files have come, by its route."""
+        self.counts[f"weight_downloads_{weights.route}"] += 1
+        self.counts["weight_download_bytes"] += weights.downloaded_bytes
+        self.counts["weight_routes_failed"] += weights.num_failed_routes
+
     def record_heartbeat(self, error: Exception | None) -> None:
         """Record how a heartbeat ended. Log a refusal once, until a heartbeat is accepted."""
+        self.buffer_is_away = isinstance(error, UnavailableError | TimeoutError)
         # refused by the buffer (this id belongs to a trainer, for example), not lost on its way
         is_refused = isinstance(error, ServiceError) and not isinstance(error, UnavailableError)
         refusal = str(error) if is_refused else None

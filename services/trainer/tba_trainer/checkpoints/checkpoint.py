@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -67,6 +67,19 @@ class Checkpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedCheckpoint:
+    """The files of a checkpoint on the local disk, not yet in the store."""
+
+    version: PolicyVersion
+    paths: tuple[Path, ...]
+    folder: Path
+
+    def close(self) -> None:
+        """Delete the files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
 class CheckpointStore:
     """The checkpoints of one run in one store.
 
@@ -99,23 +112,48 @@ class CheckpointStore:
             StoreUnavailableError
             OSError: the local disk is full.
         """
-        key = self.key(PolicyVersion.parse(state.version))
+        version = PolicyVersion.parse(state.version)
+        key = self.key(version)
         objects: list[StoredObject] = []
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=self.folder) as name:
-            folder = Path(name)
-            # sections come one after another (`Learner.capture`), so groupby need not hold any tensors back
-            for section, items in groupby(tensors, key=itemgetter(0)):
-                named = ((tensor_name, tensor) for _, tensor_name, tensor in items)
-                for path in write_tensor_files(named, folder, stem=section, max_bytes=self._max_bytes):
-                    objects.append(self._put(key, path))
-                    path.unlink()  # no more than one file is on the local disk at once
-            path = folder / STATE  # JSON, never a pickle: whoever can write to the store must not run code here
-            path.write_text(json.dumps(state.model_dump(mode="json"), indent=1))
+            for path in self._write(state, tensors, Path(name)):
+                objects.append(self._put(key, path))
+                path.unlink()  # no more than one file is on the local disk at once
+        return self._commit(key, version, objects)
+
+    def stage(self, state: TrainerState, tensors: Iterable[tuple[str, str, Tensor]]) -> StagedCheckpoint:
+        """Copy a checkpoint to the local disk, whole; the caller uploads it (in a thread, say) and closes it.
+
+        Args:
+            state, tensors: as for `save`.
+
+        Raises:
+            OSError: the local disk is full.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="staged-", dir=self.folder))
+        try:
+            paths = list(self._write(state, tensors, folder))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return StagedCheckpoint(PolicyVersion.parse(state.version), tuple(paths), folder)
+
+    def upload(self, staged: StagedCheckpoint, *, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
+        """Write a staged checkpoint to the store, manifest last, and return its key. Writing it again is harmless.
+
+        Args:
+            is_given_up: asked before each file; once it is true, nothing more is written, and None is returned.
+
+        Raises:
+            StoreUnavailableError
+        """
+        key = self.key(staged.version)
+        objects: list[StoredObject] = []
+        for path in staged.paths:
+            if is_given_up():
+                return None
             objects.append(self._put(key, path))
-        # Written last, after every object it names is stored: its existence is the commit of the checkpoint.
-        manifest = CheckpointManifest(run=self._run, version=state.version, objects=objects)
-        self._store.put(f"{key}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
-        return key
+        return None if is_given_up() else self._commit(key, staged.version, objects)
 
     def load(self, key: str) -> Checkpoint:
         """Fetch a checkpoint, every digest verified; the caller closes it.
@@ -199,6 +237,22 @@ class CheckpointStore:
     def delete_incomplete(self, *, before_lineage: int, keep: Collection[PolicyVersion] = ()) -> list[PolicyVersion]:
         """Delete checkpoints of older lineages that have no manifest, except `keep`; return the deleted ones."""
         return delete_incomplete(self._store, self._prefix, before_lineage=before_lineage, keep=keep)
+
+    def _write(self, state: TrainerState, tensors: Iterable[tuple[str, str, Tensor]], folder: Path) -> Iterator[Path]:
+        """Write the files of a checkpoint one after another; the caller may delete each."""
+        # sections come one after another (`Learner.capture`), so groupby need not hold any tensors back
+        for section, items in groupby(tensors, key=itemgetter(0)):
+            named = ((tensor_name, tensor) for _, tensor_name, tensor in items)
+            yield from write_tensor_files(named, folder, stem=section, max_bytes=self._max_bytes)
+        path = folder / STATE  # JSON, never a pickle: whoever can write to the store must not run code here
+        path.write_text(json.dumps(state.model_dump(mode="json"), indent=1))
+        yield path
+
+    def _commit(self, key: str, version: PolicyVersion, objects: list[StoredObject]) -> str:
+        # Written last, after every object it names is stored: its existence is the commit of the checkpoint.
+        manifest = CheckpointManifest(run=self._run, version=str(version), objects=objects)
+        self._store.put(f"{key}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+        return key
 
     def _put(self, key: str, path: Path) -> StoredObject:
         stored = StoredObject(

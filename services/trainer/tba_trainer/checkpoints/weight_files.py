@@ -40,8 +40,9 @@ _CANARY_RESPONSE_TOKENS = 8
 _CANARY_SEED = 0
 MIN_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.03, "bfloat16": 0.25})
 """Smallest tolerance of canaries, in nats. Trainer and engine round differently: a logit of size 8 to 16 is exact to
-2^-8 in float16 and to 2^-5 in bfloat16, and a few such roundings meet. The exact check is `params_sha256`; the canary
-finds an engine that computes another model."""
+2^-8 in float16 and to 2^-5 in bfloat16, and a few such roundings meet. These are 3.5 and 4 times the largest gap that
+the right weights of a trained model had in an engine (benchmarks/canary.py; docs/results.md, "Canary tolerances"). The
+exact check is `params_sha256`; the canary finds an engine that computes another model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,17 +1,31 @@
-"""Write checkpoints of one lineage to the store, and tell the buffer from which one a resume starts."""
+"""Write checkpoints of one lineage to the store, and tell the buffer from which one a resume starts.
+
+    small    loop     write    copy, upload, register
+    large    loop     write    copy to the local disk
+             thread            upload, manifest last
+             loop     settle   after a later step: register it, delete old ones
+
+A large one is registered some steps later than it was taken. A trainer that is killed meanwhile resumes from the one
+before: that one is deleted only after the new one is registered.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 from tba.api import CheckpointRequest
+from tba.errors import StoreUnavailableError, TbaError
 from tba.logs import get_logger
+from tba.store.file import explain_full_disk
 from tba.versions import START, PolicyVersion
-from tba_trainer.checkpoints.checkpoint import before_suspect
+from tba_trainer.checkpoints.checkpoint import CheckpointStore, StagedCheckpoint, before_suspect
 from tba_trainer.checkpoints.weight_files import lockstep
 from tba_trainer.learner.learner import TrainerState, config_sha256, encode_torch_rng
 from tba_trainer.loop.trainer_context import LineageContext
+from tba_trainer.model.parameters import trainable
 
 log = get_logger("checkpointing")
 
@@ -25,26 +39,124 @@ class CheckpointWriter:
         """The version whose state a resume would start from."""
         self.previous = context.session.previous
         """The checkpoint before that one; None: there is none."""
+        self._upload: _Upload | None = None
 
     @property
     def is_proven(self) -> bool:
         """Whether a good step followed the state that a resume would start from."""
         return self._progress.last_good_step > self.saved.step
 
-    def save(self) -> None:
-        """Write and register a checkpoint of the current weights; do nothing without a step since the last one.
+    @property
+    def is_uploading(self) -> bool:
+        """Whether a checkpoint is on its way that `settle` has not registered."""
+        return self._upload is not None
+
+    def write(self) -> None:
+        """Write a checkpoint of the current weights: a small one at once, a large one in the background.
 
         Raises:
             StoreUnavailableError: nothing was registered.
             FencedError: a newer lineage owns the run.
+            OSError: the local disk is full.
         """
+        least_bytes = self._context.recipe.trainer.background_checkpoint_bytes
+        if checkpoint_bytes(self._context.learner.model) < least_bytes:
+            self.save()
+        else:
+            self._begin()
+
+    def save(self) -> None:
+        """Write and register a checkpoint of the current weights; do nothing without a step since the last one.
+
+        An older one that is being uploaded is not waited for: the new one takes its place.
+
+        Raises:
+            StoreUnavailableError: the new one was not registered.
+            FencedError: a newer lineage owns the run.
+        """
+        context, version = self._context, self._progress.version
+        # one that has ended is registered first: this process may be killed before the new one is stored
+        if self._upload is not None and (self._upload.version == version or self._upload.wait(0.0)):
+            self.complete_upload()
         # After a resume without a step: the same state again, in a new lineage, would only push an older one out.
         if self._progress.step == self.saved.step:
             return
-        context, version = self._context, self._progress.version
-        # every process of a sharded model takes part in the gathering, even after a failed upload
-        with closing(lockstep(context.learner.capture())) as tensors:
-            key = context.checkpoints.save(self._state(), tensors)
+        try:
+            # every process of a sharded model takes part in the gathering, even after a failed upload
+            with closing(lockstep(context.learner.capture())) as tensors:
+                key = context.checkpoints.save(self._state(), tensors)
+        except StoreUnavailableError:
+            self.complete_upload()  # an older state is worth more than none
+            raise
+        if self._upload is not None:
+            self._upload.give_up()
+        self._register_saved(version, key)
+        self.give_up_upload()  # it waits, and the new one must not wait for that to be registered
+
+    def _begin(self) -> None:
+        """Copy a checkpoint of the current weights to the local disk, and upload it beside training."""
+        if self._progress.step == self.saved.step:
+            return
+        checkpoints = self._context.checkpoints
+        try:
+            with closing(lockstep(self._context.learner.capture())) as tensors:
+                staged = checkpoints.stage(self._state(), tensors)
+        except OSError as error:
+            if (full := explain_full_disk(error, checkpoints.folder)) is None:
+                raise
+            log.warning("checkpoint_not_staged", reason=full)
+            self.save()  # file by file, which needs room for one
+            return
+        self._upload = _Upload(checkpoints, staged)
+        log.info("checkpoint_staged", version=str(staged.version))
+
+    def settle(self) -> None:
+        """Register the checkpoint whose upload has ended since the last call, if one has.
+
+        Raises:
+            StoreUnavailableError: it could not be stored; nothing was registered.
+            FencedError: a newer lineage owns the run.
+        """
+        upload = self._upload
+        if upload is None or not upload.wait(0.0):
+            return
+        self._upload = None
+        if upload.error is not None:
+            raise upload.error
+        if upload.key is not None:
+            self._register_saved(upload.version, upload.key)
+
+    def complete_upload(self) -> None:
+        """Wait for the checkpoint that is being uploaded, `trainer.retry_s` at most, and register it; log why not.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+        """
+        if self._upload is None:
+            return
+        wait_s = self._context.recipe.trainer.retry_s
+        with self._context.status.named_wait("checkpoint-upload", wait_s):
+            self._upload.wait(wait_s)
+        try:
+            self.settle()
+        except StoreUnavailableError as error:
+            log.warning("checkpoint_failed", step=self._progress.step, error=str(error))
+        if self._upload is not None:
+            log.warning("checkpoint_given_up", wait="checkpoint-upload", deadline_s=wait_s)
+            self.give_up_upload()
+
+    def give_up_upload(self) -> None:
+        """Forget the checkpoint that is being uploaded: no further object of it is written, and no manifest.
+
+        The object that is under way is waited for, `store.timeout_s` at most.
+        """
+        if self._upload is not None:
+            self._upload.give_up()
+            self._upload.wait(self._context.recipe.store.timeout_s)
+            self._upload = None
+
+    def _register_saved(self, version: PolicyVersion, key: str) -> None:
+        context = self._context
         keep = context.recipe.trainer.keep_checkpoints
         history, good = self._session.lineages.ancestry(version), self._progress.last_good_step
         kept = context.checkpoints.kept(keep, history=history, last_good_step=good)
@@ -64,6 +176,7 @@ class CheckpointWriter:
             StoreUnavailableError, UnavailableError: nothing was changed.
             FencedError: a newer lineage owns the run.
         """
+        self.complete_upload()
         # A good step after it says that its weights are sound: then the batches since are suspect, not the checkpoint.
         if self.is_proven or self._saved_checkpoint is None:
             return self.resume_point()
@@ -113,3 +226,37 @@ class CheckpointWriter:
             previous=self._saved_checkpoint and str(self._saved_checkpoint),
             settings_revision=progress.settings_revision,
         )
+
+
+def checkpoint_bytes(model: Any) -> int:
+    """Return about how many bytes a checkpoint has: what is trained and the moments of AdamW, in float32."""
+    return 12 * sum(param.numel() for param in trainable(model).values())
+
+
+class _Upload:
+    """A checkpoint on its way to the store, in a thread of its own."""
+
+    def __init__(self, checkpoints: CheckpointStore, staged: StagedCheckpoint) -> None:
+        self.version = staged.version
+        self.key: str | None = None
+        self.error: TbaError | None = None
+        self._checkpoints, self._staged, self._given_up = checkpoints, staged, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it has ended, within `timeout_s`; `key` or `error` is set then, unless it was given up."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """Write no further object and no manifest."""
+        self._given_up.set()
+
+    def _run(self) -> None:
+        try:
+            self.key = self._checkpoints.upload(self._staged, is_given_up=self._given_up.is_set)
+        except Exception as error:  # a thread has nobody to raise to: the loop asks for it, in `settle`
+            self.error = error if isinstance(error, TbaError) else TbaError(f"the checkpoint was not stored: {error!r}")
+        finally:
+            self._staged.close()

@@ -2,12 +2,13 @@
 
     loop     publish(version)   takes a snapshot, and waits for a free place while `max_unpublished_versions` snapshots
                                 are unpublished (wait "unpublished-versions", deadline `trainer.retry_s`)
-    thread   each snapshot, in order: objects and manifest to the store, retried while the store is away; then the
-             announcement, retried while the buffer is away; then the evaluation request; then, at most every few
-             seconds, old versions are deleted
+    thread   each snapshot, in order: encoded against the one before it, objects and manifest to the store, retried
+             while the store is away; then the announcement, retried while the buffer is away; then the evaluation
+             request; then, at most every few seconds, old versions are deleted
 
-An error that no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises
-it at its next call.
+The files of the last published version stay on the disk: the next one is stored as a delta against them. An error that
+no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises it at its next
+call.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
 
-from tba.api import EvalInfo, EvalRequest, RunInfo, VersionRequest
+from tba.api import EvalInfo, EvalRequest, VersionRequest
 from tba.clients import BufferClient
 from tba.config import TrainerSection
 from tba.config.evaluation import EvalSection
 from tba.errors import FencedError, RollbackError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
 from tba.logs import get_logger
-from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions
+from tba.versions import PolicyVersion
+from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.weights.retention import versions_to_delete
+from tba.wire import Manifest
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter
 from tba_trainer.loop.status import Session, Status
@@ -39,6 +43,7 @@ _TICK_S = 0.1
 _EVAL_POLL_S = 0.5
 _DELETE_INTERVAL_S = 5.0
 """Small models publish several times a second, large ones every few minutes."""
+Result = TypeVar("Result")
 log = get_logger("publisher")
 
 
@@ -49,6 +54,7 @@ class Publisher:
         section: limits and deadlines.
         session: its parent is the parent of the first version.
         versions: the published versions of the run.
+        deltas: which versions are stored as deltas.
         checkpoints: of the run; a version that has one is not deleted.
         files: config and tokenizer files by name.
         stop: set when the process should end.
@@ -61,6 +67,7 @@ class Publisher:
         session: Session,
         buffer: BufferClient,
         versions: WeightVersions,
+        deltas: DeltaSettings,
         checkpoints: CheckpointStore,
         evaluations: Evaluations,
         status: Status,
@@ -68,12 +75,18 @@ class Publisher:
         stop: threading.Event,
     ) -> None:
         self._section, self._token, self._buffer, self._evaluations = section, session.token, buffer, evaluations
-        self._versions, self._checkpoints, self._files = versions, checkpoints, files
+        self._versions, self._deltas, self._checkpoints, self._files = versions, deltas, checkpoints, files
         self._status, self._stop = status, stop
         self.submitted = session.parent
         """The last version that was submitted to be announced: the parent of the next one."""
         self._changed = threading.Condition()
         self._pending: deque[tuple[WeightSnapshot, int | None, bool]] = deque()
+        self._base: tuple[WeightSnapshot, LocalVersion] | None = None
+        """The last published snapshot, with its files: what the next version may be a delta against."""
+        self._num_without_base = 0
+        """Versions that are stored whole without a try, since the last delta did not pay."""
+        self._published_bytes = {"full": 0, "delta": 0}
+        self._store_s = 0.0
         self._error: Exception | None = None
         self._retried_error = ""
         """Why the current transfer is being retried."""
@@ -82,10 +95,14 @@ class Publisher:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
-    @property
-    def num_unpublished(self) -> int:
-        """Snapshots that are not announced yet."""
-        return len(self._pending)
+    def gauges(self) -> dict[str, float]:
+        """Return what heartbeats report of publishing in this lineage."""
+        return {
+            "num_unpublished_versions": float(len(self._pending)),
+            "published_full_bytes_total": float(self._published_bytes["full"]),
+            "published_delta_bytes_total": float(self._published_bytes["delta"]),
+            "publish_s": self._store_s,
+        }
 
     def start(self) -> None:
         """Start the thread."""
@@ -170,6 +187,13 @@ class Publisher:
                     )
 
     def _run(self) -> None:
+        try:
+            self._publish_pending()
+        finally:
+            if self._base is not None:
+                self._base[0].close()
+
+    def _publish_pending(self) -> None:
         while not self._closed.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._closed.is_set() or self._pending)
@@ -191,25 +215,27 @@ class Publisher:
     def _publish(self, snapshot: WeightSnapshot, num_eval_prompts: int | None, *, announce: bool) -> None:
         started = time.monotonic()
         # Publishing the same version again is harmless: every object is create-only, and equal content is accepted.
-        self._retry_while_away(lambda: self._put(snapshot), snapshot.version)
+        manifest = self._retry_while_away(lambda: self._put(snapshot), snapshot.version)
+        store_s = time.monotonic() - started
         if not announce:
             snapshot.close()
             return
         # Only now: a searcher that hears of a version must find all of it.
         request = VersionRequest(version=str(snapshot.version), token=self._token)
         self._retry_while_away(lambda: self._buffer.announce_version(request), snapshot.version)
-        if self._closed.is_set():  # the retries may have been cut off, so nothing says that it was announced
+        if manifest is None or self._closed.is_set():  # the retries may have been cut off: it may not be announced
             return
-        snapshot.close()
-        log.info("published", version=str(snapshot.version), seconds=round(time.monotonic() - started, 3))
+        self._note_published(manifest, store_s=store_s, seconds=time.monotonic() - started)
+        self._replace_base(snapshot, manifest)
+        self._put_latest(snapshot.version)
         if num_eval_prompts is not None:
             self._evaluations.request(snapshot.version, num_eval_prompts)
         # a listing, a request and the deletions cost as much as an optimizer step of a small model
         if time.monotonic() >= self._next_deletion_s:
             self.delete_old_versions()
 
-    def _put(self, snapshot: WeightSnapshot) -> None:
-        self._versions.publish(
+    def _put(self, snapshot: WeightSnapshot) -> Manifest:
+        return self._versions.publish(
             version=snapshot.version,
             parent=snapshot.parent,
             dtype=snapshot.dtype,
@@ -218,7 +244,45 @@ class Publisher:
             canary=snapshot.canary,
             torch_version=torch.__version__,
             transformers_version=transformers.__version__,
+            base=None if self._base is None else self._base[1],
+            deltas=self._deltas,
         )
+
+    def _note_published(self, manifest: Manifest, *, store_s: float, seconds: float) -> None:
+        stored = {"full": sum(file.size_bytes for file in manifest.full), "delta": manifest.delta_bytes}
+        for kind, size_bytes in stored.items():
+            self._published_bytes[kind] += size_bytes
+        self._store_s = store_s
+        log.info(
+            "published",
+            version=manifest.version,
+            kind="+".join(kind for kind, size_bytes in stored.items() if size_bytes),
+            **{f"{kind}_bytes": size_bytes for kind, size_bytes in stored.items() if size_bytes},
+            store_s=round(store_s, 3),
+            seconds=round(seconds, 3),
+        )
+
+    def _replace_base(self, snapshot: WeightSnapshot, manifest: Manifest) -> None:
+        """Keep the files of the version just published in place of the last one's, if the next one may be a delta."""
+        if self._base is not None:
+            self._base[0].close()
+            # to encode costs as much as a delta that pays: not again before the next version that would be whole anyway
+            self._num_without_base = 0 if manifest.delta is not None else self._deltas.keyframe_interval - 1
+        elif self._num_without_base:
+            self._num_without_base -= 1
+        is_large = manifest.full_bytes >= self._deltas.min_bytes
+        if self._deltas.keyframe_interval > 1 and is_large and not self._num_without_base:
+            self._base = snapshot, LocalVersion(snapshot.version, snapshot.paths, manifest)
+        else:
+            self._base = None
+            snapshot.close()
+
+    def _put_latest(self, version: PolicyVersion) -> None:
+        """Tell searchers that cannot reach the buffer; a failure costs them no more than that."""
+        try:
+            self._versions.put_latest(version)
+        except TbaError as error:  # the next version says it again
+            log.warning("latest_not_written", version=str(version), error=str(error))
 
     def delete_old_versions(self) -> None:
         """Delete the versions that `versions_to_delete` names; while the buffer or the store is away, later.
@@ -230,7 +294,16 @@ class Publisher:
             existing, keep = self._versions.versions(), self._section.keep_versions
             if len(existing) > keep:
                 checkpoints = self._checkpoints.versions()
-                for version in versions_to_delete(existing, self._buffer.run(), checkpoints, keep=keep):
+                old = versions_to_delete(
+                    existing,
+                    self._buffer.run(),
+                    checkpoints,
+                    keep=keep,
+                    pinned=self._versions.pinned(),
+                    needed_by=self._versions.needed_by,
+                )
+                # newest first: a kill in between leaves no version without its base
+                for version in reversed(old):
                     self._versions.delete(version)
                     log.info("version_deleted", version=str(version))
         except FencedError:
@@ -240,13 +313,14 @@ class Publisher:
         else:
             self._next_deletion_s = time.monotonic() + _DELETE_INTERVAL_S
 
-    def _retry_while_away(self, action: Callable[[], object], version: PolicyVersion) -> None:
+    def _retry_while_away(self, action: Callable[[], Result], version: PolicyVersion) -> Result | None:
+        """Return what the action returns, tried until store and buffer answer; None: the publisher was closed."""
         pause_s = _RETRY_FIRST_S
         while not self._closed.is_set():
             try:
-                action()
+                result = action()
                 self._retried_error = ""
-                return
+                return result
             except (StoreUnavailableError, UnavailableError) as error:
                 if not self._retried_error:  # one line per outage
                     log.warning("publishing_fails", version=str(version), error=str(error))
@@ -254,6 +328,7 @@ class Publisher:
                 self._closed.wait(pause_s)
                 # no deadline here: the loop's wait for a free place has one, so the limit covers all retries together
                 pause_s = min(2 * pause_s, _RETRY_MOST_S)
+        return None
 
 
 class Evaluations:
@@ -363,37 +438,3 @@ class Evaluations:
             greedy_accuracy=evaluation.greedy_accuracy,
         )
         return evaluation
-
-
-def versions_to_delete(
-    versions: Iterable[PolicyVersion], info: RunInfo, checkpoints: Iterable[PolicyVersion], *, keep: int
-) -> list[PolicyVersion]:
-    """Return the versions that nothing holds, of those that are older than the one that searchers sample with.
-
-    Held are the newest `keep`, up to the one that searchers sample with; the starting model, the announced version, the
-    best one, those of live components and of pending evaluations, those with a checkpoint in the store, and the parents
-    of the active lineage and of the lineages of checkpoints.
-
-    Args:
-        versions: all of the run's, in any order.
-        info: the run as the buffer knows it.
-        checkpoints: versions that have a checkpoint in the store.
-        keep: so many stay in any case.
-    """
-    checkpoints = list(checkpoints)
-    # A resume announces its parent's weights again, so it needs the parent of every lineage that it may return to.
-    lineages = {info.lineage, *(version.lineage for version in checkpoints)}
-    named = [
-        info.latest_version,
-        info.checkpoint,
-        info.best and info.best.version,
-        *(component.version for component in info.components if component.alive),
-        # one of these may become the best version after `info` was read
-        *(evaluation.version for evaluation in info.evals if evaluation.state == "pending"),
-        *(info.parents.get(lineage) for lineage in lineages),
-    ]
-    held = {START, *checkpoints, *(PolicyVersion.parse(text) for text in named if text is not None)}
-    # with `sampling.lag_steps` searchers are still to sample with all that are newer
-    sampled = PolicyVersion.parse(info.sampling_version or info.latest_version or str(START))
-    oldest_first = sorted(version for version in versions if version <= sampled)
-    return [version for version in oldest_first[: max(0, len(oldest_first) - keep)] if version not in held]

@@ -40,6 +40,7 @@ def interrupt(context: LineageContext, writer: CheckpointWriter) -> None:
     context.status.set_state("stopping")
     progress = context.progress
     if holds_checkpoints(context.recipe.trainer.guards, progress.guards):
+        writer.complete_upload()  # it was taken before the alarm
         # an alarm that could roll back is on: a checkpoint from here would be one that the rollback has to undo
         log.warning("stopped_without_checkpoint", step=progress.step, resume_from=str(writer.saved))
         context.status.set_state("stopped")

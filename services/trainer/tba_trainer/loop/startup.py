@@ -28,6 +28,7 @@ from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
+from tba.weights.digest import legacy_params_sha256, open_tensors
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, intact_at, newest_intact, older_intact
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.learner.guards import GuardState, Rollback
@@ -281,17 +282,23 @@ def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin
             f"model.dtype is {start.dtype}, but this run began with {manifest.dtype}; it is constant within a run: set "
             "it back, or choose another run.name"
         )
-    found = params_sha256_of_files(start.paths)
-    if manifest is not None and manifest.params_sha256 != found:
+    if manifest is not None and not _has_params(start, manifest.params_sha256):
         raise ConfigError(
             "model.path does not hold the model that this run started from (version 0-0 has other parameters); "
             "restore that folder, or choose another run.name"
         )
-    if origin is not None and origin_sha256 is not None and origin_sha256 != found:
+    if origin is not None and origin_sha256 is not None and not _has_params(start, origin_sha256):
         raise ConfigError(
             f"model.path, in model.dtype {start.dtype}, is not the model that run {origin.run!r} of "
             f"snapshot {origin.source} started from; a run that begins with its rollouts needs the same one"
         )
+
+
+def _has_params(snapshot: WeightSnapshot, sha256: str) -> bool:
+    """Return whether a digest is that of the snapshot's parameters: today's, or that of releases before deltas."""
+    if params_sha256_of_files(snapshot.paths) == sha256:
+        return True
+    return legacy_params_sha256(open_tensors(snapshot.paths)) == sha256
 
 
 def delete_incomplete(
@@ -366,20 +373,20 @@ class Fork:
         what = f"version {self.version} of run {self.run!r}"
         versions = WeightVersions(store, self.run)
         try:
-            manifest, paths = versions.download_tensors(self.version, folder / str(self.version))
+            weights = versions.download_tensors(self.version, folder / str(self.version))
         except ObjectNotFoundError:
             raise ConfigError(f"this run is forked from {what}, which is not in {store.url}") from None
-        if manifest.model_config_sha256 != model_config_sha256:
+        if weights.manifest.model_config_sha256 != model_config_sha256:
             raise ConfigError(f"config.json in model.path is not that of {what}; a fork trains the same model")
-        learner.load_weights(TensorFiles(paths), what=what)
+        learner.load_weights(TensorFiles(weights.paths), what=what)
         log.warning(
             "forked_without_checkpoint",
             version=str(self.version),
             run=self.run,
             meaning="the optimizer starts from zero, and the starting model is the reference until the next reset",
         )
-        if manifest.dtype != "float32":  # the master weights start from rounded ones
-            log.warning("forked_from_rounded_weights", dtype=manifest.dtype)
+        if weights.manifest.dtype != "float32":  # the master weights start from rounded ones
+            log.warning("forked_from_rounded_weights", dtype=weights.manifest.dtype)
 
 
 def _restore_fork(

@@ -53,7 +53,7 @@ class LineageContext(TrainerContext):
     def gauges(self) -> dict[str, float]:
         """Return the gauges that heartbeats report beside the metrics of the last step."""
         return {
-            "num_unpublished_versions": float(self.publisher.num_unpublished),
+            **self.publisher.gauges(),
             "num_damaged_batches": float(self.prefetcher.num_damaged),
             **self.progress.guards.gauges(),
             **self.trackers.gauges(),

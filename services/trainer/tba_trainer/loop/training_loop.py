@@ -9,7 +9,9 @@
     thread         waits for                        name of the wait        deadline
     loop           the batch of its step            as the buffer says      trainer.batch_wait_s
     loop           a place for a snapshot           unpublished-versions    trainer.retry_s
-    loop           the store, for a checkpoint      -                       store.timeout_s, then at the next sync
+    loop           the store, for a small           -                       store.timeout_s, then at the next sync
+                   checkpoint; a large one is uploaded by a thread of its own
+    loop (end)     a large checkpoint under way     checkpoint-upload       trainer.retry_s
     loop (end)     the last checkpoint, the export  object-store            trainer.retry_s
     loop (end)     the final evaluation             final-evaluation        eval.timeout_s
     prefetch       permission to draw one more      -                       until the loop takes a batch
@@ -115,6 +117,12 @@ class TrainingLoop:
             command = RunCommand(reason=str(error), token=self._token)
             # a failed report is only logged: the GuardError ends the trainer in any case
             self._try("fail", lambda: context.buffer.command("fail", command))
+            raise
+        except FencedError:
+            self._writer.give_up_upload()  # nothing more may be written
+            raise
+        except (TbaError, OSError):
+            self._complete_upload()
             raise
 
     def _end(self) -> RunEnd:
@@ -312,6 +320,7 @@ class TrainingLoop:
 
     def _safe_resume_point(self) -> str:
         """Return where the next start continues, without a full stop; if possible not from suspect weights."""
+        self._complete_upload()
         # Then the last checkpoint may hold the weights that make every batch fail, and the next start would fail too.
         if suspects_weights(self._guards, self._progress.guards):
             try:
@@ -322,8 +331,14 @@ class TrainingLoop:
                 log.warning("action_failed", action="register_unsuspected", step=self._progress.step, error=str(error))
         return self._writer.resume_point()
 
+    def _complete_upload(self) -> None:
+        """Keep the checkpoint that is on its way, at an end that is not a kill."""
+        if self._writer.is_uploading:
+            self._try("complete_upload", self._writer.complete_upload)
+
     def _rollback(self, reason: str, *, is_asked_for: bool) -> Rollback:
         writer, progress = self._writer, self._progress
+        writer.give_up_upload()  # the next lineage deletes what is incomplete: nothing may be written into it any more
         suspect = None if writer.is_proven or is_asked_for else writer.saved
         self._context.status.set_state("rolling-back")
         log.warning("rolled_back", step=progress.step, reason=reason, suspect=suspect and str(suspect))
@@ -358,11 +373,13 @@ class TrainingLoop:
             due = context.evaluations.num_prompts_due(progress.step, every_steps=every_steps)
             context.publisher.publish(context.snapshots, progress.version, num_eval_prompts=due)
             context.learner.remember(progress.version)
+        self._settle_checkpoint()
         at_interval = progress.step % section.checkpoint_interval == 0
         self._checkpoint_due |= at_interval
         # An attempt costs `store.timeout_s` while the store is away, so a failed one is not repeated in every step.
         is_time = at_sync or at_interval or not self._checkpoint_failed
-        if self._checkpoint_due and is_time and progress.step < section.num_steps:  # `finish` writes the last one
+        # `finish` writes the last one; one that is still being uploaded comes first
+        if self._checkpoint_due and is_time and progress.step < section.num_steps and not self._writer.is_uploading:
             self._try_checkpoint()
 
     def _try_checkpoint(self) -> None:
@@ -372,12 +389,22 @@ class TrainingLoop:
             log.warning("checkpoint_held_back", step=step, reason="an alarm is on")
             return
         try:
-            self._writer.save()
+            self._writer.write()
         except StoreUnavailableError as error:
-            log.warning("checkpoint_failed", step=step, error=str(error))
-            self._checkpoint_failed = True
+            self._note_failed_checkpoint(error)
         else:
             self._checkpoint_due = self._checkpoint_failed = False
+
+    def _settle_checkpoint(self) -> None:
+        """Register a checkpoint whose upload has ended; one that failed is due again."""
+        try:
+            self._writer.settle()
+        except StoreUnavailableError as error:
+            self._note_failed_checkpoint(error)
+
+    def _note_failed_checkpoint(self, error: StoreUnavailableError) -> None:
+        log.warning("checkpoint_failed", step=self._progress.step, error=str(error))
+        self._checkpoint_due = self._checkpoint_failed = True
 
     def _log_step(self, metrics: Metrics, batch: Batch, action: StepAction) -> None:
         version = str(self._progress.version)

@@ -36,8 +36,8 @@ from tba_searcher.engines.engine import (
 )
 from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
-from tba_searcher.engines.weight_check import check_loaded, params_sha256
-from tba_searcher.engines.weight_loader import load_model, replace_params
+from tba_searcher.engines.weight_check import check_loaded, file_stamps, params_sha256
+from tba_searcher.engines.weight_loader import StagedParams, load_model, replace_params
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""
@@ -78,6 +78,7 @@ class EmbeddedEngine:
         self._waiting: deque[Request] = deque()
         self._ids: set[str] = set()
         self._version = version
+        self._staged: StagedParams | None = None
         self._cache_is_stale = False
         """Keys and values belong to the weights before."""
         self._generator = _generator(self._device, settings.seed)
@@ -174,9 +175,19 @@ class EmbeddedEngine:
             completions.append(completion)
         return completions
 
+    def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
+        """Read weights beside generation (see `StagingEngine`)."""
+        self._staged = None  # its memory first
+        self._staged = StagedParams(self._model, tensors_paths)
+
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Replace all parameters in flight (see `Engine.load_weights`)."""
-        replace_params(self._model, tensors_paths)
+        staged = self._staged
+        if staged is not None and staged.stamps == file_stamps(tensors_paths):
+            self._staged = None
+            staged.put_into(self._model)
+        else:
+            replace_params(self._model, tensors_paths)
         # recomputed by the next step, and not here: a second load may follow at once, as when a version is refused
         self._version, self._cache_is_stale = version, True
         for slot in self._batch.active_slots():

@@ -72,7 +72,9 @@ class VllmEngine:
     ) -> None:
         self._settings = settings
         self._expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
-        self._llm: Any = _build(folder, settings, on_cpu=prepare_vllm(settings.device))
+        on_cpu = prepare_vllm(settings.device)
+        self._llm: Any = _build(folder, settings, on_cpu=on_cpu)
+        self._llm.collective_rpc("tba_open_staging", args=(on_cpu,))
         self._requests: dict[str, tuple[Request, float]] = {}  # id -> the request and when it was submitted
         self._masked_ids = {*self.default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
         """The ids that vLLM takes for end of sequence, and masks while a response is shorter than its minimum."""
@@ -151,6 +153,11 @@ class VllmEngine:
                     f"the logits are not finite under version {self._version}; its weights are broken"
                 )
         return completions
+
+    def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
+        """Prepare weights beside generation (see `StagingEngine`)."""
+        places = check_tensors(tensors_paths, self._expected)
+        self._llm.collective_rpc("tba_stage_weights", args=({name: str(path) for name, path in places.items()},))
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Replace all parameters in flight (see `Engine.load_weights`). Versions hold merged weights, not adapters."""

@@ -1,0 +1,161 @@
+"""Digests of tensors: xxh3-128 of the raw bytes of each, and one sha256 over the table of them all.
+
+xxhash releases the interpreter's lock, and tensors are independent, so several threads hash at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from xxhash import xxh3_128_hexdigest
+
+from tba.errors import MalformedError, StoreError
+from tba.wire.weight_manifest import TensorEntry, table_sha256
+
+RawTensor = tuple[str, tuple[int, ...], NDArray[np.uint8]]
+"""Dtype as safetensors writes it, shape, raw little-endian bytes."""
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+def num_threads() -> int:
+    """Return how many tensors are worked on at once: one for each core that this process may use, 8 at most."""
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+def in_parallel(work: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
+    """Return the results of `work` on items, in their order, several threads at once; the first error is raised."""
+    with ThreadPoolExecutor(num_threads(), "tensors") as pool:
+        return list(pool.map(work, items))
+
+
+def tensor_digest(raw: NDArray[np.uint8] | bytes | memoryview) -> str:
+    """Return the xxh3-128 of a tensor's raw bytes, 32 hex digits."""
+    return xxh3_128_hexdigest(raw)  # pyright: ignore[reportArgumentType]  # arrays are buffers from Python 3.12 on
+
+
+def params_sha256(tensors: Mapping[str, RawTensor]) -> str:
+    """Return the `params_sha256` of named tensors, however they are ordered."""
+    digests = in_parallel(lambda item: tensor_digest(item[2]), tensors.values())
+    return table_sha256(
+        (name, dtype, shape, digest) for (name, (dtype, shape, _)), digest in zip(tensors.items(), digests, strict=True)
+    )
+
+
+def params_sha256_of_files(paths: Sequence[Path]) -> str:
+    """Return the `params_sha256` of every tensor of safetensors files; how they lie in the files does not matter.
+
+    Raises:
+        MalformedError: not a safetensors file, or a tensor is in two files.
+        StoreError: a file cannot be read.
+    """
+    return params_sha256(open_tensors(paths))
+
+
+def describe_tensors(paths: Sequence[Path]) -> list[TensorEntry]:
+    """Return the table of the tensors of safetensors files, their digests computed.
+
+    Raises:
+        MalformedError, StoreError: as `params_sha256_of_files`.
+    """
+    tensors = open_tensors(paths)
+    file_of = {name: path.name for path in paths for name in tensor_header(path)}
+    digests = in_parallel(lambda item: tensor_digest(item[2]), tensors.values())
+    return [
+        TensorEntry(name=name, dtype=dtype, shape=list(shape), file=file_of[name], digest=digest)
+        for (name, (dtype, shape, _)), digest in zip(tensors.items(), digests, strict=True)
+    ]
+
+
+def legacy_params_sha256(tensors: Mapping[str, RawTensor]) -> str:
+    """Return the `params_sha256` of manifests of schema 1: one sha256 over all bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        dtype, shape, raw = tensors[name]
+        digest.update(f"{name}|{dtype}|{'x'.join(map(str, shape))}|".encode())
+        digest.update(raw.data)
+    return digest.hexdigest()
+
+
+def open_tensors(paths: Sequence[Path]) -> dict[str, RawTensor]:
+    """Map safetensors files into memory and return a view of each tensor: the files may be larger than memory.
+
+    Format: 8 bytes little-endian header length, JSON header, data (huggingface.co/docs/safetensors). A file may be
+    deleted meanwhile; the map ends with the last view of it.
+
+    Raises:
+        MalformedError: not a safetensors file, or a tensor is in two files.
+        StoreError: a file cannot be read.
+    """
+    tensors: dict[str, RawTensor] = {}
+    for path in paths:
+        header = tensor_header(path)
+        try:
+            with path.open("rb") as file:
+                data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except OSError as error:
+            raise StoreError(f"file {path} cannot be read: {error}") from error
+        # tensor_header has checked the length and the offsets
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        for name, entry in header.items():
+            if name in tensors:
+                raise MalformedError(f"tensor {name!r} is in {path} and in another file of the same version")
+            begin, end = entry["data_offsets"]
+            tensors[name] = (entry["dtype"], tuple(entry["shape"]), data[start + begin : start + end])
+    return tensors
+
+
+def tensor_header(path: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Read the header of a safetensors file: tensor name -> dtype, shape, data_offsets.
+
+    Raises:
+        MalformedError: not a safetensors file.
+        StoreError: the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="np"):  # checks the header: lengths, offsets, no holes, no overlaps
+            pass
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except SafetensorError as error:
+        raise MalformedError(f"file {path} is not a whole safetensors file: {error}") from error
+    except OSError as error:
+        raise StoreError(f"file {path} cannot be read: {error}") from error
+    header.pop("__metadata__", None)
+    return header
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the lower-case hex sha256 of a file's bytes.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise StoreError(f"file {path} cannot be read: {error.strerror}") from error
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the xxh3-128 of a file's bytes, 32 hex digits.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    try:
+        data = np.fromfile(path, np.uint8) if path.stat().st_size < 2**28 else np.memmap(path, np.uint8, "r")
+        return tensor_digest(data)
+    except OSError as error:
+        raise StoreError(f"file {path} cannot be read: {error.strerror}") from error

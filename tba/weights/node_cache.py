@@ -1,0 +1,148 @@
+"""Files of weight versions that the searchers of one machine share: downloaded and assembled once, not once for each.
+
+    <folder>/<name>         a file, named by its content; read-only: searchers have hard links to it
+    <folder>/.lock-<name>   locked by the process that is making the files of a version; its death frees the lock
+    <folder>/.tmp-*         on its way into the cache; left by a process that was killed
+
+Entries are verified by whoever takes them. The least recently used ones go when there are more than `max_bytes`; files
+that were taken stay with whoever took them. Files with other names are left alone: the folder may hold more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tba.errors import ConfigError
+from tba.logs import get_logger
+from tba.store.file import explain_full_disk
+
+_ENTRY = re.compile(r"(tensors|delta)-[0-9a-f]+")
+_LOCK_POLL_S = 0.05
+_STALE_AFTER_S = 3600.0
+log = get_logger("weight-cache")
+
+
+class NodeCache:
+    """A bounded folder of files that are named by their content; several processes may use it at once.
+
+    Args:
+        folder: on one file system with the folders of the searchers, or files are copied instead of linked.
+        max_bytes: of all entries together; a larger file is not kept.
+        wait_s: how long to wait for another process that is making the same version, before doing so oneself.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path, *, max_bytes: int, wait_s: float = 600.0) -> None:
+        self._folder, self._max_bytes, self._wait_s = folder, max_bytes, wait_s
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in (*folder.glob(".tmp-*"), *folder.glob(".lock-*")):
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < time.time() - _STALE_AFTER_S:
+                        path.unlink()
+            # said now, and not by each version
+            probe = folder / f".tmp-{uuid.uuid4().hex}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"store.cache_folder {folder} cannot be used: {error.strerror}; name a folder that searchers may write"
+            ) from None
+
+    @contextmanager
+    def only_one(self, name: str) -> Iterator[None]:
+        """Let one process at a time make the files of `name`; after `wait_s`, or without a lock, go on all the same."""
+        deadline_s = time.monotonic() + self._wait_s
+        try:
+            file = (self._folder / f".lock-{name}").open("w")
+        except OSError as error:  # the folder was removed, or its disk is full
+            log.warning("weight_cache_not_locked", name=name, reason=str(error))
+            yield
+            return
+        with file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    # a stopped process keeps its lock: to do its work twice is better than to wait for ever
+                    if time.monotonic() > deadline_s:
+                        log.warning("weight_cache_wait_over", wait="weight-cache", deadline_s=self._wait_s, name=name)
+                        break
+                    time.sleep(_LOCK_POLL_S)
+                except OSError as error:  # a shared file system without locks
+                    log.warning("weight_cache_not_locked", name=name, reason=str(error))
+                    break
+            yield
+
+    def take(self, name: str, path: Path) -> bool:
+        """Make `path` the entry's file; False: there is none. The caller verifies it, and may not write into it."""
+        entry = self._folder / name
+        try:
+            _link(entry, path)
+            _note_use(entry)
+        except OSError:  # none, or evicted meanwhile
+            path.unlink(missing_ok=True)
+            return False
+        return True
+
+    def add(self, name: str, path: Path) -> None:
+        """Keep a verified file as an entry; without room on the disk, go on without."""
+        size_bytes = path.stat().st_size
+        if size_bytes > self._max_bytes:
+            return
+        temporary = self._folder / f".tmp-{uuid.uuid4().hex}"
+        try:
+            _link(path, temporary)
+            _note_use(temporary)
+            temporary.replace(self._folder / name)
+            self._evict()
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            reason = explain_full_disk(error, self._folder, size_bytes=size_bytes) or str(error)
+            log.warning("weight_not_cached", name=name, reason=reason)
+
+    def discard(self, name: str) -> None:
+        """Remove an entry that is damaged."""
+        log.warning("weight_cache_damaged", name=name)
+        (self._folder / name).unlink(missing_ok=True)
+
+    def _evict(self) -> None:
+        entries = []
+        for path in self._folder.iterdir():
+            if _ENTRY.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # another process evicts as well
+                    entries.append((path.stat().st_atime_ns, path.stat().st_size, path))
+        total_bytes = sum(size_bytes for _, size_bytes, _ in entries)
+        for _, size_bytes, path in sorted(entries):
+            if total_bytes <= self._max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            (self._folder / f".lock-{path.name}").unlink(missing_ok=True)
+            total_bytes -= size_bytes
+
+
+def _note_use(path: Path) -> None:
+    """Set the time of last use. The time of the last change stays: searchers tell by it whether their file changed."""
+    with suppress(PermissionError):  # an entry of another user
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where that is another file system."""
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)

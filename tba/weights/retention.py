@@ -1,0 +1,93 @@
+"""Which weight versions of a run are kept, and why: one rule for the trainer and for `tba weights list|gc`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from tba.api import RunInfo
+from tba.versions import START, PolicyVersion
+
+
+def versions_to_delete(
+    versions: Iterable[PolicyVersion],
+    info: RunInfo | None,
+    checkpoints: Iterable[PolicyVersion],
+    *,
+    keep: int,
+    pinned: Mapping[PolicyVersion, str],
+    needed_by: Callable[[Iterable[PolicyVersion]], set[PolicyVersion]],
+) -> list[PolicyVersion]:
+    """Return the versions that `reasons_to_keep` does not name, oldest first; the arguments are the same."""
+    versions = sorted(versions)
+    kept = reasons_to_keep(versions, info, checkpoints, keep=keep, pinned=pinned, needed_by=needed_by)
+    return [version for version in versions if version not in kept]
+
+
+def reasons_to_keep(
+    versions: Iterable[PolicyVersion],
+    info: RunInfo | None,
+    checkpoints: Iterable[PolicyVersion],
+    *,
+    keep: int,
+    pinned: Mapping[PolicyVersion, str],
+    needed_by: Callable[[Iterable[PolicyVersion]], set[PolicyVersion]],
+) -> dict[PolicyVersion, list[str]]:
+    """Return why each version is kept; a version that is not there may be deleted.
+
+    Kept are those that are newer than the one that searchers sample with, and of the others the newest `keep`; the
+    starting model, the announced version, the best one, those of live components and of pending evaluations, those with
+    a checkpoint in the store, the parents of the active lineage and of the lineages of checkpoints; the pinned ones;
+    and what any of these is assembled from.
+
+    Args:
+        versions: all of the run's, in any order.
+        info: the run as the buffer knows it; None: the run is over, and nobody holds a version.
+        checkpoints: versions that have a checkpoint in the store.
+        keep: so many stay in any case.
+        pinned: version -> why an operator has pinned it (`WeightVersions.pinned`).
+        needed_by: versions -> these and all that they are assembled from (`WeightVersions.needed_by`).
+
+    Raises:
+        Whatever `needed_by` raises.
+    """
+    newest_first, checkpoints = sorted(versions, reverse=True), list(checkpoints)
+    existing = set(newest_first)
+    # with `sampling.lag_steps` searchers are still to sample with all that are newer
+    sampled = None if info is None else info.sampling_version or info.latest_version or str(START)
+    older = [version for version in newest_first if sampled is None or version <= PolicyVersion.parse(sampled)]
+    found = [(version, "searchers will sample with it") for version in newest_first if version not in set(older)]
+    found += [(version, f"among the newest {keep}") for version in older[:keep]]
+    found += [(START, "starting model"), *((version, "checkpoint") for version in checkpoints)]
+    if info is not None:
+        found += _held_by_run(info, checkpoints)
+    found += [(version, f"pinned: {reason}") for version, reason in pinned.items()]
+    reasons: dict[PolicyVersion, list[str]] = {}
+    # a version that is held and gone needs nothing any more
+    for version, reason in found:
+        if version in existing and reason not in reasons.get(version, ()):
+            reasons.setdefault(version, []).append(reason)
+    assembled_from: dict[PolicyVersion, list[str]] = {}
+    for version in sorted(reasons, reverse=True):
+        for needed in (needed_by([version]) - {version}) & existing:
+            # the newest one is enough to say
+            assembled_from.setdefault(needed, [f"needed by {version}"])
+    return {
+        version: reasons.get(version, []) + assembled_from.get(version, [])
+        for version in newest_first
+        if version in reasons or version in assembled_from
+    }
+
+
+def _held_by_run(info: RunInfo, checkpoints: Iterable[PolicyVersion]) -> list[tuple[PolicyVersion, str]]:
+    # A resume announces its parent's weights again, so it needs the parent of every lineage that it may return to.
+    lineages = sorted({info.lineage, *(version.lineage for version in checkpoints)})
+    named = [
+        (info.latest_version, "latest"),
+        (info.checkpoint, "checkpoint"),
+        (info.best and info.best.version, "best"),
+        *((item.version, f"held by {item.component_id}") for item in info.components if item.alive),
+        # one of these may become the best version after `info` was read
+        *((evaluation.version, "evaluation in progress") for evaluation in info.evals if evaluation.state == "pending"),
+        *((info.parents.get(lineage), f"parent of lineage {lineage}") for lineage in lineages),
+    ]
+    return [(PolicyVersion.parse(text), reason) for text, reason in named if text is not None]

@@ -1,0 +1,308 @@
+"""Get the files of a version out of the store, by the cheapest route in bytes.
+
+    route   a full version in the store, or a version whose files are here, and the deltas from it to the version
+
+Every resulting tensor is verified. When a route fails (damage, a gap, a delta for another base), the next one is tried;
+routes from full versions come last, so a wrong file on this machine never blocks a version.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain as chain_iterables
+from pathlib import Path
+from typing import Literal
+
+from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
+from tba.logs import get_logger
+from tba.store import ObjectStore
+from tba.store.file import explain_full_disk
+from tba.versions import PolicyVersion
+from tba.weights.assembly import assemble, check_tensors_of
+from tba.weights.digest import describe_tensors, digest_of_file, sha256_of_file
+from tba.weights.node_cache import NodeCache
+from tba.wire.weight_manifest import MAX_DELTAS, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
+
+_MAX_SEARCHED = 32
+"""Deltas within which a version that is here is looked for once a full one is found: each manifest is a request."""
+log = get_logger("weights")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalVersion:
+    """One version whose tensors are in local files, every digest verified."""
+
+    version: PolicyVersion
+    paths: tuple[Path, ...]
+    manifest: Manifest
+    route: Literal["full", "delta", "cache"] = "full"
+    """How the files were made: `delta` when a version that was here was the start; `cache` when another searcher of
+    this machine had made them."""
+    downloaded_bytes: int = 0
+    num_failed_routes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A way to the files of a version."""
+
+    start: LocalVersion | Manifest
+    """Files that are here, or a version that is stored whole."""
+    deltas: tuple[Manifest, ...]
+    """Versions whose deltas are applied, oldest first; the last one is the version itself."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to download."""
+        full = 0 if isinstance(self.start, LocalVersion) else sum(each.size_bytes for each in self.start.full)
+        return full + sum(each.delta_bytes for each in self.deltas)
+
+
+class RouteReader:
+    """Downloads versions of one run.
+
+    Args:
+        manifest: returns the manifest of a version of the run.
+        cache: of this machine; None: there is none.
+    """
+
+    def __init__(
+        self, store: ObjectStore, manifest: Callable[[PolicyVersion], Manifest], cache: NodeCache | None
+    ) -> None:
+        self._store, self._manifest, self._cache = store, manifest, cache
+
+    def download(
+        self, target: Manifest, folder: Path, *, held: Sequence[LocalVersion], files: Sequence[StoredObject] = ()
+    ) -> LocalVersion:
+        """Write the tensors of a version, and some of its other files, into `folder`, all or none, each verified.
+
+        Raises:
+            ObjectNotFoundError, DigestError, MalformedError: why the cheapest route failed, when all have.
+            StoreUnavailableError: the store is away, or the local disk is full.
+        """
+        incoming: Path | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # in the same folder, so that the renames below cannot cross file systems
+            incoming = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder))
+            for stored in files:
+                self._get(stored, incoming / stored.name)
+            if self._cache is None or not target.tensors:
+                local = self._by_any_route(target, incoming, held)
+            else:
+                local = self._by_cache(self._cache, target, incoming, held)
+            for path in (*local.paths, *(incoming / stored.name for stored in files)):
+                # only when every file is verified: an engine never sees a mixture of two versions
+                os.replace(path, folder / path.name)
+            return replace(local, paths=tuple(folder / path.name for path in local.paths))
+        except TbaError:
+            raise
+        except OSError as error:
+            full = explain_full_disk(error, folder)
+            detail = full or f"{error}; this user needs write access to the folder"
+            raise StoreUnavailableError(
+                f"weight version {target.version} cannot be written to {folder}: {detail}"
+            ) from error
+        finally:
+            if incoming is not None:
+                shutil.rmtree(incoming, ignore_errors=True)
+
+    def routes(
+        self, target: Manifest, held: Sequence[LocalVersion] = (), *, gaps: list[TbaError] | None = None
+    ) -> Iterator[Route]:
+        """Yield the routes to a version: the cheapest ones first, then those from older full versions.
+
+        Args:
+            gaps: gets the reason why the chain of bases ends before its first version, if it does.
+        """
+        here = {local.version: local for local in held}
+        found: list[Route] = []
+        full_bytes: int | None = None
+        chain = self._chain(target, here, [] if gaps is None else gaps)
+        beyond: list[tuple[Manifest, tuple[Manifest, ...]]] = []
+        for node, deltas in chain:
+            least_bytes = sum(each.delta_bytes for each in deltas)
+            # further back only what is here could be cheaper than the nearest full version
+            is_here_further_back = bool(here) and node.policy_version >= min(here)
+            is_useless = not is_here_further_back or least_bytes >= (full_bytes or 0) or len(deltas) > _MAX_SEARCHED
+            if full_bytes is not None and is_useless:
+                beyond.append((node, deltas))
+                break
+            if node.policy_version in here:
+                found.append(Route(here[node.policy_version], deltas))
+            if node.is_full:
+                found.append(Route(node, deltas))
+                full_bytes = min(found[-1].size_bytes, full_bytes or found[-1].size_bytes)
+            found.sort(key=lambda route: route.size_bytes)
+            # nothing further back is cheaper: a manifest of a large model has megabytes, and is read when needed
+            while found and found[0].size_bytes <= least_bytes:
+                yield found.pop(0)
+        yield from found
+        yield from (Route(node, deltas) for node, deltas in chain_iterables(beyond, chain) if node.is_full)
+
+    def _chain(
+        self, target: Manifest, here: Mapping[PolicyVersion, LocalVersion], gaps: list[TbaError]
+    ) -> Iterator[tuple[Manifest, tuple[Manifest, ...]]]:
+        """Yield the version and its bases, each with the deltas from it to the version."""
+        node, deltas = target, ()
+        yield node, deltas
+        while node.base is not None and len(deltas) < MAX_DELTAS:
+            deltas = (node, *deltas)
+            try:
+                node = here[node.base].manifest if node.base in here else self._manifest(node.base)
+            except (ObjectNotFoundError, MalformedError) as error:
+                log.warning("weights_route_ends", version=target.version, missing=str(node.base), detail=str(error))
+                gaps.append(error)
+                return
+            yield node, deltas
+
+    def _by_cache(self, cache: NodeCache, target: Manifest, folder: Path, held: Sequence[LocalVersion]) -> LocalVersion:
+        """Take the files from the cache; where it lacks one, make them all, and add them."""
+        names = {file: _content_name(target, file) for file in dict.fromkeys(each.file for each in target.tensors)}
+        paths = tuple(folder / file for file in names)
+        # one of the searchers of this machine makes a version, the others wait for it
+        with cache.only_one(names[paths[0].name]):
+            if all(cache.take(name, folder / file) for file, name in names.items()):
+                try:
+                    check_tensors_of(target, paths)
+                    return LocalVersion(target.policy_version, paths, target, "cache")
+                except (DigestError, MalformedError):
+                    for name in names.values():
+                        cache.discard(name)
+            for path in paths:
+                path.unlink(missing_ok=True)
+            local = self._by_any_route(target, folder, held)
+            for file, name in names.items():
+                cache.add(name, folder / file)
+            return local
+
+    def _by_any_route(self, target: Manifest, folder: Path, held: Sequence[LocalVersion]) -> LocalVersion:
+        num_failed, first_error = 0, None
+        gaps: list[TbaError] = []
+        for route in self.routes(target, held, gaps=gaps):
+            try:
+                return replace(self.take(route, target, folder), num_failed_routes=num_failed)
+            except StoreUnavailableError:
+                raise  # no fault of the route
+            except (StoreError, MalformedError, FileNotFoundError) as error:  # files that were here may be gone
+                log.warning("weights_route_failed", version=target.version, start=_name(route), reason=str(error))
+                first_error, num_failed = first_error or error, num_failed + 1
+        if first_error is not None:
+            raise first_error
+        kind = MalformedError if gaps and isinstance(gaps[0], MalformedError) else ObjectNotFoundError
+        raise kind(
+            f"weight version {target.version} of run {target.run} is stored as a delta, and no full version is left "
+            f"that its chain of deltas starts from{f' ({gaps[0]})' if gaps else ''}; a newer version that is full can "
+            "be used"
+        )
+
+    def take(self, route: Route, target: Manifest, folder: Path) -> LocalVersion:
+        """Bring the tensors of a version into `folder` by this route alone, verified; other files may be left there.
+
+        Raises:
+            ObjectNotFoundError, DigestError, MalformedError: the route fails.
+            StoreUnavailableError
+        """
+        if isinstance(route.start, LocalVersion):
+            base_paths, kind = list(route.start.paths), "delta"
+        else:
+            base_paths = [self._get(stored, folder / f".full-{stored.name}") for stored in route.start.full]
+            kind = "full"
+        if not route.deltas:
+            if isinstance(route.start, Manifest):
+                return self._finish_full(target, base_paths)
+            # the same version is here already: its files become files of this folder
+            paths = [Path(shutil.copyfile(path, folder / path.name)) for path in base_paths]
+            check_tensors_of(target, paths)
+            return LocalVersion(target.policy_version, tuple(paths), target, "delta")
+        steps = [
+            (
+                each,
+                [self._get_delta(stored, folder / f".{each.version}-{stored.name}") for stored in each.delta.objects],
+            )
+            for each in route.deltas
+            if each.delta is not None
+        ]
+        paths = assemble(target, base_paths, steps, folder)
+        return LocalVersion(target.policy_version, tuple(paths), target, kind, route.size_bytes)
+
+    def _finish_full(self, target: Manifest, downloaded: Sequence[Path]) -> LocalVersion:
+        paths = [path.rename(path.with_name(stored.name)) for path, stored in zip(downloaded, target.full, strict=True)]
+        size_bytes = sum(stored.size_bytes for stored in target.full)
+        if target.schema_version == 1:  # it has digests of files alone, which `_get` has checked
+            tensors = describe_tensors(paths)
+            digest = table_sha256((each.name, each.dtype, each.shape, each.digest) for each in tensors)
+            target = target.model_copy(update={"tensors": tensors, "params_sha256": digest})
+        else:
+            for stored, path in zip(target.full, paths, strict=True):
+                members = [entry for entry in target.tensors if entry.file == stored.name]
+                try:
+                    check_tensors_of(target.model_copy(update={"tensors": members}), [path])
+                except (DigestError, MalformedError) as error:
+                    raise damage_error(self._store, stored, str(error)) from None
+        return LocalVersion(target.policy_version, tuple(paths), target, "full", size_bytes)
+
+    def _get_delta(self, stored: DeltaObject, path: Path) -> Path:
+        """Take a delta from the cache, or download it as `_get` and add it."""
+        name = f"delta-{stored.digest}"
+        if self._cache is not None and self._cache.take(name, path):
+            if digest_of_file(path) == stored.digest:
+                return path
+            self._cache.discard(name)
+            path.unlink()
+        self._get(stored, path)
+        if self._cache is not None:
+            self._cache.add(name, path)
+        return path
+
+    def _get(self, stored: StoredObject | TensorFile | DeltaObject, path: Path) -> Path:
+        """Download an object; check its size, and its digest where it has one.
+
+        Raises:
+            ObjectNotFoundError
+            DigestError: naming the object whose bytes are not what the manifest says.
+        """
+        size_bytes = self._store.size_bytes(stored.key)
+        if size_bytes is not None and size_bytes != stored.size_bytes:  # check first: it may be larger than the disk
+            raise damage_error(self._store, stored, f"{size_bytes} bytes")
+        self._store.get_file(stored.key, path)
+        size_bytes, found = path.stat().st_size, _digest(stored, path)
+        if size_bytes != stored.size_bytes or found != _expected(stored):
+            raise damage_error(self._store, stored, f"{size_bytes} bytes with digest {found}")
+        return path
+
+
+def damage_error(store: ObjectStore, stored: StoredObject | TensorFile | DeltaObject, found: str) -> DigestError:
+    """Return the error about an object whose bytes are not what the manifest says."""
+    expected = _expected(stored)
+    return DigestError(
+        f"object {stored.key} in {store.url} is damaged: {found}, the manifest says {stored.size_bytes} bytes"
+        f"{'' if expected is None else f' with {expected}'}; pull again; if the error remains, delete the version"
+    )
+
+
+def _expected(stored: StoredObject | TensorFile | DeltaObject) -> str | None:
+    return stored.digest if isinstance(stored, DeltaObject) else stored.sha256
+
+
+def _digest(stored: StoredObject | TensorFile | DeltaObject, path: Path) -> str | None:
+    if isinstance(stored, DeltaObject):
+        return digest_of_file(path)
+    # the digests of its tensors prove a file of schema 2: it is not read twice
+    return None if stored.sha256 is None else sha256_of_file(path)
+
+
+def _content_name(manifest: Manifest, file: str) -> str:
+    """Return a name of a safetensors file by its tensors, wherever it was made."""
+    members = [(each.name, each.dtype, each.shape, each.digest) for each in manifest.tensors if each.file == file]
+    return f"tensors-{table_sha256(members)}"
+
+
+def _name(route: Route) -> str:
+    if isinstance(route.start, LocalVersion):
+        return f"{route.start.version} (here)"
+    return f"{route.start.version} (full)"

@@ -1,0 +1,180 @@
+"""`tba weights verify`: download weight versions and check every digest, by every way in which they are stored."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError
+from tba.fields import escape_controls
+from tba.versions import PolicyVersion
+from tba.weights import LocalVersion
+from tba.weights.routes import Route, RouteReader
+from tba.wire.weight_manifest import Manifest
+from tba_cli.commands.config import size_text
+from tba_cli.commands.weights import VersionStore, chosen, is_version, open_versions
+
+WORDS = ("start", "best", "last")
+DAMAGE = (DigestError, MalformedError, ObjectNotFoundError)
+
+
+@contextmanager
+def temporary_room(num_bytes: int, what: str) -> Iterator[Path]:
+    """Yield a temporary folder for files of `num_bytes`.
+
+    Raises:
+        ConfigError: its disk has not so many bytes free.
+    """
+    with tempfile.TemporaryDirectory(prefix="tba-weights-") as place:
+        if num_bytes > (free_bytes := shutil.disk_usage(place).free):
+            raise ConfigError(
+                f"{what} needs {num_bytes:,} bytes, and {place} has {free_bytes:,} free; set TMPDIR to a folder with "
+                "more"
+            )
+        yield Path(place)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What came of one way to a version."""
+
+    version: str
+    what: str
+    """full, delta, files (config and tokenizer), or manifest."""
+    num_bytes: int
+    error: str | None
+    """None: every digest is right."""
+
+    def line(self) -> str:
+        """Return it for people."""
+        found = f"right, {size_text(self.num_bytes)}" if self.error is None else f"DAMAGED: {self.error}"
+        return escape_controls(f"{self.version}  {self.what}: {found}")
+
+
+def verify_command(args: argparse.Namespace) -> int:
+    """Check versions, oldest first, a line per route; exit code 1 if one of them is damaged."""
+    args.run, words = _split(args)
+    place = open_versions(args)
+    existing = place.versions.versions()
+    wanted = existing if args.all else sorted(set(chosen(args, words or ["last"], place)))
+    checks: list[Check] = []
+    for check in _verify(place, wanted):
+        checks.append(check)
+        if not args.json:
+            print(check.line(), flush=True)
+    damaged = [check for check in checks if check.error is not None]
+    if args.json:
+        print(json.dumps({"run": place.run, "checks": list(map(asdict, checks))}, indent=1))
+    else:
+        print(f"{len(wanted)} versions, {len(checks)} checks, {len(damaged)} failed")
+    return 1 if damaged else 0
+
+
+def _split(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Return the run that was named, if any, and the words that name versions.
+
+    Raises:
+        ConfigError: two runs, a run beside --url or --run-dir, or versions beside --all.
+    """
+    versions = [word for word in args.words if word in WORDS or word.isdecimal() or is_version(word)]
+    runs = [word for word in args.words if word not in versions]
+    if len(runs) > 1 or (runs and (args.url or args.run_dir)):
+        raise ConfigError(f"{runs[-1]!r} names no version (LINEAGE-STEP, a step, start, best, last), nor the only run")
+    if args.all and versions:
+        raise ConfigError(f"--all checks every version; leave out {', '.join(versions)}")
+    return runs[0] if runs else None, versions
+
+
+def _verify(place: VersionStore, wanted: Sequence[PolicyVersion]) -> Iterator[Check]:
+    """Yield a check for each way in which each version is stored, oldest version first."""
+    manifests: dict[PolicyVersion, Manifest] = {}
+    for version in wanted:
+        try:
+            manifests[version] = place.versions.manifest(version)
+        except DAMAGE as error:
+            yield Check(str(version), "manifest", 0, str(error))
+    most_bytes = max((each.full_bytes for each in manifests.values()), default=0)
+    # a version, the one before it, and what is downloaded of them
+    needed_bytes = 2 * most_bytes + max((each.delta_bytes for each in manifests.values()), default=0)
+    with temporary_room(needed_bytes, "checking these versions") as folder:
+        checker = _Checker(place, folder)
+        for manifest in manifests.values():
+            yield from checker.check(manifest)
+
+
+class _Checker:
+    """Checks versions one after another; keeps the files of the last one, which is the base of the next."""
+
+    def __init__(self, place: VersionStore, folder: Path) -> None:
+        self._versions, self._folder = place.versions, folder
+        self._reader = RouteReader(place.store, place.versions.manifest, cache=None)
+        self._last: LocalVersion | None = None
+        self._num_folders = 0
+        self._seen_files: set[str] = set()
+
+    def check(self, manifest: Manifest) -> Iterator[Check]:
+        """Yield the checks of one version."""
+        found = self._files(manifest)
+        checks = [] if found is None else [found]
+        local: LocalVersion | None = None
+        # every object of the version is downloaded once; routes through other versions consist of theirs
+        if manifest.delta is not None:
+            check, local = self._try(manifest, "delta", lambda: Route(self._base(manifest), (manifest,)))
+            checks.append(check)
+        if manifest.is_full:
+            # no more than two copies of the model are on the disk
+            self._keep(self._last)
+            check, local = self._try(manifest, "full", lambda: Route(manifest, ()))
+            checks.append(check)
+        self._keep(local or self._last)
+        yield from checks
+
+    def _try(self, manifest: Manifest, what: str, route: Callable[[], Route]) -> tuple[Check, LocalVersion | None]:
+        try:
+            local = self._reader.take(route(), manifest, self._new_folder())
+        except DAMAGE as error:
+            return Check(manifest.version, what, 0, str(error)), None
+        return Check(manifest.version, what, local.downloaded_bytes, None), local
+
+    def _base(self, manifest: Manifest) -> LocalVersion:
+        """Return the version that a delta is against, assembled by any route."""
+        base = manifest.base
+        assert base is not None
+        if self._last is None or self._last.version != base:
+            try:
+                self._keep(self._versions.download_tensors(base, self._new_folder()))
+            except DAMAGE as error:
+                raise MalformedError(f"it is against {base}, which cannot be assembled: {error}") from None
+        assert self._last is not None
+        return self._last
+
+    def _keep(self, local: LocalVersion | None) -> None:
+        """Make `local` the last version, and delete all other files."""
+        kept = {path.parent for path in local.paths} if local is not None else set()
+        self._last = local
+        for folder in self._folder.iterdir():
+            if folder not in kept:
+                shutil.rmtree(folder)
+
+    def _new_folder(self) -> Path:
+        self._num_folders += 1
+        folder = self._folder / str(self._num_folders)
+        folder.mkdir()
+        return folder
+
+    def _files(self, manifest: Manifest) -> Check | None:
+        """Check the files that no version before it had; None: there are none."""
+        new = [stored for stored in manifest.files if stored.key not in self._seen_files]
+        self._seen_files.update(stored.key for stored in new)
+        try:
+            for stored in new:
+                self._versions.read_file(manifest.policy_version, stored.name)
+        except DAMAGE as error:
+            return Check(manifest.version, "files", 0, str(error))
+        return Check(manifest.version, "files", sum(stored.size_bytes for stored in new), None) if new else None

@@ -1,0 +1,268 @@
+"""Faults of weight deltas in both stores: damage, gaps, wrong bases, a store that is away, a full disk."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
+from tba.store import ObjectStore
+from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.weights.digest import digest_of_file
+from tba.wire.weight_manifest import Manifest, encode_manifest
+from tests.support.weight_chain import RUN, Chain, publish, tensors_of, version
+
+EVERY_OTHER_FULL = DeltaSettings(keyframe_interval=2, min_bytes=0, max_share=10.0)
+
+
+@pytest.fixture
+def chain(store: ObjectStore, tmp_path: Path) -> Chain:
+    """1-0 is full, 1-1 a delta, 1-2 both, 1-3 a delta."""
+    chain = Chain(store, tmp_path / "models")
+    chain.extend(4, deltas=EVERY_OTHER_FULL)
+    assert [each.manifest.is_full for each in chain.local] == [True, False, True, False]
+    return chain
+
+
+def delta_key(chain: Chain, step: int) -> str:
+    delta = chain.local[step].manifest.delta
+    assert delta is not None
+    return delta.objects[0].key
+
+
+def truncate(store: ObjectStore, key: str, other: str) -> None:
+    store.put(key, store.get(key)[:-1])
+
+
+def flip(store: ObjectStore, key: str, other: str) -> None:
+    data = bytearray(store.get(key))
+    data[-1] ^= 1
+    store.put(key, bytes(data))
+
+
+def take_other(store: ObjectStore, key: str, other: str) -> None:
+    store.put(key, store.get(other))
+
+
+def remove(store: ObjectStore, key: str, other: str) -> None:
+    store.delete(key)
+
+
+def replace(chain: Chain, manifest: Manifest) -> None:
+    """Put a manifest where a valid one was."""
+    chain.store.put(f"runs/{RUN}/weights/{manifest.version}/manifest.json", encode_manifest(manifest))
+    chain.versions = WeightVersions(chain.store, RUN)
+
+
+def check_tensors(local: LocalVersion, step: int) -> None:
+    found, expected = load_file(local.paths[0]), tensors_of(step)
+    assert found.keys() == expected.keys()
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, take_other, remove])
+def test_a_damaged_delta_falls_back_to_a_full_version_or_is_named(
+    store: ObjectStore, chain: Chain, tmp_path: Path, damage: Callable[[ObjectStore, str, str], None]
+) -> None:
+    whole = chain.versions.download_tensors(version(2), tmp_path / "a", held=chain.local[:2])
+    assert (whole.route, whole.num_failed_routes) == ("delta", 0)
+    damage(store, delta_key(chain, 2), delta_key(chain, 1))
+    got = chain.versions.download_tensors(version(2), tmp_path / "b", held=chain.local[:2])
+    assert (got.route, got.num_failed_routes) == ("full", 2)
+    check_tensors(got, 2)
+    damage(store, delta_key(chain, 3), delta_key(chain, 1))
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"old")
+    with pytest.raises((DigestError, ObjectNotFoundError), match=f"{delta_key(chain, 2)}|{delta_key(chain, 3)}"):
+        chain.versions.download_tensors(version(3), folder, held=chain.local[:2])
+    assert [path.read_bytes() for path in folder.iterdir()] == [b"old"]
+    chain.extend(1, deltas=EVERY_OTHER_FULL)  # the next full version repairs it
+    check_tensors(chain.versions.download_tensors(version(4), folder, held=chain.local[:2]), 4)
+
+
+def test_entries_under_other_names_are_found_by_the_digests_of_tensors(chain: Chain, tmp_path: Path) -> None:
+    """Whoever changes the delta changes its digest in the manifest as well."""
+    manifest = chain.local[2].manifest
+    assert manifest.delta is not None
+    stored = manifest.delta.objects[0]
+    chain.store.get_file(stored.key, tmp_path / "delta")
+    entries = load_file(tmp_path / "delta")
+    assert len(entries) == 3
+    swapped = dict(zip(sorted(entries), [entries[name] for name in sorted(entries, reverse=True)], strict=True))
+    save_file(swapped, tmp_path / "delta")
+    chain.store.put_file(stored.key, tmp_path / "delta")
+    changed = stored.model_copy(
+        update={"digest": digest_of_file(tmp_path / "delta"), "size_bytes": (tmp_path / "delta").stat().st_size}
+    )
+    replace(chain, manifest.model_copy(update={"delta": manifest.delta.model_copy(update={"objects": [changed]})}))
+    got = chain.versions.download_tensors(version(2), tmp_path / "got", held=[chain.local[1]])
+    assert (got.route, got.num_failed_routes) == ("full", 1)
+    check_tensors(got, 2)
+
+
+@pytest.mark.parametrize("fault", ["other bytes", "cut", "deleted", "other tensors"])
+def test_files_of_this_machine_that_are_not_what_they_were_cost_a_fall_back(
+    chain: Chain, tmp_path: Path, fault: str
+) -> None:
+    mine = chain.versions.download_tensors(version(1), tmp_path / "mine")
+    path = mine.paths[0]
+    match fault:
+        case "other bytes":
+            data = bytearray(path.read_bytes())
+            data[-100] ^= 1
+            path.write_bytes(data)
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "deleted":
+            path.unlink()
+        case "other tensors":
+            shutil.copyfile(chain.local[3].paths[0], path)
+    for step in (1, 2):
+        got = chain.versions.download_tensors(version(step), tmp_path / str(step), held=[mine])
+        assert (got.route, got.num_failed_routes) == ("full", 1)
+        check_tensors(got, step)
+    # nobody could use a delta against such files
+    manifest = chain.publish(9, base=mine)
+    assert manifest.is_full
+    assert manifest.delta is None
+    check_tensors(chain.versions.download_tensors(version(9), tmp_path / "9", held=chain.local[:4]), 9)
+
+
+def test_a_delta_to_a_version_that_is_here_reads_no_other_manifest(store: ObjectStore, tmp_path: Path) -> None:
+    """A manifest of a large model has megabytes."""
+    chain = Chain(store, tmp_path / "models")
+    chain.extend(6)
+    read: list[str] = []
+
+    class Noting(Away):
+        def __getattr__(self, name: str) -> Any:
+            if name == "get":
+                return lambda key: read.append(key) or store.get(key)
+            return getattr(store, name)
+
+    versions = WeightVersions(cast(ObjectStore, Noting(store, 0)), RUN)
+    assert versions.download_tensors(version(5), tmp_path / "got", held=[chain.local[4]]).route == "delta"
+    assert read == [f"runs/{RUN}/weights/1-5/manifest.json"]
+
+
+def test_a_base_of_another_run_is_none(chain: Chain, store: ObjectStore) -> None:
+    path, files = chain.files("other", tensors_of(5))
+    manifest = publish(WeightVersions(store, "other"), 5, path, files, chain.local[3])
+    assert (manifest.is_full, manifest.delta) == (True, None)
+
+
+def test_a_gap_in_the_chain_is_named_and_routes_that_do_not_need_it_are_used(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    chain = Chain(store, tmp_path / "models")
+    chain.extend(4)
+    manifest_key = f"runs/{RUN}/weights/1-1/manifest.json"
+    document = store.get(manifest_key)
+    for damage, error in (
+        (None, ObjectNotFoundError),
+        (b"{", MalformedError),
+        (document.replace(b'"schema":2', b'"schema":3'), MalformedError),
+    ):
+        store.delete(manifest_key) if damage is None else store.put(manifest_key, damage)
+        versions = WeightVersions(store, RUN)
+        for step in (2, 3):
+            with pytest.raises(error, match=rf"weight version 1-{step} .*no full version is left .*\(w.*newer version"):
+                versions.download_tensors(version(step), tmp_path / "none", held=[chain.local[0]])
+            assert list((tmp_path / "none").iterdir()) == []
+        got = versions.download_tensors(version(3), tmp_path / "got", held=[chain.local[0], chain.local[2]])
+        assert (got.route, got.num_failed_routes) == ("delta", 0)
+        got = versions.download_tensors(version(3), tmp_path / "got", held=[chain.local[1]])
+        check_tensors(got, 3)
+    store.put(manifest_key, document)
+    store.delete(f"runs/{RUN}/weights/1-0/model.safetensors")
+    with pytest.raises(ObjectNotFoundError, match=r"1-0/model\.safetensors .*does not exist"):
+        WeightVersions(store, RUN).download_tensors(version(3), tmp_path / "none")
+
+
+class Away:
+    """A store that fails from its `first` call on."""
+
+    def __init__(self, store: ObjectStore, first: int) -> None:
+        self._store, self._left = store, first
+        self.url = store.url
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                raise StoreUnavailableError("the store is away")
+            return getattr(self._store, name)(*args, **options)
+
+        return call
+
+
+def test_a_store_that_is_away_at_any_moment_leaves_nothing_by_half(
+    store: ObjectStore, chain: Chain, tmp_path: Path
+) -> None:
+    folder, num_failed = tmp_path / "got", 0
+    path, files = chain.files("next", tensors_of(4))
+    for first in range(100):
+        versions = WeightVersions(cast(ObjectStore, Away(store, first)), RUN)
+        with suppress(StoreUnavailableError):
+            check_tensors(versions.download_tensors(version(3), folder, held=[chain.local[1]]), 3)
+            break
+        num_failed += 1
+        assert not folder.exists() or list(folder.iterdir()) == []
+    assert 4 < num_failed < 99
+    for first in range(100):
+        versions = WeightVersions(cast(ObjectStore, Away(store, first)), RUN)
+        with suppress(StoreUnavailableError):
+            publish(versions, 4, path, files, chain.local[3])
+            break
+        assert first < 99
+        assert not chain.versions.exists(version(4))
+        assert not list(path.parent.glob(".*"))
+    check_tensors(chain.versions.download_tensors(version(4), tmp_path / "4", held=chain.local), 4)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip("no right to mount a small tmpfs (needs root)")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_the_old_files_stay(chain: Chain, small_disk: Path, tmp_path: Path) -> None:
+    mine = chain.versions.download_tensors(version(1), small_disk / "mine")
+    ballast, path = small_disk / "ballast", small_disk / "next" / "model.safetensors"
+    path.parent.mkdir()
+    shutil.copyfile(chain.local[3].paths[0], path)
+    files = {"config.json": chain.folder / "1-3" / "config.json"}
+    for held in ([mine], []):
+        num_failed = 0
+        for free_pages in range(20):
+            ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - free_pages * 4096))
+            if free_pages == 0 and held:  # a delta would need room; the version whole needs none
+                assert publish(chain.versions, 7, path, files, mine).delta is None
+            if free_pages < 3:
+                with pytest.raises(StoreUnavailableError, match=rf"the disk at {small_disk} is full"):
+                    chain.versions.download_tensors(version(2), small_disk / "got", held=held)
+            with suppress(StoreUnavailableError):
+                got = chain.versions.download_tensors(version(2), small_disk / "got", held=held)
+                break
+            num_failed += 1
+            ballast.unlink()
+            check_tensors(mine, 1)
+        ballast.unlink()
+        check_tensors(got, 2)
+        assert got.num_failed_routes == 0
+        shutil.rmtree(small_disk / "got")
+        assert 3 <= num_failed < 19
+    check_tensors(chain.versions.download_tensors(version(7), tmp_path / "7"), 3)

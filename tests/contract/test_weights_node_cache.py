@@ -1,0 +1,188 @@
+"""The cache of a machine: a version is made once for all searchers, damaged entries are made again, it is bounded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tba.errors import ConfigError
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions
+from tba.wire import Canary
+
+CANARY = Canary(prompt_tokens=[1], response_tokens=[2], logprobs=[-0.5], tolerance=1e-3)
+DELTAS = DeltaSettings(keyframe_interval=8, min_bytes=0)
+NUM_ELEMENTS = 4096
+
+
+class CountingStore(FileStore):
+    """Counts the files that are read, over all stores of one folder."""
+
+    reads: list[str]
+
+    def get_file(self, key: str, path: Path) -> None:
+        self.reads.append(key)
+        time.sleep(0.05)  # so that readers meet
+        super().get_file(key, path)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> list[LocalVersion]:
+    """Version 1-0, whole, and three deltas after it."""
+    versions = WeightVersions(FileStore(tmp_path / "store"), "demo")
+    (tmp_path / "config.json").write_text("{}")
+    tensor, found = np.random.default_rng(0).random(NUM_ELEMENTS, np.float32), []
+    for step in range(4):
+        tensor[step::97] *= 1.001
+        path = tmp_path / f"published-{step}" / "model.safetensors"
+        path.parent.mkdir()
+        save_file({"w": tensor}, path)
+        version = PolicyVersion(1, step)
+        manifest = versions.publish(
+            version=version,
+            parent=None,
+            dtype="float32",
+            tensors_paths=[path],
+            files={"config.json": tmp_path / "config.json"},
+            canary=CANARY,
+            torch_version="2",
+            transformers_version="5",
+            base=found[-1] if found else None,
+            deltas=DELTAS,
+        )
+        found.append(LocalVersion(version, (path,), manifest))
+    assert [each.manifest.is_full for each in found] == [True, False, False, False]
+    return found
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Callable[..., WeightVersions]:
+    reads: list[str] = []
+
+    def make(**options: int) -> WeightVersions:
+        store = CountingStore(tmp_path / "store")
+        store.reads = reads
+        cache = NodeCache(tmp_path / "cache", **{"max_bytes": 2**30, **options})  # pyright: ignore[reportArgumentType]
+        return WeightVersions(store, "demo", cache=cache)
+
+    make.reads = reads  # pyright: ignore[reportFunctionMemberAccess]
+    return make
+
+
+def weights(local: LocalVersion) -> np.ndarray:
+    return load_file(local.paths[0])["w"]
+
+
+def test_searchers_that_ask_at_once_make_a_version_once(
+    published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path
+) -> None:
+    def download(number: int) -> LocalVersion:
+        return reader().download_tensors(PolicyVersion(1, 3), tmp_path / f"searcher-{number}")
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(download, range(6)))
+    assert sorted(each.route for each in found) == ["cache"] * 5 + ["full"]
+    assert len(reader.reads) == 4  # type: ignore[attr-defined]  # the full version and three deltas, once
+    for local in found:
+        np.testing.assert_array_equal(weights(local), weights(published[3]))
+    assert [each.downloaded_bytes for each in found if each.route == "cache"] == [0] * 5
+
+
+def test_a_damaged_entry_is_made_again_and_what_was_taken_stays_after_eviction(
+    published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path
+) -> None:
+    first = reader().download_tensors(PolicyVersion(1, 0), tmp_path / "first")
+    entry = next((tmp_path / "cache").glob("tensors-*"))
+    data = bytearray(entry.read_bytes())
+    data[-1] ^= 1
+    entry.unlink()
+    entry.write_bytes(bytes(data))
+    again = reader().download_tensors(PolicyVersion(1, 0), tmp_path / "again")
+    assert again.route == "full"
+    np.testing.assert_array_equal(weights(again), weights(published[0]))
+    assert reader().download_tensors(PolicyVersion(1, 0), tmp_path / "third").route == "cache"
+    # room for one version: the older entries go, the files of searchers do not
+    small = reader(max_bytes=NUM_ELEMENTS * 4 + 1000)
+    later = small.download_tensors(PolicyVersion(1, 3), tmp_path / "later")
+    entries = [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
+    assert sum(path.stat().st_size for path in entries) <= NUM_ELEMENTS * 4 + 1000
+    np.testing.assert_array_equal(weights(first), weights(published[0]))
+    np.testing.assert_array_equal(weights(later), weights(published[3]))
+    # a cache that has no room for a version is no obstacle
+    assert reader(max_bytes=1).download_tensors(PolicyVersion(1, 2), tmp_path / "none").route == "full"
+
+
+def test_the_cache_deletes_nothing_else_and_leaves_the_times_of_change_of_files_that_were_taken(tmp_path: Path) -> None:
+    folder, source = tmp_path / "cache", tmp_path / "source"
+    (folder / "lost+found").mkdir(parents=True)
+    (folder / "data.bin").write_bytes(bytes(100))
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))  # older than every entry
+    cache = NodeCache(folder, max_bytes=100)
+    for number in range(3):
+        source.write_bytes(bytes([number]) * 90)
+        cache.add(f"tensors-{number}", source)
+        source.unlink()
+    assert sorted(path.name for path in folder.iterdir()) == ["data.bin", "lost+found", "tensors-2"]
+    assert cache.take("tensors-2", tmp_path / "first")
+    changed_ns = (tmp_path / "first").stat().st_mtime_ns
+    assert cache.take("tensors-2", tmp_path / "second")
+    assert (tmp_path / "first").stat().st_mtime_ns == changed_ns  # an engine has staged it
+
+
+def test_a_cache_whose_folder_was_removed_is_no_obstacle(
+    published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path
+) -> None:
+    versions = reader()
+    (tmp_path / "cache").rmdir()
+    assert versions.download_tensors(PolicyVersion(1, 1), tmp_path / "got").route == "full"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_searcher_that_dies_or_stops_while_it_makes_a_version_holds_nobody_up(
+    published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path, sent: signal.Signals
+) -> None:
+    reader().download_tensors(PolicyVersion(1, 1), tmp_path / "names")
+    name = next((tmp_path / "cache").glob("tensors-*")).name
+    (tmp_path / "cache" / name).unlink()
+    code = (
+        "import sys, time; from pathlib import Path; from tba.weights import NodeCache\n"
+        f"with NodeCache(Path({str(tmp_path / 'cache')!r}), max_bytes=1).only_one({name!r}):\n"
+        "    print('locked', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        found: list[LocalVersion] = []
+        versions = reader(wait_s=1)
+        thread = threading.Thread(
+            target=lambda: found.append(versions.download_tensors(PolicyVersion(1, 1), tmp_path / "next"))
+        )
+        thread.start()
+        time.sleep(0.3)
+        assert not found, "it did not wait for the other searcher"
+        os.kill(process.pid, sent)
+        thread.join(timeout=30)
+        assert [each.route for each in found] == ["full"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"store.cache_folder .*file/cache cannot be used"):
+        NodeCache(tmp_path / "file" / "cache", max_bytes=1)

@@ -1,0 +1,269 @@
+"""`tba weights`: versions that are stored whole and as deltas in a real store, and a real buffer that knows of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tba.api import LineageRequest, VersionRequest
+from tba.store import FileStore
+from tba.versions import START, PolicyVersion
+from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.wire import Canary, Heartbeat
+from tba_cli.main import main
+from tba_cli.run_folder import RunFolder
+from tests.support.buffer import SERVICE_PATHS, make_prompts, make_recipe, start_stack
+
+CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
+STEPS = (4, 8, 12, 16, 20, 24)
+"""0-0, 1-8, 1-16 and 1-24 are stored whole, all but 0-0 as a delta against the one before it."""
+NAMES = ["0-0", *(f"1-{step}" for step in STEPS)]
+
+
+class Published:
+    """A run folder with seven versions of a small bfloat16 model, and its recipe file."""
+
+    def __init__(self, folder: Path, recipe: Any) -> None:
+        self.store = FileStore(Path(recipe.store.url.removeprefix("file://")))
+        self.versions = WeightVersions(self.store, recipe.run.name)
+        self.recipe_path = folder / "recipe.json"
+        self.recipe_path.write_text(recipe.model_dump_json())
+        for name in ("config.json", "tokenizer.json"):
+            (folder / name).write_text("{}")
+        tensors = {name: torch.full((100, 40), 1.0, dtype=torch.bfloat16) for name in ("a", "b", "c")}
+        base = None
+        for version in (START, *(PolicyVersion(1, step) for step in STEPS)):
+            tensors["a"][0, :4] += 2**-7  # four elements by an ulp
+            path = folder / str(version) / "model.safetensors"
+            path.parent.mkdir()
+            save_file(tensors, path)
+            manifest = self.versions.publish(
+                version=version,
+                parent=None if base is None else base.version,
+                dtype="bfloat16",
+                tensors_paths=[path],
+                files={name: folder / name for name in ("config.json", "tokenizer.json")},
+                canary=CANARY,
+                torch_version="2",
+                transformers_version="5",
+                base=base,
+                deltas=DeltaSettings(keyframe_interval=2, min_bytes=0),
+            )
+            base = LocalVersion(version, (path,), manifest)
+
+    def damage(self, version: str, kind: str) -> str:
+        """Flip a bit at the end of the first object of a version, and return its key."""
+        manifest = self.versions.manifest(PolicyVersion.parse(version))
+        assert manifest.delta is not None
+        objects: Any = {"full": manifest.full, "delta": manifest.delta.objects, "files": manifest.files}[kind]
+        data = bytearray(self.store.get(objects[0].key))
+        data[-1] ^= 1
+        self.store.put(objects[0].key, bytes(data))
+        return objects[0].key
+
+    @property
+    def names(self) -> list[str]:
+        return [str(version) for version in self.versions.versions()]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Published:
+    (tmp_path / "made").mkdir()
+    sections = {"trainer": {"keep_versions": 2}, "store": {"url": f"file://{tmp_path / 'store'}"}}
+    return Published(tmp_path / "made", make_recipe(run="demo", **sections))
+
+
+def printed(capsys: pytest.CaptureFixture[str], words: str, place: Published, *, code: int = 0) -> str:
+    assert main(["weights", *words.split(), "--recipe", str(place.recipe_path)]) == code
+    captured = capsys.readouterr()
+    return captured.out if code < 2 else captured.err
+
+
+def test_the_store_alone_tells_how_versions_are_stored_and_keeps_pins(
+    place: Published, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = printed(capsys, "list", place).splitlines()
+    cells = [line.split() for line in lines[1:8]]
+    assert [row[0] for row in cells] == NAMES
+    assert [row[3] for row in cells] == ["full", *["delta", "both"] * 3]
+    assert [row[9:11] for row in cells[:4]] == [["0", "unknown"], ["0-0", "1"], ["1-4", "0"], ["1-8", "1"]]
+    assert lines[8].startswith("7 versions, ")
+    assert lines[9:] == ["what holds them is unknown: --recipe alone names no buffer service"]
+    assert "give 1 to 1000" in printed(capsys, f"pin 12 --reason {'x' * 1001}", place, code=2)
+    assert "with it stays what it is assembled from: 1-8" in printed(capsys, "pin 12 --reason good", place)
+    document = json.loads(printed(capsys, "list --json", place))
+    row = document["versions"][3]
+    assert (row["pinned"], row["kept"], row["kind"], row["num_deltas"]) == ("good", None, "delta", 1)
+    assert row["stored_bytes"] * 20 < row["full_bytes"] == 24_000
+    shown = printed(capsys, "show 1-12", place)
+    assert "3 tensors, 12,000 parameters, bfloat16, 23.4 KiB" in shown
+    assert "assembled from 1-12 (delta) <- 1-8 (full)" in shown
+    assert "pinned: good" in shown
+    place.store.delete("runs/demo/weights/1-8/manifest.json")
+    assert "CANNOT BE ASSEMBLED from the store: weight version 1-8" in printed(capsys, "show 12", place)
+    assert json.loads(printed(capsys, "show 12 --json", place))["manifest"]["delta"]["base"] == "1-8"
+    assert "which was pinned: good" in printed(capsys, "unpin 1-12", place)
+    assert "was not pinned" in printed(capsys, "unpin 1-12", place)
+
+
+def test_every_object_is_verified_by_the_route_that_it_is_part_of(
+    place: Published, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = printed(capsys, "verify --all", place)
+    assert right.endswith("7 versions, 11 checks, 0 failed\n")  # the files once, four full ones, six deltas
+    keys = {place.damage("1-8", "full"), place.damage("1-16", "delta")}
+    found = json.loads(printed(capsys, "verify --all --json", place, code=1))["checks"]
+    damaged = {(each["version"], each["what"]): each["error"] for each in found if each["error"]}
+    # 1-12 is right: its base comes by the delta where the whole file is damaged
+    assert damaged.keys() == {("1-8", "full"), ("1-16", "delta")}
+    assert all(any(key in error for key in keys) or "tensor" in error for error in damaged.values())
+    place.damage("1-8", "delta")
+    place.damage("1-12", "files")
+    lines = printed(capsys, "verify 1-12", place, code=1).splitlines()
+    assert lines[0].startswith("1-12  files: DAMAGED: object runs/demo/files/")
+    assert lines[1].startswith("1-12  delta: DAMAGED: it is against 1-8, which cannot be assembled: ")
+    assert printed(capsys, "verify one other", place, code=2).startswith("error: 'other' names no version")
+
+
+def test_a_disk_without_room_is_said_before_anything_is_downloaded(
+    place: Published, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=40_000))
+    for words in ("verify --all", "diff start last"):
+        assert "has 40,000 free; set TMPDIR" in printed(capsys, words, place, code=2)
+
+
+def test_a_comparison_counts_elements_and_steps(
+    place: Published, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = printed(capsys, "diff start last", place)
+    assert out.splitlines()[1].split() == ["a", "BF16", "4,000", "0.1", "%", "6", "6", "0.0469", "0.0469"]
+    assert out.splitlines()[2].startswith(
+        "0-0 to 1-24: 0.0333 % of 12,000 elements changed, in 1 of 3 tensors, by 6 ulps"
+    )
+    assert (
+        printed(capsys, "diff last last", place) == "1-24 to 1-24: 0 % of 12,000 elements changed, in 0 of 3 tensors\n"
+    )
+    tensors = {
+        "a": torch.full((100, 40), 1.0, dtype=torch.bfloat16),
+        "b": torch.full((40, 100), 1.0, dtype=torch.bfloat16),
+        "d": torch.zeros(3),
+    }
+    tensors["a"][0, 0], tensors["a"][0, 1], tensors["a"][0, 2] = -1.0, float("nan"), 1.5
+    path = tmp_path / "other" / "model.safetensors"
+    path.parent.mkdir()
+    save_file(tensors, path)
+    files = {name: tmp_path / "made" / name for name in ("config.json", "tokenizer.json")}
+    other = {"canary": CANARY, "torch_version": "2", "transformers_version": "5", "files": files}
+    place.versions.publish(version=PolicyVersion(2, 1), parent=START, dtype="bfloat16", tensors_paths=[path], **other)
+    found = json.loads(printed(capsys, "diff 0-0 2-1 --json", place))
+    assert sorted(found["appeared"]) == ["b BF16 [40, 100]", "d F32 [3]"]
+    assert sorted(found["vanished"]) == ["b BF16 [100, 40]", "c BF16 [100, 40]"]
+    (a,) = found["tensors"]
+    start = 1 + 2**-7  # of the first four elements
+    assert (a["num_changed"], a["num_not_finite"]) == (4, 1)
+    assert a["max_abs"] == 1 + start
+    assert a["mean_abs"] == pytest.approx((1 + start + 1.5 - start + 2**-7) / 3)
+    assert a["max_ulps"] == 2 * 0x3F80 + 2  # through both zeros
+
+
+def test_nothing_is_deleted_unless_somebody_says_what_is_held(
+    place: Published, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "nobody says which versions are held" in printed(capsys, "gc", place, code=2)
+    place.versions.pin(PolicyVersion(1, 4), "mine")
+    place.store.put("runs/demo/weights/1-2/model.safetensors", b"half")
+    before = place.store.list("")
+    out = printed(capsys, "gc --run-is-over --dry-run", place)
+    assert "would delete 1-12: " in out
+    assert "would delete what is left of 1-2, which has no manifest: 4 B" in out
+    assert place.store.list("") == before
+    found = json.loads(printed(capsys, "gc --run-is-over --json", place))
+    assert [each["version"] for each in found["deleted"]] == ["1-12", "1-8", "1-2"]
+    assert found["kept"] == {
+        "1-24": ["among the newest 2"],
+        "1-20": ["among the newest 2"],
+        "1-16": ["needed by 1-20"],
+        "1-4": ["pinned: mine"],
+        "0-0": ["starting model", "needed by 1-4"],
+    }
+    assert place.names == ["0-0", "1-4", "1-16", "1-20", "1-24"]
+    assert not [key for key in place.store.list("runs/demo/weights/") if "/1-2/" in key or "/1-12/" in key]
+
+
+def test_a_run_whose_lock_is_held_is_not_over_whatever_is_said(
+    place: Published, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "runs" / "demo")
+    with folder.acquire(resume=False, fresh=True):
+        folder.config_path.write_text(place.recipe_path.read_text())
+        monkeypatch.chdir(tmp_path)
+        assert main(["weights", "gc", "demo", "--run-is-over"]) == 2
+    assert "nothing was deleted: run 'demo' is in progress, and its buffer cannot be asked" in capsys.readouterr().err
+    assert place.names == NAMES
+
+
+@pytest.fixture
+def going(tmp_path: Path) -> Iterator[tuple[Published, Any, RunFolder]]:
+    """A run with a real buffer, a searcher that holds 1-4, and all versions announced."""
+    folder = RunFolder(tmp_path / "runs" / "demo")
+    folder.redis_path.mkdir(parents=True)
+    sections = {"trainer": {"keep_versions": 2}, "store": {"url": f"file://{folder.store_path}"}}
+    stack = start_stack(tmp_path / "stack", redis_folder=folder.redis_path, **sections)
+    try:
+        (tmp_path / "made").mkdir()
+        place = Published(tmp_path / "made", stack.recipe)
+        stack.client.upload_prompts(make_prompts(2))
+        lineage = stack.client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+        for version in place.names:
+            stack.client.announce_version(VersionRequest(version=version, token=lineage.token))
+        beat = {"run": "test", "state": "generating", "version": "1-4", "wait": None, "gauges": {}}
+        stack.client.heartbeat(Heartbeat(component_id="searcher-0", kind="searcher", **beat))
+        yield place, stack, folder
+    finally:
+        stack.stop()
+
+
+def test_the_buffer_says_what_is_held_while_a_run_is_in_progress_and_after_it(
+    going: tuple[Published, Any, RunFolder],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    place, stack, folder = going
+    target = f"--url {stack.recipe.buffer_url}"
+    rows = json.loads(printed(capsys, f"list --json {target}", place))["versions"]
+    assert {row["version"]: row["kept"] for row in rows} == {
+        "0-0": ["starting model", "parent of lineage 1", "needed by 1-4"],
+        "1-4": ["held by searcher-0"],
+        "1-8": [],
+        "1-12": [],
+        "1-16": ["needed by 1-20"],
+        "1-20": ["among the newest 2"],
+        "1-24": ["among the newest 2", "latest"],
+    }
+    other = place.recipe_path.with_name("other.json")
+    document = json.loads(place.recipe_path.read_text())
+    document["run"]["name"] = "other"
+    other.write_text(json.dumps(document))
+    assert main(["weights", "gc", *target.split(), "--recipe", str(other)]) == 2
+    assert "the buffer service is that of 'test'" in capsys.readouterr().err
+    assert "deleted 1-12: " in printed(capsys, f"gc {target}", place)
+    assert place.names == ["0-0", "1-4", "1-16", "1-20", "1-24"]
+    # over: a read-only buffer over a copy of the files says it, and the searcher is gone
+    stack.stop()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, SERVICE_PATHS)))
+    for path in (folder.recipe_path, folder.config_path):
+        path.write_text(place.recipe_path.read_text())
+    folder.marker_path.touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["weights", "gc", "demo"]) == 0
+    assert place.names == ["0-0", "1-16", "1-20", "1-24"]

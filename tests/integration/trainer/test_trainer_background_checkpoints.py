@@ -1,0 +1,185 @@
+"""Checkpoints that are uploaded beside training, over a recorded buffer and a real store."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tba_trainer.checkpoints.checkpoint import CheckpointStore
+
+from tba.errors import StoreUnavailableError, TbaError
+from tba.store import FileStore
+from tests.support.trainer_values import make_recipe
+from tests.support.trainer_world import World
+from tests.support.waits import until
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def at_upload(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
+    """Call a function with the version before the first file of a checkpoint is uploaded."""
+
+    def install(action: Callable[[str], None]) -> None:
+        put_file = FileStore.put_file
+
+        def put(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+            if "/checkpoints/" in key and path.name == "model-00001.safetensors":
+                action(key.split("/")[3])
+            put_file(self, key, path, create_only=create_only)
+
+        monkeypatch.setattr(FileStore, "put_file", put)
+
+    return install
+
+
+def recipe_of(model: Path, **trainer: Any) -> Any:
+    values = {"sync_interval": 1, "keep_checkpoints": 9, "background_checkpoint_bytes": 0, "export": False, **trainer}
+    return make_recipe(model, trainer={"num_steps": 9, "checkpoint_interval": 3, **values})
+
+
+def registrations(world: World) -> list[tuple[str, int]]:
+    """Return each registered checkpoint with the step that was done then; filled while training."""
+    found: list[tuple[str, int]] = []
+    register = world.buffer.register_checkpoint
+
+    def note(request: Any) -> None:
+        register(request)
+        found.append((request.version, world.buffer.step))
+
+    world.buffer.register_checkpoint = note  # type: ignore[method-assign]
+    return found
+
+
+def test_steps_go_on_during_an_upload_and_the_checkpoint_holds_the_weights_of_its_own_step(
+    world: World, model: Path, at_upload: Callable[..., None]
+) -> None:
+    """The upload of 1-3 begins when step 5 is done, so a loop that waited for it would wait for ever."""
+    at_upload(lambda version: until("step 5", lambda: version != "1-3" or world.buffer.step >= 5))
+    found = registrations(world)
+    world.train(recipe_of(model))
+    assert found[0][0] == "1-3"
+    assert found[0][1] >= 5
+    assert found[-1] == ("1-9", 9)  # the last one is waited for
+    for version, _ in found:
+        checkpoint = load_file(world.folder / f"store/runs/demo/checkpoints/{version}/model-00001.safetensors")
+        for name, tensor in world.tensors(version).items():
+            assert torch.equal(tensor, checkpoint[name]), (version, name)
+
+
+def test_a_failed_upload_is_taken_again_at_the_next_sync(
+    world: World, model: Path, at_upload: Callable[..., None]
+) -> None:
+    tried: list[str] = []
+
+    def fail_once(version: str) -> None:
+        tried.append(version)
+        if len(tried) == 1:
+            raise StoreUnavailableError("the store is away")
+
+    at_upload(fail_once)
+    found = registrations(world)
+    world.train(recipe_of(model, num_steps=30, checkpoint_interval=25))
+    assert tried[0] == "1-25"
+    assert [version for version, _ in found] == tried[1:]
+    assert tried[1] in {f"1-{step}" for step in range(26, 31)}
+
+
+def test_a_stop_during_an_upload_ends_with_the_newest_weights(
+    world: World, model: Path, at_upload: Callable[..., None]
+) -> None:
+    """The upload of 1-3 waits until the one of the last step, which SIGTERM asks for, has begun."""
+    begun: list[str] = []
+
+    def wait(version: str) -> None:
+        begun.append(version)
+        if version == "1-3":
+            until("the last upload has begun", lambda: len(begun) == 2)
+
+    at_upload(wait)
+    world.stop_after(5)
+    world.train(recipe_of(model))
+    assert world.buffer.checkpoint == (begun[-1], f"runs/demo/checkpoints/{begun[-1]}")
+    assert begun == ["1-3", f"1-{world.buffer.step}"]
+    world.buffer.before = lambda method: None
+    world.train(recipe_of(model))
+    assert world.buffer.state == "done"
+    assert world.buffer.marks[-1] == "2-9"
+
+
+def test_a_stop_while_the_store_refuses_the_last_one_keeps_the_one_that_was_under_way(
+    world: World, model: Path, at_upload: Callable[..., None]
+) -> None:
+    def refuse_others(version: str) -> None:
+        if version != "1-3":
+            raise StoreUnavailableError("the store is away")
+        until("step 5", lambda: world.buffer.step >= 5)
+
+    at_upload(refuse_others)
+    world.stop_after(5)
+    with pytest.raises(StoreUnavailableError, match=r"stopped at step \d without a checkpoint .* after 3"):
+        world.train(recipe_of(model))
+    assert world.buffer.checkpoint == ("1-3", "runs/demo/checkpoints/1-3")
+
+
+def test_an_error_that_ends_the_trainer_during_an_upload_keeps_the_checkpoint(
+    world: World, model: Path, at_upload: Callable[..., None]
+) -> None:
+    failed: list[str] = []
+    at_upload(lambda version: until("the error", lambda: failed))
+
+    def fail(method: str) -> None:
+        if method == "ack" and world.buffer.step == 4:
+            failed.append(method)
+            raise TbaError("the ledger and this trainer disagree")
+
+    world.buffer.before = fail
+    with pytest.raises(TbaError, match="disagree"):
+        world.train(recipe_of(model))
+    assert world.buffer.checkpoint == ("1-3", "runs/demo/checkpoints/1-3")
+
+
+def test_without_room_to_copy_it_a_checkpoint_is_uploaded_before_the_next_step(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CheckpointStore, "stage", refuse)
+    found = registrations(world)
+    world.train(recipe_of(model))
+    assert found == [("1-3", 3), ("1-6", 6), ("1-9", 9)]
+
+
+def test_a_rollback_during_an_upload_leaves_nothing_that_looks_complete(
+    world: World, model: Path, at_upload: Callable[..., None]
+) -> None:
+    """1-3 is stored. The upload of 1-6 is under way when an operator asks for a rollback to 1-3."""
+    is_asked = []
+
+    def hold(version: str) -> None:
+        if version == "1-6":
+            until("the rollback is asked for", lambda: is_asked)
+
+    at_upload(hold)
+
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 7 and not is_asked:
+            is_asked.append(True)
+            world.buffer.ask_for_rollback("1-3")
+
+    world.buffer.before = before
+    world.train(recipe_of(model, num_steps=12))
+    assert world.buffer.state == "done"
+    assert world.buffer.parents[2] == "1-3"
+    assert world.buffer.checkpoint == ("2-12", "runs/demo/checkpoints/2-12")
+    # the upload was given up: nothing came into the folder after the next lineage had deleted what was incomplete
+    assert not world.store.list("runs/demo/checkpoints/1-6/")

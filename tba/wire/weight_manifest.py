@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from tba.errors import MalformedError, StoreError
@@ -154,11 +154,15 @@ class Manifest(_Strict):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
+    @field_validator("version", "parent")
+    @classmethod
+    def _is_version(cls, text: str | None) -> str | None:
+        if text is not None:
+            PolicyVersion.parse(text)
+        return text
+
     @model_validator(mode="after")
     def _check(self) -> Manifest:
-        for text in (self.version, self.parent):
-            if text is not None:
-                PolicyVersion.parse(text)
         self._check_places()
         if self.delta is None and not self.full:
             raise ValueError("the version is stored neither whole nor as a delta")
@@ -236,7 +240,7 @@ def decode_manifest(data: bytes) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise MalformedError(f"weight manifest: {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
     try:
-        document = from_json(data, allow_inf_nan=False)
+        document = from_json(data)  # the models refuse infinity and NaN, and name the field
         _check_num_fields(document)
         return Manifest.model_validate(_of_schema_1(document) if _schema(document) == 1 else document)
     except ValidationError as error:

@@ -291,15 +291,19 @@ def test_a_batch_needs_groups_and_groups_need_rollouts() -> None:
 def test_a_manifest_names_the_first_field_that_is_wrong() -> None:
     good = DECODERS["manifest"][1]
     for old, new, message in [
-        (b'"schema": 1', b'"schema": 2', "schema"),
-        (b'"version": "1-4"', b'"version": "four"', "version"),
-        (b'"size_bytes": 1234', b'"size_bytes": -1', r"tensors\.0\.size_bytes"),
-        (b'"name": "config.json"', b'"name": "../x"', r"files\.0\.name"),
-        (b'"dtype": "bfloat16"', b'"dtype": "int8"', "dtype"),
-        (b'"run": "demo"', b'"run": "demo", "extra": 1', "extra"),
+        (b'"schema":2', b'"schema":0', "schema"),
+        (b'"schema":2', b'"schema":3', "schema 3 is of a newer release, .* upgrade this component"),
+        (b'"version":"1-4"', b'"version":"four"', "version"),
+        (b'"size_bytes":1234', b'"size_bytes":-1', r"full\.0\.size_bytes"),
+        (b'"digest":"ab', b'"digest":"x', r"tensors\.0\.digest"),
+        (b'"shape":[3,4]', b'"shape":[3,-4]', r"tensors\.0\.shape\.1"),
+        (b'"num_to_full":3', b'"num_to_full":0', r"delta\.num_to_full"),
+        (b'"name":"config.json"', b'"name":"../x"', r"files\.0\.name"),
+        (b'"dtype":"bfloat16"', b'"dtype":"int8"', "dtype"),
+        (b'"run":"demo"', b'"run":"demo","extra":1', "extra"),
     ]:
         assert old in good
-        with pytest.raises(MalformedError, match=f"weight manifest: {message}: "):
+        with pytest.raises(MalformedError, match=f"weight manifest: {message}"):
             decode_manifest(good.replace(old, new, 1))
 
 

@@ -155,7 +155,8 @@ class RouteReader:
             try:
                 node = here[node.base].manifest if node.base in here else self._manifest(node.base)
             except (ObjectNotFoundError, MalformedError) as error:
-                log.warning("weights_route_ends", version=target.version, missing=str(node.base), detail=str(error))
+                # usual behind a full version, whose bases are deleted in time; an error says it where no route is left
+                log.info("weights_route_ends", version=target.version, missing=str(node.base), detail=str(error))
                 gaps.append(error)
                 return
             yield node, deltas

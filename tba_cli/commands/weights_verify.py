@@ -50,10 +50,14 @@ class Check:
     num_bytes: int
     error: str | None
     """None: every digest is right."""
+    skipped: str | None = None
+    """Why this way was not checked, where that is no damage."""
 
     def line(self) -> str:
         """Return it for people."""
         found = f"right, {size_text(self.num_bytes)}" if self.error is None else f"DAMAGED: {self.error}"
+        if self.skipped is not None:
+            found = f"not checked: {self.skipped}"
         return escape_controls(f"{self.version}  {self.what}: {found}")
 
 
@@ -124,7 +128,10 @@ class _Checker:
         checks = [] if found is None else [found]
         local: LocalVersion | None = None
         # every object of the version is downloaded once; routes through other versions consist of theirs
-        if manifest.delta is not None:
+        if manifest.is_full and manifest.base is not None and not self._versions.exists(manifest.base):
+            # retention deletes it in time: nobody who is not at that version needs this way
+            checks.append(Check(manifest.version, "delta", 0, None, f"it is against {manifest.base}, which is deleted"))
+        elif manifest.delta is not None:
             check, local = self._try(manifest, "delta", lambda: Route(self._base(manifest), (manifest,)))
             checks.append(check)
         if manifest.is_full:

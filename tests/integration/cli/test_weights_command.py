@@ -114,6 +114,15 @@ def test_the_store_alone_tells_how_versions_are_stored_and_keeps_pins(
     assert "was not pinned" in printed(capsys, "unpin 1-12", place)
 
 
+def test_the_delta_of_a_full_version_whose_base_was_deleted_in_time_is_no_damage(
+    place: Published, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.versions.delete(PolicyVersion(1, 4))
+    right = printed(capsys, "verify --all", place)
+    assert "1-8  delta: not checked: it is against 1-4, which is deleted\n1-8  full: right" in right
+    assert right.endswith(", 0 failed\n")
+
+
 def test_every_object_is_verified_by_the_route_that_it_is_part_of(
     place: Published, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,21 +8,6 @@ from tba.api import RunInfo
 from tba.versions import START, PolicyVersion
 
 
-def versions_to_delete(
-    versions: Iterable[PolicyVersion],
-    info: RunInfo | None,
-    checkpoints: Iterable[PolicyVersion],
-    *,
-    keep: int,
-    pinned: Mapping[PolicyVersion, str],
-    needed_by: Callable[[Iterable[PolicyVersion]], set[PolicyVersion]],
-) -> list[PolicyVersion]:
-    """Return the versions that `reasons_to_keep` does not name, oldest first; the arguments are the same."""
-    versions = sorted(versions)
-    kept = reasons_to_keep(versions, info, checkpoints, keep=keep, pinned=pinned, needed_by=needed_by)
-    return [version for version in versions if version not in kept]
-
-
 def reasons_to_keep(
     versions: Iterable[PolicyVersion],
     info: RunInfo | None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tba.api import BestVersion, ComponentInfo, EvalInfo, RunInfo
 from tba.versions import START, PolicyVersion
-from tba.weights.retention import reasons_to_keep, versions_to_delete
+from tba.weights.retention import reasons_to_keep
 
 
 def component(version: str, *, alive: bool) -> ComponentInfo:
@@ -60,16 +60,21 @@ WHOLE: dict[str, Any] = {"pinned": {}, "needed_by": set}
 CHECKPOINTS = [PolicyVersion(2, 20), PolicyVersion(3, 48)]
 
 
+def deleted_of(versions: list[PolicyVersion], *args: Any, **arguments: Any) -> list[PolicyVersion]:
+    kept = reasons_to_keep(versions, *args, **arguments)
+    return [version for version in sorted(versions) if version not in kept]
+
+
 def test_versions_that_something_holds_are_never_deleted() -> None:
     info = run_info()
-    deleted = versions_to_delete(VERSIONS, info, CHECKPOINTS, keep=2, **WHOLE)
+    deleted = deleted_of(VERSIONS, info, CHECKPOINTS, keep=2, **WHOLE)
     assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28", "3-36", "3-44", "3-52"]
-    assert versions_to_delete(VERSIONS, info, CHECKPOINTS, keep=100, **WHOLE) == []
+    assert deleted_of(VERSIONS, info, CHECKPOINTS, keep=100, **WHOLE) == []
     lagging = info.model_copy(update={"sampling_version": "3-40"})
-    deleted = versions_to_delete(VERSIONS, lagging, CHECKPOINTS, keep=2, **WHOLE)
+    deleted = deleted_of(VERSIONS, lagging, CHECKPOINTS, keep=2, **WHOLE)
     assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28"]
     without = info.model_copy(update={"best": None})
-    assert PolicyVersion(3, 40) in versions_to_delete(VERSIONS, without, CHECKPOINTS, keep=2, **WHOLE)
+    assert PolicyVersion(3, 40) in deleted_of(VERSIONS, without, CHECKPOINTS, keep=2, **WHOLE)
 
 
 def test_everything_that_a_kept_version_is_assembled_from_is_kept_and_why_is_said() -> None:
@@ -101,11 +106,11 @@ def test_everything_that_a_kept_version_is_assembled_from_is_kept_and_why_is_sai
         "1-4": ["pinned: of the paper"],
         "0-0": ["starting model"],
     }
-    deleted = versions_to_delete(VERSIONS, run_info(), CHECKPOINTS, **arguments)
+    deleted = deleted_of(VERSIONS, run_info(), CHECKPOINTS, **arguments)
     assert [str(v) for v in deleted] == ["2-8", "3-20", "3-28"]
     # a version that is gone holds nothing, and of a run that is over only what the store knows is held
     gone = [version for version in VERSIONS if version != PolicyVersion(3, 48)]
-    assert PolicyVersion(3, 44) in versions_to_delete(gone, run_info(), CHECKPOINTS, **arguments)
+    assert PolicyVersion(3, 44) in deleted_of(gone, run_info(), CHECKPOINTS, **arguments)
     over = reasons_to_keep(VERSIONS, None, CHECKPOINTS, **arguments)
     assert {str(version) for version in over} == {
         *("0-0", "1-4", "2-20", "3-32", "3-36", "3-40", "3-44", "3-48", "3-52", "3-56", "3-60")

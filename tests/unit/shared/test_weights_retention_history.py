@@ -14,7 +14,7 @@ from tba.api import BestVersion, ComponentInfo, RunInfo
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
-from tba.weights.retention import versions_to_delete
+from tba.weights.retention import reasons_to_keep
 from tba.wire import Canary
 
 KEEP = 2
@@ -111,15 +111,16 @@ class History:
             if "best-0" in names
             else None,
         )
-        old = versions_to_delete(
-            self.versions.versions(),
+        existing = self.versions.versions()
+        kept = reasons_to_keep(
+            existing,
             info,
             self.checkpoints,
             keep=KEEP,
             pinned=self.versions.pinned(),
             needed_by=self.versions.needed_by,
         )
-        for version in [*reversed(old)][: num_before_kill or None]:
+        for version in sorted(set(existing) - kept.keys(), reverse=True)[: num_before_kill or None]:
             self.versions.delete(version)
         self._check()
 

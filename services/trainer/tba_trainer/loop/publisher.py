@@ -31,7 +31,7 @@ from tba.errors import FencedError, RollbackError, StoreUnavailableError, TbaErr
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
-from tba.weights.retention import versions_to_delete
+from tba.weights.retention import reasons_to_keep
 from tba.wire import Manifest
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter
@@ -285,7 +285,7 @@ class Publisher:
             log.warning("latest_not_written", version=str(version), error=str(error))
 
     def delete_old_versions(self) -> None:
-        """Delete the versions that `versions_to_delete` names; while the buffer or the store is away, later.
+        """Delete the versions that nothing keeps (`reasons_to_keep`); while the buffer or the store is away, later.
 
         Raises:
             FencedError: a newer trainer owns the run, and decides what is old.
@@ -294,7 +294,7 @@ class Publisher:
             existing, keep = self._versions.versions(), self._section.keep_versions
             if len(existing) > keep:
                 checkpoints = self._checkpoints.versions()
-                old = versions_to_delete(
+                kept = reasons_to_keep(
                     existing,
                     self._buffer.run(),
                     checkpoints,
@@ -303,7 +303,7 @@ class Publisher:
                     needed_by=self._versions.needed_by,
                 )
                 # newest first: a kill in between leaves no version without its base
-                for version in reversed(old):
+                for version in sorted(set(existing) - kept.keys(), reverse=True):
                     self._versions.delete(version)
                     log.info("version_deleted", version=str(version))
         except FencedError:

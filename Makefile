@@ -7,7 +7,7 @@ SERVICES := services/buffer services/reward services/searcher services/trainer
 EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
+.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -105,13 +105,13 @@ images: wheels/.torch  ## the five images, for a CPU: REGISTRY=host/path/, IMAGE
 images-gpu:  ## trainer and searcher for GPUs, the searcher on vLLM's own image (tag VERSION-gpu)
 	@if ls wheels/*+cpu* >/dev/null 2>&1; then \
 		echo "error: ./wheels has a CPU build of torch, which the trainer would get; remove it first"; exit 1; fi
-	$(BUILD) -f services/trainer/Dockerfile -t $(REGISTRY)tba-trainer:$(VERSION)-gpu .
+	$(BUILD) -f services/trainer/Dockerfile --build-arg APT_PACKAGES='gcc libc6-dev' -t $(REGISTRY)tba-trainer:$(VERSION)-gpu .
 	$(BUILD) -f services/searcher/Dockerfile --target vllm -t $(REGISTRY)tba-searcher:$(VERSION)-gpu .
 
 test-compose: $(VENV)/.test  ## docker compose on a real engine: train, kill -9 every service, recover (needs `make images`)
 	$(BIN)/python -m tests.system.compose --json test-compose.json
 
-test-nodes: $(VENV)/.test  ## a trainer on two nodes, here two launchers on loopback: stopped, resumed, finished (a minute or two)
+test-nodes: $(VENV)/.test  ## a trainer on two nodes, here two launchers on loopback: stopped, killed, frozen, late, resumed to the bit (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_trainer_nodes.py
 
 $(VENV)/trackers/.done: requirements-trackers.txt $(VENV)/.test
@@ -148,6 +148,12 @@ bench-cpu: $(VENV)/.test  ## CPU seconds of the quickstart by process and step, 
 
 bench-weights: $(VENV)/.test  ## how small and fast deltas of weights are, and how soon searchers have a version (half an hour or so, not timed)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/weights.py --json bench-weights.json
+
+gpu-smoke: $(VENV)/.test  ## is everything right on a GPU? minutes; without one: tiny sizes on the CPU (docs/gpu.md). GPU_ARGS='--only attention fsdp'
+	$(BIN)/python benchmarks/gpu.py smoke --json gpu-smoke.jsonl --report gpu-smoke.md $(GPU_ARGS)
+
+gpu-bench: $(VENV)/.test  ## how fast and large on a GPU: tokens/s, MFU, pauses, peak memory (docs/gpu.md). GPU_ARGS='--minutes 10'
+	$(BIN)/python benchmarks/gpu.py bench --json gpu-bench.jsonl --report gpu-bench.md $(GPU_ARGS)
 
 maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/rewards.md)
 	$(BIN)/python benchmarks/maths.py

@@ -1,4 +1,4 @@
-"""Two helpers for asyncio: a blocking call in a thread, and one action shared by many callers (single flight)."""
+"""Helpers: a blocking call in a thread, and one action of asyncio shared by many callers (single flight)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import ClassVar, TypeVar
 
 from tba.errors import UnavailableError
@@ -47,6 +48,20 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     _CallThread.run_call(work)
     return await future
+
+
+def begin_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Begin a blocking call in a daemon thread; return its future. For code without an event loop."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as caught:
+            future.set_exception(caught)
+
+    _CallThread.run_call(work)
+    return future
 
 
 class _CallThread(threading.Thread):

@@ -15,16 +15,21 @@ _LOCK = "lock"
 
 
 @contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Create a folder of this process under TMPDIR, and delete it at the end.
+def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Path]:
+    """Create a folder of this process, and delete it at the end.
 
     A killed process cannot clean up, so the folders of killed processes with the same prefix are deleted too.
 
     Args:
         prefix: of the folder's name.
+        parent: where it is; None: TMPDIR.
+
+    Raises:
+        OSError: the folder cannot be made.
     """
-    _delete_abandoned(Path(tempfile.gettempdir()), prefix)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    parent = parent or Path(tempfile.gettempdir())
+    _delete_abandoned(parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         new = folder / f".{_LOCK}"
         # the kernel releases this lock when the process is gone, whatever ended it

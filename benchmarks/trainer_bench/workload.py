@@ -85,13 +85,16 @@ def make_rollouts(
             share = rng.random()
             length = shortest * 16**share if spread == "log-uniform" else shortest + share * (longest - shortest)
             response = rng.integers(1, vocab_size, max(1, int(length) - len(prompt))).astype(np.int32)
-            rollouts.append(_rollout(rng, f"prompt-{group}", prompt, response))
+            rollouts.append(make_rollout(rng, f"prompt-{group}", prompt, response))
     order = rng.permutation(len(rollouts))
     rewards = rng.integers(0, 2, len(rollouts)).astype(np.float64)
     return [rollouts[i] for i in order], rewards
 
 
-def _rollout(rng: np.random.Generator, prompt_id: str, prompt: NDArray[Any], response: NDArray[Any]) -> Rollout:
+def make_rollout(
+    rng: np.random.Generator, prompt_id: str, prompt: NDArray[Any], response: NDArray[Any], *, reward: float = 1.0
+) -> Rollout:
+    """A rollout with these tokens."""
     return Rollout(
         rollout_id=rng.bytes(16),
         run="bench",
@@ -107,7 +110,7 @@ def _rollout(rng: np.random.Generator, prompt_id: str, prompt: NDArray[Any], res
         # near what the untrained model gives: ratios stay inside the clip
         sampler_logprobs=np.full(len(response), -np.log(16_384), dtype=np.float32),
         ref_logprob=None,
-        reward=1.0,
+        reward=reward,
         reward_status="scored",
         reward_reason=None,
         reward_version="bench-1",

@@ -54,6 +54,8 @@ _BY_SLUG = {kind.slug: kind for kind in _SPECIAL}
 MAX_CONNECTIONS = 64
 """Connections that are kept open for later calls; further ones are closed after use."""
 CONNECT_TIMEOUT_S = 5.0
+MAX_MESSAGE_CHARS = 300
+"""Most of another server's own words in an error."""
 
 
 class _TokenRefusedError(UnavailableError):
@@ -313,7 +315,7 @@ def _error_of(response: Reply) -> ServiceError:
         detail = str(problem["detail"])
         slug = str(problem["type"]).rsplit(":", 1)[-1]
     except (ValueError, KeyError, TypeError):
-        problem, detail, slug = {}, f"{response.url} answered {response.status}", ""
+        problem, detail, slug = {}, f"{response.url} answered {response.status}{_message_of(response)}", ""
     # the type of a problem document is stable; its status is shared by several errors
     if slug in _BY_SLUG:
         return _BY_SLUG[slug](detail)
@@ -331,6 +333,14 @@ def _error_of(response: Reply) -> ServiceError:
         case status if status >= 500 or status == 408:  # 408: the network was too slow for the body
             return UnavailableError(detail)
     return BadRequestError(detail)
+
+
+def _message_of(response: Reply) -> str:
+    """Return the reason in an answer of an OpenAI-compatible server, to append; nothing where there is none."""
+    try:
+        return f": {jsonlib.loads(response.content)['error']['message']}"[:MAX_MESSAGE_CHARS]
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 class RewardClient(ServiceClient):

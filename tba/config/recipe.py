@@ -13,7 +13,7 @@ from tba.config.data import DataSection, PrepareItem
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
 from tba.config.reward import BUILT_IN_TASKS, RewardSection
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSection
+from tba.config.searcher import VLLM_ENGINES, VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSection
 from tba.config.sections import (
     AuthSection,
     BufferSection,
@@ -85,10 +85,11 @@ class Recipe(StrictModel):
         self._check_lag()
         self._check_unused()
         self._check_supervised()
-        if self.trainer.compile and self.trainer.num_processes > 1:
+        if self.trainer.num_processes > 1 and self.trainer.num_processes % self.trainer.sharding.replicas:
             raise ValueError(
-                f"trainer.compile = true is for one process, and trainer.num_processes is "
-                f"{self.trainer.num_processes}; set trainer.compile to false or trainer.num_processes to 1"
+                f"trainer.sharding.replicas is {self.trainer.sharding.replicas}, and trainer.num_processes is "
+                f"{self.trainer.num_processes}, which is no multiple of it: every replica of the model needs as many "
+                "processes as the others"
             )
         if self.trainer.num_processes > 1 and ":" in self.trainer.device:
             raise ValueError(
@@ -101,6 +102,12 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"local.gpus.trainer names {len(gpus)} GPUs, and trainer.num_processes is "
                 f"{self.trainer.num_processes}: every process needs a GPU of its own"
+            )
+        shortest = min(map(len, self.local.gpus.searchers or ()), default=None)
+        if shortest is not None and shortest < self.searcher.tensor_parallel_size:
+            raise ValueError(
+                f"local.gpus.searchers has a list of {shortest} GPUs, and searcher.tensor_parallel_size is "
+                f"{self.searcher.tensor_parallel_size}: a searcher needs that many; name them in every list"
             )
         self._check_objective()
         return self
@@ -216,7 +223,7 @@ class Recipe(StrictModel):
                     f"{', '.join(tasks)} (reward.tasks and the built-in ones){hint}"
                 )
         temperature = self.model.policy_temperature
-        if self.searcher.engine == "vllm" and temperature > VLLM_MAX_TEMPERATURE:
+        if self.searcher.engine in VLLM_ENGINES and temperature > VLLM_MAX_TEMPERATURE:
             raise ValueError(
                 f"model.policy_temperature is {temperature:g}, and vLLM samples at most at {VLLM_MAX_TEMPERATURE:g}: "
                 "no evaluation would be possible; lower it"

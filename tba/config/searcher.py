@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from tba import plugins
 from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Schedule, Temperature
+from tba.errors import ConfigError
 from tba.fields import StrictModel
 
 
@@ -66,6 +68,29 @@ class VllmSection(StrictModel):
     """Most tokens of one step, with those of prompts; longer prompts are computed in pieces. None: vLLM's choice."""
     enforce_eager: bool = False
     """On a GPU: no compilation and no CUDA graphs; the start is faster, decoding slower. The CPU always runs so."""
+
+
+class OpenAiSection(StrictModel):
+    """A server that generates for one searcher: `vllm serve`, with its routes for weight updates (docs/searcher.md).
+    Searchers with servers of their own get them from the environment: TBA_SEARCHER__OPENAI__URL."""
+
+    url: str | None = Field(default=None, pattern=r"^https?://")
+    """Its address, without /v1. Certificates of https are checked against `tls.ca_file`."""
+    token_env: str | None = None
+    """Environment variable with the bearer token that is sent (the server's VLLM_API_KEY)."""
+    weights_folder: str | None = None
+    """Folder in which the searcher puts the files of each version, and from which the server loads them. None: a
+    temporary folder, for a server on the same machine; else one on a volume that both have."""
+    weights_folder_at_server: str | None = None
+    """Path of `weights_folder` at the server; none: the same."""
+    request_timeout_s: float = Field(default=1800.0, gt=0)
+    """A response, or its part since the last weight update, that takes longer is asked for again."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OpenAiSection:
+        if self.weights_folder_at_server is not None and self.weights_folder is None:
+            raise ValueError("weights_folder_at_server says where the server has weights_folder; give that one too")
+        return self
 
 
 class ScalingSection(StrictModel):
@@ -133,8 +158,58 @@ class TaskSampling(StrictModel):
     """A response ends with the token that completes one of these strings; rewards see the text before the string."""
 
 
-ENGINES = ("embedded", "vllm", "simulated")
+MAX_TENSOR_PARALLEL = 8
+"""GPUs of one machine; slices are exchanged at every layer, and networks are too slow for that."""
+_OTHER_PARALLELISM = {
+    "pipeline_parallel_size": "a searcher splits tensors, not layers, because weights could not change at one point "
+    "where stages work on several batches at once; use tensor_parallel_size",
+    "data_parallel_size": "several copies of a model are several searchers; use num_searchers",
+}
+
+
+def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
+    """Check that every rank can have an equal slice of a model.
+
+    Args:
+        config: the model's `config.json`; sizes that it does not name are not checked.
+        size: `searcher.tensor_parallel_size`.
+
+    Raises:
+        ConfigError: names what cannot be divided.
+    """
+
+    def number(*names: str) -> int:
+        # some models have one number per layer
+        return next((value for name in names if isinstance(value := config.get(name), int) and value), 0)
+
+    heads = number("num_attention_heads", "n_head")
+    sizes = {
+        "attention heads": heads,
+        "key-value heads": number("num_key_value_heads") or heads,
+        "inner values of its MLP": number("intermediate_size", "n_inner"),
+        "inner values of an expert": number("moe_intermediate_size"),
+    }
+
+    def undivided(ranks: int) -> str | None:
+        for what, value in sizes.items():
+            # with fewer key-value heads than ranks, several ranks hold the same one
+            is_shared = what == "key-value heads" and 0 < value < ranks
+            if ranks % value if is_shared else value % ranks:
+                return f"{value} {what}"
+        return None
+
+    if (found := undivided(size)) is not None:
+        fitting = ", ".join(str(ranks) for ranks in range(1, MAX_TENSOR_PARALLEL + 1) if undivided(ranks) is None)
+        raise ConfigError(
+            f"searcher.tensor_parallel_size is {size}, and {size} ranks cannot share the {found} of the model equally; "
+            f"give one of {fitting}"
+        )
+
+
+ENGINES = ("embedded", "vllm", "openai", "simulated")
 """The built-in names of `searcher.engine`."""
+VLLM_ENGINES = ("vllm", "openai")
+"""Those in which vLLM samples."""
 
 
 def _known_engine(engine: str) -> str:
@@ -152,12 +227,17 @@ class SearcherSection(StrictModel):
         "embedded"
     )
     """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill. `vllm`: vLLM.
-    `simulated`: no model at all, for rehearsing a deployment. Or one of your own: MODULE:NAME, or an entry point of the
-    group `tba.engines` (docs/extending.md)."""
+    `openai`: a vLLM server that runs already. `simulated`: no model at all, for rehearsing a deployment. Or one of your
+    own: MODULE:NAME, or an entry point of the group `tba.engines` (docs/extending.md)."""
     simulated: SimulatedSection = SimulatedSection()
     """How the simulated engine behaves; other engines do not read it."""
     vllm: VllmSection = VllmSection()
     """Settings of the vLLM engine alone."""
+    openai: OpenAiSection = OpenAiSection()
+    """Settings of the engine behind an endpoint alone."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
+    """GPUs of one searcher with the vLLM engine, each with a slice of every tensor: for models that are too large for
+    one. Where one is enough, as many searchers generate more. On the CPU: processes."""
     pace_tokens_per_s: float | None = Field(default=None, gt=0)
     """A rehearsal: the engine and the model are real, and completions are handed out no faster than a GPU would that
     decodes this many tokens per second with all slots busy. None: no pace. A run with it is labelled as a rehearsal."""
@@ -202,8 +282,23 @@ class SearcherSection(StrictModel):
     """When the run is done or has failed: `exit` with code 0, or `wait`, without the model, until a trainer
     continues it. `wait` is for Deployments and Compose, which start again whatever ends; `tba run` sets `exit`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parallelism(cls, section: Any) -> Any:
+        for key in ("pipeline_parallel_size", "data_parallel_size"):
+            if isinstance(section, dict) and key in section:
+                raise ValueError(f"there is no searcher.{key}: {_OTHER_PARALLELISM[key]}")
+        return section
+
     @model_validator(mode="after")
     def _check(self) -> SearcherSection:
+        if self.tensor_parallel_size > 1 and self.engine != "vllm":
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, and engine is {self.engine!r}: only vllm splits "
+                "a model over several GPUs; set tensor_parallel_size to 1 or engine to vllm"
+            )
+        if self.engine == "openai" and self.openai.url is None:
+            raise ValueError('engine = "openai" needs the address of a server; give openai.url')
         if self.pace_tokens_per_s is not None and self.engine == "simulated":
             raise ValueError(
                 'pace_tokens_per_s slows a real engine down, and engine = "simulated" has a speed of its own: give '
@@ -217,7 +312,7 @@ class SearcherSection(StrictModel):
         # vLLM refuses single requests, so that without this check every visit would be refused and nobody would know
         # why
         hottest = self.sampling_temperature.highest if mix is None else mix.high
-        if self.engine == "vllm" and hottest > VLLM_MAX_TEMPERATURE:
+        if self.engine in VLLM_ENGINES and hottest > VLLM_MAX_TEMPERATURE:
             name = "sampling_temperature" if mix is None else "temperature_mix"
             raise ValueError(
                 f"{name} reaches {hottest:g}, and vLLM samples at most at {VLLM_MAX_TEMPERATURE:g}: it would refuse "

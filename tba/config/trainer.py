@@ -138,6 +138,24 @@ class LoraSection(StrictModel):
         return value
 
 
+class ShardingSection(StrictModel):
+    """How a model is shared by several processes (torch FSDP2). Without effect in one process."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the model, each sharded over `num_processes` / replicas processes that follow one another: layers are
+    gathered within a copy (a machine), only sums of gradients cross between copies. Every process then holds
+    `replicas` times as much of weights, gradients and optimizer state."""
+    reduce_each_micro_batch: bool = True
+    """Sum gradients over the processes after each micro-batch. false: after the last one of a step, which sends less;
+    from the first to the last every process then holds whole gradients, 4 bytes per trained parameter."""
+    reshard_after_forward: bool = True
+    """Drop a gathered layer after its forward pass and gather it again for the backward pass. false: keep it, which
+    gathers once in place of twice and holds all gathered weights, 2 bytes per parameter in bfloat16, 4 in float32."""
+    cpu_offload: bool = False
+    """Keep weights, gradients, optimizer state and reference in the memory of the machine, and update the weights
+    there: slow, for a model that fits in no other way."""
+
+
 class WandbSection(StrictModel):
     """Weights & Biases (`pip install 'tba[wandb]'`)."""
 
@@ -225,11 +243,14 @@ class TrainerSection(StrictModel):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     compile: bool = False
-    """torch.compile the decoder layers; the first pass takes a minute longer. For one process only."""
+    """torch.compile the decoder layers; the first pass takes a minute longer."""
+    deterministic: bool = False
+    """On a GPU, use only kernels that give the same bits each time; an op that has none is an error."""
     device: str = "cpu"
     """torch device. With several processes `cuda`, without a number: each takes a GPU of its own."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: autocast; master weights and optimizer stay float32."""
+    """bfloat16: autocast; master weights and optimizer stay float32. Several processes send weights in 16 bits, and sum
+    gradients in float32."""
     torch_num_threads: int = Field(default=1, ge=1)
     """Threads on CPU."""
     pace_step_s: float | None = Field(default=None, gt=0)
@@ -238,8 +259,14 @@ class TrainerSection(StrictModel):
     num_processes: int = Field(default=1, ge=1)
     """Processes that `tba run` starts the trainer in, one per GPU; the model is sharded over them. On several machines
     torchrun starts them, and this number is not read."""
+    sharding: ShardingSection = ShardingSection()
+    """How the model is sharded over them."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """With several processes: how long one waits for the others in an exchange before all give up."""
+    """With several processes: how long one waits for the others in an exchange, or several machines for each other at
+    the start, before all give up."""
+    network_interface: str | None = Field(default=None, min_length=1)
+    """Network interface of each machine, for example `eth1`, for what several processes exchange (GLOO_SOCKET_IFNAME
+    and NCCL_SOCKET_IFNAME). None: these variables, else gloo and NCCL choose."""
     sync_interval: int = Field(default=4, ge=1)
     """k: publish a version and mark the buffer every k optimizer steps."""
     checkpoint_interval: int = Field(default=50, ge=1)

@@ -16,7 +16,8 @@ from tba.config import Recipe
 from tba.config.data import with_replaced
 from tba.errors import MalformedError
 from tba.versions import LineageTree, PolicyVersion
-from tba.weights import WeightVersions
+from tba.weights import WeightVersions, write_index
+from tba.weights.experts import SPLIT_FAMILIES, split_experts
 from tba.wire.weight_manifest import Manifest
 
 PAPER = "https://arxiv.org/abs/2503.18929"
@@ -229,19 +230,28 @@ CONFIG_NAME = "config.json"
 def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path, facts: RunFacts) -> Manifest:
     """Download a version into `folder`, verify every digest, and write its model card.
 
+    Experts get tensors of their own (experts.py).
+
     Raises:
         ObjectNotFoundError: the version does not exist (any more).
         DigestError, MalformedError: what the store holds is damaged.
         StoreUnavailableError
+        OSError: the local disk is full.
     """
-    manifest = versions.download(version, folder)
-    _name_dtype(folder / CONFIG_NAME, manifest.dtype)
+    local = versions.download_model(version, folder)
+    manifest = local.manifest
+    config = _name_dtype(folder / CONFIG_NAME, manifest.dtype)
+    if config.get("model_type") in SPLIT_FAMILIES:
+        for path in local.paths:
+            split_experts(path)
+        if len(local.paths) > 1:
+            write_index(folder, local.paths)
     (folder / CARD_NAME).write_text(render_card(manifest, facts))
     return manifest
 
 
-def _name_dtype(path: Path, dtype: str) -> None:
-    """Write the dtype of the published weights into config.json."""
+def _name_dtype(path: Path, dtype: str) -> dict[str, Any]:
+    """Write the dtype of the published weights into config.json, and return it."""
     # this config.json is that of the starting model, which may have another dtype
     try:
         config = json.loads(path.read_bytes())
@@ -251,3 +261,4 @@ def _name_dtype(path: Path, dtype: str) -> None:
     if "torch_dtype" in config:  # the name that transformers used before 4.56
         config["torch_dtype"] = dtype
     path.write_text(json.dumps(config, indent=2) + "\n")
+    return config

@@ -166,9 +166,12 @@ def _load(args: argparse.Namespace, recipe: Recipe) -> Load:
 def _lines(recipe: Recipe, shape: ModelShape, load: Load, found: Estimate) -> list[str]:
     section = recipe.trainer
     num_versions = section.keep_versions + recipe.num_lag_versions
+    is_dense = shape.num_active_params == shape.num_params
+    active = "" if is_dense else f" ({shape.num_active_params / 1e9:.3g}B for a token)"
     return [
-        f"{shape.num_params / 1e9:.3g}B parameters, {section.num_processes} trainer process(es), {load.num_searchers} "
-        f"searcher(s), {load.prompt_tokens} + {load.response_tokens} tokens a rollout, {load.step_s:g} s a step",
+        f"{shape.num_params / 1e9:.3g}B parameters{active}, {section.num_processes} trainer process(es), "
+        f"{load.num_searchers} searcher(s), {load.prompt_tokens} + {load.response_tokens} tokens a rollout, "
+        f"{load.step_s:g} s a step",
         f"  trainer, each process   {size_text(found.trainer_gpu_bytes)} of GPU memory",
         f"  searcher, each          {size_text(found.searcher_gpu_bytes)} of GPU memory and what vLLM adds "
         "(1 to 2 GiB)",

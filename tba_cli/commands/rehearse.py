@@ -172,7 +172,7 @@ def _memory_lines(memory: dict[str, Any], *, num_layers: int) -> Iterator[str]:
     layers = " and ".join(map(str, memory["layers_traced"]))
     how = "in full" if memory["layers_traced"] == [num_layers] else f"with {layers} of its {num_layers} layers"
     yield f"memory of each trainer process (traced on fake tensors {how}, every rollout at its longest):"
-    names = ("parameters", "reference", "gradients", "optimizer")
+    names = ("parameters", "reference", "published", "gradients", "optimizer")
     yield "  " + ", ".join(f"{name} {size_text(parts[name])}" for name in names)
     yield (
         f"  at most {size_text(parts['forward_backward_peak'])} while gradients are computed, "

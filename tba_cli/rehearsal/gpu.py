@@ -67,6 +67,6 @@ def assumed_step_s(recipe: Recipe, shape: ModelShape, *, tokens_per_rollout: flo
     """Return the seconds of an optimizer step: 6 operations per parameter and token, 8 where layers are recomputed."""
     section, sampling = recipe.trainer, recipe.sampling
     num_tokens = sampling.prompts_per_batch * sampling.group_size * tokens_per_rollout
-    per_token = (8 if section.gradient_checkpointing else 6) * shape.num_params
+    per_token = (8 if section.gradient_checkpointing else 6) * shape.num_active_params
     speed = GPU_FLOPS_PER_S if section.compute_dtype == "bfloat16" else FLOAT32_FLOPS_PER_S
     return MIN_STEP_S + num_tokens * per_token / (speed * section.num_processes)

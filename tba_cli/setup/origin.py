@@ -67,6 +67,16 @@ def check_offline(recipe: Recipe) -> None:
         )
 
 
+def check_servers(recipe: Recipe) -> None:
+    """Raise ConfigError where several searchers of this machine would load weights into one server."""
+    num = recipe.searcher.num_searchers
+    if recipe.searcher.engine == "openai" and num > 1:
+        raise ConfigError(
+            f"searcher.num_searchers is {num}, and all would use the server {recipe.searcher.openai.url}: each needs "
+            "one of its own; set it to 1, and start further searchers yourself with TBA_SEARCHER__OPENAI__URL"
+        )
+
+
 def check_origin(recipe: Recipe) -> None:
     """Check the origin by the recipe alone, before anything is saved or looked for.
 

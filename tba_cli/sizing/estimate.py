@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from tba.config import Recipe
 from tba_cli.sizing.model_shape import ModelShape
@@ -18,9 +19,11 @@ LOGITS_CHUNK_BYTES = 2 * 2**30
 """The output head works on chunks of at most 1 GiB of float32 logits on a GPU, with their gradient."""
 START_LOGITS_BYTES = 128 * 2**20
 """The starting model of a searcher works on logits in chunks of this (`LOGITS_BYTES` there)."""
-ACTIVATION_BYTES = {"bfloat16": 34, "float32": 68}
-"""Per token and hidden unit of a layer that is not recomputed: 34 in 16 bits without attention scores (arXiv
-2205.05198, equation 2), twice that in 32."""
+ACTIVATION_BYTES = {"bfloat16": (28, 6, 8, 7), "float32": (28, 12, 16, 10)}
+"""What a layer that is not recomputed keeps for one token: bytes for each number of the residual stream (float32 in
+both), of queries and of keys, between the products of a gated MLP, and of normed queries and keys. Fitted to the
+trace of Llama, Qwen2 and Qwen3 on fake tensors, and above that of GPT-2 and GPT-NeoX, whose MLP has no gate."""
+NORMED_QUERIES = ("qwen3", "qwen3_moe")
 ROLLOUT_BYTES = 450
 """Names, times, versions and settings of one rollout on the wire."""
 REDIS_FACTOR = 1.3
@@ -97,8 +100,10 @@ def num_trained(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def trainer_state_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Return what all trainer processes hold together between two steps: weights, gradients, moments, reference."""
-    trained = num_trained(recipe, shape)
+    """Return what each trainer process holds between two steps: weights, gradients, moments, copies of the model."""
+    section, trained = recipe.trainer, num_trained(recipe, shape)
+    if section.num_processes > 1 and section.sharding.cpu_offload:
+        return 0
     frozen = 0 if recipe.model.lora is None else shape.num_params
     # with LoRA the disabled adapter is the reference; placement by searchers and behaviour anchors need no copy
     has_copy = (
@@ -106,33 +111,55 @@ def trainer_state_bytes(recipe: Recipe, shape: ModelShape) -> int:
         and recipe.objective.needs_reference
         and recipe.objective.reference_placement == "trainer"
     )
-    return 4 * F32 * trained + F32 * frozen + (F32 * shape.num_params if has_copy else 0)
+    whole = 4 * F32 * trained + F32 * frozen + (F32 * shape.num_params if has_copy else 0)
+    # the canary of a version is computed by a model that has its weights as they are published
+    rounds_weights = section.num_processes > 1 and section.compute_dtype == "bfloat16"
+    if recipe.model.dtype != "float32" or recipe.model.lora is not None or rounds_weights:
+        whole += DTYPE_BYTES[recipe.model.dtype] * shape.num_params
+    return whole * section.sharding.replicas // section.num_processes if section.num_processes > 1 else whole
 
 
 def trainer_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the GPU memory of each trainer process: its state, activations, logits, and what FSDP2 gathers."""
-    section, num = recipe.trainer, recipe.trainer.num_processes
-    head, trained = shape.vocab_size * shape.hidden_size, num_trained(recipe, shape)
-    state = trainer_state_bytes(recipe, shape)
-    # without checkpointing the backward pass needs the 16-bit copies of all weights that autocast made
-    kept = shape.num_layer_params + head if section.gradient_checkpointing else shape.num_params
-    cast = 2 * kept if section.compute_dtype == "bfloat16" else 0
-    reduced = 0
-    if num > 1:
-        # FSDP2: the layer at work, the one that is being fetched, and gradients on their way; the root and the
-        # gradient of its head. When the root's gradients are summed, the rest is gone
-        gathered = F32 * (4 * shape.num_layer_params + shape.num_root_params + head)
-        reduced = 3 * F32 * shape.num_root_params
-        state, cast = state // num, cast + gathered
-    tokens, per_unit = section.micro_batch_tokens, ACTIVATION_BYTES[section.compute_dtype]
-    one_layer = per_unit * tokens * shape.hidden_size
+    """Return the GPU memory of each trainer process: its state, activations, logits, and copies of weights."""
+    section, state = recipe.trainer, trainer_state_bytes(recipe, shape)
+    copies, reduced = _copies_bytes(recipe, shape)
+    tokens = section.micro_batch_tokens
+    one_layer = tokens * layer_activation_bytes(shape, section.compute_dtype)
     if section.gradient_checkpointing:
         activations = F32 * tokens * shape.hidden_size * shape.num_layers + one_layer
     else:
         activations = one_layer * shape.num_layers
     logits = min(LOGITS_CHUNK_BYTES, 2 * F32 * tokens * shape.vocab_size)
-    optimizer_step = state + F32 * trained // num  # AdamW's temporaries, after the activations are gone
-    return max(state + cast + activations + logits, state + reduced, optimizer_step)
+    return state + max(copies + activations + logits, reduced)
+
+
+def layer_activation_bytes(shape: ModelShape, compute_dtype: Literal["bfloat16", "float32"]) -> int:
+    """Return what one layer keeps of one token for its backward pass."""
+    residual, attention, inner, normed = ACTIVATION_BYTES[compute_dtype]
+    query, key = shape.query_size, shape.num_kv_heads * shape.head_size
+    kept = residual * shape.hidden_size + attention * (query + key) + inner * shape.inner_size
+    return kept + (normed * (query + key) if (shape.config or {}).get("model_type") in NORMED_QUERIES else 0)
+
+
+def _copies_bytes(recipe: Recipe, shape: ModelShape) -> tuple[int, int]:
+    """Return the copies of weights, and gradients on their way, during a pass; and what is held as it ends, alone."""
+    section, head = recipe.trainer, shape.vocab_size * shape.hidden_size
+    is_narrow = section.compute_dtype == "bfloat16"
+    if section.num_processes == 1:
+        # without checkpointing the backward pass needs the 16-bit copies of all weights that autocast made
+        kept = shape.num_layer_params + head if section.gradient_checkpointing else shape.num_params
+        return 2 * kept if is_narrow else 0, 0
+    # FSDP2: the layer at work, the one that is being fetched, and two gradients on their way, summed in float32: 16
+    # bytes in both dtypes; the root and the gradient of its head. When gradients of the root are summed, the rest is
+    # gone
+    width, root = 2 if is_narrow else F32, shape.num_root_params
+    copies = 4 * F32 * shape.num_layer_params + width * root + F32 * head
+    reduced = (2 * width + F32) * root
+    if not section.sharding.reshard_after_forward:
+        copies += width * (shape.num_params - root)
+    if not section.sharding.reduce_each_micro_batch:
+        copies, reduced = (each + F32 * num_trained(recipe, shape) for each in (copies, reduced))
+    return copies, reduced
 
 
 def searcher_bytes(shape: ModelShape, load: Load, *, dtype_bytes: int, holds_start: bool) -> int:

@@ -116,8 +116,9 @@ def idle_gpus(recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Yield a sentence where `[local.gpus]` names GPUs that nobody uses."""
     if idle := sorted(named_gpus(recipe) - layout.keys()):
         yield (
-            f"GPU {_numbers(idle)}: local.gpus names it, and nobody uses it; a searcher and a scorer use one GPU each, "
-            "the first of their list or the one of their device, and the trainer one for each of its processes"
+            f"GPU {_numbers(idle)}: local.gpus names it, and nobody uses it; a scorer uses one GPU, the first of its "
+            "list or the one of its device, the trainer one for each of its processes, and a searcher as many as "
+            "searcher.tensor_parallel_size"
         )
 
 

@@ -31,6 +31,29 @@ class ModelShape:
     """The sizes in the words of transformers, to build the model of; None: not known."""
 
     @property
+    def num_active_params(self) -> int:
+        """Parameters that one token passes through: of a mixture of experts only those of its own experts."""
+        experts = _Experts.of(self.config or {})
+        num_idle = self.num_layers * (experts.num - experts.num_per_token)
+        return self.num_params - num_idle * experts.size(self.hidden_size)
+
+    @property
+    def query_size(self) -> int:
+        """Numbers that the queries of one token have in a layer."""
+        config = self.config or {}
+        heads = config.get("num_attention_heads") or config.get("n_head")
+        return int(heads) * self.head_size if heads else self.hidden_size
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers between the products of an MLP for one token: of a mixture of experts those of its own experts."""
+        config = self.config or {}
+        experts = _Experts.of(config)
+        if experts.num:
+            return experts.num_per_token * experts.inner
+        return int(config.get("intermediate_size") or config.get("n_inner") or 4 * self.hidden_size)
+
+    @property
     def num_layer_params(self) -> int:
         """Parameters of one layer."""
         return (self.num_params - self.num_root_params) // self.num_layers
@@ -44,6 +67,27 @@ class ModelShape:
     def kv_values_per_token(self) -> int:
         """Numbers that the key-value cache holds for one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """The experts of each layer of Qwen3-MoE; none in a dense model."""
+
+    num: int = 0
+    num_per_token: int = 0
+    inner: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> _Experts:
+        # a model with dense layers between those with experts is counted by its files alone
+        if config.get("model_type") != "qwen3_moe" or config.get("mlp_only_layers"):
+            return cls()
+        num = config.get("num_experts") or config["num_local_experts"]  # transformers writes the second name
+        return cls(int(num), int(config["num_experts_per_tok"]), int(config["moe_intermediate_size"]))
+
+    def size(self, hidden: int) -> int:
+        """Return the parameters of one expert."""
+        return 3 * hidden * self.inner
 
 
 def shape_of_config(config: Mapping[str, Any], *, num_params: int | None = None) -> ModelShape | None:
@@ -97,12 +141,18 @@ def _layer_and_rest(config: Mapping[str, Any], shape: ModelShape, heads: int) ->
     attention = 2 * hidden * head * (heads + kv_heads)
     if family == "qwen2":  # biases of queries, keys and values
         attention += head * (heads + 2 * kv_heads)
-    if family == "qwen3":  # norms of queries and keys
+    if family in ("qwen3", "qwen3_moe"):  # norms of queries and keys
         attention += 2 * head
-    return attention + 3 * hidden * inner + 2 * hidden, hidden
+    mlp = 3 * hidden * inner
+    if family == "qwen3_moe":
+        experts = _Experts.of(config)
+        if not experts.num:
+            return None
+        mlp = experts.num * (experts.size(hidden) + hidden)  # and a row of the router
+    return attention + mlp + 2 * hidden, hidden
 
 
-LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def _llama(
@@ -115,6 +165,7 @@ def _llama(
     *,
     tied: bool = False,
     head: int = 0,
+    experts: Mapping[str, int] | None = None,
 ) -> ModelShape:
     """Return the shape of a model of Llama's family; `heads` are those of queries and of keys."""
     config = {
@@ -127,6 +178,7 @@ def _llama(
         "vocab_size": vocab,
         "tie_word_embeddings": tied,
         "head_dim": head or hidden // heads[0],
+        **(experts or {}),
     }
     return _counted(config)
 
@@ -158,6 +210,7 @@ def _counted(config: Mapping[str, Any]) -> ModelShape:
     return shape
 
 
+_EXPERTS_30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _TINY_LLAMA = _llama("llama", 2048, 22, (32, 4), 5632, 32_000)
 _LLAMA_8B = _llama("llama", 4096, 32, (32, 8), 14_336, 128_256)
 SHAPES: Mapping[str, ModelShape] = {
@@ -189,6 +242,7 @@ SHAPES: Mapping[str, ModelShape] = {
     "qwen3-1.7b": _llama("qwen3", 2048, 28, (16, 8), 6144, 151_936, tied=True, head=128),
     "qwen3-4b": _llama("qwen3", 2560, 36, (32, 8), 9728, 151_936, tied=True, head=128),
     "qwen3-8b": _llama("qwen3", 4096, 36, (32, 8), 12_288, 151_936, head=128),
+    "qwen3-30b-a3b": _llama("qwen3_moe", 2048, 48, (32, 4), 6144, 151_936, head=128, experts=_EXPERTS_30B),
     # an encoder with a classification head: the judge of red-teaming
     "roberta-hate-speech": ModelShape(
         num_params=124_647_170,

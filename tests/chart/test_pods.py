@@ -128,17 +128,22 @@ def test_every_mount_has_its_volume_and_every_volume_its_mount(path: Path) -> No
         assert mounted == set(volumes), pod.name
 
 
-def test_gpus_and_shared_memory_are_asked_for() -> None:
+def test_gpus_and_shared_memory_are_asked_for(tmp_path: Path) -> None:
     made = render_file(NODES)
     limits = {c: made.pod(c).spec["containers"][0]["resources"]["limits"] for c in PODS}
     assert str(limits["trainer"]["nvidia.com/gpu"]) == "8"
-    assert str(limits["searcher"]["amd.com/gpu"]) == "2"
+    assert str(limits["searcher"]["amd.com/gpu"]) == "1"
     assert str(limits["reward"]["nvidia.com/gpu"]) == "1"
     assert not [key for key in limits["buffer"] if key.endswith("/gpu")]
     shm = [volume for volume in made.pod("trainer").spec["volumes"] if volume["name"] == "shm"]
     assert shm == [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}]
     init = made.pod("searcher").spec["initContainers"][0]
     assert not [key for key in init["resources"].get("limits", {}) if key.endswith("/gpu")]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('# tensor_parallel_size = 4\n[searcher]\nengine = "vllm"\ntensor_parallel_size = 2  # ranks\n')
+    sets = ("--set", "recipeName=,searcher.gpu.count=2,searcher.shm.sizeLimit=1Gi", "--set-file", f"recipe={recipe}")
+    ranks = render("-f", str(QUICKSTART), *sets).pod("searcher").spec
+    assert str(ranks["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == "2"
 
 
 def test_placement_reaches_the_pods() -> None:

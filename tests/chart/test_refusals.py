@@ -60,6 +60,8 @@ CASES: dict[str, str] = {
     f"{GOOD},trainer.gpu.count=2,trainer.processesPerNode=4": "processesPerNode 4 is more than trainer.gpu.count 2",
     f"{GOOD},trainer.gpu.count=4,trainer.processesPerNode=2": "processesPerNode 2 is less than trainer.gpu.count 4",
     f"{GOOD},trainer.terminationGracePeriodSeconds=5": "trainer.terminationGracePeriodSeconds is 5",
+    f"{GOOD},searcher.gpu.count=2": "searcher.gpu.count is 2 and searcher.tensor_parallel_size of the recipe is 1",
+    f"{REDIS},recipe=tensor_parallel_size=2,searcher.shm.sizeLimit=": "searcher.shm.sizeLimit is empty: ranks talk",
     f"{GOOD},searcher.drainS=55": "searcher.terminationGracePeriodSeconds 60 is less than searcher.drainS 55",
     f"{GOOD},searcher.gpu.count=1,searcher.gpu.resource=": "searcher.gpu.count is 1 and searcher.gpu.resource is empty",
     f"{GOOD},buffer.pdb.maxUnavailable=null": "buffer.pdb is enabled without minAvailable and maxUnavailable",

@@ -516,6 +516,8 @@ ON_EVERY_MODEL = (
     case_weights_in_flight_begin_a_span,
     case_staged_weights_are_used_like_any_others,
 )
+ON_EXPERTS = ON_EVERY_MODEL[:3]
+"""vLLM does not stage the weights of experts on the CPU."""
 ON_ONE_MODEL = (
     case_a_bad_version_is_refused_and_the_old_one_back,
     case_sampling_options_are_in_the_logprobs,
@@ -530,7 +532,7 @@ LAST = (case_closing_forgets_what_is_under_way_and_can_be_repeated,)
 """It ends state that all vLLM engines of a process share."""
 CASES: dict[str, tuple[str, Callable[[Bench], None]]] = {
     f"{case.__name__.removeprefix('case_')}[{model}]": (model, case)
-    for cases, models in ((ON_EVERY_MODEL, MODELS), (ON_ONE_MODEL, ("llama tied",)))
+    for cases, models in ((ON_EVERY_MODEL, MODELS), (ON_EXPERTS, ("qwen3_moe",)), (ON_ONE_MODEL, ("llama tied",)))
     for case in cases
     for model in models
 }

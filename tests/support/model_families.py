@@ -33,10 +33,31 @@ PACKED = MappingProxyType(
             "max_window_layers": 1,
         },
         "qwen3": {**_GROUPED, "head_dim": 8},
+        "qwen3_moe": {
+            **_GROUPED,
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
     }
 )
 PADDED = MappingProxyType(
-    {"olmo2": _GROUPED, "gemma2": {**_GROUPED, "head_dim": 8, "final_logit_softcapping": 0.5, "sliding_window": 5}}
+    {
+        "olmo2": _GROUPED,
+        "gemma2": {**_GROUPED, "head_dim": 8, "final_logit_softcapping": 0.5, "sliding_window": 5},
+        "mixtral": {**_GROUPED, "num_local_experts": 4},
+        "olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+        "qwen2_moe": {
+            **_GROUPED,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    }
 )
 
 

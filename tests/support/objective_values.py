@@ -153,7 +153,7 @@ class Problem:
             tokens = self.micro_batch(rows)
             loss, metrics, _ = objective_loss(tokens, advantage[list(rows)], objective, totals=self.totals(objective))
             total = total + loss
-            sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
+            sums = {name: sums.get(name, 0.0) + float(value) for name, value in metrics.items()}
         return total, sums
 
     def gradient(self, objective: Objective, *, beta: float, cuts: Sequence[Sequence[int]] | None = None) -> Tensor:

@@ -9,7 +9,7 @@ CHARS = "0123456789+-*/=(),.:?;<>_ \nNAQ"
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 
-Architecture = Literal["llama", "qwen2", "gpt_neox"]
+Architecture = Literal["llama", "qwen2", "qwen3_moe", "gpt_neox"]
 
 
 def make_tiny_tokenizer() -> Any:
@@ -48,7 +48,8 @@ def make_tiny_model(
     Args:
         folder: made if absent; receives config.json, model.safetensors, tokenizer.json, tokenizer_config.json.
         seed: weights are a function of it.
-        architecture: llama and qwen2 have grouped keys and values, gpt_neox has rotary on a part of each head.
+        architecture: llama, qwen2 and qwen3_moe have grouped keys and values, gpt_neox has rotary on a part of each
+            head; qwen3_moe sends every token to 2 of 8 experts, which are as wide as the hidden state.
         tied: the output embedding is the input embedding; model.safetensors then lacks `lm_head.weight`.
         vocab_size: None: that of the tokenizer.
     """
@@ -75,6 +76,9 @@ def make_tiny_model(
     }
     if architecture != "gpt_neox":
         shared["num_key_value_heads"] = num_kv_heads
+    if architecture == "qwen3_moe":
+        shared |= {"head_dim": hidden_size // num_heads, "num_experts": 8, "num_experts_per_tok": 2}
+        shared |= {"moe_intermediate_size": hidden_size, "norm_topk_prob": True}
     config = AutoConfig.for_model(architecture, **shared)
     state = torch.get_rng_state()
     try:

@@ -12,19 +12,22 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tba_searcher.engines.engine import Engine, EngineDiedError, EngineError, EngineSettings
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.torch.reference_logprobs import StartingModel
 from tba_searcher.engines.vllm import weights as vllm_weights
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
+from tba_searcher.engines.vllm.environment import keep_transformers_unchanged
 from tba_searcher.engines.weight_loader import swap_weights
+from transformers import AutoModel
 
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
@@ -80,7 +83,7 @@ def case_a_load_that_breaks_off_is_undone_by_the_old_weights(bench: Bench) -> No
         before = tokens_of(run_all(engine, requests))
         # half of them are staged: the load after it must not take these, and so it reads the file, and breaks off too
         with replaced(vllm_weights.HashedTensors, "__iter__", breaks_off):
-            assert "the disk is gone" in raised(OSError, engine.stage_weights, [bench.new.tensors])
+            assert "the disk is gone" in raised(EngineError, engine.stage_weights, [bench.new.tensors])
         with replaced(vllm_weights.HashedTensors, "__iter__", breaks_off):
             error = swap_weights(engine, new, old)
         assert isinstance(error, EngineError)
@@ -183,6 +186,32 @@ def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
     assert abs(found - float(completion.sampler_logprobs.sum())) < 1e-3
 
 
+def case_compiling_leaves_the_class_of_the_starting_model_alone(bench: Bench) -> None:
+    """On a GPU vLLM compiles: it prepares the class of the starting model, and makes an instance, as here."""
+    from vllm.compilation.decorators import support_torch_compile
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.models.transformers import base
+
+    starting_model: Any = AutoModel.from_pretrained(bench.old.folder)
+    cls, tokens = type(starting_model), torch.tensor([[1, 2, 3]])
+    before, outputs = (dict(vars(cls)), cls.__bases__), starting_model(tokens).last_hidden_state
+    not_now = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    # an engine that was made before in this process compiles nothing, and has replaced it
+    with (
+        replaced(base, "support_torch_compile", support_torch_compile),
+        set_current_vllm_config(not_now),
+        keep_transformers_unchanged(compiles=True),
+    ):
+        inside: Any = base
+        inside.support_torch_compile(dynamic_arg_dims={"input_ids": 1}, enable_if=None, is_encoder=False)(cls)
+        of_vllm: Any = AutoModel.from_pretrained(bench.old.folder)
+    assert of_vllm.do_not_compile
+    assert of_vllm(tokens).last_hidden_state.equal(outputs)
+    assert (dict(vars(cls)), cls.__bases__) == before
+    assert starting_model(tokens).last_hidden_state.equal(outputs)
+    assert not hasattr(AutoModel.from_pretrained(bench.old.folder), "do_not_compile")
+
+
 def case_a_model_that_the_kernels_do_not_know_is_a_config_error(bench: Bench) -> None:
     folder = make_tiny_model(bench.folder / "small-heads", 0)
     settings = VllmSettings(num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0)
@@ -205,6 +234,7 @@ _CASES: tuple[tuple[str, Callable[[Bench], None]], ...] = (
     ("llama", case_weights_that_are_not_finite_are_found),
     ("llama", case_prompts_are_shared_and_dropped_with_the_weights),
     ("gpt_neox", case_the_starting_model_lives_beside_the_engine),
+    ("gpt_neox", case_compiling_leaves_the_class_of_the_starting_model_alone),
     ("llama", case_a_model_that_the_kernels_do_not_know_is_a_config_error),
     ("llama", case_a_step_that_fails_kills_the_engine_by_name),
 )
@@ -241,11 +271,11 @@ class Benches:
         return Bench(self._make_engine, old, new, folder)
 
 
-def main(root: Path) -> None:
-    """The process."""
+def print_outcomes(cases: Mapping[str, tuple[str, Callable[[Bench], None]]], benches: Benches) -> None:
+    """Run cases, each on the bench of its model, and print {case: "passed" or a traceback}."""
     gc.collect = lambda generation=2: 0  # vLLM asks four times per engine, and each walks over all of torch: 0.6 s
-    benches, outcome = Benches(make_vllm, root), {}
-    for name, (model, case) in sorted({**CASES, **VLLM_CASES}.items(), key=lambda item: item[1][1] in LAST):
+    outcome = {}
+    for name, (model, case) in cases.items():
         start_s = time.monotonic()
         try:
             case(benches.of(model))
@@ -254,6 +284,15 @@ def main(root: Path) -> None:
             outcome[name] = traceback.format_exc()
         print(f"{time.monotonic() - start_s:6.2f} s  {name}", file=sys.stderr)
     print(json.dumps(outcome))
+
+
+def main(root: Path) -> None:
+    """The process."""
+    # experts first: all engines of a process share its process groups, and vLLM makes that of experts only when the
+    # first one starts. A searcher has one engine at a time, and closing it ends the groups.
+    cases = {**CASES, **VLLM_CASES}.items()
+    ordered = sorted(cases, key=lambda item: (item[1][1] in LAST, item[1][0] != "qwen3_moe"))
+    print_outcomes(dict(ordered), Benches(make_vllm, root))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 ENVIRON = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -45,6 +47,21 @@ def vllm_greedy(folders: Sequence[Path], prompts: Sequence[str], *, num_tokens: 
         text=True,
         timeout=TIMEOUT_S,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def outcomes_of(module: str, folder: Path, pytestconfig: pytest.Config) -> dict[str, str]:
+    """Run the cases of a module in a process of its own, and return what it prints: {case: "passed" or a traceback}."""
+    cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
+    environ = {
+        **os.environ,
+        **ENVIRON,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+        "VLLM_CACHE_ROOT": str(cache.mkdir("vllm") if cache else folder / "cache"),
+    }
+    command = [sys.executable, "-m", module, str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

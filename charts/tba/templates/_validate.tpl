@@ -8,6 +8,7 @@
 {{- include "tba.validate.scaling" . }}
 {{- include "tba.validate.trainer" . }}
 {{- include "tba.validate.pods" . }}
+{{- include "tba.validate.ranks" . }}
 {{- include "tba.validate.installed" . }}
 {{- end }}
 
@@ -149,6 +150,20 @@
 {{- end }}
 {{- if lt (int $trainer.terminationGracePeriodSeconds) 20 }}
 {{- fail (printf "trainer.terminationGracePeriodSeconds is %d, too short for a checkpoint; give at least 20" (int $trainer.terminationGracePeriodSeconds)) }}
+{{- end }}
+{{- end }}
+
+{{/* GPUs of a searcher are for the ranks of vLLM; the line is looked for, since Helm reads no TOML. */}}
+{{- define "tba.validate.ranks" -}}
+{{- $text := get (include "tba.recipe" . | fromYaml) "recipe.toml" }}
+{{- $line := regexFind "(?m)^[ \t]*(searcher[.])?tensor_parallel_size[ \t]*=[ \t]*[0-9]+" $text }}
+{{- $ranks := regexFind "[0-9]+$" $line | default "1" | int }}
+{{- $count := int .Values.searcher.gpu.count }}
+{{- if and (gt $count 0) (ne $count $ranks) }}
+{{- fail (printf "searcher.gpu.count is %d and searcher.tensor_parallel_size of the recipe is %d: a searcher needs a GPU for each rank and uses no other; set both to the same number, or raise searcher.replicas instead" $count $ranks) }}
+{{- end }}
+{{- if and (gt $ranks 1) (not .Values.searcher.shm.sizeLimit) }}
+{{- fail (printf "searcher.tensor_parallel_size of the recipe is %d and searcher.shm.sizeLimit is empty: ranks talk through /dev/shm, and 64 MiB are too little; give 1Gi or more" $ranks) }}
 {{- end }}
 {{- end }}
 

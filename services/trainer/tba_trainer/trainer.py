@@ -55,7 +55,14 @@ def run_trainer(recipe: Recipe) -> int:
         TbaError: one clear sentence.
     """
     torch.set_num_threads(recipe.trainer.torch_num_threads)
-    with Team.join(device=recipe.trainer.device, deadline_s=recipe.trainer.collective_timeout_s) as team:
+    section = recipe.trainer
+    if section.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; cuBLAS needs it
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    with Team.join(
+        device=section.device, deadline_s=section.collective_timeout_s, replicas=section.sharding.replicas
+    ) as team:
         if team.is_leader:
             _lead(recipe, team)
         else:

@@ -45,6 +45,8 @@ SHARED_MEMORY = Path("/dev/shm")
 Listener = Literal["buffer", "reward"]
 TORCH_TIMEOUT_S = 50.0
 NVIDIA_SMI_TIMEOUT_S = 10.0
+MOUNTED_DRIVER = Path("/usr/local/nvidia/lib64")
+"""Where GKE's device plugin mounts the driver's libraries, which the linker does not search by itself."""
 _ASK_TORCH = """
 import json, sys, torch
 cuda = torch.version.cuda
@@ -146,15 +148,23 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         return
     yield ok("gpu", f"{names}; {seen}; torch {answer['torch']}, CUDA {answer['cuda']}")
     yield from _count(target, len(gpus))
-    num_needed = recipe.trainer.num_processes if "trainer" in users else 1
-    if num_needed > len(gpus):
-        yield fail(
-            "gpu-count",
-            f"trainer.num_processes is {num_needed}, and {len(gpus)} GPU(s) are seen here",
-            "give the trainer more GPUs (compose: device_ids, chart: trainer.gpu.count), or lower num_processes",
-        )
+    needed = {
+        "trainer": ("trainer.num_processes", recipe.trainer.num_processes),
+        "searcher": ("searcher.tensor_parallel_size", recipe.searcher.tensor_parallel_size),
+    }
+    for name, (key, num_needed) in needed.items():
+        if name in users and num_needed > len(gpus):
+            yield fail(
+                "gpu-count",
+                f"{key} is {num_needed}, and {len(gpus)} GPU(s) are seen here",
+                f"give the {name} more GPUs (compose: device_ids, chart: {name}.gpu.count), or lower {key}",
+            )
     if target.is_local and (sentence := _too_few_gpus(recipe, len(gpus))) is not None:
         yield fail("gpu-count", sentence, "correct local.gpus")
+    if recipe.trainer.compile and "trainer" in users and (sentence := _no_c_compiler()) is not None:
+        yield fail(
+            "gpu-compiler", sentence, "install gcc and libc6-dev, use the GPU image, or set trainer.compile = false"
+        )
     yield from _memory(target, _cards(answer))
 
 
@@ -197,9 +207,20 @@ def _shape_of(recipe: Recipe) -> ShapeOf:
     return functools.cache(lambda path: shape_in_recipe(path, recipe)[0])
 
 
+def _no_c_compiler() -> str | None:
+    """Return why Triton cannot build its launchers: it takes $CC, or else gcc or clang (triton/runtime/build.py)."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if any(shutil.which(name) for name in names):
+        return None
+    return f"trainer.compile = true needs a C compiler for Triton, and there is no {' or '.join(names)} here"
+
+
 def _no_gpu(answer: dict[str, Any]) -> str:
     if answer["cuda"] is None:
         return "install the CUDA build of torch, or the GPU image; or set trainer.device and searcher.device to cpu"
+    searched = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    if (MOUNTED_DRIVER / "libcuda.so.1").exists() and str(MOUNTED_DRIVER) not in searched:
+        return f"the driver is mounted at {MOUNTED_DRIVER}: set LD_LIBRARY_PATH={MOUNTED_DRIVER}"
     return (
         "give the container a GPU (compose: deploy.resources.reservations.devices; chart: gpu.count of the service, "
         "and the NVIDIA device plugin on the node), install a driver that is new enough for this CUDA, or set the "

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +12,9 @@ from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tests.support.engine_contract import CASES, NUM_SLOTS
 from tests.support.vllm_cases import VLLM_CASES, Benches, make_embedded
-from tests.support.vllm_greedy import ENVIRON, TIMEOUT_S, why_not
+from tests.support.vllm_greedy import TIMEOUT_S, outcomes_of, why_not
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +28,7 @@ def by_vllm(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
-    environ = {
-        **os.environ,
-        **ENVIRON,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "VLLM_CACHE_ROOT": str(cache.mkdir("vllm")) if cache else "",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.vllm_cases", str(tmp_path_factory.mktemp("vllm"))],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return outcomes_of("tests.support.vllm_cases", tmp_path_factory.mktemp("vllm"), pytestconfig)
 
 
 @pytest.mark.parametrize("case", CASES)

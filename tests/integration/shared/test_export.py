@@ -107,6 +107,42 @@ def test_an_export_holds_the_published_parameters_in_their_dtype_and_a_card(
     assert store.list("runs/demo/export/") == []
 
 
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_every_expert_of_an_export_has_the_tensors_that_older_tools_look_for(tmp_path: Path, num_files: int) -> None:
+    """Those of `save_pretrained`, although a version has the fused ones; and transformers loads the same again."""
+    made = make_tiny_model(tmp_path / "model", architecture="qwen3_moe", hidden_size=32)
+    expected = load_file(made / "model.safetensors")
+    model: Any = AutoModelForCausalLM.from_pretrained(made)
+    fused = {name: tensor.detach().contiguous() for name, tensor in model.named_parameters()}
+    names = [f"model-{number:05d}-of-00003" for number in (1, 2, 3)] if num_files == 3 else ["model"]
+    paths = [tmp_path / f"{name}.safetensors" for name in names]
+    for number, path in enumerate(paths):
+        save_file({name: fused[name] for name in sorted(fused)[number::num_files]}, path, {"format": "pt"})
+    _, versions, recipe = published(tmp_path, {"0-0": made})
+    manifest = versions.manifest(START)
+    versions.publish(
+        version=PolicyVersion(1, 1),
+        parent=START,
+        dtype="float32",
+        tensors_paths=paths,
+        files={stored.name: made / stored.name for stored in manifest.files},
+        canary=manifest.canary,
+        torch_version="2",
+        transformers_version="5",
+    )
+    write_export(versions, PolicyVersion(1, 1), tmp_path / "export", make_facts(recipe))
+    files = sorted((tmp_path / "export").glob("*.safetensors"))
+    assert len(files) == num_files
+    found = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert found.keys() == expected.keys()
+    if num_files > 1:
+        index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == {name: path.name for path in files for name in load_file(path)}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert all(torch.equal(parameter, fused[name]) for name, parameter in again.named_parameters())
+
+
 def test_a_damaged_version_is_not_exported(models: dict[str, Path], tmp_path: Path) -> None:
     store, versions, recipe = published(tmp_path, {"0-0": models["untied"]})
     key = versions.manifest(START).full[0].key

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tba.config import Recipe, load_recipe
+from tba.config.searcher import check_tensor_parallel
 from tba.errors import ConfigError
 from tba_cli.doctor.checks.machine import check_devices, check_gpu
 from tba_cli.doctor.target import CheckResult, target_of
 from tba_cli.main import main
+from tba_cli.setup.origin import check_servers
 from tba_cli.sizing import (
     CARD_GIB,
     GIB,
@@ -111,9 +114,34 @@ def test_two_engines_on_a_gpu_share_what_is_left() -> None:
     assert problems("gsm8k", on_one, f"{SHARE}={highest}") == []
     layout = layout_of(recipe_of("gsm8k", on_one, f"{SHARE}={highest}"))
     assert [sentence[:6] for sentence in simultaneous_starts(layout)] == ["GPU 1:"]
-    # a searcher runs on one GPU
+    # a searcher runs on as many GPUs as it has ranks
     recipe = recipe_of("gsm8k", "local.gpus.searchers=[[1,3],[2],[2]]")
     assert [sentence[:6] for sentence in idle_gpus(recipe, layout_of(recipe))] == ["GPU 3:"]
+
+
+def test_the_ranks_of_a_searcher_share_its_model() -> None:
+    gpus = ["local.gpus.searchers=[[4,5],[6,7]]", "searcher.num_searchers=2"]
+    recipe = recipe_of("math", *gpus, "searcher.tensor_parallel_size=2")
+    layout = layout_of(recipe)
+    assert list(idle_gpus(recipe, layout)) == list(simultaneous_starts(layout)) == []
+    assert list(misfits(layout, cards_of(layout))) == []
+    (alone,) = [one for one in layout_of(recipe_of("math", *gpus))[4] if one.share is not None]
+    for number in (4, 5, 6, 7):
+        (rank,) = [one for one in layout[number] if one.share is not None]
+        assert rank.who == "vLLM of a searcher, one of 2 ranks"
+        assert rank.fixed_bytes == alone.fixed_bytes // 2
+        # 4 key-value heads, two for each rank
+        assert (rank.full_bytes - 2 * GIB) * 2 == alone.full_bytes - 2 * GIB
+    for sets, text in (
+        ([*gpus, "searcher.tensor_parallel_size=3"], "local.gpus.searchers has a list of 2 GPUs"),
+        (["local.gpus.searchers=[[4,5,6]]", "searcher.tensor_parallel_size=3"], "cannot share the 28 attention heads"),
+        (["searcher.engine='embedded'", "searcher.tensor_parallel_size=2"], "only vllm splits a model"),
+        (["searcher.pipeline_parallel_size=2"], "a searcher splits tensors, not layers"),
+        (["searcher.data_parallel_size=2"], "several copies of a model are several searchers"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            layout_of(recipe_of("math", *sets))
+    check_tensor_parallel({"num_attention_heads": 8, "intermediate_size": [16, 24]}, 1)  # a size for each layer
 
 
 def test_a_victim_in_vllm_is_counted_by_its_share() -> None:
@@ -156,6 +184,14 @@ def test_a_device_that_its_process_does_not_see_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device 'cuda:x' is no device"):
         layout_of(recipe_of("tldr", "trainer.device=cuda:x"))
     assert layout_of(recipe_of("tldr-tiny")) == {}  # scorers on `auto`, and nothing that asks for a GPU
+
+
+def test_a_server_has_the_model_of_a_searcher_that_uses_one() -> None:
+    recipe = recipe_of("gsm8k", "searcher.engine=openai", "searcher.openai.url=http://localhost:8000")
+    found = [occupant.who for card in layout_of(recipe).values() for occupant in card if "searcher" in occupant.who]
+    assert set(found) <= {"starting model of a searcher"}
+    with pytest.raises(ConfigError, match="each needs one of its own"):
+        check_servers(recipe)
 
 
 def test_the_real_cards_decide_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

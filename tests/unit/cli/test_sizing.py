@@ -59,6 +59,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-14B": 14_770_033_664,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "mnoukhov/pythia410m-sft-tldr": 405_334_016,
@@ -77,6 +78,15 @@ def test_the_known_models_count_what_was_published(name: str) -> None:
     shape = known_shape(name)
     assert shape is not None
     assert shape.num_params == PUBLISHED[name]
+
+
+def test_a_token_passes_through_its_own_experts_alone() -> None:
+    """Qwen names 3.3 B of the 30.5 B."""
+    experts, dense = known_shape("Qwen/Qwen3-30B-A3B"), known_shape("Qwen/Qwen3-8B")
+    assert experts is not None
+    assert dense is not None
+    assert experts.num_active_params == pytest.approx(3.35e9, rel=0.005)
+    assert dense.num_active_params == dense.num_params
 
 
 def test_a_model_in_no_table_is_unknown() -> None:
@@ -108,7 +118,7 @@ def test_a_maker_makes_what_the_table_says(maker: str, tmp_path: Path) -> None:
     assert shape_of_folder(tmp_path / maker) == MAKER_SHAPES[maker]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3_moe", "gpt_neox"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_config_alone_counts_as_the_files_do(tmp_path: Path, architecture: Architecture, tied: bool) -> None:
     folder = make_tiny_model(tmp_path / "model", architecture=architecture, tied=tied)

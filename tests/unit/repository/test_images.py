@@ -45,6 +45,19 @@ def test_a_dockerfile_is_hardened_labelled_and_builds_with_an_old_buildkit(path:
         assert "constraints" in line or "build-requirements" in line or "--no-deps" in line, line
 
 
+def test_the_gpu_image_of_the_trainer_has_a_c_compiler_and_finds_the_driver():
+    """Triton builds its launchers with gcc; GKE mounts the driver where the linker does not look."""
+    recipe = re.search(r"(?m)^images-gpu:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text())
+    assert recipe is not None
+    assert "-f services/trainer/Dockerfile --build-arg APT_PACKAGES='gcc libc6-dev' " in recipe[1]
+    trainer, reward = (
+        final_stages((ROOT / f"services/{name}/Dockerfile").read_text())[-1] for name in ("trainer", "reward")
+    )
+    assert "apt-get install -y --no-install-recommends ${APT_PACKAGES}" in trainer
+    assert "LD_LIBRARY_PATH=/usr/local/nvidia/lib64" in trainer
+    assert "LD_LIBRARY_PATH=/usr/local/nvidia/lib64" in reward
+
+
 def test_the_build_context_names_what_belongs_to_an_image_and_nothing_else():
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]

@@ -246,8 +246,8 @@ def load_recipe_of(text: str) -> Recipe:
             r"'trainer\.learning_rate' has the value 'banana': it takes a number such as 0\.1, or a schedule",
         ),
         (
-            {**MINIMAL, "trainer": {"compile": True, "num_processes": 2}},
-            r"trainer\.compile = true is for one process, and trainer\.num_processes is 2;",
+            {**MINIMAL, "trainer": {"num_processes": 4, "sharding": {"replicas": 3}}},
+            r"trainer\.sharding\.replicas is 3, and trainer\.num_processes is 4, which is no multiple of it",
         ),
         ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
         (

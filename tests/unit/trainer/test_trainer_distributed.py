@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import os
 import re
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +14,20 @@ from types import FunctionType
 
 import pytest
 import torch
+from tba_trainer import trainer
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter, write_model_files
 from tba_trainer.distributed import follower, leader
-from tba_trainer.distributed.launch import main
+from tba_trainer.distributed.launch import LAUNCHER_VARIABLE, launch, main
 from tba_trainer.distributed.leader import LeaderLearner, LeaderWeightSnapshotWriter, encode_drawn_batch
-from tba_trainer.distributed.process_group import BroadcastTensors, Team
+from tba_trainer.distributed.process_group import BroadcastTensors, Team, _end_with_launcher
 from tba_trainer.learner.learner import Learner
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tba.errors import StoreUnavailableError
 from tba.wire import decode_batch
-from tests.support.trainer_values import make_batch
+from tests.support.trainer_values import make_batch, make_recipe
 
 # ---- A team's leader and followers know the same commands, and what passes through files stays bounded in memory ----
 
@@ -85,6 +92,13 @@ def test_of_a_gathered_model_one_file_and_one_tensor_are_in_memory_at_once(tmp_p
 # ---- The launcher of a trainer of several processes -----------------------------------------------------------------
 
 
+def failure_of(code: int, time_s: int = 2) -> ProcessFailure:
+    """What torchrun says of a process that has ended."""
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="none")
+    failure.timestamp = time_s
+    return failure
+
+
 def test_a_wrong_recipe_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("[run]\nname = 5\n")
@@ -99,3 +113,68 @@ def test_several_machines_must_know_where_they_meet(capsys: pytest.CaptureFixtur
         main(["2", "--nodes", "2", "--config", "recipe.toml"])
     assert caught.value.code == 2
     assert "--nodes and --rendezvous go together" in capsys.readouterr().err
+
+
+def test_a_network_interface_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(make_recipe(tmp_path, trainer={"network_interface": "eth77"}).model_dump_json())
+    assert main(["2", "--config", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: trainer: trainer.network_interface is 'eth77', and this machine has ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (RendezvousTimeoutError("too late"), 2, "of 2 machines did not meet at there:1 within 8 s "),
+        (DistNetworkError("connection reset"), 2, "or lost each other (connection reset); start all of them again"),
+        (ChildFailedError("x", {3: failure_of(-signal.SIGKILL)}), 1, "process 3 was ended by SIGKILL. Where nobody"),
+        (ChildFailedError("x", {3: failure_of(143), 1: failure_of(75, 1)}), 75, None),
+    ],
+)
+def test_the_end_of_a_launcher_is_one_sentence_and_a_code(
+    error: Exception,
+    code: int,
+    sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launchers = []
+
+    def fail(args: argparse.Namespace) -> None:
+        launchers.append(os.environ[LAUNCHER_VARIABLE])
+        assert args.rdzv_conf == "join_timeout=8,read_timeout=8"
+        raise error
+
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "1")  # restored afterwards
+    monkeypatch.setattr("torch.distributed.run.run", fail)
+    assert launch(1, [], stop_timeout_s=1.0, collective_timeout_s=7.5, num_nodes=2, rendezvous="there:1") == code
+    assert launchers == [str(os.getpid())]
+    err = capsys.readouterr().err
+    assert err.count("\n") == (sentence is not None)
+    assert (sentence or "") in err
+
+
+def test_a_process_whose_launcher_died_before_it_looked_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "999999999")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        _end_with_launcher()
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def test_a_deterministic_trainer_has_torch_refuse_random_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which GPU kernels add in a random order is torch's knowledge; here it is only asked before the model is built."""
+    seen = []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # restored after the test
+    monkeypatch.setattr(trainer, "_lead", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
+    try:
+        for wanted in (False, True):
+            trainer.run_trainer(make_recipe(tmp_path, trainer={"deterministic": wanted}))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]

@@ -17,12 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tba_trainer.distributed.leader import encode_drawn_batch
+from tba_trainer.learner.batch_metrics import batch_metrics
 from tba_trainer.learner.forward_backward import (
     ForwardBackward,
     ForwardResult,
     Given,
     Ranks,
-    batch_metrics,
 )
 from tba_trainer.learner.micro_batches import MicroBatch, Plan, plan_micro_batches
 from tba_trainer.model.logprobs import LogprobModel

@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 import torch
 from tba_trainer.learner import learner as learner_module
+from tba_trainer.learner.batch_metrics import AGE_BUCKETS, batch_metrics, bucket_name, ess_ratio
 from tba_trainer.learner.forward_backward import (
-    AGE_BUCKETS,
     ForwardBackward,
     ForwardResult,
-    batch_metrics,
-    bucket_name,
-    ess_ratio,
 )
 from tba_trainer.learner.learner import Learner
 from tba_trainer.model.logprobs import LogprobModel

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_trainer.model import logprobs, packing, policy
+from tba_trainer.model import logprobs, packing
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import (
     BUCKET_MIN_SHARE,
@@ -66,6 +66,18 @@ def test_values_and_gradients_are_those_of_every_sequence_alone(name: str, share
     expected = torch.cat([alone(own, p, r, 0.7) for p, r in zip(prompts, responses, strict=True)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient(model, found), gradient(own, expected), atol=1e-4, rtol=1e-5)
+
+
+def test_a_window_of_several_blocks_is_the_same_as_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sequences = make_family_model("mistral with a window"), pack_sequences(*some_tokens(), "cpu")
+    policy = LogprobModel(model, temperature=0.7)
+    values, gradients = [], []
+    for block in (packing.WINDOW_BLOCK, 2):
+        monkeypatch.setattr(packing, "WINDOW_BLOCK", block)
+        values.append(policy.token_logprobs(sequences))
+        gradients.append(gradient(model, values[-1]))
+    torch.testing.assert_close(*values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-5)
 
 
 def test_code_that_came_with_a_model_is_not_trusted_to_pack() -> None:
@@ -259,9 +271,6 @@ def test_compiled_layers_compute_the_same_for_batches_of_any_size() -> None:
     assert copy.deepcopy(model).model.layers[0]._compiled_call_impl is None  # the reference is not compiled
 
 
-def test_what_cannot_be_compiled_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match="Linear has no decoder layers"):
         compile_layers(torch.nn.Linear(2, 2))
-    monkeypatch.setattr(policy, "is_sharded", lambda model: True)
-    with pytest.raises(ConfigError, match=r"for one process: .*set it to false or trainer.num_processes to 1"):
-        compile_layers(make_family_model("llama"))

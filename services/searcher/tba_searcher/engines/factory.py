@@ -65,7 +65,19 @@ def build_engine(
     if settings.engine == "vllm":
         from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 
-        return VllmEngine(folder, paths, version, VllmSettings(**general, section=settings.vllm))
+        own = VllmSettings(**general, section=settings.vllm, tensor_parallel_size=settings.tensor_parallel_size)
+        return VllmEngine(folder, paths, version, own)
+    if settings.engine == "openai":
+        from tba_searcher.engines.openai.engine import OpenAiEngine, OpenAiSettings
+
+        behind = OpenAiSettings(
+            **general,
+            section=settings.openai,
+            ca_file=recipe.tls.ca_file,
+            retry_s=settings.retry_s,
+            load_timeout_s=settings.engine_timeout_s,
+        )
+        return OpenAiEngine(folder, paths, version, behind)
     if settings.engine == "embedded":
         from tba_searcher.engines.torch.engine import EmbeddedEngine
 

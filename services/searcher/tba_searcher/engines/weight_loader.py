@@ -267,8 +267,11 @@ class StagedParams:
     def __init__(self, model: nn.Module, tensors_paths: Sequence[Path]) -> None:
         check_params(model, tensors_paths)
         self.stamps = file_stamps(tensors_paths)
-        # copies: the tensors of `safe_open` are read from the file when they are used
-        self._tensors = {name: tensor.clone() for name, tensor in _named_tensors(tensors_paths)}
+        # copies: the tensors of `safe_open` are read from the file when they are used; a GPU reads pinned ones faster
+        pins = next(model.parameters()).device.type == "cuda"
+        self._tensors = {
+            name: tensor.pin_memory() if pins else tensor.clone() for name, tensor in _named_tensors(tensors_paths)
+        }
 
     def put_into(self, model: nn.Module) -> None:
         """Replace the parameters; on the CPU nothing is copied."""

@@ -32,6 +32,7 @@ from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import assign, has_adapter, published_tensors
 from tba_trainer.model.policy import TORCH_DTYPES, frozen_copy
+from tba_trainer.model.sharding import rounds_weights
 
 SUFFIX = ".safetensors"
 Item = TypeVar("Item")
@@ -81,8 +82,9 @@ class WeightSnapshotWriter:
         self._max_bytes = recipe.store.shard_bytes
         self._tolerance = max(recipe.trainer.canary_tolerance, MIN_TOLERANCE[self._dtype])
         # the canary is computed from the published tensors in the published dtype: where theta differs (another dtype,
-        # an adapter that is not merged), a second copy of the model holds them
-        same = all(p.dtype == TORCH_DTYPES[self._dtype] for p in model.parameters()) and not has_adapter(model)
+        # an adapter that is not merged, weights that are rounded for a pass), a second copy of the model holds them
+        same = all(p.dtype == TORCH_DTYPES[self._dtype] for p in model.parameters())
+        same = same and not has_adapter(model) and not rounds_weights(model)
         self._published = model if same else frozen_copy(model, TORCH_DTYPES[self._dtype])
         self._logprobs = LogprobModel(self._published, temperature=1.0)
 

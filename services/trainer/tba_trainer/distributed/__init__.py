@@ -4,5 +4,5 @@
     rank 1..    no loop: they wait for the next command and do the same as rank 0 with their shards
 
 process_group.py: the processes and their exchanges. leader.py, follower.py: the two sides of every command. launch.py:
-torchrun on one machine, for `tba run`. tba_trainer/model/parameters.py: a model over the processes.
+torchrun on one machine, for `tba run`. tba_trainer/model/sharding.py: a model over the processes.
 """

@@ -4,7 +4,8 @@
 
 A worker's error sentence is the last line, and its exit code becomes this process's; torchrun alone would print a
 traceback. SIGTERM is passed on to the workers, which have `local.stop_timeout_s` for their checkpoint; before there are
-any, it ends this process at once. The machines meet at HOST:PORT, which is one of them.
+any, it ends this process at once. The machines meet at HOST:PORT, which is one of them, within
+`trainer.collective_timeout_s`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import logging
 import math
 import os
+import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -20,6 +23,10 @@ from typing import NoReturn
 from tba.early_signals import EXIT_STOPPED, quit_on_signals
 
 LOOPBACK = "127.0.0.1"
+LAUNCHER_VARIABLE = "TRAINER_LAUNCHER_PID"
+"""Environment variable that tells the processes who started them. Names that begin with TBA_ are keys of the recipe."""
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""How gloo and NCCL are told the name of a network interface; NCCL would take `eth1` for `eth10` too without `=`."""
 
 
 def launch(
@@ -27,8 +34,10 @@ def launch(
     arguments: Sequence[str],
     *,
     stop_timeout_s: float,
+    collective_timeout_s: float = 600.0,
     num_nodes: int = 1,
     rendezvous: str | None = None,
+    network_interface: str | None = None,
     module: str = "tba_trainer",
 ) -> int:
     """Run `python -m MODULE` with `arguments` in several processes and return the exit code.
@@ -37,24 +46,39 @@ def launch(
         num_processes: on this machine.
         arguments: of every process.
         stop_timeout_s: seconds that the processes have after SIGTERM.
+        collective_timeout_s: seconds that the machines wait for each other at the start.
         num_nodes: machines; this is called on each of them.
         rendezvous: HOST:PORT where several machines meet; one of them must be HOST.
+        network_interface: of this machine, for all that the processes exchange; None: gloo and NCCL choose, or the
+            environment says it.
         module: the program of every process.
 
     Returns:
-        0; or the code of the worker that failed first, 1 if a signal killed it; or 128 + the number of the signal that
-        this process got.
+        0; or the code of the worker that failed first, 1 if a signal killed it; or 2 if the machines did not meet or
+        lost each other; or 128 + the number of the signal that this process got.
+
+    Raises:
+        ConfigError: this machine has no such network interface.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
+    from tba.service_main import EXIT_ERROR
+
+    if network_interface is not None:
+        _use_interface(network_interface)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    wait_s = math.ceil(collective_timeout_s)
     if rendezvous is None:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for name in INTERFACE_VARIABLES:
             os.environ.setdefault(name, "lo")  # all processes are on this machine
         meeting = ["--standalone", f"--local-addr={LOOPBACK}"]
     else:
         meeting = [f"--nnodes={num_nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=tba"]
+        meeting.append(f"--rdzv-conf=join_timeout={wait_s},read_timeout={wait_s}")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers report errors
     options = [
         *meeting,
@@ -64,11 +88,42 @@ def launch(
     try:
         run(parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        _say(
+            f"process {rank} was ended by {signal.Signals(-failure.exitcode).name}. Where nobody killed it: a machine "
+            "without free memory ends a process by SIGKILL, and NCCL ends its own by SIGABRT when another has not "
+            "answered for trainer.collective_timeout_s"
+        )
+        return 1
+    except (RendezvousError, DistError) as error:  # the second between the meeting and the start of processes
+        if rendezvous is None:
+            raise
+        _say(
+            f"the launchers of {num_nodes} machines did not meet at {rendezvous} within {wait_s} s "
+            f"(trainer.collective_timeout_s), or lost each other ({error}); start all of them again, the trainer "
+            "continues from the last checkpoint"
+        )
+        return EXIT_ERROR
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _use_interface(name: str) -> None:
+    from tba.errors import ConfigError
+
+    known = [known for _, known in socket.if_nameindex()]
+    if name not in known:
+        raise ConfigError(
+            f"trainer.network_interface is {name!r}, and this machine has {', '.join(known)}; name one of them"
+        )
+    os.environ.update({variable: form.format(name) for variable, form in INTERFACE_VARIABLES.items()})
+
+
+def _say(sentence: str) -> None:
+    print(f"error: trainer: {sentence}", file=sys.stderr, flush=True)
 
 
 def exit_process(code: int) -> NoReturn:
@@ -105,17 +160,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba.service_main import EXIT_ERROR
 
     try:
-        stop_timeout_s = load_recipe(args.config).local.stop_timeout_s
+        recipe = load_recipe(args.config)
+        return launch(
+            args.num_processes,
+            ["--config", args.config, *others],
+            stop_timeout_s=recipe.local.stop_timeout_s,
+            collective_timeout_s=recipe.trainer.collective_timeout_s,
+            num_nodes=args.nodes,
+            rendezvous=args.rendezvous,
+            network_interface=recipe.trainer.network_interface,
+        )
     except ConfigError as error:
-        print(f"error: trainer: {error}", file=sys.stderr, flush=True)
+        _say(str(error))
         return EXIT_ERROR
-    return launch(
-        args.num_processes,
-        ["--config", args.config, *others],
-        stop_timeout_s=stop_timeout_s,
-        num_nodes=args.nodes,
-        rendezvous=args.rendezvous,
-    )
 
 
 if __name__ == "__main__":

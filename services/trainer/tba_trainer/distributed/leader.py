@@ -22,8 +22,8 @@ from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotW
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
 from tba_trainer.learner.learner import Learner, TrainerState, trainer_rng
 from tba_trainer.learner.schedules import StepValues
-from tba_trainer.model.parameters import shard
 from tba_trainer.model.policy import empty_policy, load_policy
+from tba_trainer.model.sharding import shard
 
 BUILD = "build"
 """The first command of a leader."""
@@ -49,7 +49,7 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, We
     # on the CPU: no device needs to hold the whole model
     model = load_policy(recipe.model, device="cpu", gradient_checkpointing=checkpointing)
     with team.lead(BUILD):
-        shard(model, mesh)
+        shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, section=recipe.trainer.sharding)
         return model, LeaderLearner(model, recipe, team), LeaderWeightSnapshotWriter(model, recipe, team, folder=folder)
 
 
@@ -62,7 +62,7 @@ def build_follower(recipe: Recipe, team: Team) -> tuple[Learner, WeightSnapshotW
     torch.manual_seed(recipe.run.seed)
     model = empty_policy(recipe.model, gradient_checkpointing=recipe.trainer.gradient_checkpointing)
     assert team.mesh is not None
-    shard(model, team.mesh)
+    shard(model, team.mesh, compute_dtype=recipe.trainer.compute_dtype, section=recipe.trainer.sharding)
     learner = Learner(model, recipe, trainer_rng(recipe), ranks=team.ranks())
     return learner, WeightSnapshotWriter(model, recipe, folder=Path(tempfile.gettempdir()))  # nothing is written there
 

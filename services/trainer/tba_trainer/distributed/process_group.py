@@ -20,10 +20,11 @@ import msgspec.msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tba.errors import ConfigError, TbaError, TeamError
 from tba.logs import get_logger
+from tba_trainer.distributed.launch import LAUNCHER_VARIABLE
 from tba_trainer.learner.forward_backward import Ranks
 
 
@@ -68,16 +69,18 @@ class Team:
         return cls(rank=0, num_ranks=1, device=device, deadline_s=0.0)
 
     @classmethod
-    def join(cls, *, device: str, deadline_s: float) -> Team:
+    def join(cls, *, device: str, deadline_s: float, replicas: int = 1) -> Team:
         """Join the team that torchrun has started this process in; without torchrun, a team of one.
 
         Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
         Args:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
+            replicas: `trainer.sharding.replicas`.
 
         Raises:
-            ConfigError: the device has a number, so all processes would share it.
+            ConfigError: the device has a number, so all processes would share it; or the processes are not a multiple
+                of the replicas.
             TeamError: the others did not join in time.
         """
         num_ranks = num_processes()
@@ -88,16 +91,23 @@ class Team:
                 f"trainer.device is {device!r}, and this trainer has {num_ranks} processes, which would share it; set "
                 f"it to {device.partition(':')[0]!r}: each process then uses a device of its own"
             )
+        if num_ranks % replicas:
+            raise ConfigError(
+                f"trainer.sharding.replicas is {replicas}, and this trainer has {num_ranks} processes, which is no "
+                "multiple of it: every replica of the model needs as many processes as the others"
+            )
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if device == "cuda":
             device = f"cuda:{local_rank}"
             torch.cuda.set_device(device)
+        threading.Thread(target=_end_with_launcher, name="team-launcher", daemon=True).start()
         team = cls(rank=rank, num_ranks=num_ranks, device=device, deadline_s=deadline_s)
         # commands, sums and shared tensors are on the CPU, shards on the GPU
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
         with team._exchange("the start"):
-            dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
-            team.mesh = init_device_mesh(torch.device(device).type, (num_ranks,))
+            deadline = timedelta(seconds=deadline_s)
+            dist.init_process_group(backend, timeout=deadline)
+            team.mesh = make_mesh(torch.device(device).type, num_ranks, replicas=replicas, deadline=deadline)
             dist.barrier()
         return team
 
@@ -262,11 +272,7 @@ class Team:
 
     def _beat(self, on_loss: Callable[[], None]) -> None:
         interval_s = min(_MAX_BEAT_S, self._deadline_s / _BEATS_PER_DEADLINE)
-        launcher = os.getppid()
         while not self._closed.wait(min(_TICK_S, interval_s)):
-            if os.getppid() != launcher:
-                # torchrun starts its workers in sessions of their own: a signal that kills it does not reach them
-                os.kill(os.getpid(), signal.SIGKILL)
             if time.monotonic() - self._last_sent < interval_s:  # every command is a sign of life
                 continue
             try:
@@ -302,6 +308,35 @@ class BroadcastTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def make_mesh(device_type: str, num_ranks: int, *, replicas: int = 1, deadline: timedelta | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks that a model is sharded over.
+
+    Ranks that follow one another, as those of a machine do, share one replica of the model.
+
+    Args:
+        deadline: of every exchange within a replica or between them; without replicas the group of all ranks has its
+            own. None: torch's.
+    """
+    if replicas == 1:
+        return DeviceMesh.from_group(dist.group.WORLD, device_type)  # pyright: ignore[reportArgumentType]
+    # not `init_device_mesh`: its groups have torch's deadlines, of up to 30 minutes
+    ranks = torch.arange(num_ranks).view(replicas, -1)
+    groups: list[Any] = [
+        dist.new_subgroups_by_enumeration(each.tolist(), timeout=deadline)[0] for each in (ranks.T, ranks)
+    ]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _end_with_launcher() -> None:
+    """Kill this process once its launcher is gone."""
+    # torchrun starts its workers in sessions of their own: a signal that kills it does not reach them. It may be gone
+    # already, since imports take a while; torchrun without our launcher does not say who it is
+    launcher = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
+    while os.getppid() == launcher:
+        time.sleep(_TICK_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Forward and backward passes of one batch, and the metrics of what they found.
+"""Forward and backward passes of one batch.
 
 A_j may need log pi_theta of other rollouts at the current weights (of their group, for some objectives of the whole
 batch). A group inside one micro-batch gets them from the forward pass that the gradient needs anyway; only groups that
@@ -10,15 +10,12 @@ gradient: where no A_j depends on theta, no pass is made for it. Metrics of thet
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
-
-ESS collapse and growth of the gradient norm announce divergence before the reward falls (arXiv 2602.17616). The metrics
-of the behaviour policy are also taken per policy age, because old data collapses first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,7 +27,7 @@ from torch import Tensor
 
 from tba.wire import Rollout
 from tba_trainer.learner.micro_batches import MicroBatch, plan_micro_batches
-from tba_trainer.model.packing import PackedSequences, pack_sequences, response_sums
+from tba_trainer.model.packing import PackedSequences, pack_sequences, response_sums, upload
 from tba_trainer.objectives import (
     Objective,
     Sequences,
@@ -45,12 +42,11 @@ from tba_trainer.objectives import (
     tied_group_share,
 )
 
+_Found = tuple[dict[str, Float[Tensor, ""]], Float[Tensor, " b"]]
+"""Of one micro-batch of b rollouts, in float64 on the device: its share of the metrics, and the mean weight of each
+rollout's tokens."""
 _FILLER = np.zeros(1, dtype=np.int32)
 """Prompt and response of the filler of an empty micro-batch."""
-
-
-AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
-"""First and last policy age of each bucket, in optimizer steps; None: no end."""
 
 
 class Policy(Protocol):
@@ -126,6 +122,7 @@ class ForwardBackward:
         beta: KL coefficient of this step.
         micro_batch_tokens: upper bound of the tokens of one pass.
         ranks: the processes that share the batch; None: this one alone.
+        before_backward: called before each pass with gradient, with whether it is the last one.
     """
 
     def __init__(
@@ -141,9 +138,10 @@ class ForwardBackward:
         beta: float,
         micro_batch_tokens: int,
         ranks: Ranks | None = None,
+        before_backward: Callable[[bool], None] = lambda is_last: None,
     ) -> None:
         self._policy, self._objective, self._rollouts, self._beta = policy, objective, rollouts, beta
-        self._ranks = ranks or Ranks()
+        self._ranks, self._before_backward = ranks or Ranks(), before_backward
         self._ages, self._given = list(policy_ages), given
         self._token_clamp = objective.parts.log_ratio_token_clamp or math.inf
         num_tokens = torch.tensor([len(r.response_tokens) for r in rollouts])
@@ -212,10 +210,8 @@ class ForwardBackward:
     def backward(self) -> dict[str, float | None]:
         """Accumulate the gradient of this rank's share of the batch; return the objective's metrics of the batch."""
         self._first_pass()
-        totals: dict[str, float] = {}
-        for micro_batch in self._plan.of_rank(self._ranks.rank):
-            for name, value in self._micro_batch(micro_batch).items():
-                totals[name] = totals.get(name, 0.0) + value
+        micro_batches = self._plan.of_rank(self._ranks.rank)
+        totals = self._read([self._micro_batch(each) for each in micro_batches], micro_batches)
         # One exchange for everything: each all_reduce waits for the slowest rank. The order of names must be the same
         # in all ranks, and so must the names: every rank has a micro-batch in every round.
         names = sorted(totals)
@@ -230,6 +226,19 @@ class ForwardBackward:
         found["tied_group_share"] = tied_group_share(self._sequences.reward, self._sequences.group)
         found["num_rollouts_without_gradient"] = float(len(self._rollouts) - len(self._passed))
         return found
+
+    def _read(self, found: Sequence[_Found], micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Fill in the weights that the micro-batches had, and return the sums of their metrics."""
+        # not after each micro-batch: while the device is at its backward pass, the host prepares the next one
+        vectors = [torch.cat([torch.stack([*metrics.values()]), weights]) for metrics, weights in found]  # [M + b] each
+        values = torch.cat(vectors).cpu().split([len(vector) for vector in vectors])
+        totals: dict[str, float] = {}
+        for micro_batch, (metrics, weights), vector in zip(micro_batches, found, values, strict=True):
+            of_metrics, of_rollouts = vector.split([len(metrics), len(weights)])
+            self._weight[list(micro_batch.indices)] = of_rollouts
+            for name, value in zip(metrics, of_metrics.tolist(), strict=True):
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     def results(self) -> list[ForwardResult]:
         """Return what `backward` found of each rollout, in the order of the batch."""
@@ -272,8 +281,8 @@ class ForwardBackward:
         if everything:
             self._cut_second_moment()
 
-    def _micro_batch(self, micro_batch: MicroBatch) -> dict[str, float]:
-        """Run the forward and backward pass of one micro-batch; return its share of the metrics."""
+    def _micro_batch(self, micro_batch: MicroBatch) -> _Found:
+        """Run the forward and backward pass of one micro-batch; return what `_read` reads."""
         rows = list(micro_batch.indices)
         sequences = self._packed(micro_batch)
         logprobs, entropy = self._policy.logprobs_and_entropy(sequences)  # [T]
@@ -281,28 +290,29 @@ class ForwardBackward:
         tokens = self._put_sums(micro_batch, logprobs, sequences)
         if self._objective.needs_all_tokens and len(self._plan.rounds) * self._ranks.num_ranks == 1:
             self._cut_second_moment()  # the first pass did it where there are several micro-batches
-        gaps = response_sums((logprobs.detach() - tokens.sampler_logprobs).abs(), sequences)  # [B]
         self._logprob[rows] = self._sequences.logprob[rows]
-        # at policy age 0 this should be rounding alone: metric `logprob_gap_on_policy`
-        self._abs_gap[rows] = gaps[: len(rows)].double().cpu()
-        loss, metrics = self._loss(tokens, rows)
+        loss, metrics, weights = self._loss(tokens, rows)
+        self._before_backward(micro_batch is self._plan.rounds[-1][self._ranks.rank])
         loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
         num_tokens = self._sequences.num_tokens
         share = int(num_tokens[rows].sum()) / max(1, int(num_tokens[self._passed].sum()))
-        return {**metrics, "entropy": float(entropy) * share}
+        return {**metrics, "entropy": entropy.double() * share}, weights
 
-    def _loss(self, tokens: Tokens, rows: list[int]) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        """Return the share of the loss and metrics that the rollouts `rows` of the batch have."""
+    def _loss(
+        self, tokens: Tokens, rows: list[int]
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor], Float[Tensor, " b"]]:
+        """Return the share of the loss and metrics that the b rollouts `rows` of the batch have, and their weights."""
         # a group that is not complete here has its sums from the first pass, or needs none but its own
         if self._objective.function is not None:
             index = torch.tensor(rows, dtype=torch.long)
-            return custom_loss(tokens, index, self._sequences, self._objective, beta=self._beta, totals=self._totals)
+            found = custom_loss(tokens, index, self._sequences, self._objective, beta=self._beta, totals=self._totals)
+            return *found, tokens.logprobs.new_zeros(len(rows), dtype=torch.float64)
         self._advantage[rows] = advantages(self._sequences, self._objective, beta=self._beta)[rows]
-        padded = tokens.logprobs.new_zeros(tokens.num_rows)  # [B]; the filler keeps advantage 0
-        padded[: len(rows)] = self._advantage[rows].to(padded)
-        loss, metrics, weights = objective_loss(tokens, padded, self._objective, totals=self._totals)
-        self._weight[rows] = torch.tensor(weights[: len(rows)], dtype=torch.float64)
-        return loss, metrics
+        padded = torch.zeros(tokens.num_rows, dtype=tokens.logprobs.dtype)  # [B]; the filler keeps advantage 0
+        padded[: len(rows)] = self._advantage[rows].to(padded.dtype)
+        on_device = upload(padded, tokens.logprobs.device)
+        loss, metrics, weights = objective_loss(tokens, on_device, self._objective, totals=self._totals)
+        return loss, metrics, weights[: len(rows)]
 
     def log_z(self) -> list[float]:
         """Return this batch's estimate of beta log Z of every rollout's prompt, after `backward`. [N]"""
@@ -322,18 +332,25 @@ class ForwardBackward:
         """Fill in what advantages and weights need of theta; return the tokens of the micro-batch."""
         rows, objective, found = list(micro_batch.indices), self._objective, logprobs.detach()
         tokens = self._tokens(rows, logprobs, sequences)
-        self._sequences.logprob[rows] = response_sums(found, sequences)[: len(rows)].double().cpu()
-        self._sequences.ref_log_ratio[rows] = self._sequences.logprob[rows] - self._ref_logprob[rows]
+        summed = [found, (found - tokens.sampler_logprobs).abs()]
         if self._given.ref_token_logprobs is not None:
             ref = self._on_device(self._given.ref_token_logprobs, rows, logprobs)
-            clamped = response_sums((found - ref).clamp(-self._token_clamp, self._token_clamp), sequences)  # [B]
-            self._sequences.ref_log_ratio[rows] = clamped[: len(rows)].double().cpu()
+            summed.append((found - ref).clamp(-self._token_clamp, self._token_clamp))
+        columns = [response_sums(values, sequences)[: len(rows)] for values in summed]
         if objective.needs_all_tokens and rows:
+            columns.append(log_ratios(tokens, objective)[0].square())
+        # one wait for the device
+        on_cpu = torch.cat(columns).double().cpu().split([len(values) for values in columns])
+        logprob, self._abs_gap[rows], *more = on_cpu
+        self._sequences.logprob[rows] = logprob
+        clamped = more.pop(0) if self._given.ref_token_logprobs is not None else logprob - self._ref_logprob[rows]
+        self._sequences.ref_log_ratio[rows] = clamped
+        if more:
             starts = self._sequences.num_tokens.cumsum(0) - self._sequences.num_tokens  # [N]
             lengths = self._sequences.num_tokens[rows]
             # the micro-batch's tokens lie rollout after rollout, as those of the batch do
             at = torch.cat([torch.arange(n) + s for s, n in zip(starts[rows].tolist(), lengths.tolist(), strict=True)])
-            self._squares[at] = log_ratios(tokens, objective)[0].square().double().cpu()
+            (self._squares[at],) = more
         return tokens
 
     def _tokens(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
@@ -347,14 +364,14 @@ class ForwardBackward:
             row=sequences.row,
             num_rows=sequences.num_rows,
             trainer_logprobs=None if recomputed is None else self._on_device(recomputed, rows, logprobs),
-            num_prompt_tokens=torch.tensor(prompts, device=logprobs.device),
-            kept=None if bool(kept.all()) else kept.to(logprobs.device),
+            num_prompt_tokens=upload(torch.tensor(prompts), logprobs.device),
+            kept=None if bool(kept.all()) else upload(kept, logprobs.device),
         )
 
     def _on_device(self, values: Sequence[NDArray[Any]], rows: list[int], like: Float[Tensor, " T"]) -> Tensor:
         """Return the values of some rollouts, one after the other, as a tensor like another one. [T]"""
         joined = np.concatenate([values[i] for i in rows] or [_FILLER])
-        return torch.from_numpy(joined).to(device=like.device, dtype=like.dtype)
+        return upload(torch.from_numpy(joined).to(like.dtype), like.device)
 
     def _packed(self, micro_batch: MicroBatch) -> PackedSequences:
         return pack_rollouts([self._rollouts[i] for i in micro_batch.indices], self._policy.device)
@@ -365,132 +382,3 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> PackedSe
     # an empty micro-batch is passed through the model all the same: the other ranks wait in the same collectives
     prompts, responses = [r.prompt_tokens for r in rollouts], [r.response_tokens for r in rollouts]
     return pack_sequences(prompts or [_FILLER], responses or [_FILLER], device)
-
-
-def ess_ratio(log_weights: NDArray[np.float64]) -> float | None:
-    """Return the effective sample size of importance weights per weight, (sum w)^2 / (N sum w^2), in (0, 1].
-
-    None: a weight is NaN or infinite, or there is none.
-    """
-    if not len(log_weights) or not np.isfinite(log_weights).all():
-        return None
-    # Kish's effective sample size: 1 / N where one rollout rules the batch, 1 where all weigh the same.
-    weights = np.exp(log_weights - log_weights.max())  # a common factor cancels, and exp cannot overflow
-    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
-
-
-def bucket_name(policy_age: int) -> str:
-    """Return the bucket of a policy age as a part of metric names: `0`, `1_2`, ..., `33_up`."""
-    first, last = next(bucket for bucket in reversed(AGE_BUCKETS) if policy_age >= bucket[0])
-    return f"{first}_up" if last is None else str(first) if first == last else f"{first}_{last}"
-
-
-def age_metrics(scored: Sequence[ForwardResult]) -> dict[str, float | None]:
-    """Return metrics per bucket B of policy ages that occur.
-
-    `ess_age_B`, `log_ratio_mean_age_B` (nats per rollout) and `log_ratio_token_abs_age_B` (mean |trainer - sampler
-    log-prob| of a token, nats) of the rollouts that a pass was made for, None without any; and `num_rollouts_age_B`.
-    """
-    buckets: dict[str, list[ForwardResult]] = {}
-    for item in sorted(scored, key=lambda item: item.policy_age):
-        buckets.setdefault(bucket_name(max(0, item.policy_age)), []).append(item)
-    metrics: dict[str, float | None] = {}
-    for name, items in buckets.items():
-        passed = _passed(items)
-        log_ratio = _log_ratios(passed)
-        metrics[f"ess_age_{name}"] = ess_ratio(log_ratio)
-        metrics[f"log_ratio_mean_age_{name}"] = _ratio(log_ratio.sum(), len(passed))
-        metrics[f"log_ratio_token_abs_age_{name}"] = _ratio(sum(item.abs_gap for item in passed), _num_tokens(passed))
-        metrics[f"num_rollouts_age_{name}"] = float(len(items))
-    return metrics
-
-
-def batch_metrics(
-    scored: Sequence[ForwardResult],
-    *,
-    step: int,
-    success_reward: float,
-    policy_temperature: float,
-    tasks_with_minimum: Collection[str] = (),
-) -> dict[str, float | None]:
-    """Return the metrics of one batch, taken at theta before the update.
-
-    What depends on theta is of the rollouts that a pass was made for, and None without any.
-
-    `logprob_gap_on_policy` is the mean |trainer - sampler log-prob| per token over rollouts of policy age 0 that were
-    sampled from the whole distribution at the policy temperature; None without such rollouts.
-
-    Args:
-        scored: the rollouts of the batch, at least one.
-        step: the optimizer step that the batch is for.
-        success_reward: a reward from which on a rollout counts as a success.
-        policy_temperature: what theta's logits are divided by.
-        tasks_with_minimum: tasks with a minimum length, below which searchers cannot sample end of sequence.
-    """
-    rewards = np.array([s.rollout.reward for s in scored], dtype=np.float64)
-    ages = np.array([s.policy_age for s in scored])
-    passed = _passed(scored)
-    log_ratio = _log_ratios(passed)
-    # for these rollouts trainer and sampler must agree: the same weights, the same distribution
-    on_policy = [
-        s
-        for s in passed
-        if s.policy_age == 0
-        # after a rollback those of the weights that were left have age 0 too
-        and all(span.version.step < step for span in s.rollout.version_spans)
-        and s.rollout.task not in tasks_with_minimum
-        and _is_policy(s.rollout, policy_temperature)
-    ]
-    gap = _ratio(sum(s.abs_gap for s in on_policy), _num_tokens(on_policy))
-    return {
-        "reward_mean": float(rewards.mean()),
-        "accuracy": float((rewards >= success_reward).mean()),
-        "policy_age_mean": float(ages.mean()),
-        "policy_age_max": float(ages.max()),
-        "ess": ess_ratio(log_ratio),
-        "log_ratio_mean": _ratio(log_ratio.sum(), len(passed)),
-        "log_ratio_token_mean": _ratio(log_ratio.sum(), _num_tokens(passed)),
-        "kl_to_ref": _kl_to_ref(scored),
-        "logprob_gap_on_policy": gap,
-        "num_rollouts": float(len(scored)),
-        "num_tokens": float(_num_tokens(scored)),
-        "num_unique_rollouts": float(len({s.rollout.response_tokens.tobytes() for s in scored})),
-        **age_metrics(scored),
-    }
-
-
-def _log_ratios(scored: Sequence[ForwardResult]) -> NDArray[np.float64]:
-    """Return log pi_theta - log pi_behaviour of every rollout that a pass was made for, in nats."""
-    return np.array(
-        [s.logprob - float(s.rollout.sampler_logprobs.sum(dtype=np.float64)) for s in scored if s.logprob is not None]
-    )
-
-
-def _kl_to_ref(scored: Sequence[ForwardResult]) -> float | None:
-    pairs = [(s.logprob, s.ref_logprob) for s in scored]
-    differences = [theta - ref for theta, ref in pairs if theta is not None and ref is not None]
-    return _known(np.mean(differences)) if len(differences) == len(scored) else None
-
-
-def _passed(scored: Sequence[ForwardResult]) -> list[ForwardResult]:
-    """Return those that a pass was made for."""
-    return [s for s in scored if s.logprob is not None]
-
-
-def _ratio(total: float, num: int) -> float | None:
-    """Return the mean of `num` numbers, None where it is unknown."""
-    return _known(total / num) if num else None
-
-
-def _num_tokens(scored: Sequence[ForwardResult]) -> int:
-    return sum(len(s.rollout.response_tokens) for s in scored)
-
-
-def _known(value: float | np.floating) -> float | None:
-    """Return a finite number, or None for any other."""
-    return float(value) if math.isfinite(value) else None
-
-
-def _is_policy(rollout: Rollout, policy_temperature: float) -> bool:
-    sampling = rollout.sampling
-    return sampling.temperature == policy_temperature and sampling.top_p == 1.0 and sampling.top_k == 0

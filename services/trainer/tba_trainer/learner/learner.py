@@ -22,7 +22,8 @@ from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch
-from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks, batch_metrics
+from tba_trainer.learner.batch_metrics import batch_metrics
+from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks
 from tba_trainer.learner.guards import GuardState
 from tba_trainer.learner.log_z import RunningLogZ
 from tba_trainer.learner.old_policy import OldPolicy
@@ -31,6 +32,7 @@ from tba_trainer.learner.schedules import StepValues, scheduled
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.parameters import assign, full, has_adapter, trainable, whole_tensors
 from tba_trainer.model.policy import compile_layers, load_tensors
+from tba_trainer.model.sharding import before_backward, device_of
 from tba_trainer.objectives import resolve
 
 MODEL, OPTIMIZER, REFERENCE, REF_LOGPROBS = "model", "optimizer", "reference", "ref_logprobs"
@@ -122,6 +124,7 @@ class Learner:
             beta=values.beta,
             micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
             ranks=self._ranks,
+            before_backward=lambda is_last: before_backward(self.model, is_last=is_last),
         )
         self.optimizer.discard()  # `backward` adds to the gradients that are there
         loss_metrics = forward_backward.backward()
@@ -292,6 +295,8 @@ class Optimizer:
             lr=0.0,  # `apply` sets the rate of each step
             betas=(section.adam_beta1, section.adam_beta2),
             weight_decay=section.weight_decay,
+            # one kernel for all parameters, as torch recommends on CUDA; on CPUs its default
+            fused=device_of(model).type == "cuda" or None,
         )
 
     def clip(self, usual_norm: float | None) -> dict[str, float | None]:
@@ -312,10 +317,10 @@ class Optimizer:
         norm = float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm=math.inf if limit is None else limit)))
         return {"grad_norm": norm, "grad_clipped": float(limit is not None and norm > limit), "grad_norm_limit": limit}
 
-    def use_foreach(self) -> None:
-        """Update all parameters at once, as AdamW does by itself on CUDA alone: for the rehearsal of a GPU's memory."""
+    def use_fused(self) -> None:
+        """Update all parameters in one kernel, as on CUDA: for the rehearsal of a GPU's memory."""
         for group in self._adamw.param_groups:
-            group["foreach"] = True
+            group["fused"] = True
 
     def apply(self, *, learning_rate: float) -> None:
         """Make an optimizer step with the current gradients, then drop them."""
@@ -356,8 +361,9 @@ class Optimizer:
             parameter = self._parameters.get(name)
             if parameter is None or moment not in _MOMENTS:
                 raise TbaError(f"optimizer state {key!r} in the checkpoint belongs to no parameter of this model")
-            if moment == "step":  # AdamW keeps it on the CPU
-                self._adamw.state[parameter][moment] = tensor.clone()
+            if moment == "step":  # the fused AdamW keeps it beside the parameter, others on the CPU
+                is_fused = self._adamw.param_groups[0]["fused"]
+                self._adamw.state[parameter][moment] = tensor.clone().to(parameter.device if is_fused else "cpu")
                 continue
             if tensor.shape != parameter.shape:
                 raise TbaError(

@@ -26,8 +26,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tba_trainer.model.experts import use_autocast_experts
 from tba_trainer.model.packing import PackedSequences, find_segments, padded_outputs, use_packed_attention
-from tba_trainer.model.parameters import is_adapted, is_sharded, run_as_forward
+from tba_trainer.model.parameters import is_adapted
+from tba_trainer.model.sharding import device_of, is_sharded, run_as_forward
 
 CHUNK_BYTES = {"cpu": 128 * 1024**2, "cuda": 1024**3}
 """Most bytes of logits at once, by device type: a GPU needs more rows in one matrix product than a CPU to be busy."""
@@ -61,14 +63,15 @@ class LogprobModel:
         self._autocast_dtype = autocast_dtype
         # every pass of a sharded model is a collective of several ranks, so all make the same number of them: one
         self._sharded = is_sharded(model)
-        self._has_plain_head = run_as_forward(model, _has_plain_head, model)
+        use_autocast_experts(model)
+        self._has_plain_head = run_as_forward(model, self._probe_head)
         self.is_packed = use_packed_attention(model)
         """Whether passes run without padding."""
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(self.model.parameters()).device
+        """Device of the passes."""
+        return device_of(self.model)
 
     def token_logprobs(self, sequences: PackedSequences) -> Float[Tensor, " T"]:
         """Return log pi(token | its prefix) of every response token.
@@ -149,6 +152,10 @@ class LogprobModel:
         )
         return getattr(outputs, name)[0].index_select(0, sequences.predictors)
 
+    def _probe_head(self) -> bool:
+        with self._autocast():
+            return _has_plain_head(self.model)
+
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:
             return nullcontext()
@@ -177,7 +184,7 @@ def _has_plain_head(model: Any) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or is_adapted(head) or model.base_model is model:
         return False
-    device = next(model.parameters()).device
+    device = device_of(model)
     ids = torch.arange(_PROBE_TOKENS, device=device)[None, :] % model.config.get_text_config().vocab_size
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
@@ -310,7 +317,8 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = (narrow @ head.weight).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight = _add_matmul(grad_weight, narrow.t(), hidden[rows].to(compute_dtype))
+                _add_matmul(grad_weight, narrow.t(), hidden[rows].to(compute_dtype))
+            del narrow  # the next chunk makes its own
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -334,10 +342,11 @@ def _matmul(left: Tensor, right: Tensor, *, out: Tensor) -> None:
         out.copy_(left @ right)
 
 
-def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return total + left @ right, computed in place where the dtypes allow it."""
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, which may be wider, in place."""
     if left.dtype == total.dtype:
-        return total.addmm_(left, right)
-    if left.device.type in WIDE_PRODUCTS:
-        return torch.addmm(total, left, right, out_dtype=total.dtype)
-    return total.add_(left @ right)
+        total.addmm_(left, right)
+    elif left.device.type in WIDE_PRODUCTS:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)

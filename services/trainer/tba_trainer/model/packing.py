@@ -24,6 +24,7 @@ prompts); T response tokens. N heads (keys and values may have fewer), D head di
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +39,13 @@ from tba.errors import TbaError
 
 PACKED_ATTENTION = "tba_packed"
 """Name in transformers' table of attention functions."""
-PACKED_FAMILIES = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3"})
+PACKED_FAMILIES = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 """`model_type` of the families that are tested to compute the same packed as padded. Others run padded."""
 BUCKET_MIN_SHARE = 0.9
 """The shortest sequence of a bucket has at least this share of the length of its longest."""
 FLASH_MAX_HEAD_DIM = 256
+WINDOW_BLOCK = 1024
+"""Queries that see their window at once, where there is no flash attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,7 @@ def pack_sequences(
     predictors = np.repeat(lengths.cumsum() - response_lengths, response_lengths) + _places(response_lengths)  # [T]
 
     def tensor(values: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
+        return upload(torch.from_numpy(values.astype(np.int64)), device)
 
     return PackedSequences(
         input_ids=tensor(np.concatenate(parts)[None]),
@@ -112,11 +115,18 @@ def pack_sequences(
     )
 
 
+def upload(values: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor of the CPU to a device, behind the work that waits there; the host does not wait."""
+    # from memory that is not pinned the copy would wait for the device
+    on_cuda = torch.device(device).type == "cuda"
+    return (values.pin_memory() if on_cuda else values).to(device, non_blocking=True)
+
+
 def response_sums(values: Float[Tensor, " T"], sequences: PackedSequences) -> Float[Tensor, " B"]:
     """Return the sum over each sequence's response tokens: on one device the same bits in every batch."""
     # Neighbours are added until one number is left: a wider table only adds zeros at the end of that. `Tensor.sum` adds
     # in an order that depends on the width, and a scatter-add on a GPU in a random one.
-    columns = torch.from_numpy(_places(np.array(sequences.response_lengths))).to(values.device)
+    columns = upload(torch.from_numpy(_places(np.array(sequences.response_lengths))), values.device)
     width = 1 << (max(sequences.response_lengths) - 1).bit_length()  # the next power of 2
     table = values.new_full((sequences.num_rows, width), -0.0)  # x + -0.0 is x, also where x is -0.0
     table[sequences.row, columns] = values
@@ -130,7 +140,8 @@ def _places(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# not frozen: torch.compile before 2.13 looks into a frozen one, and compiles again for every number of buckets
+@dataclass(slots=True, kw_only=True)
 class Segments:
     """Where each sequence of a packed row lies, and its place in the buckets."""
 
@@ -182,13 +193,13 @@ def find_segments(
     sources = np.repeat(offsets[order], widths) + np.minimum(columns, np.repeat(in_order, widths) - 1)
     places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
     return Segments(
-        offsets=torch.from_numpy(offsets.astype(np.int32)).to(device),
+        offsets=upload(torch.from_numpy(offsets.astype(np.int32)), device),
         longest=max(lengths),
-        positions=torch.from_numpy(positions).to(device),
-        firsts=torch.from_numpy(np.unique(positions, return_index=True)[1]).to(device),
+        positions=upload(torch.from_numpy(positions), device),
+        firsts=upload(torch.from_numpy(np.unique(positions, return_index=True)[1]), device),
         buckets=tuple((len(bucket), lengths[bucket[0]]) for bucket in buckets),
-        sources=torch.from_numpy(positions[sources]).to(device),
-        places=torch.from_numpy(places).to(device),
+        sources=upload(torch.from_numpy(positions[sources]), device),
+        places=upload(torch.from_numpy(places), device),
     )
 
 
@@ -209,13 +220,15 @@ def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segme
     real = torch.zeros_like(ids).index_fill(0, segments.places, 1)  # [Q]
     # [T]: the tokens of a bucket are neighbours; a shared position is read in the first sequence that has it
     wanted, order = segments.places[segments.firsts[sequences.predictors]].sort()
+    ends = np.cumsum([num_rows * width for num_rows, width in segments.buckets])
+    # one wait for the device, before the passes
+    nums_taken = torch.searchsorted(wanted, upload(torch.from_numpy(ends), ids.device)).tolist()
     picked = []
     start = taken = 0
-    for num_rows, width in segments.buckets:
-        shape, end = (num_rows, width), start + num_rows * width
+    for (num_rows, width), end, num_taken in zip(segments.buckets, ends.tolist(), nums_taken, strict=True):
+        shape = (num_rows, width)
         positions = torch.arange(width, device=ids.device).expand(shape)
         outputs = forward(ids[start:end].view(shape), real[start:end].view(shape), positions)  # [b, L, X]
-        num_taken = int(torch.searchsorted(wanted, end))
         picked.append(outputs.flatten(0, 1).index_select(0, wanted[taken:num_taken] - start))
         start, taken = end, num_taken
     return torch.cat(picked).index_select(0, order.argsort())
@@ -262,12 +275,12 @@ def packed_attention(
             f"{PACKED_ATTENTION!r} attention got query {list(query.shape)}, key {list(key.shape)}, dropout {dropout}: "
             "it is for passes over one packed row; call model.set_attn_implementation('sdpa') for anything else"
         )
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [P, N, D] each
-    segments = segments or find_segments([query.shape[2]], query.device)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    rows = [tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)]  # [P, N, D] each
+    segments = segments or find_segments([query.shape[2]], query.device)
     if kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= FLASH_MAX_HEAD_DIM:
-        out = _flash([row.to(dtype) for row in rows], segments, scaling, sliding_window)
+        out = _flash(rows, segments, scaling, sliding_window)
     else:
         out = _bucketed(module, rows, segments, scaling, sliding_window)
     return out[None], None  # [1, P, N, D]
@@ -277,6 +290,9 @@ def _flash(rows: Sequence[Tensor], segments: Segments, scaling: float | None, sl
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (row.index_select(0, segments.positions) for row in rows)  # [R, N, D]
+    # before torch 2.12 there is no such flag: fewer heads of keys are taken as they come
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if has_flag else {}
     out = varlen_attn(
         query,
         key,
@@ -287,7 +303,7 @@ def _flash(rows: Sequence[Tensor], segments: Segments, scaling: float | None, sl
         segments.longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     assert isinstance(out, Tensor)
     return out.index_select(0, segments.firsts)  # [P, N, D]
@@ -296,24 +312,36 @@ def _flash(rows: Sequence[Tensor], segments: Segments, scaling: float | None, sl
 def _bucketed(
     module: Any, rows: Sequence[Tensor], segments: Segments, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     sizes = [num_rows * width for num_rows, width in segments.buckets]
     spread = [row.index_select(0, segments.sources).split(sizes) for row in rows]
     outs = []
     for (num_rows, width), *parts in zip(segments.buckets, *spread, strict=True):
-        query, key, value = (part.unflatten(0, (num_rows, width)).transpose(1, 2) for part in parts)  # [b, N, L, D]
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, _window(width, sliding_window, query.device), scaling=scaling, is_causal=True
-        )
+        bucket = [part.unflatten(0, (num_rows, width)).transpose(1, 2) for part in parts]  # [b, N, L, D]
+        out = _attend_in_window(module, bucket, scaling, width if sliding_window is None else sliding_window)
         outs.append(out.flatten(0, 1))  # [b * L, N, D]
     return torch.cat(outs).index_select(0, segments.places[segments.firsts])  # [P, N, D]
 
 
-def _window(width: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask of a window shorter than the sequence; None: every position sees all before it."""
-    if sliding_window is None or width <= sliding_window:
-        return None
-    column = torch.arange(width, device=device)
-    distance = column[:, None] - column[None, :]
-    return ((distance >= 0) & (distance < sliding_window))[None, None]
+def _attend_in_window(module: Any, bucket: Sequence[Tensor], scaling: float | None, window: int) -> Tensor:
+    """Return [b, L, N, D]: attention of each position to the newest `window` positions up to itself."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    query, key, value = bucket
+    width = query.shape[2]
+    if width <= window:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)[0]
+    # in blocks of queries: a mask of all pairs would grow with the square of the length. One mask, of the keys from
+    # `window` before a block to its end, serves all blocks
+    num = min(window, WINDOW_BLOCK)
+    hidden = torch.ones(num, num + window, dtype=torch.bool, device=query.device).triu(1).tril(window).logical_not()
+    band = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
+    outs = []
+    for start in range(0, width, num):
+        first, end = max(0, start - window), min(start + num, width)
+        mask = band[: end - start, first - start + window : end - start + window]
+        keys = slice(first, end)
+        out, _ = sdpa_attention_forward(
+            module, query[:, :, start:end], key[:, :, keys], value[:, :, keys], mask[None, None], scaling=scaling
+        )
+        outs.append(out)  # [b, C, N, D]
+    return torch.cat(outs, dim=1)

@@ -17,7 +17,8 @@ from tba.config.supervised import REPORT_FILE
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention
-from tba_trainer.model.parameters import ADAPTER, assign, is_adapted, is_sharded, sharded_copy
+from tba_trainer.model.parameters import ADAPTER, assign, is_adapted
+from tba_trainer.model.sharding import is_sharded, sharded_copy
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN_MODE_MAX_GAP = 1e-3
@@ -279,7 +280,8 @@ def add_adapter(model: Any, section: LoraSection, *, key: str = "model.lora") ->
         target_modules=list(layers),
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # gpt2 keeps weights transposed
     )
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    # in a module without `config`: of a mixture of experts peft would adapt the experts in place of layers like theirs
+    inject_adapter_in_model(config, torch.nn.ModuleList([model]), adapter_name=ADAPTER)
 
 
 def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...], key: str) -> dict[str, Any]:
@@ -312,20 +314,17 @@ def remove_adapter(model: Any) -> None:
 def compile_layers(model: Any, *, backend: str = "inductor") -> None:
     """Compile the decoder layers at their first pass, in place. Copies of the model, and attention, are not compiled.
 
+    Of a sharded layer the exchanges are not compiled either: FSDP2 keeps its hooks out of the compiler.
+
     Args:
         backend: of torch.compile.
 
     Raises:
-        ConfigError: the model is sharded, or transformers does not say which of its modules are decoder layers.
+        ConfigError: transformers does not say which of its modules are decoder layers.
     """
     from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    if is_sharded(model):
-        raise ConfigError(
-            "trainer.compile = true is for one process: the exchanges of a sharded layer cannot be compiled; set it to "
-            "false or trainer.num_processes to 1"
-        )
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(

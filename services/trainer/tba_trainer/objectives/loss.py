@@ -34,16 +34,18 @@ from tba_trainer.objectives.weights import Tokens, Totals, token_weights
 
 def objective_loss(
     tokens: Tokens, advantage: Float[Tensor, " B"], objective: Objective, *, totals: Totals
-) -> tuple[Float[Tensor, ""], dict[str, float], list[float]]:
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]], Float[Tensor, " B"]]:
     """Return the loss of one micro-batch, its metrics (both are shares of the whole batch: they add up), and weights.
+
+    Everything stays on the device: nobody waits for it here.
 
     Args:
         advantage: A_j of the B rollouts, from `advantages`.
 
     Returns:
         The loss; `loss`, `advantage_abs_mean`, and the shares of tokens whose weight is bounded: `clipped_share`
-        (of them large ones: `clipped_high_share`) and `mismatch_share`; and the mean of w_jt over the tokens of each
-        rollout [B], 0 for one that teaches nothing itself.
+        (of them large ones: `clipped_high_share`) and `mismatch_share`, in float64; and the mean of w_jt over the
+        tokens of each rollout [B], 0 for one that teaches nothing itself.
     """
     token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
     weights = token_weights(tokens, token_advantage, objective, totals=totals)
@@ -58,9 +60,8 @@ def objective_loss(
         advantage, mean_weight = advantage * tokens.kept, mean_weight * tokens.kept
     loss = -(factor / _divisor(tokens, objective, totals) * tokens.logprobs).sum()
     counts = bounded.sum(dim=1).to(loss.dtype)
-    sums = torch.cat([torch.stack([loss.detach(), advantage.detach().abs().sum().to(loss.dtype)]), counts])
-    found = torch.cat([sums.double(), mean_weight]).tolist()  # one wait for the device
-    loss_value, absolute, num_clipped, num_high, num_mismatch = found[:5]
+    loss_value, absolute = (value.detach().double() for value in (loss, advantage.abs().sum().to(loss.dtype)))
+    num_clipped, num_high, num_mismatch = counts.double()
     num_tokens = max(1, totals.num_tokens)
     metrics = {
         "loss": loss_value,
@@ -69,15 +70,13 @@ def objective_loss(
         "clipped_high_share": num_high / num_tokens,
         "mismatch_share": num_mismatch / num_tokens,
     }
-    return loss, metrics, found[5:]
+    return loss, metrics, mean_weight
 
 
 def _row_means(values: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " B"]:
     """Return the mean over the tokens of each rollout, in float64."""
     zeros = torch.zeros(tokens.num_rows, dtype=torch.float64, device=values.device)
-    # no bincount: it waits for the device
-    lengths = zeros.index_add(0, tokens.row, torch.ones_like(values, dtype=torch.float64)).clamp(min=1)
-    return zeros.index_add(0, tokens.row, values.double()) / lengths
+    return zeros.index_add(0, tokens.row, values.double()) / tokens.lengths.clamp(min=1)
 
 
 def _divisor(tokens: Tokens, objective: Objective, totals: Totals) -> Float[Tensor, " T"] | int:
@@ -91,7 +90,7 @@ def _divisor(tokens: Tokens, objective: Objective, totals: Totals) -> Float[Tens
         return max(1, totals.num_tokens)
     if kind == "constant":
         return num_rollouts * objective.aggregation_tokens
-    lengths = torch.bincount(tokens.row, minlength=tokens.num_rows)  # [B]
+    lengths = tokens.lengths
     if kind == "whole_sequence_mean":
         assert tokens.num_prompt_tokens is not None, "`whole_sequence_mean` needs the lengths of prompts"
         lengths = lengths + tokens.num_prompt_tokens
@@ -133,7 +132,7 @@ def custom_loss(
     *,
     beta: float,
     totals: Totals,
-) -> tuple[Float[Tensor, ""], dict[str, float]]:
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Return the loss of one micro-batch, and `loss` as its metric; both are shares of the whole batch.
 
     Args:
@@ -144,14 +143,21 @@ def custom_loss(
         TbaError: the function did not return one term per token, with gradient.
     """
     if not len(rows):
-        return 0.0 * tokens.logprobs.sum(), {"loss": 0.0}  # other ranks wait in the backward pass of the filler
+        # other ranks wait in the backward pass of the filler
+        return 0.0 * tokens.logprobs.sum(), {"loss": tokens.logprobs.new_zeros((), dtype=torch.float64)}
     assert objective.function is not None
     device = tokens.logprobs.device
     known = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
-    everywhere: Any = {name: None if value is None else value.to(device) for name, value in known.items()}
+    everywhere: Any = {
+        name: None if value is None else value.to(device, non_blocking=True) for name, value in known.items()
+    }
     # the rows of the batch: what the micro-batch knows per rollout of its own does not fit them
     of_batch = replace(
-        tokens, row=rows.to(device)[tokens.row], num_rows=len(sequences.reward), num_prompt_tokens=None, kept=None
+        tokens,
+        row=rows.to(device, non_blocking=True)[tokens.row],
+        num_rows=len(sequences.reward),
+        num_prompt_tokens=None,
+        kept=None,
     )
     terms = objective.function(Sequences(**everywhere), of_batch, objective, beta)
     if not isinstance(terms, Tensor) or terms.shape != tokens.logprobs.shape or not terms.requires_grad:
@@ -163,4 +169,4 @@ def custom_loss(
     if tokens.kept is not None:
         terms = terms * tokens.kept[tokens.row]
     loss = terms.to(tokens.logprobs.dtype).sum() / max(1, totals.num_rollouts)
-    return loss, {"loss": float(loss.detach())}
+    return loss, {"loss": loss.detach().double()}

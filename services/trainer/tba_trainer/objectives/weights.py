@@ -51,6 +51,13 @@ class Tokens:
     kept: Bool[Tensor, " B"] | None = None
     """False for rollouts that teach nothing themselves (`mask_truncated`); None: all do."""
 
+    @property
+    def lengths(self) -> Int[Tensor, " B"]:
+        """Response tokens of each rollout."""
+        # no bincount: it waits for the device
+        zeros = torch.zeros(self.num_rows, dtype=torch.int64, device=self.row.device)
+        return zeros.index_add(0, self.row, torch.ones_like(self.row))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
@@ -141,7 +148,7 @@ def _clipped(
     if kind != "token_clip":
         of_rollout = log_rho.new_zeros(tokens.num_rows).index_add(0, tokens.row, log_rho)  # [B]
         if kind == "sequence_mean_clip":
-            of_rollout = of_rollout / torch.bincount(tokens.row, minlength=tokens.num_rows).clamp(min=1)
+            of_rollout = of_rollout / tokens.lengths.clamp(min=1)
         log_rho = of_rollout[tokens.row]
     rho = _exp(log_rho)
     # The gradient of the clipped surrogate min(rho A, clip(rho, 1 - c, 1 + c') A). Inside the clip it is that of rho A,

@@ -2,8 +2,9 @@
 
 torch's fake tensors have a shape, a dtype and the size of their storage, and no values. The model is fake. What the
 trainer keeps on the CPU (plans, sums per rollout, metrics) is real, so the control flow is that of a real step, and
-every number that comes from the model is 0. Without a GPU torch cannot run the backward pass of fake CUDA tensors: so
-they are on the CPU, and `cuda_branches` makes the output head take the branches that it takes on CUDA.
+every number that comes from the model is 0. They say that they are on the CPU, and `cuda_branches` makes the output
+head take the branches that it takes on CUDA: a build of torch without CUDA cannot run the backward pass of tensors that
+say "cuda". tests/support/fake_cuda.py makes it do so with a few lines of C++, for a check of every step in CI.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ MIN_FAKE_BYTES = 1 << 20
 
 class FakeDevice(TorchDispatchMode):
     """While it is open, ops on fake tensors run on shapes, and all others as ever."""
+
+    type = "cpu"
+    """Of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()

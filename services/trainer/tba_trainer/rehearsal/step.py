@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,14 @@ from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.versions import START
 from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan
+from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
+from tba_trainer.distributed.process_group import make_mesh
 from tba_trainer.learner.forward_backward import Ranks
 from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.learner.micro_batches import Plan, plan_micro_batches
-from tba_trainer.model.parameters import shard, trainable
+from tba_trainer.model.parameters import trainable
 from tba_trainer.model.policy import prepare
+from tba_trainer.model.sharding import shard
 from tba_trainer.objectives import Objective, resolve
 from tba_trainer.rehearsal.fake_device import FakeDevice, cuda_branches
 from tba_trainer.rehearsal.live_bytes import LiveBytes
@@ -50,6 +54,8 @@ class StepBytes:
     parameters: int
     reference: int
     """A second model for ref log-probs; 0: there is none, or it is the first one without its adapter."""
+    published: int
+    """A copy in the published dtype, for the canary of a version; 0: the model itself is that."""
     gradients: int
     optimizer: int
     forward_backward_peak: int
@@ -60,7 +66,7 @@ class StepBytes:
     @property
     def state(self) -> int:
         """What is there during the whole forward and backward pass of all but the first micro-batch."""
-        return self.parameters + self.reference + self.gradients + self.optimizer
+        return self.parameters + self.reference + self.published + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
@@ -122,9 +128,15 @@ def _layers_key(config: Mapping[str, Any]) -> str:
     return "n_layer" if "n_layer" in config else "num_hidden_layers"
 
 
-def trace_step(recipe: Recipe, config: Mapping[str, Any], *, num_layers: int) -> StepBytes:
-    """Return the bytes of a step of the same model with another number of layers."""
-    device = FakeDevice()
+def trace_step(
+    recipe: Recipe, config: Mapping[str, Any], *, num_layers: int, device: FakeDevice | None = None
+) -> StepBytes:
+    """Return the bytes of a step of the same model with another number of layers.
+
+    Args:
+        device: where the model is; None: a new one.
+    """
+    device = device or FakeDevice()
     with cuda_branches(), _ranks(recipe.trainer.num_processes) as ranks, warnings.catch_warnings():
         # torch asks a parameter that it copies for its address, and a real tensor that it makes fake for its gradient
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -135,16 +147,23 @@ def trace_step(recipe: Recipe, config: Mapping[str, Any], *, num_layers: int) ->
             learner = Learner(model, recipe, trainer_rng(recipe), ranks=ranks)
             live.restart()  # the probe of the output head is gone
             reference = live.held - parameters
-            return replace(measured(learner, recipe, live), parameters=parameters, reference=reference)
+            writer = WeightSnapshotWriter(model, recipe, folder=Path())  # writes nothing here
+            live.restart()
+            published = live.held - parameters - reference
+            found = replace(
+                measured(learner, recipe, live), parameters=parameters, reference=reference, published=published
+            )
+            del writer
+            return found
 
 
 def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
-    """Return the bytes of a step, on fake tensors or real ones; parameters and reference are left at 0."""
+    """Return the bytes of a step, on fake tensors or real ones; what was there before is left at 0."""
     without = live.held
     optimizer = learner.optimizer
     for parameter in trainable(learner.model).values():
         parameter.grad = torch.empty_like(parameter)
-    optimizer.use_foreach()
+    optimizer.use_fused()
     # the first update makes AdamW's moments; shard arithmetic looks whole tensors up once
     optimizer.clip(None)
     optimizer.apply(learning_rate=0.0)
@@ -159,6 +178,7 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
     return StepBytes(
         parameters=0,
         reference=0,
+        published=0,
         gradients=gradients,
         optimizer=moments,
         forward_backward_peak=forward_backward_peak,
@@ -182,10 +202,12 @@ def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, r
     model = prepare(model, recipe.model.lora, recipe.trainer.gradient_checkpointing)
     if ranks.num_ranks > 1:
         with device:
-            shard(model, dist.device_mesh.init_device_mesh("cpu", (ranks.num_ranks,)))
+            section = recipe.trainer.sharding
+            mesh = make_mesh(device.type, ranks.num_ranks, replicas=section.replicas)
+            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, section=section)
     else:
         with device.fake_mode:
-            model.to_empty(device="cpu")
+            model.to_empty(device=device.type)
             model.tie_weights()
     return model
 

@@ -18,7 +18,7 @@ from tba.errors import ConfigError
 from tba.weights import write_index
 from tba_trainer.checkpoints.weight_files import write_model_files
 from tba_trainer.distributed.process_group import Team
-from tba_trainer.model.parameters import published_tensors, shard
+from tba_trainer.model.parameters import published_tensors
 from tba_trainer.model.policy import (
     TORCH_DTYPES,
     check_train_mode,
@@ -28,6 +28,7 @@ from tba_trainer.model.policy import (
     side_files,
     to_device,
 )
+from tba_trainer.model.sharding import shard
 from tba_trainer.supervised.new_model import new_config, train_tokenizer
 
 
@@ -103,7 +104,7 @@ def make_trainee(
     if section.gradient_checkpointing and team.is_leader:  # the others have no weights yet
         check_train_mode(model, section.base or "new_model", key="gradient_checkpointing")
     if team.mesh is not None:
-        shard(model, team.mesh)
+        shard(model, team.mesh, compute_dtype=section.compute_dtype)
     files = () if section.base is None else _files(section, is_classifier=labels is not None)
     return Trainee(model=model, tokenizer=tokenizer, config=config, files=files, num_parameters=num_parameters)
 

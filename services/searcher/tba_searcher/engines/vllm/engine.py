@@ -1,5 +1,7 @@
 """vLLM behind the engine protocol: its synchronous `LLMEngine` in this process, one step of its scheduler per step.
 
+The model is in this process too, or with `searcher.tensor_parallel_size` in a process for each rank (workers.py).
+
     submit -> add_request -> (vLLM: waiting -> running, prompts and responses in one batch) -> step -> completion
 
 * Log-probs are vLLM's `processed_logprobs`: of the distribution that was drawn from, after min tokens, temperature,
@@ -9,7 +11,7 @@
 * `verify` compares the digest of the tensors that were loaded with the manifest's, and asks vLLM itself for the
   log-probs of the canary.
 
-Everything but `_exclusive` uses vLLM's public interface.
+Everything but `_exclusive`, workers.py and weights.py uses vLLM's public interface.
 """
 
 # pyright: reportMissingImports=false
@@ -17,6 +19,8 @@ Everything but `_exclusive` uses vLLM's public interface.
 from __future__ import annotations
 
 import gc
+import itertools
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,10 +31,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, VllmSection
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, VllmSection, check_tensor_parallel
 from tba.errors import ConfigError
+from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, VersionSpan
+from tba.wire.weight_manifest import table_sha256
 from tba_searcher.engines.engine import (
     Completion,
     EngineDiedError,
@@ -41,11 +47,14 @@ from tba_searcher.engines.engine import (
 )
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
 from tba_searcher.engines.vllm.worker_extension import WORKER_EXTENSION
+from tba_searcher.engines.vllm.workers import Workers
 from tba_searcher.engines.weight_check import check_loaded, check_tensors, read_headers
 
 _CANARY_ID = "canary"
 _MIN_LEN = 64
 """Context for the canary, where prompts and responses are shorter."""
+_STAGING_POLL_S = 0.02
+log = get_logger("vllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,8 @@ class VllmSettings(EngineSettings):
     """Settings of the engine; vLLM takes the lowest 32 bits of the seed."""
 
     section: VllmSection = field(default_factory=VllmSection)
+    tensor_parallel_size: int = 1
+    """Ranks, each with a slice of every tensor."""
 
 
 class VllmEngine:
@@ -72,15 +83,23 @@ class VllmEngine:
     ) -> None:
         self._settings = settings
         self._expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
-        on_cpu = prepare_vllm(settings.device)
+        check_tensor_parallel(json.loads((folder / "config.json").read_text()), settings.tensor_parallel_size)
+        on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
         self._llm: Any = _build(folder, settings, on_cpu=on_cpu)
-        self._llm.collective_rpc("tba_open_staging", args=(on_cpu,))
+        self._workers = Workers(self._llm)
         self._requests: dict[str, tuple[Request, float]] = {}  # id -> the request and when it was submitted
         self._masked_ids = {*self.default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
         """The ids that vLLM takes for end of sequence, and masks while a response is shorter than its minimum."""
         self._params_sha256 = ""
         self._version = version
-        self.load_weights(tensors_paths, version)
+        try:
+            reason = max(self._workers.call("tba_open_staging", on_cpu, doing="starting"))
+            if reason:
+                log.warning("weights_are_not_staged", reason=reason, effect="updates hold up generation for longer")
+            self.load_weights(tensors_paths, version)
+        except BaseException:
+            self.close()  # ranks would keep their GPUs
+            raise
 
     @property
     def version(self) -> PolicyVersion:
@@ -145,7 +164,7 @@ class VllmEngine:
         """Run one step of vLLM's scheduler (see `Engine.step`)."""
         if not self._requests:
             return []
-        completions = [self._completion(output) for output in self._run_step() if output.finished]
+        completions = [self._completion(output) for output in self._workers.step() if output.finished]
         for completion in completions:
             del self._requests[completion.request_id]
             if not np.isfinite(completion.sampler_logprobs).all():
@@ -156,27 +175,26 @@ class VllmEngine:
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
         """Prepare weights beside generation (see `StagingEngine`)."""
-        places = check_tensors(tensors_paths, self._expected)
-        self._llm.collective_rpc("tba_stage_weights", args=({name: str(path) for name, path in places.items()},))
+        doing = "staging weights"
+        self._workers.call("tba_stage_weights", self._places(tensors_paths), doing=doing)
+        while not all(self._workers.call("tba_is_staged", doing=doing)):
+            time.sleep(_STAGING_POLL_S)
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Replace all parameters in flight (see `Engine.load_weights`). Versions hold merged weights, not adapters."""
-        places = check_tensors(tensors_paths, self._expected)
+        places = self._places(tensors_paths)
         # stays so when the load fails half-way: a mixture of weights must never pass `verify`
         self._params_sha256 = "unknown: a load broke off"
         try:
-            named = {name: str(path) for name, path in places.items()}
-            (self._params_sha256,) = self._llm.collective_rpc("tba_load_weights", args=(named,))
-        except Exception as error:
-            raise (
-                _died(error, "loading weights")
-                if _is_fatal(error)
-                else EngineError(f"vLLM could not load version {version}: {error}")
-            ) from error
+            hashed = self._workers.call("tba_load_weights", places, doing=f"loading version {version}")
         finally:
             self._drop_cache()
+        self._params_sha256 = table_sha256(itertools.chain.from_iterable(hashed))
         self._llm.set_weight_version(str(version))
         self._version = version
+
+    def _places(self, tensors_paths: Sequence[Path]) -> dict[str, str]:
+        return {name: str(path) for name, path in check_tensors(tensors_paths, self._expected).items()}
 
     def verify(self, manifest: Manifest) -> None:
         """Check the digest of the loaded tensors, and the canary through vLLM (see `Engine.verify`)."""
@@ -197,7 +215,7 @@ class VllmEngine:
                 self._add(_CANARY_ID, tokens, params)
                 outputs = []
                 while not outputs:
-                    outputs = [output for output in self._run_step() if output.finished]
+                    outputs = [output for output in self._workers.step() if output.finished]
             except BaseException:
                 # the next canary has the same id, so this one must go; the engine may be dead, too
                 with suppress(Exception):
@@ -210,7 +228,7 @@ class VllmEngine:
         """Shut vLLM down and free its memory (see `Engine.close`)."""
         if self._llm is not None:
             self._requests.clear()
-            self._llm.engine_core.shutdown()
+            self._workers.close()
             self._llm = None
             gc.collect()
 
@@ -218,12 +236,6 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         self._llm.add_request(request_id, tokens_input(list(tokens)), params)
-
-    def _run_step(self) -> list[Any]:
-        try:
-            return self._llm.step()
-        except Exception as error:
-            raise _died(error, "decoding") from error
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -274,7 +286,7 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    section = settings.section
+    section, num_ranks = settings.section, settings.tensor_parallel_size
     max_len = settings.max_prompt_tokens + settings.max_response_tokens
     arguments = EngineArgs(
         model=str(folder),
@@ -290,24 +302,32 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
         kv_cache_memory_bytes=section.kv_cache_bytes,
         enforce_eager=on_cpu or section.enforce_eager,
         async_scheduling=False,  # weights change between two steps, so nothing may be in flight there
-        distributed_executor_backend="uni",
+        tensor_parallel_size=num_ranks,
+        distributed_executor_backend="uni" if num_ranks == 1 else "mp",
         worker_extension_cls=WORKER_EXTENSION,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # the model's own sampling defaults are not ours
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
-    if arguments.enforce_eager:
-        keep_transformers_unchanged()
     try:
         config: Any = arguments.create_engine_config(UsageContext.LLM_CLASS)
         if on_cpu:
             _check_head_size(config.model_config.get_head_size())
         if on_cpu and section.kv_cache_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _full_cache_bytes(config)
-        return LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
+        with keep_transformers_unchanged(compiles=not arguments.enforce_eager):
+            return LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
     except (ValueError, OSError) as error:
         raise ConfigError(f"vLLM cannot run the model in {folder} with these settings: {error}") from None
+    except Exception as error:
+        if num_ranks == 1:
+            raise
+        # vLLM does not pass on what a rank said
+        raise ConfigError(
+            f"vLLM did not start {num_ranks} ranks (searcher.tensor_parallel_size) for the model in {folder}; the "
+            f"first error above says why: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _check_head_size(head_size: int) -> None:
@@ -362,13 +382,3 @@ def _sampling_params(request: Request) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-def _is_fatal(error: Exception) -> bool:
-    """Return whether the process must not continue with this engine."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-
-
-def _died(error: Exception, doing: str) -> EngineDiedError:
-    what = "is out of memory" if _is_fatal(error) else "crashed"
-    return EngineDiedError(f"vLLM {what} while {doing}: {type(error).__name__}: {error}")

@@ -4,7 +4,9 @@ vLLM's own reload does the work, because it knows how names map onto its packed 
 
     CPU   SecondModel: the next weights go into a second model, and the pause is an exchange of the two. vLLM's kernels
           keep their own packed form of a weight, and packing takes several times as long as a copy.
-    GPU   HostTensors: the next weights are hashed in pinned memory of the host, and the pause is vLLM's reload from it.
+    GPU   HostTensors: the next weights are hashed in memory of the host, and the pause is vLLM's reload from it.
+
+With several ranks each has all of this for its own slices; they read the same files, and share the hashing.
 """
 
 # pyright: reportMissingImports=false
@@ -12,8 +14,9 @@ vLLM's own reload does the work, because it knows how names map onto its packed 
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,35 +24,45 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tba.weights.digest import in_parallel
-from tba.wire.weight_manifest import table_sha256
 from tba_searcher.engines.weight_check import FileStamps, table_entry
 
 Paths = Mapping[str, str]
 """Tensor name -> its safetensors file."""
-Loaded = tuple[FileStamps | None, str]
-"""The files that are in a model (None: unknown, a load broke off), and the `params_sha256` of their tensors."""
+Entry = tuple[str, str, tuple[int, ...], str]
+"""`table_entry` of a tensor."""
+Entries = tuple[Entry, ...]
+"""What a rank hashed of its tensors. Those of all ranks make the `params_sha256`."""
+Loaded = tuple[FileStamps | None, Entries]
+"""The files that are in a model (None: unknown, a load broke off), and what this rank hashed of them."""
+
+
+def hashed_here(config: Any, paths: Paths) -> frozenset[str]:
+    """Return the names of the tensors that this rank hashes.
+
+    Args:
+        config: vLLM's.
+    """
+    # every rank maps the same files, so that a tensor is the same for all of them
+    parallel = config.parallel_config
+    return frozenset(sorted(paths)[parallel.rank :: parallel.world_size])
 
 
 class HashedTensors:
-    """Iterates over the tensors of safetensors files by name, and hashes each."""
+    """Iterates over the tensors of safetensors files by name, and hashes those named in `own`."""
 
-    def __init__(self, paths: Paths) -> None:
-        self._paths, self._entries = paths, list[tuple[str, str, tuple[int, ...], str]]()
+    def __init__(self, paths: Paths, own: Collection[str]) -> None:
+        self._paths, self._own = paths, own
+        self.entries: list[Entry] = []
+        """Of the tensors that were taken and are its own."""
+        self.num_taken = 0
+        """How many tensors were taken."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read_tensors(self._paths):
-            self._entries.append(table_entry(name, tensor))
+            if name in self._own:
+                self.entries.append(table_entry(name, tensor))
+            self.num_taken += 1
             yield name, tensor
-
-    @property
-    def sha256(self) -> str:
-        """The `params_sha256` of the tensors that were taken."""
-        return table_sha256(self._entries)
-
-    @property
-    def num_taken(self) -> int:
-        """How many tensors were taken."""
-        return len(self._entries)
 
 
 def read_tensors(paths: Paths) -> Iterator[tuple[str, Tensor]]:
@@ -61,8 +74,8 @@ def read_tensors(paths: Paths) -> Iterator[tuple[str, Tensor]]:
         yield name, file.get_tensor(name)
 
 
-def load_files(config: Any, model: Any, paths: Paths) -> str:
-    """Replace all parameters of one of vLLM's models by the tensors of files; return their `params_sha256`.
+def load_files(config: Any, model: Any, paths: Paths) -> Entries:
+    """Replace all parameters of one of vLLM's models by the tensors of files; return what this rank hashed.
 
     Args:
         config: vLLM's.
@@ -71,11 +84,11 @@ def load_files(config: Any, model: Any, paths: Paths) -> str:
         RuntimeError: vLLM did not take every tensor.
         Exception: reading failed, or vLLM did. The weights are then a mixture; the next load replaces them all.
     """
-    tensors = HashedTensors(paths)
+    tensors = HashedTensors(paths, hashed_here(config, paths))
     load_tensors(config, model, tensors)
     if tensors.num_taken != len(paths):
         raise RuntimeError(f"vLLM took {tensors.num_taken} of {len(paths)} tensors")
-    return tensors.sha256
+    return tuple(tensors.entries)
 
 
 def load_tensors(config: Any, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -83,6 +96,7 @@ def load_tensors(config: Any, model: Any, tensors: Iterable[tuple[str, Tensor]])
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
+    _forget_expert_kernels(model)
     try:
         reload_weights(config, model, weights_iterator=iter(tensors), weights_path=None, is_checkpoint_format=True)
     except BaseException:
@@ -90,6 +104,18 @@ def load_tensors(config: Any, model: Any, tensors: Iterable[tuple[str, Tensor]])
         finalize_layerwise_reload(model, config.model_config)
         raise
     _renew_output_heads(model)
+
+
+def _forget_expert_kernels(model: Any) -> None:
+    """Have vLLM set the kernels of experts up anew on the CPU when their next weights are in."""
+    # vLLM packs weights for a kernel only when it makes one, and copies them unpacked into one that is there. On a GPU
+    # nothing is packed, and CUDA graphs need the kernels that they have captured.
+    from vllm.platforms import current_platform
+
+    for module in model.modules() if current_platform.is_cpu() else ():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def _renew_output_heads(model: Any) -> None:
@@ -115,8 +141,8 @@ class Staging(Protocol):
         """Prepare the tensors of files; forget what was prepared before."""
         ...
 
-    def use(self, stamps: FileStamps, before: Loaded) -> str | None:
-        """Put the prepared weights into use and return their `params_sha256`; None: others are prepared, or none.
+    def use(self, stamps: FileStamps, before: Loaded) -> Entries | None:
+        """Put the prepared weights into use and return what was hashed; None: others are prepared, or none.
 
         Args:
             stamps: of the files that are wanted.
@@ -136,7 +162,7 @@ class SecondModel:
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._model = runner, _make_second(runner)
-        self._holds: Loaded = (None, "")
+        self._holds: Loaded = (None, ())
         self._lock = threading.Lock()
 
     def stage(self, paths: Paths, stamps: FileStamps) -> None:
@@ -144,21 +170,31 @@ class SecondModel:
         import torch
 
         with self._lock, torch.no_grad():
-            self._holds = (None, "")
+            self._holds = (None, ())
             self._holds = (stamps, load_files(self._runner.vllm_config, self._model, paths))
+        _give_free_memory_back()
 
-    def use(self, stamps: FileStamps, before: Loaded) -> str | None:
+    def use(self, stamps: FileStamps, before: Loaded) -> Entries | None:
         """See `Staging`."""
         if not self._lock.acquire(blocking=False):  # another version is being prepared
             return None
         try:
             if self._holds[0] != stamps:
                 return None
-            (_, sha256), self._holds = self._holds, before
+            (_, entries), self._holds = self._holds, before
             self._runner.model, self._model = self._model, self._runner.model
-            return sha256
+            return entries
         finally:
             self._lock.release()
+
+
+def _give_free_memory_back() -> None:
+    """Have the allocator give back what it holds and nothing uses."""
+    # glibc keeps the freed weights in the heaps of the thread that loads, in pieces that the next ones do not fit into:
+    # 600 MiB more after 14 versions of a slice of 84 MiB
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _make_second(runner: Any) -> Any:
@@ -189,23 +225,30 @@ def _make_second(runner: Any) -> Any:
 
 
 class HostTensors:
-    """All tensors in memory of the host, pinned where there is a GPU."""
+    """All tensors in memory of the host: pinned where one rank has the GPU, else the files, mapped by all ranks.
+
+    A rank needs its slices alone. Pinned copies would hold the whole model once for each rank; mapped files are in the
+    page cache once, where hashing has brought them.
+    """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._staged: tuple[FileStamps, list[tuple[str, Tensor]], str] | None = None
+        self._staged: tuple[FileStamps, list[tuple[str, Tensor]], Entries] | None = None
 
     def stage(self, paths: Paths, stamps: FileStamps) -> None:
         """See `Staging`."""
         import torch
 
         self._staged = None
-        on_gpu = torch.cuda.is_available()
-        tensors = [(name, tensor.pin_memory() if on_gpu else tensor.clone()) for name, tensor in read_tensors(paths)]
-        sha256 = table_sha256(in_parallel(lambda item: table_entry(*item), tensors))
-        self._staged = (stamps, tensors, sha256)
+        config, on_gpu = self._runner.vllm_config, torch.cuda.is_available()
+        tensors = list(read_tensors(paths))
+        if config.parallel_config.world_size == 1:
+            tensors = [(name, tensor.pin_memory() if on_gpu else tensor.clone()) for name, tensor in tensors]
+        own = hashed_here(config, paths)
+        hashed = in_parallel(lambda item: table_entry(*item), [item for item in tensors if item[0] in own])
+        self._staged = (stamps, tensors, tuple(hashed))
 
-    def use(self, stamps: FileStamps, before: Loaded) -> str | None:
+    def use(self, stamps: FileStamps, before: Loaded) -> Entries | None:
         """See `Staging`."""
         staged = self._staged
         if staged is None or staged[0] != stamps:

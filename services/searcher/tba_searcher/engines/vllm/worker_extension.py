@@ -4,51 +4,114 @@
 # (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
-from tba.logs import get_logger
-from tba_searcher.engines.vllm.weights import HostTensors, Loaded, SecondModel, Staging, load_files
+from tba.concurrency import begin_in_thread
+from tba_searcher.engines.vllm.weights import Entries, HostTensors, Loaded, SecondModel, Staging, load_files
 from tba_searcher.engines.weight_check import file_stamps
 
 WORKER_EXTENSION = f"{__name__}.WeightsExtension"
-log = get_logger("vllm")
+Failure = tuple[str, str, str]
+"""Class, text and traceback of an exception."""
+
+
+def _answers(method: Callable[..., Any]) -> Callable[..., tuple[Any, Failure | None]]:
+    """Return the result or the failure of a method as a value.
+
+    vLLM stops to read the answers of the ranks at the first exception, and would take those that are left for answers
+    to the next call.
+    """
+
+    @functools.wraps(method)
+    def call(self: WeightsExtension, *args: Any) -> tuple[Any, Failure | None]:
+        try:
+            return method(self, *args), None
+        except Exception as error:
+            return None, (type(error).__name__, str(error), traceback.format_exc())
+
+    return call
+
+
+def _end_with_the_searcher() -> None:
+    """End this rank when the searcher has ended, however that did."""
+    # vLLM's own end took half a minute, and one rank may wait for another, with memory that the next searcher needs
+    searcher = multiprocessing.parent_process()
+    if searcher is not None:
+        searcher.join()
+        os._exit(1)
 
 
 class WeightsExtension:
-    """Methods for vLLM's worker; `collective_rpc` calls them, so arguments and results are plain values."""
+    """Methods for vLLM's worker; `Workers.call` calls them, so arguments and results are plain values."""
 
     model_runner: Any
     """vLLM's."""
+    parallel_config: Any
+    """vLLM's."""
     _tba_staging: Staging | None = None
-    _tba_in_use: Loaded = (None, "")
+    _tba_staged: Future[None]
+    _tba_in_use: Loaded = (None, ())
 
-    def tba_open_staging(self, on_cpu: bool) -> None:
-        """Make room for weights that are prepared beside generation; needed once, before any are."""
+    @_answers
+    def tba_open_staging(self, on_cpu: bool) -> str:
+        """Make room for weights that are prepared beside generation; needed once, before any are.
+
+        Returns:
+            Why this model has no such room; empty: it has.
+        """
+        if self.parallel_config.world_size > 1:
+            # in a process of its own: a signal to the whole group is for the searcher, which drains with the ranks
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            threading.Thread(target=_end_with_the_searcher, name="searcher-watch", daemon=True).start()
         try:
             self._tba_staging = SecondModel(self.model_runner) if on_cpu else HostTensors(self.model_runner)
         except RuntimeError as error:
-            log.warning("weights_are_not_staged", reason=str(error), effect="updates hold up generation for longer")
+            return str(error)
+        return ""
 
+    @_answers
     def tba_stage_weights(self, paths: dict[str, str]) -> None:
-        """Prepare the tensors of files (name -> file); runs beside the other methods and generation."""
-        if self._tba_staging is not None:
-            self._tba_staging.stage(paths, file_stamps(paths.values()))
+        """Begin to prepare the tensors of files (name -> file) in a thread, beside the other methods and generation."""
+        staging, stamps = self._tba_staging, file_stamps(paths.values())
+        self._tba_staged = begin_in_thread(lambda: None if staging is None else staging.stage(paths, stamps))
 
-    def tba_load_weights(self, paths: dict[str, str]) -> str:
-        """Replace all parameters by the tensors of files (name -> file); return their `params_sha256`.
+    @_answers
+    def tba_is_staged(self) -> bool:
+        """Return whether the weights that were asked for last are prepared.
+
+        Raises:
+            Exception: they could not be.
+        """
+        if not self._tba_staged.done():
+            return False
+        self._tba_staged.result()
+        return True
+
+    @_answers
+    def tba_load_weights(self, paths: dict[str, str]) -> Entries:
+        """Replace all parameters by the tensors of files (name -> file); return what this rank hashed of them.
 
         Raises:
             Exception: see `load_files`.
         """
         stamps, before = file_stamps(paths.values()), self._tba_in_use
-        self._tba_in_use = (None, "")
+        self._tba_in_use = (None, ())
         runner = self.model_runner
-        sha256 = None if self._tba_staging is None else self._tba_staging.use(stamps, before)
-        if sha256 is None:
-            sha256 = load_files(runner.vllm_config, runner.get_model(), paths)
+        entries = None if self._tba_staging is None else self._tba_staging.use(stamps, before)
+        if entries is None:
+            entries = load_files(runner.vllm_config, runner.get_model(), paths)
         # what vLLM derives from weights, as its own reload does
         runner.reset_lora_state()
         runner.reset_encoder_cache()
         runner.reset_mm_cache()
-        self._tba_in_use = (stamps, sha256)
-        return sha256
+        self._tba_in_use = (stamps, entries)
+        return entries

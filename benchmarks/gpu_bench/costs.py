@@ -1,0 +1,168 @@
+"""Memory of a step against `tba sizing`, and its speed: tokens/s and MFU."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tba_trainer.learner.learner import Learner
+
+from benchmarks.gpu_bench.check import Bench, Findings, Skipped, seconds_of
+from benchmarks.gpu_bench.models import (
+    LORA,
+    batch_of,
+    make_batch,
+    make_learner,
+    num_tokens_of,
+    qwen2_config,
+    random_model,
+    recipe_of,
+)
+from benchmarks.trainer import PEAK_TFLOPS, mfu
+from benchmarks.trainer_bench.workload import Workload, make_rollout
+from tba.config import Recipe
+from tba.wire import Batch
+from tba_cli.sizing import shape_of_config
+from tba_cli.sizing.estimate import trainer_bytes
+
+MAX_RATIO, MIN_RATIO = 1.0, 0.6
+"""Of the measured peak to the estimate: above 1 a recipe that `tba sizing` admits runs out of memory."""
+
+
+def check_memory(bench: Bench, found: Findings) -> None:
+    """Make two steps of each shape with whole micro-batches, and compare the peak with the estimate."""
+    # size, checkpointing, LoRA, tokens of a micro-batch
+    cases: list[tuple[str, bool, bool, int]] = (
+        [("tiny", True, False, 256), ("tiny", False, True, 256)]
+        if bench.quick
+        else [("0.5b", False, False, 16_384), ("1.5b", True, False, 32_768), ("7b", True, True, 16_384)]
+    )
+    for size, checkpointing, lora, num_tokens in cases:
+        name = f"{size}{'_checkpointing' if checkpointing else ''}{'_lora' if lora else ''}"
+        with found.part(name):
+            recipe = _recipe(bench, num_tokens, checkpointing=checkpointing, lora=lora)
+            config = qwen2_config(size)
+            shape = shape_of_config(config.to_dict())
+            assert shape is not None
+            estimate = trainer_bytes(recipe, shape)
+            found.note(f"{name}_estimate_gib", estimate / 2**30)
+            if bench.device == "cuda" and estimate > 1.1 * torch.cuda.mem_get_info()[1]:
+                raise Skipped(f"the card has {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB")
+            learner = make_learner(random_model(config, bench.device), recipe)
+            batch = _equal_batch(config.vocab_size, num_tokens // 8 if not bench.quick else 32, 2 * num_tokens)
+            for step in (1, 2):
+                _step(learner, batch, step)
+            if bench.device == "cuda":
+                _note_peak(found, name, estimate)
+            del learner
+            _free()
+
+
+def _recipe(
+    bench: Bench, micro_batch_tokens: int, *, checkpointing: bool, lora: bool = False, compiled: bool = False
+) -> Recipe:
+    # a reference on the trainer would be a second model: searchers compute it, as in the recipes of the paper
+    return recipe_of(
+        bench,
+        model={"lora": LORA} if lora else {},
+        objective={"preset": "grpo"},
+        trainer={
+            "compute_dtype": "bfloat16",
+            "gradient_checkpointing": checkpointing,
+            "compile": compiled,
+            "micro_batch_tokens": micro_batch_tokens,
+        },
+    )
+
+
+def _note_peak(found: Findings, name: str, estimate: int) -> None:
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    found.note(f"{name}_peak_gib", peak / 2**30)
+    found.note(f"{name}_reserved_gib", reserved / 2**30)
+    free, total = torch.cuda.mem_get_info()
+    found.note(f"{name}_beside_the_allocator_gib", (total - free - torch.cuda.memory_reserved()) / 2**30)
+    found.at_most(f"{name}_peak_by_estimate", peak / estimate, MAX_RATIO)
+    found.at_least(f"{name}_peak_by_estimate", peak / estimate, MIN_RATIO)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _step(learner: Learner, batch: Batch, step: int) -> None:
+    learner.gradients(batch, step=step, policy_ages=[1] * len(batch.rollouts))
+    learner.apply(step=step, lineage=1)
+
+
+def _equal_batch(vocab_size: int, length: int, num_tokens: int) -> Batch:
+    """Return groups of 4 rollouts of equal length, a quarter of them prompt; each prompt is its rollout's own."""
+    rng = np.random.default_rng(0)
+    groups: list[list[Any]] = []
+    for number in range(max(1, num_tokens // (4 * length))):
+        prompt_id = f"prompt-{number}"
+        groups.append([])
+        for reward in range(4):
+            prompt, response = (
+                rng.integers(1, vocab_size, n).astype(np.int32) for n in (length // 4, length - length // 4)
+            )
+            groups[-1].append(make_rollout(rng, prompt_id, prompt, response, reward=float(reward)))
+    return batch_of(groups)
+
+
+def check_throughput(bench: Bench, found: Findings) -> None:
+    """Time whole steps of 0.5B and 1.5B at several lengths."""
+    # size, length, checkpointing, compile
+    cases: list[tuple[str, int, bool, bool]] = (
+        [("tiny", 32, False, False), ("tiny", 64, True, False)]
+        if bench.quick
+        else [
+            ("0.5b", 512, False, False),
+            ("0.5b", 2048, False, False),
+            ("0.5b", 8192, False, False),
+            ("1.5b", 2048, True, False),
+            ("1.5b", 8192, True, False),
+            ("0.5b", 2048, False, True),
+            ("0.5b", 2048, True, False),
+        ]
+    )
+    micro_batch, total = (256, 512) if bench.quick else (16_384, 65_536)
+    for size, length, checkpointing, compiled in cases:
+        name = f"{size}_{length}{'_checkpointing' if checkpointing else ''}{'_compiled' if compiled else ''}"
+        with found.part(name):
+            config = qwen2_config(size)
+            recipe = _recipe(bench, micro_batch, checkpointing=checkpointing, compiled=compiled)
+            learner = make_learner(random_model(config, bench.device), recipe)
+            batch = _equal_batch(config.vocab_size, length, total)
+            seconds = seconds_of(partial(_step, learner, batch, 1), bench.device, rounds=2, warm_ups=1)
+            _note_speed(bench, found, name, learner, batch, seconds)
+            del learner
+            _free()
+    with found.part("0.5b_mixed"):
+        # lengths spread 1:16 and prompts shared, as in a run
+        config = qwen2_config("tiny" if bench.quick else "0.5b")
+        learner = make_learner(random_model(config, bench.device), _recipe(bench, micro_batch, checkpointing=False))
+        batch = make_batch(4, 8, 64 if bench.quick else 4096, config.vocab_size)
+        seconds = seconds_of(partial(_step, learner, batch, 1), bench.device, rounds=2, warm_ups=1)
+        _note_speed(bench, found, "0.5b_mixed", learner, batch, seconds)
+
+
+def _note_speed(bench: Bench, found: Findings, name: str, learner: Learner, batch: Batch, seconds: float) -> None:
+    work = Workload(
+        model=learner.model,
+        rollouts=list(batch.rollouts),
+        rewards=np.zeros(len(batch.rollouts)),
+        micro_batch_tokens=0,
+        device=bench.device,
+        autocast_dtype=torch.bfloat16,
+    )
+    found.note(f"{name}_step_s", seconds)
+    found.note(f"{name}_tokens_per_s", num_tokens_of(batch) / seconds)
+    if bench.device == "cuda":
+        found.note(f"{name}_mfu", mfu(work, seconds, PEAK_TFLOPS))
+        found.note(f"{name}_peak_gib", torch.cuda.max_memory_allocated() / 2**30)

@@ -1,0 +1,457 @@
+"""A server that runs already behind the engine protocol: one HTTP call per request and weight version.
+
+    submit -> waiting -> (a slot is free) a call in a thread -> its answer -> completion
+    load_weights: abort the calls, keep their tokens -> reload -> label -> `step` sends prompt and tokens again
+
+* Which version made a token: weights change only while no call is under way, and a call's tokens come from the weights
+  that were loaded when it was sent. The label that `load_weights` gives the server is read again after the answers; a
+  server that has started again, or to which somebody else gave weights, no longer has it. Nothing it said counts then.
+* Log-probs: the server runs with `processed_logprobs`, which is checked at the start (server.py).
+* `verify` compares the files that the server read with the manifest, and asks the server for the canary.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.concurrency import begin_in_thread
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, OpenAiSection
+from tba.errors import BusyError, ConfigError, ServiceError, UnavailableError
+from tba.fields import MAX_SEED
+from tba.logs import get_logger
+from tba.versions import PolicyVersion
+from tba.wire import Manifest, VersionSpan
+from tba_searcher.engines.engine import (
+    Completion,
+    EngineDiedError,
+    EngineError,
+    EngineSettings,
+    Request,
+    check_request,
+)
+from tba_searcher.engines.openai.server import CompletionServer, Piece
+from tba_searcher.engines.openai.weight_folders import WeightFolders
+from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, response_decoder
+from tba_searcher.engines.weight_check import check_loaded, read_headers
+
+POLL_S = 0.02
+"""`step` waits so long for an answer."""
+ABORT_EVERY_S = 0.05
+"""Aborts are repeated: a call may reach the server after its first abort."""
+CONTROL_TIMEOUT_S = 30.0
+"""Deadline of a call that does not generate."""
+CHECK_EVERY_S = 10.0
+"""While no answer comes, the label is read so often: a server that hangs is noticed before its calls time out."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 3.0
+"""Before a request is sent again whose call brought nothing; it doubles each time."""
+MIN_FRUITLESS_CALLS = 3
+"""A request ends the engine when so many calls in a row, and all of `retry_s`, brought no token."""
+_LOWEST_LOGPROB = -9999.0
+"""vLLM's servers write this for minus infinity."""
+log = get_logger("openai")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiSettings(EngineSettings):
+    """Settings of the engine. The server has a seed, a dtype and a device of its own."""
+
+    section: OpenAiSection = field(default_factory=OpenAiSection)
+    ca_file: str | None = None
+    """The authorities that are trusted for an https address."""
+    retry_s: float = 120.0
+    """How long a server may be away."""
+    load_timeout_s: float = 600.0
+    """How long it may take to load weights."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is not handed out yet, with the tokens that it has."""
+
+    request: Request
+    started_at_s: float
+    call: Future[Piece] | None = None
+    sent_id: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_fruitless: int = 0
+    """Calls in a row that brought no token."""
+    fruitless_since_s: float = 0.0
+    send_at_s: float = 0.0
+    """Both of `time.monotonic`."""
+
+
+class OpenAiEngine:
+    """Implements `tba_searcher.engines.engine.Engine` with a vLLM server.
+
+    Args:
+        folder: model folder in Hugging Face format, with tokenizer; the server has a model of the same shape.
+        tensors_paths: its safetensors files; later versions must have the same names, shapes and dtypes.
+
+    Raises:
+        ConfigError: the server cannot be an engine, or its token or folder cannot be used.
+        EngineError: it cannot load the weights.
+        ServiceError: it does not answer, or refuses this client.
+    """
+
+    def __init__(
+        self, folder: Path, tensors_paths: Sequence[Path], version: PolicyVersion, settings: OpenAiSettings
+    ) -> None:
+        self._settings, self._folder = settings, folder
+        section = settings.section
+        self._patient = _client(settings, retry_s=settings.retry_s, timeout_s=CONTROL_TIMEOUT_S)
+        """Its calls are repeated; the others' failures are looked at first."""
+        self._server = _client(settings, retry_s=0, timeout_s=section.request_timeout_s)
+        self._control = _client(settings, retry_s=0, timeout_s=CONTROL_TIMEOUT_S)
+        self._vocab_size, self._default_eos_ids = _read_config(folder, trust_remote_code=settings.trust_remote_code)
+        self._patient.check(num_tokens=settings.max_prompt_tokens + settings.max_response_tokens)
+        self._folders = WeightFolders(
+            section, {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
+        )
+        self._name = f"tba-{secrets.token_hex(6)}"
+        self._num_loads = self._num_calls = 0
+        self._label, self._checked_at_s = "", 0.0
+        self._open: dict[str, _Open] = {}
+        self._aborted: dict[str, Future[Piece]] = {}
+        """Calls for forgotten requests that have not come back."""
+        self._version = version
+        self._params_sha256 = ""
+        try:
+            self.load_weights(tensors_paths, version)
+        except BaseException:
+            self._folders.close()
+            raise
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the weights in use."""
+        return self._version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._vocab_size
+
+    @property
+    def default_eos_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the model's generation config; may be empty."""
+        return self._default_eos_ids
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that the server gets at once."""
+        return self._settings.num_slots
+
+    @property
+    def num_active(self) -> int:
+        """Requests that are at the server, or will be with the next step."""
+        return min(len(self._open), self.num_slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted requests that have no slot yet."""
+        return len(self._open) - self.num_active
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could be submitted now and sent in the next step."""
+        return max(0, self.num_slots - len(self._open))
+
+    def submit(self, request: Request) -> None:
+        """Queue a request (see `Engine.submit`)."""
+        name = f"request {request.request_id}"
+        check_request(request, self._settings, is_known=request.request_id in self._open)
+        # checked here: what the server refuses later would end the engine
+        temperature = request.sampling.temperature
+        if temperature != 0 and not VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:
+            raise EngineError(
+                f"{name}: temperature {temperature:g}; vLLM samples at 0 or at {VLLM_MIN_TEMPERATURE:g} to "
+                f"{VLLM_MAX_TEMPERATURE:g}"
+            )
+        if max(request.prompt_tokens) >= self._vocab_size:
+            raise EngineError(f"{name}: token id {max(request.prompt_tokens)}; the model has {self._vocab_size} ids")
+        others = {*self.default_eos_ids, self._tokenizer.eos_token_id} - {None, *request.eos_ids}
+        if request.min_response_tokens and others:
+            raise EngineError(
+                f"{name}: with min_response_tokens vLLM also bans {sorted(others)}, which its files call end of "
+                "sequence and the request does not; add them to eos_ids"
+            )
+        self._open[request.request_id] = _Open(request, time.time())
+
+    def abort(self, request_id: str) -> int | None:
+        """Forget a request (see `Engine.abort`)."""
+        entry = self._open.pop(request_id, None)
+        if entry is None or entry.call is None:
+            return 0 if entry is None else len(entry.tokens)
+        self._aborted[entry.sent_id] = entry.call
+        return None
+
+    def step(self) -> list[Completion]:
+        """Send waiting requests, wait a moment, and return the completions (see `Engine.step`)."""
+        self._abort_forgotten()
+        now_s = time.monotonic()
+        for entry in list(self._open.values())[: self.num_slots]:
+            if entry.call is None and entry.finish_reason is None and now_s >= entry.send_at_s:
+                self._send(entry)
+        under_way = [entry.call for entry in self._open.values() if entry.call is not None]
+        if under_way:
+            concurrent.futures.wait(under_way, timeout=POLL_S, return_when=concurrent.futures.FIRST_COMPLETED)
+            self._take_answers()
+            if time.monotonic() - self._checked_at_s > CHECK_EVERY_S:
+                self._check_label()
+        completions = self._completions()
+        if not under_way and not completions and self._open:
+            time.sleep(POLL_S)  # they wait to be sent again
+        return completions
+
+    def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
+        """Put the files where the server finds them (see `StagingEngine`)."""
+        self._folders.get(tensors_paths)
+
+    def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
+        """Let the server load all parameters; requests under way keep their tokens (see `Engine.load_weights`)."""
+        new = self._folders.get(tensors_paths, to_load=True)
+        self._call_back()
+        # a server that has started again may have other settings than `check` has seen
+        before = self._check_label()
+        # stays so when the load fails half-way: a mixture of weights must never pass `verify`
+        self._params_sha256 = "unknown: a load broke off"
+        self._num_loads += 1
+        label = f"{self._name}-{self._num_loads}-{version}"
+        try:
+            self._control.load_weights(new.at_server, label, timeout_s=self._settings.load_timeout_s)
+        except ServiceError as error:
+            problem = f"{self._control.base_url} could not load version {version} from {new.at_server}: {error}"
+            try:
+                is_the_same = self._patient.label() == before
+            except ServiceError:
+                is_the_same = False
+            if not is_the_same:
+                raise EngineDiedError(problem) from None
+            raise EngineError(f"{problem}; does it see that folder (searcher.openai.weights_folder)?") from None
+        self._version, self._params_sha256, self._label = version, new.params_sha256, label
+
+    def verify(self, manifest: Manifest) -> None:
+        """Check the digest of the files that the server read, and its canary (see `Engine.verify`)."""
+        check_loaded(self, manifest)
+        self._check_label()
+
+    def params_sha256(self) -> str:
+        """Return the digest of the tensors of the last load."""
+        return self._params_sha256
+
+    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] at temperature 1 of a given response."""
+        return self._patient.prompt_logprobs(prompt_tokens, response_tokens)
+
+    def close(self) -> None:
+        """Forget all requests, and delete the folders (see `Engine.close`). The server runs on."""
+        for request_id in list(self._open):
+            self.abort(request_id)
+        with contextlib.suppress(ServiceError):
+            self._abort_forgotten()
+        self._aborted.clear()
+        self._folders.close()
+
+    def _send(self, entry: _Open) -> None:
+        self._num_calls += 1
+        sent_id, request, before = f"{self._name}-{self._num_calls}", entry.request, tuple(entry.tokens)
+        label = self._label
+        seed = request.sampling.seed
+        # the server begins its stream anew with each call, and must not draw the same numbers again
+        own_seed = None if seed is None else (seed + 1_000_003 * len(before)) % (MAX_SEED + 1)
+        entry.sent_id = sent_id
+        entry.call = begin_in_thread(
+            lambda: self._server.complete(sent_id, request, before, seed=own_seed, label=label)
+        )
+
+    def _take_answers(self) -> None:
+        """Add the answers that are there to their responses.
+
+        Raises:
+            EngineDiedError: the server refuses a request, stays away, or is not the one that has the weights.
+        """
+        pieces: list[tuple[_Open, Piece | None]] = []
+        failed: list[str] = []
+        for entry in self._open.values():
+            if entry.call is None or not entry.call.done():
+                continue
+            call, entry.call = entry.call, None
+            try:
+                pieces.append((entry, call.result()))
+            except (UnavailableError, BusyError) as error:
+                log.warning("call failed", server=self._server.base_url, detail=str(error))
+                failed.append(entry.sent_id)
+                pieces.append((entry, None))
+            except ServiceError as error:
+                raise EngineDiedError(f"request {entry.request.request_id}: {error}") from None
+        if not pieces:
+            return
+        # after the answers: a server that has started again since they were sent no longer has the label
+        self._check_label()
+        if failed:
+            self._abort_calls(failed)  # they may go on there
+        for entry, piece in pieces:
+            self._add(entry, piece)
+
+    def _add(self, entry: _Open, piece: Piece | None) -> None:
+        """Add a piece to a response, and see whether it is the last one."""
+        request, start = entry.request, len(entry.tokens)
+        if piece is None or not piece.tokens:
+            self._wait_to_send_again(entry)
+            return
+        entry.num_fruitless = 0
+        if not min(piece.logprobs) > _LOWEST_LOGPROB:
+            raise EngineDiedError(f"the logits are not finite under version {self._version}; its weights are broken")
+        entry.tokens += piece.tokens
+        entry.logprobs += piece.logprobs
+        completes_stop = self._cut_at_stop(entry, start) if start and request.sampling.stop else piece.completes_stop
+        _extend(entry.spans, self._version, start, len(entry.tokens))
+        # the tokens decide and not the server, which may stop for a reason that the request does not know
+        if entry.tokens[-1] in request.eos_ids:
+            entry.finish_reason = "stop"
+        elif completes_stop:
+            entry.finish_reason = "stop_string"
+        elif len(entry.tokens) >= request.max_response_tokens:
+            entry.finish_reason = "length"
+
+    def _wait_to_send_again(self, entry: _Open) -> None:
+        """Let a request pause whose call brought no token.
+
+        Raises:
+            EngineDiedError: it has been so for too long.
+        """
+        now_s = time.monotonic()
+        if not entry.num_fruitless:
+            entry.fruitless_since_s = now_s
+        entry.num_fruitless += 1
+        is_late = now_s - entry.fruitless_since_s >= self._settings.retry_s
+        if entry.num_fruitless >= MIN_FRUITLESS_CALLS and is_late:
+            raise EngineDiedError(
+                f"{self._server.base_url} answers, but {entry.num_fruitless} calls in a row brought no token for "
+                f"request {entry.request.request_id}"
+            )
+        entry.send_at_s = now_s + min(FIRST_PAUSE_S * 2 ** (entry.num_fruitless - 1), MAX_PAUSE_S)
+
+    def _completions(self) -> list[Completion]:
+        """Hand out the responses that are complete."""
+        ended = [entry for entry in self._open.values() if entry.finish_reason is not None]
+        for entry in ended:
+            del self._open[entry.request.request_id]
+        return [
+            Completion(
+                request_id=entry.request.request_id,
+                response_tokens=np.array(entry.tokens, np.int32),
+                sampler_logprobs=np.array(entry.logprobs, np.float32),
+                sampling=entry.request.sampling,
+                finish_reason=entry.finish_reason or "",
+                version_spans=tuple(entry.spans),
+                started_at_s=entry.started_at_s,
+                finished_at_s=time.time(),
+            )
+            for entry in ended
+        ]
+
+    def _cut_at_stop(self, entry: _Open, start: int) -> bool:
+        """Cut a response at the first token from `start` on that completes a stop string; return whether one does."""
+        # the server has seen the text of this piece alone, and a stop string may have begun in the one before
+        for length in range(max(start, entry.request.min_response_tokens) + 1, len(entry.tokens) + 1):
+            if self._stops.completes(entry.tokens[:length], entry.request.sampling.stop):
+                del entry.tokens[length:], entry.logprobs[length:]
+                return True
+        return False
+
+    def _call_back(self) -> None:
+        """Let every call come back with the tokens that it has, and add them; none is under way afterwards."""
+        calls = {entry.sent_id: entry.call for entry in self._open.values() if entry.call is not None} | self._aborted
+        while under_way := {sent_id: call for sent_id, call in calls.items() if not call.done()}:
+            self._abort_calls(list(under_way))
+            concurrent.futures.wait(under_way.values(), timeout=ABORT_EVERY_S)
+        self._take_answers()
+        for entry in self._open.values():
+            entry.num_fruitless, entry.send_at_s = 0, 0.0  # it was not the server that broke off
+
+    def _abort_forgotten(self) -> None:
+        self._aborted = {sent_id: call for sent_id, call in self._aborted.items() if not call.done()}
+        if self._aborted:
+            self._abort_calls(list(self._aborted))
+
+    def _abort_calls(self, sent_ids: Sequence[str]) -> None:
+        # a server that is away has no calls either, and theirs fail; `_check_label` then says what is wrong
+        with contextlib.suppress(UnavailableError):
+            self._control.abort(sent_ids)
+
+    def _check_label(self) -> str:
+        """Return the server's label; check that it is still that of the last load, once there is one.
+
+        Raises:
+            EngineDiedError: it has others, or stays away.
+        """
+        try:
+            found = self._patient.label()
+        except ServiceError as error:
+            raise EngineDiedError(str(error)) from None
+        self._checked_at_s = time.monotonic()
+        if self._label not in ("", found):
+            raise EngineDiedError(
+                f"{self._patient.base_url} no longer has version {self._version} (its label is {found!r}, not "
+                f"{self._label!r}): it has started again, or something else gives it weights; each searcher needs a "
+                "server of its own"
+            )
+        return found
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._folder, trust_remote_code=self._settings.trust_remote_code)
+
+    @cached_property
+    def _stops(self) -> StopStringMatcher:
+        return StopStringMatcher(response_decoder(self._tokenizer), self._vocab_size)
+
+
+def _extend(spans: list[VersionSpan], version: PolicyVersion, start: int, end: int) -> None:
+    """Let the tokens [start, end) be of a version."""
+    if spans and spans[-1].version == version:
+        start = spans.pop().start
+    spans.append(VersionSpan(version=version, start=start, end=end))
+
+
+def _client(settings: OpenAiSettings, *, retry_s: float, timeout_s: float) -> CompletionServer:
+    name = settings.section.token_env
+    token = None if name is None else os.environ.get(name)
+    if name is not None and not token:
+        raise ConfigError(
+            f"searcher.openai.token_env: the environment variable {name} is not set; put the token for "
+            f"{settings.section.url} there"
+        )
+    return CompletionServer(
+        settings.section.url or "", token=token, retry_s=retry_s, timeout_s=timeout_s, ca_file=settings.ca_file
+    )
+
+
+def _read_config(folder: Path, *, trust_remote_code: bool) -> tuple[int, tuple[int, ...]]:
+    """Return the size of a model's vocabulary, and the ids that its generation config names as end of sequence."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    try:
+        ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:
+        ids = GenerationConfig.from_model_config(config).eos_token_id
+    eos_ids = () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    return int(config.get_text_config().vocab_size), eos_ids

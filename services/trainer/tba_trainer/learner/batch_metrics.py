@@ -1,0 +1,148 @@
+"""Metrics of one batch, from what the forward pass found of each rollout.
+
+ESS collapse and growth of the gradient norm announce divergence before the reward falls (arXiv 2602.17616). The metrics
+of the behaviour policy are also taken per policy age, because old data collapses first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.wire import Rollout
+from tba_trainer.learner.forward_backward import ForwardResult
+
+AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
+"""First and last policy age of each bucket, in optimizer steps; None: no end."""
+
+
+def ess_ratio(log_weights: NDArray[np.float64]) -> float | None:
+    """Return the effective sample size of importance weights per weight, (sum w)^2 / (N sum w^2), in (0, 1].
+
+    None: a weight is NaN or infinite, or there is none.
+    """
+    if not len(log_weights) or not np.isfinite(log_weights).all():
+        return None
+    # Kish's effective sample size: 1 / N where one rollout rules the batch, 1 where all weigh the same.
+    weights = np.exp(log_weights - log_weights.max())  # a common factor cancels, and exp cannot overflow
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+
+
+def bucket_name(policy_age: int) -> str:
+    """Return the bucket of a policy age as a part of metric names: `0`, `1_2`, ..., `33_up`."""
+    first, last = next(bucket for bucket in reversed(AGE_BUCKETS) if policy_age >= bucket[0])
+    return f"{first}_up" if last is None else str(first) if first == last else f"{first}_{last}"
+
+
+def age_metrics(scored: Sequence[ForwardResult]) -> dict[str, float | None]:
+    """Return metrics per bucket B of policy ages that occur.
+
+    `ess_age_B`, `log_ratio_mean_age_B` (nats per rollout) and `log_ratio_token_abs_age_B` (mean |trainer - sampler
+    log-prob| of a token, nats) of the rollouts that a pass was made for, None without any; and `num_rollouts_age_B`.
+    """
+    buckets: dict[str, list[ForwardResult]] = {}
+    for item in sorted(scored, key=lambda item: item.policy_age):
+        buckets.setdefault(bucket_name(max(0, item.policy_age)), []).append(item)
+    metrics: dict[str, float | None] = {}
+    for name, items in buckets.items():
+        passed = _passed(items)
+        log_ratio = _log_ratios(passed)
+        metrics[f"ess_age_{name}"] = ess_ratio(log_ratio)
+        metrics[f"log_ratio_mean_age_{name}"] = _ratio(log_ratio.sum(), len(passed))
+        metrics[f"log_ratio_token_abs_age_{name}"] = _ratio(sum(item.abs_gap for item in passed), _num_tokens(passed))
+        metrics[f"num_rollouts_age_{name}"] = float(len(items))
+    return metrics
+
+
+def batch_metrics(
+    scored: Sequence[ForwardResult],
+    *,
+    step: int,
+    success_reward: float,
+    policy_temperature: float,
+    tasks_with_minimum: Collection[str] = (),
+) -> dict[str, float | None]:
+    """Return the metrics of one batch, taken at theta before the update.
+
+    What depends on theta is of the rollouts that a pass was made for, and None without any.
+
+    `logprob_gap_on_policy` is the mean |trainer - sampler log-prob| per token over rollouts of policy age 0 that were
+    sampled from the whole distribution at the policy temperature; None without such rollouts.
+
+    Args:
+        scored: the rollouts of the batch, at least one.
+        step: the optimizer step that the batch is for.
+        success_reward: a reward from which on a rollout counts as a success.
+        policy_temperature: what theta's logits are divided by.
+        tasks_with_minimum: tasks with a minimum length, below which searchers cannot sample end of sequence.
+    """
+    rewards = np.array([s.rollout.reward for s in scored], dtype=np.float64)
+    ages = np.array([s.policy_age for s in scored])
+    passed = _passed(scored)
+    log_ratio = _log_ratios(passed)
+    # for these rollouts trainer and sampler must agree: the same weights, the same distribution
+    on_policy = [
+        s
+        for s in passed
+        if s.policy_age == 0
+        # after a rollback those of the weights that were left have age 0 too
+        and all(span.version.step < step for span in s.rollout.version_spans)
+        and s.rollout.task not in tasks_with_minimum
+        and _is_policy(s.rollout, policy_temperature)
+    ]
+    gap = _ratio(sum(s.abs_gap for s in on_policy), _num_tokens(on_policy))
+    return {
+        "reward_mean": float(rewards.mean()),
+        "accuracy": float((rewards >= success_reward).mean()),
+        "policy_age_mean": float(ages.mean()),
+        "policy_age_max": float(ages.max()),
+        "ess": ess_ratio(log_ratio),
+        "log_ratio_mean": _ratio(log_ratio.sum(), len(passed)),
+        "log_ratio_token_mean": _ratio(log_ratio.sum(), _num_tokens(passed)),
+        "kl_to_ref": _kl_to_ref(scored),
+        "logprob_gap_on_policy": gap,
+        "num_rollouts": float(len(scored)),
+        "num_tokens": float(_num_tokens(scored)),
+        "num_unique_rollouts": float(len({s.rollout.response_tokens.tobytes() for s in scored})),
+        **age_metrics(scored),
+    }
+
+
+def _log_ratios(scored: Sequence[ForwardResult]) -> NDArray[np.float64]:
+    """Return log pi_theta - log pi_behaviour of every rollout that a pass was made for, in nats."""
+    return np.array(
+        [s.logprob - float(s.rollout.sampler_logprobs.sum(dtype=np.float64)) for s in scored if s.logprob is not None]
+    )
+
+
+def _kl_to_ref(scored: Sequence[ForwardResult]) -> float | None:
+    pairs = [(s.logprob, s.ref_logprob) for s in scored]
+    differences = [theta - ref for theta, ref in pairs if theta is not None and ref is not None]
+    return _known(np.mean(differences)) if len(differences) == len(scored) else None
+
+
+def _passed(scored: Sequence[ForwardResult]) -> list[ForwardResult]:
+    """Return those that a pass was made for."""
+    return [s for s in scored if s.logprob is not None]
+
+
+def _ratio(total: float, num: int) -> float | None:
+    """Return the mean of `num` numbers, None where it is unknown."""
+    return _known(total / num) if num else None
+
+
+def _num_tokens(scored: Sequence[ForwardResult]) -> int:
+    return sum(len(s.rollout.response_tokens) for s in scored)
+
+
+def _known(value: float | np.floating) -> float | None:
+    """Return a finite number, or None for any other."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _is_policy(rollout: Rollout, policy_temperature: float) -> bool:
+    sampling = rollout.sampling
+    return sampling.temperature == policy_temperature and sampling.top_p == 1.0 and sampling.top_k == 0

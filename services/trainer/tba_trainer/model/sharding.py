@@ -1,0 +1,230 @@
+"""A model that is sharded over the processes of a team, by torch FSDP2 (`fully_shard`).
+
+Every decoder layer is a unit that is gathered for its own pass and dropped after it. The rest (the embedding, the last
+norm and the output head, tied or not) belongs to the root: `run_as_forward` gathers it for as long as a function runs,
+so the function can use the head's weight directly.
+
+With `trainer.compute_dtype = "bfloat16"` the units are gathered in 16 bits and their gradients summed in float32; the
+shards, which the optimizer updates, are float32. A pass runs under autocast, as in one process, and the embedding's
+output is widened: the residual stream stays float32. docs/adr/0030-sharded-mixed-precision.md says why.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from tba.config.trainer import ShardingSection
+from tba_trainer.model.parameters import plain_parameters
+
+_ROOT = "_tba_root"
+"""Where a sharded model keeps its root: beside its submodules, not among them."""
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+class _Root(nn.Module):
+    """The root of the model for FSDP: its forward pass is any function of the model."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, section: ShardingSection, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.model, self.mesh, self.section = model, mesh, section
+        self.dtype = dtype
+        """What the weights are gathered in; None: their own."""
+        self.units: list[FSDPModule] = []
+        """Itself and the decoder layers."""
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def _root_of(model: nn.Module) -> Any:
+    return model.__dict__.get(_ROOT)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether every pass of the model is a collective."""
+    return _root_of(model) is not None
+
+
+def rounds_weights(model: nn.Module) -> bool:
+    """Return whether a pass of the model sees its weights in another dtype than they are kept in."""
+    root = _root_of(model)
+    return root is not None and root.dtype is not None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a pass; shards that are offloaded are not on it."""
+    root = _root_of(model)
+    return next(model.parameters()).device if root is None else _device_of_mesh(root.mesh)
+
+
+def run_as_forward(
+    model: nn.Module, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
+) -> Result:
+    """Run `function(*args)` as a forward pass of the model: a sharded model holds its whole root meanwhile."""
+    root = _root_of(model)
+    if root is None:
+        return function(*args, **kwargs)
+    result: Result = root(lambda: function(*args, **kwargs))
+    if not _has_gradient(result):
+        # without a backward pass nothing would drop what is still gathered, and an update would leave it behind
+        for unit in root.units:
+            unit.reshard()
+    return result
+
+
+def _has_gradient(value: object) -> bool:
+    if isinstance(value, tuple):
+        return any(_has_gradient(part) for part in value)
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def before_backward(model: nn.Module, *, is_last: bool) -> None:
+    """Say whether the next backward pass is the last one before an update, so that gradients must be summed then.
+
+    Every process calls it with the same value.
+    """
+    root = _root_of(model)
+    if root is not None and not root.section.reduce_each_micro_batch:
+        root.set_requires_gradient_sync(is_last)
+
+
+def shard(
+    model: Any,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: Literal["float32", "bfloat16"] = "float32",
+    section: ShardingSection | None = None,
+) -> None:
+    """Shard a model in place. Process 0 has its weights and sends them; the others may hold it on the meta device.
+
+    Args:
+        mesh: of one dimension, or of two: replicas of shards.
+        compute_dtype: bfloat16: passes run under autocast, and the weights are gathered in 16 bits for it.
+        section: None: its defaults.
+    """
+    # One unit after another goes to the mesh's device and to all processes: no device ever holds the whole model.
+    device = _device_of_mesh(mesh)
+
+    def from_leader(tensor: Tensor) -> Tensor:
+        placed = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        dist.broadcast(placed, src=0)
+        return placed
+
+    dtype = torch.bfloat16 if compute_dtype == "bfloat16" else None
+    root = _Root(model, mesh, section or ShardingSection(), dtype)
+    _shard(root, lambda _name, tensor: from_leader(tensor))
+
+
+def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
+    """Return a frozen copy of a sharded model in eval mode, without its adapter, sharded alike.
+
+    No whole tensor exists on the way.
+
+    Args:
+        dtype: of the copy's parameters, in which it also computes; None: all as they are.
+    """
+    root = _root_of(model)
+    device = _device_of_mesh(root.mesh)
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"):  # no memory until `_shard` places a unit
+        copied = type(model)(config)
+    copied.requires_grad_(False)
+    copied.eval()
+    buffers = dict(model.named_buffers())
+
+    def empty(name: str, tensor: Tensor) -> Tensor:
+        if name in buffers:
+            return buffers[name].detach().clone()
+        return torch.empty_like(tensor, device=device, dtype=dtype or tensor.dtype)
+
+    _shard(_Root(copied, root.mesh, root.section, root.dtype if dtype is None else None), empty)
+    sources = plain_parameters(model)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            parameter.copy_(sources[name])
+    return copied
+
+
+def _shard(root: _Root, place: Callable[[str, Tensor], Tensor]) -> None:
+    """Shard unit by unit; `place` returns the new tensor for one of the model's, by name."""
+    model: Any = root.model
+    names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    done: set[int] = set()
+    # Layers first: what they own is done when the model itself, the last unit, takes the rest.
+    for unit in [*_layers(model), model]:
+        placed: dict[int, Tensor] = {}  # by identity: tied tensors stay one
+        for module in unit.modules():
+            if id(module) in done:
+                continue
+            done.add(id(module))
+            for leaf, tensor in _own_tensors(module):
+                if id(tensor) not in placed:
+                    new = place(names[id(module)] + leaf, tensor.detach())
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    placed[id(tensor)] = new
+                _replace(module, leaf, placed[id(tensor)])
+        root.units.append(_fully_shard(root, root if unit is model else unit))
+    if root.dtype is not None:
+        _keep_residual_stream_wide(model, root.mesh.device_type)
+    model.__dict__[_ROOT] = root  # not as a submodule: the root holds the model
+
+
+def _fully_shard(root: _Root, unit: nn.Module) -> FSDPModule:
+    section = root.section
+    precision = MixedPrecisionPolicy()
+    if root.dtype is not None:
+        # inputs keep their dtype: autocast casts those of matrix products alone
+        precision = MixedPrecisionPolicy(param_dtype=root.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = OffloadPolicy()
+    if section.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=root.mesh.device_type == "cuda")
+    sharded = fully_shard(
+        unit,
+        mesh=root.mesh,
+        # the root stays gathered (None): its backward pass comes first
+        reshard_after_forward=None if unit is root else section.reshard_after_forward,
+        mp_policy=precision,
+        offload_policy=offload,
+    )
+    # sum the gradients, do not average them: each process's loss is already its share of the whole batch
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+    return sharded
+
+
+def _keep_residual_stream_wide(model: Any, device_type: str) -> None:
+    """Keep in float32 what a pass under autocast has in float32, although the weights have 16 bits."""
+    model.get_input_embeddings().register_forward_hook(lambda _module, _args, output: output.float())
+    if device_type == "cpu":  # there layer_norm takes no wider input than its weight; on CUDA autocast widens both
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm) and module.weight is not None:
+                module.register_forward_pre_hook(lambda norm, args: (args[0].to(norm.weight.dtype),))
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for tensors in (module._parameters, module._buffers):
+        yield from [(leaf, tensor) for leaf, tensor in tensors.items() if tensor is not None]
+
+
+def _replace(module: nn.Module, leaf: str, tensor: Tensor) -> None:
+    (module._parameters if leaf in module._parameters else module._buffers)[leaf] = tensor  # pyright: ignore
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """Return the decoder layers: the classes that a Hugging Face model says must not be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _device_of_mesh(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

@@ -1,0 +1,211 @@
+"""The engine behind an endpoint against a real vLLM server (tests/support/vllm_server.py): the contract of every
+engine, and what is its own. Requests take the server's time here, so other tests replace the cases that count steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tba_searcher.engines.engine import EngineDiedError
+from tba_searcher.engines.factory import build_engine
+from tba_searcher.engines.openai import engine as openai_engine
+from tba_searcher.engines.openai.engine import OpenAiEngine
+from tba_searcher.engines.weight_loader import swap_weights
+
+from tba.errors import DigestError
+from tba.versions import START, PolicyVersion
+from tba.weights import LocalVersion
+from tba.wire import Sampling, VersionSpan
+from tests.support.buffer import make_recipe
+from tests.support.engine_contract import (
+    CASES,
+    LOGPROB_ATOL,
+    NUM_SLOTS,
+    ON_EVERY_MODEL,
+    ON_ONE_MODEL,
+    V1,
+    Bench,
+    case_slots_are_counted_and_aborted_requests_forgotten,
+    case_staged_weights_are_used_like_any_others,
+    case_stop_strings_end_a_response,
+    case_weights_in_flight_begin_a_span,
+    finish,
+    make_request,
+    make_requests,
+    raised,
+    run_all,
+    tokens_of,
+)
+from tests.support.tiny_model import CHARS, SPECIAL_TOKENS
+from tests.support.vllm_cases import SIZES, Benches
+from tests.support.vllm_greedy import TIMEOUT_S, why_not
+from tests.support.vllm_server import CONTEXT_TOKENS, post, vllm_server
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
+TOKEN = "token-of-the-vllm-server"
+TIMED = (
+    case_weights_in_flight_begin_a_span,
+    case_slots_are_counted_and_aborted_requests_forgotten,
+    case_staged_weights_are_used_like_any_others,
+    case_stop_strings_end_a_response,
+)
+CONTRACT = [case for case in (*ON_EVERY_MODEL, *ON_ONE_MODEL) if case not in TIMED]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Bench]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    root = tmp_path_factory.mktemp("openai")
+    shared = root / "shared"
+    shared.mkdir()
+
+    def make(folder: Path, tensors: Path, version: PolicyVersion, dtype: str, **sizes: int) -> OpenAiEngine:
+        section = {"url": url, "token_env": "TBA_TEST_SERVER_TOKEN", "weights_folder": str(shared)}
+        recipe = make_recipe(
+            model={"path": str(folder), "dtype": dtype},
+            searcher={"engine": "openai", "openai": section, **SIZES, **sizes},
+        )
+        engine = build_engine(recipe, tensors.parent, version, None, seed=1)
+        assert isinstance(engine, OpenAiEngine)
+        return engine
+
+    found = Benches(make, root).of("llama")
+    cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
+    cache_folder = Path(cache.mkdir("vllm")) if cache else root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TBA_TEST_SERVER_TOKEN", TOKEN)
+        patch.setattr(openai_engine, "POLL_S", 0.001)  # so that requests are under way when a case looks
+        with vllm_server(found.old.folder, root / "server.log", token=TOKEN, cache=cache_folder) as url:
+            yield found
+    assert list(shared.iterdir()) == [], "a closed engine has left its weights"
+
+
+@pytest.fixture(autouse=True)
+def one_engine_at_a_time(bench: Bench) -> Iterator[None]:
+    """Every test makes its own: the server belongs to the engine that gave it weights last."""
+    bench.spare = None
+    yield
+    while bench._kept:
+        bench._kept.pop().close()
+
+
+@pytest.mark.parametrize("case", CONTRACT, ids=lambda case: case.__name__.removeprefix("case_"))
+def test_contract(bench: Bench, case: Any) -> None:
+    assert case in [function for _, function in CASES.values()]
+    case(bench)
+
+
+def long_engine(bench: Bench) -> OpenAiEngine:
+    """An engine whose responses take the server a second."""
+    engine: Any = bench.make_engine
+    made = engine(bench.old.folder, bench.old.tensors, START, "float32", max_response_tokens=CONTEXT_TOKENS - 48)
+    bench._kept.append(made)
+    return made
+
+
+def test_an_update_begins_a_span_in_every_response_that_is_under_way(bench: Bench) -> None:
+    """Twice, the second time to weights that were staged; sampled tokens have the log-probs of the span's weights."""
+    requests = make_requests(NUM_SLOTS + 1, temperatures=(1.0, 0.7), eos_ids=(), max_response_tokens=400)
+    requests[-1] = dataclasses.replace(requests[-1], max_response_tokens=20)  # begins when another one has ended
+    models = {START: bench.old, V1: bench.new, PolicyVersion(1, 5): bench.old}
+    engine = long_engine(bench)
+    for request in requests:
+        engine.submit(request)
+    assert engine.step() == []
+    done = []
+    for version in (V1, PolicyVersion(1, 5)):
+        time.sleep(0.25)
+        engine.stage_weights([models[version].tensors])
+        engine.load_weights([models[version].tensors], version)
+        engine.verify(bench.manifest(models[version], version))
+        done += engine.step()
+    done += finish(engine)
+    shapes = set()
+    for completion in done:
+        request, tokens, spans = requests[int(completion.request_id)], completion.response_tokens, []
+        for span in completion.version_spans:
+            spans.append(span.version)
+            part = slice(span.start, span.end)
+            np.testing.assert_allclose(
+                completion.sampler_logprobs[part],
+                models[span.version].trainer_logprobs(request, tokens)[part],
+                atol=LOGPROB_ATOL,
+                rtol=0,
+            )
+        assert completion.version_spans[-1].end == len(tokens) == request.max_response_tokens
+        shapes.add(tuple(spans))
+    assert {(START, V1, PolicyVersion(1, 5)), (PolicyVersion(1, 5),)} <= shapes
+
+
+def test_slots_are_counted_and_aborted_requests_forgotten(bench: Bench) -> None:
+    requests = make_requests(NUM_SLOTS + 3, temperatures=(0.0,), eos_ids=(), max_response_tokens=400)
+    short = make_request("short", (5, 6, 7), Sampling(temperature=0.0))
+    engine = long_engine(bench)
+    for request in requests:
+        engine.submit(request)
+    assert engine.step() == []
+    assert (engine.num_active, engine.num_waiting, engine.num_free_slots) == (NUM_SLOTS, 3, 0)
+    assert [engine.abort(name) for name in ("0", "nobody", "6")] == [None, 0, 0]
+    for request in requests[1:-1]:
+        engine.abort(request.request_id)
+    assert (engine.num_active, engine.num_waiting) == (0, 0)
+    started_s = time.monotonic()
+    assert tokens_of(run_all(engine, [short]))["short"] == bench.old.greedy(short)
+    while engine._aborted:
+        engine.step()
+        assert time.monotonic() < started_s + 10, "aborted requests go on at the server"
+
+
+def test_a_stop_string_that_an_update_cuts_in_two_ends_the_response(bench: Bench) -> None:
+    engine = long_engine(bench)
+    prompt = make_requests(1, seed=11)[0].prompt_tokens
+    request = make_request("", prompt, Sampling(temperature=0.0), eos_ids=(), max_response_tokens=150)
+    whole = tokens_of(run_all(engine, [request]))[""]
+    text = [(SPECIAL_TOKENS + tuple(CHARS))[token] for token in whole]
+    # the first place from the 40th token on that did not come before
+    at = next(n for n in range(40, 130) if "".join(text[n : n + 12]) not in "".join(text[: n + 11]))
+    stop = "".join(text[at : at + 12])
+    cut = make_request("cut", prompt, Sampling(temperature=0.0, stop=(stop,)), eos_ids=(), max_response_tokens=150)
+    (completion,) = run_all(engine, [cut]).values()  # without an update the server finds it
+    assert completion.finish_reason == "stop_string"
+    assert completion.response_tokens.tolist() == whole[: at + 12]
+    engine.submit(cut)
+    # as an update leaves it, within the stop string
+    entry = engine._open["cut"]
+    entry.tokens, entry.logprobs = whole[: at + 5], [-1.0] * (at + 5)
+    entry.spans = [VersionSpan(version=V1, start=0, end=at + 5)]
+    (completion,) = finish(engine)
+    assert completion.finish_reason == "stop_string"
+    assert completion.response_tokens.tolist() == whole[: at + 12]
+    assert [(span.version, span.end) for span in completion.version_spans] == [(V1, at + 5), (START, at + 12)]
+
+
+def test_a_server_with_other_weights_than_it_should_have_is_found_and_named(bench: Bench) -> None:
+    """What a restart, a second searcher or a broken reload does."""
+    engine = bench.fresh()
+    assert isinstance(engine, OpenAiEngine)
+    url = engine._server.base_url
+    old = LocalVersion(START, (bench.old.tensors,), bench.manifest(bench.old, START))
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(bench.new.folder)}}
+    post(url, "/collective_rpc", reload)
+    assert "canary" in raised(DigestError, engine.verify, old.manifest)
+    # a folder that the server does not see
+    broken = LocalVersion(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
+    at_server, engine._folders._at_server = engine._folders._at_server, Path("/absent")
+    assert "weights_folder" in str(swap_weights(engine, broken, old))
+    engine._folders._at_server = at_server
+    engine.verify(old.manifest)
+    request = make_requests(1, temperatures=(0.0,))[0]
+    assert tokens_of(run_all(engine, [request]))["0"] == bench.old.greedy(request)
+    engine.submit(request)
+    post(url, "/update_weight_version", {"new_version": "default"})  # as after a start
+    problem = raised(EngineDiedError, lambda: list(finish(engine)))
+    assert "it has started again" in problem
+    assert url in problem

@@ -1,0 +1,114 @@
+"""A server with vLLM's routes that generates nothing: it answers with token 5, and fails as a test asks."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+Answer = tuple[int, Any]
+"""Status and document."""
+
+
+class FakeServer:
+    """Serves on loopback. `change` gets path, body and answer, and returns the answer that is given; None hangs up."""
+
+    def __init__(self) -> None:
+        self.change: Callable[[str, dict[str, Any], Answer], Answer | None] = lambda path, body, answer: answer
+        self.label = "default"
+        self.token = "token-of-the-fake-server"
+        self.prompt_logprob = -1.5
+        """Of every token at temperature 1."""
+        self.bodies: list[dict[str, Any]] = []
+        """Of the completions asked for, but those that look at the log-probs of a prompt."""
+        self.resets: list[str] = []
+        """The queries of `/reset_prefix_cache`."""
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; connections are refused and cut off."""
+        self.change = lambda path, body, answer: None
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, path: str, body: dict[str, Any]) -> Answer | None:
+        """Return the answer to a request."""
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        answers: dict[str, Any] = {
+            "/v1/models": {"data": [{"id": "m", "max_model_len": 512}]},
+            "/weight_info": {"weight_version": self.label},
+            "/get_world_size": {"world_size": 1},
+            "/reset_prefix_cache": {"success": True},
+        }
+        found = self._completion(body) if path == "/v1/completions" else answers.get(path, {})
+        return self.change(path, body, (200, found))
+
+    def _completion(self, body: dict[str, Any]) -> Any:
+        if "prompt_logprobs" in body:
+            rows = [None, *({str(token): {"logprob": self.prompt_logprob}} for token in body["prompt"][1:])]
+            return {"choices": [{"token_ids": [5], "prompt_logprobs": rows}]}
+        self.bodies.append(body)
+        return completion(body["max_tokens"], logprob=0.0 if body["top_k"] == 1 else -0.5)
+
+
+def completion(num_tokens: int, *, logprob: float = -0.5, finish_reason: str = "length") -> Any:
+    """A response of token 5."""
+    return {
+        "choices": [
+            {
+                "token_ids": [5] * num_tokens,
+                "logprobs": {"token_logprobs": [logprob] * num_tokens},
+                "finish_reason": finish_reason,
+                "stop_reason": None,
+            }
+        ]
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        size = int(self.headers.get("content-length") or 0)
+        body = json.loads(self.rfile.read(size)) if size else {}
+        answer: Answer | None = (401, {"error": {"message": "Unauthorized"}})
+        if self.headers.get("authorization") == f"Bearer {self.fake.token}":
+            target = urlsplit(self.path)
+            if target.path == "/reset_prefix_cache":
+                self.fake.resets.append(target.query)
+            answer = self.fake.answer(target.path, body)
+        if answer is None:
+            self.close_connection = True
+            return
+        content = json.dumps(answer[1]).encode()
+        self.send_response(answer[0])
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        with suppress(ConnectionError):  # the client has given up
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def hang() -> None:
+    """Do not answer within 0.1 s."""
+    time.sleep(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import json
 import sys
 import time
@@ -188,22 +189,21 @@ def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
 
 def case_compiling_leaves_the_class_of_the_starting_model_alone(bench: Bench) -> None:
     """On a GPU vLLM compiles: it prepares the class of the starting model, and makes an instance, as here."""
-    from vllm.compilation.decorators import support_torch_compile
-    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.models.transformers import base
-
+    decorators, config, base = (
+        importlib.import_module(f"vllm.{name}")
+        for name in ("compilation.decorators", "config", "model_executor.models.transformers.base")
+    )
     starting_model: Any = AutoModel.from_pretrained(bench.old.folder)
     cls, tokens = type(starting_model), torch.tensor([[1, 2, 3]])
     before, outputs = (dict(vars(cls)), cls.__bases__), starting_model(tokens).last_hidden_state
-    not_now = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    not_now = config.VllmConfig(compilation_config=config.CompilationConfig(mode=config.CompilationMode.NONE))
     # an engine that was made before in this process compiles nothing, and has replaced it
     with (
-        replaced(base, "support_torch_compile", support_torch_compile),
-        set_current_vllm_config(not_now),
+        replaced(base, "support_torch_compile", decorators.support_torch_compile),
+        config.set_current_vllm_config(not_now),
         keep_transformers_unchanged(compiles=True),
     ):
-        inside: Any = base
-        inside.support_torch_compile(dynamic_arg_dims={"input_ids": 1}, enable_if=None, is_encoder=False)(cls)
+        base.support_torch_compile(dynamic_arg_dims={"input_ids": 1}, enable_if=None, is_encoder=False)(cls)
         of_vllm: Any = AutoModel.from_pretrained(bench.old.folder)
     assert of_vllm.do_not_compile
     assert of_vllm(tokens).last_hidden_state.equal(outputs)

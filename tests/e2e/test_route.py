@@ -17,8 +17,8 @@ from tests.support.waits import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = ROOT / "tests" / "support" / "route_hook"
-MAX_FILES = 80
-"""From lease to gradient, in Python and Lua."""
+MAX_FILES = 82
+"""From lease to gradient, in Python and Lua. 80 until sharding and metrics left files of over 500 lines."""
 NUM_STEPS = 8
 """Steps that are recorded: several publications, and every kind of draw."""
 

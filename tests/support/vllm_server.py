@@ -78,6 +78,12 @@ def post(url: str, path: str, body: dict[str, Any]) -> None:
     urllib.request.urlopen(request, timeout=60).read()
 
 
+def num_generated_tokens(url: str) -> float:
+    """Return how many tokens the server has generated for all requests."""
+    lines = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 def _is_healthy(url: str) -> bool:
     try:
         return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200

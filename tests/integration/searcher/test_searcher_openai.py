@@ -44,7 +44,7 @@ from tests.support.engine_contract import (
 from tests.support.tiny_model import CHARS, SPECIAL_TOKENS
 from tests.support.vllm_cases import SIZES, Benches
 from tests.support.vllm_greedy import TIMEOUT_S, why_not
-from tests.support.vllm_server import CONTEXT_TOKENS, post, vllm_server
+from tests.support.vllm_server import CONTEXT_TOKENS, num_generated_tokens, post, vllm_server
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
 TOKEN = "token-of-the-vllm-server"
@@ -116,12 +116,14 @@ def test_an_update_begins_a_span_in_every_response_that_is_under_way(bench: Benc
     requests[-1] = dataclasses.replace(requests[-1], max_response_tokens=20)  # begins when another one has ended
     models = {START: bench.old, V1: bench.new, PolicyVersion(1, 5): bench.old}
     engine = long_engine(bench)
+    url = engine._server.base_url
     for request in requests:
         engine.submit(request)
-    assert engine.step() == []
-    done = []
+    done = engine.step()
     for version in (V1, PolicyVersion(1, 5)):
-        time.sleep(0.25)
+        enough = num_generated_tokens(url) + 10 * NUM_SLOTS
+        while num_generated_tokens(url) < enough:
+            time.sleep(0.02)
         engine.stage_weights([models[version].tensors])
         engine.load_weights([models[version].tensors], version)
         engine.verify(bench.manifest(models[version], version))
@@ -150,11 +152,13 @@ def test_slots_are_counted_and_aborted_requests_forgotten(bench: Bench) -> None:
     engine = long_engine(bench)
     for request in requests:
         engine.submit(request)
-    assert engine.step() == []
-    assert (engine.num_active, engine.num_waiting, engine.num_free_slots) == (NUM_SLOTS, 3, 0)
-    assert [engine.abort(name) for name in ("0", "nobody", "6")] == [None, 0, 0]
-    for request in requests[1:-1]:
-        engine.abort(request.request_id)
+    done = {completion.request_id for completion in engine.step()}  # on a slow machine a step may see some end
+    left = [request.request_id for request in requests if request.request_id not in done]
+    assert engine.num_active + engine.num_waiting == len(left)
+    assert engine.num_free_slots == NUM_SLOTS - engine.num_active
+    assert [engine.abort(name) for name in (left[0], "nobody", left[-1])] == [None, 0, 0]
+    for name in left[1:-1]:
+        engine.abort(name)
     assert (engine.num_active, engine.num_waiting) == (0, 0)
     started_s = time.monotonic()
     assert tokens_of(run_all(engine, [short]))["short"] == bench.old.greedy(short)

@@ -26,7 +26,7 @@ from tba_cli.redis_server import find_redis_server
 from tba_cli.reports.outputs import delete_run_objects, result_lines
 from tba_cli.resolve import check_model, custom_objects, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
-from tba_cli.setup.origin import check_offline, check_servers, copy_origin, find_origin
+from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tba_cli.setup.prepare import prepare_at_start
 
 EXIT_INTERRUPTED = 130
@@ -57,8 +57,7 @@ def run_local(
         TbaError: something is missing, wrong or in use, or (ChildError) the run failed.
     """
     original = with_absolute_paths(recipe)
-    check_offline(original)
-    check_servers(original)
+    check_searchers(original)
     # first what takes no time: to fetch or train a model may take long
     redis_binary = find_redis_server(recipe.local.redis_server)
     for custom in custom_objects(original):

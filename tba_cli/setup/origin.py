@@ -58,17 +58,17 @@ class Origin:
         yield self.source.manifest_key
 
 
-def check_offline(recipe: Recipe) -> None:
-    """Raise ConfigError where a run without searchers has nothing to train on."""
+def check_searchers(recipe: Recipe) -> None:
+    """Check that a run on this machine has rollouts to train on, and a server for each searcher that uses one.
+
+    Raises:
+        ConfigError: it has no searcher and no snapshot, or several searchers would load weights into one server.
+    """
     if recipe.is_offline and recipe.run.snapshot is None:
         raise ConfigError(
             "searcher.num_searchers is 0, so nothing would ever be generated: begin with the rollouts of another run "
             "(`tba buffer save NAME RUN`, then --buffer RUN/NAME), or set searcher.num_searchers"
         )
-
-
-def check_servers(recipe: Recipe) -> None:
-    """Raise ConfigError where several searchers of this machine would load weights into one server."""
     num = recipe.searcher.num_searchers
     if recipe.searcher.engine == "openai" and num > 1:
         raise ConfigError(

@@ -17,7 +17,7 @@ from tba.errors import ConfigError
 from tba_cli.doctor.checks.machine import check_devices, check_gpu
 from tba_cli.doctor.target import CheckResult, target_of
 from tba_cli.main import main
-from tba_cli.setup.origin import check_servers
+from tba_cli.setup.origin import check_searchers
 from tba_cli.sizing import (
     CARD_GIB,
     GIB,
@@ -191,7 +191,7 @@ def test_a_server_has_the_model_of_a_searcher_that_uses_one() -> None:
     found = [occupant.who for card in layout_of(recipe).values() for occupant in card if "searcher" in occupant.who]
     assert set(found) <= {"starting model of a searcher"}
     with pytest.raises(ConfigError, match="each needs one of its own"):
-        check_servers(recipe)
+        check_searchers(recipe)
 
 
 def test_the_real_cards_decide_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

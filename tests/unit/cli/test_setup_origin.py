@@ -23,7 +23,7 @@ from tba.wire.weight_manifest import Delta, DeltaObject, TensorFile, sha256_hex,
 from tba_cli.commands import fork
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
-from tba_cli.setup.origin import check_offline, copy_origin, find_origin
+from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 
 SOURCE = SnapshotSource("old", "end")
 
@@ -212,12 +212,12 @@ def test_a_fork_that_cannot_begin_saves_nothing(
 
 
 def test_a_run_without_searchers_needs_rollouts() -> None:
-    check_offline(make_recipe(searcher={"num_searchers": 0}))
+    check_searchers(make_recipe(searcher={"num_searchers": 0}))
     nothing = parse_recipe(
         make_recipe(searcher={"num_searchers": 0}).model_dump() | {"run": {"name": "new"}}, where="test"
     )
     with pytest.raises(ConfigError, match="nothing would ever be generated"):
-        check_offline(nothing)
+        check_searchers(nothing)
 
 
 def test_the_recipe_knows_what_goes_with_what() -> None:

@@ -11,7 +11,7 @@ Forward and backward walk over the positions in chunks whose logits, in float32,
 computes the logits of a chunk again, unless all positions are one chunk. docs/adr/0010-packing-and-the-output-head.md
 says why this is own code.
 
-Shapes: T positions, H hidden units, V vocabulary entries, C positions of one chunk.
+Shapes: T positions, H hidden units, V vocabulary entries, C positions of one chunk, K experts of a token.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tba_trainer.model.experts import use_autocast_experts
 from tba_trainer.model.packing import PackedSequences, find_segments, padded_outputs, use_packed_attention
 from tba_trainer.model.parameters import is_adapted
 from tba_trainer.model.sharding import device_of, is_sharded, run_as_forward
@@ -37,6 +36,8 @@ WIDE_PRODUCTS = {"cuda"}
 """Device types that keep the float32 sums of a matrix product in 16 bits."""
 ENTROPY_POSITIONS = 128
 """Positions of a pass at which the entropy is taken."""
+AUTOCAST_EXPERTS = "tba_autocast"
+"""Name in transformers' table of functions for experts."""
 _PROBE_TOKENS = 4
 _PROBE_TOLERANCE = 1e-6
 
@@ -63,7 +64,7 @@ class LogprobModel:
         self._autocast_dtype = autocast_dtype
         # every pass of a sharded model is a collective of several ranks, so all make the same number of them: one
         self._sharded = is_sharded(model)
-        use_autocast_experts(model)
+        _use_autocast_experts(model)
         self._has_plain_head = run_as_forward(model, self._probe_head)
         self.is_packed = use_packed_attention(model)
         """Whether passes run without padding."""
@@ -350,3 +351,40 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)
+
+
+def _use_autocast_experts(model: Any) -> None:
+    """Make the experts of a mixture (Qwen3-MoE and the like) compute in the dtype of autocast.
+
+    A layer keeps the weights of all its experts in two tensors, and sorts tokens by expert for one grouped matrix
+    product each. Autocast does not know that product: it would run in float32, which has no grouped kernel on a GPU.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    # a model keeps another function that was chosen for it, for example one that came with its code
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, _autocast_experts)
+        model.set_experts_implementation(AUTOCAST_EXPERTS)
+
+
+def _autocast_experts(
+    module: Any, hidden: Float[Tensor, "T H"], experts: Int[Tensor, "T K"], weights: Float[Tensor, "T K"]
+) -> Float[Tensor, "T H"]:
+    """Return the weighted sum of the outputs of each token's experts, as a function of transformers' table."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        module = _Cast(module, torch.get_autocast_dtype(kind))
+    return grouped_mm_experts_forward(module, hidden, experts, weights)
+
+
+class _Cast:
+    """A module whose parameters have another dtype; gradients go to its own."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, nn.Parameter) else value

@@ -14,7 +14,7 @@ from tests.support.e2e import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 480
-NUM_CLEAN_STEPS, NUM_PUPIL_STEPS, NUM_STEPS = 300, 50, 40
+NUM_CLEAN_STEPS, NUM_PUPIL_STEPS, NUM_STEPS = 300, 50, 60
 
 
 def level_4(split: str) -> Callable[[int], list[dict[str, Any]]]:

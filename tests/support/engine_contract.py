@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -184,10 +185,13 @@ def make_request(request_id: str, prompt: Sequence[int], sampling: Sampling, **f
 
 def finish(engine: Engine) -> Iterator[Completion]:
     """Step until nothing is left."""
-    for _ in range(5000):
+    until_s, num_steps = time.monotonic() + 60, 0
+    # steps of an engine that computes are counted, and one that waits for a server has time
+    while num_steps < 5000 or time.monotonic() < until_s:
         if not engine.num_active + engine.num_waiting:
             return
         yield from engine.step()
+        num_steps += 1
     raise AssertionError(f"{engine.num_active + engine.num_waiting} requests never finished")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tba_searcher.engines.engine import EngineDiedError
+from tba_searcher.engines.engine import Completion, EngineDiedError, Request
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.openai import engine as openai_engine
 from tba_searcher.engines.openai.engine import OpenAiEngine
@@ -30,6 +30,7 @@ from tests.support.engine_contract import (
     ON_ONE_MODEL,
     V1,
     Bench,
+    Model,
     case_slots_are_counted_and_aborted_requests_forgotten,
     case_staged_weights_are_used_like_any_others,
     case_stop_strings_end_a_response,
@@ -48,6 +49,8 @@ from tests.support.vllm_server import CONTEXT_TOKENS, num_generated_tokens, post
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
 TOKEN = "token-of-the-vllm-server"
+MAX_TRIES = 5
+"""A server on a busy machine may end every response before an update comes."""
 TIMED = (
     case_weights_in_flight_begin_a_span,
     case_slots_are_counted_and_aborted_requests_forgotten,
@@ -112,38 +115,51 @@ def long_engine(bench: Bench) -> OpenAiEngine:
 
 def test_an_update_begins_a_span_in_every_response_that_is_under_way(bench: Bench) -> None:
     """Twice, the second time to weights that were staged; sampled tokens have the log-probs of the span's weights."""
+    models = {START: bench.old, V1: bench.new, PolicyVersion(1, 5): bench.old}
     requests = make_requests(NUM_SLOTS + 1, temperatures=(1.0, 0.7), eos_ids=(), max_response_tokens=400)
     requests[-1] = dataclasses.replace(requests[-1], max_response_tokens=20)  # begins when another one has ended
-    models = {START: bench.old, V1: bench.new, PolicyVersion(1, 5): bench.old}
-    engine = long_engine(bench)
-    url = engine._server.base_url
+    wanted, shapes = {(START, V1, PolicyVersion(1, 5)), (PolicyVersion(1, 5),)}, set[tuple[PolicyVersion, ...]]()
+    for _ in range(MAX_TRIES):
+        engine = long_engine(bench)
+        for completion in generate_through_updates(engine, bench, requests, models):
+            request, tokens = requests[int(completion.request_id)], completion.response_tokens
+            for span in completion.version_spans:
+                part = slice(span.start, span.end)
+                np.testing.assert_allclose(
+                    completion.sampler_logprobs[part],
+                    models[span.version].trainer_logprobs(request, tokens)[part],
+                    atol=LOGPROB_ATOL,
+                    rtol=0,
+                )
+            assert completion.version_spans[-1].end == len(tokens) == request.max_response_tokens
+            shapes.add(tuple(span.version for span in completion.version_spans))
+        engine.close()
+        if wanted <= shapes:
+            return
+    raise AssertionError(f"{MAX_TRIES} tries brought no other spans than {shapes}")
+
+
+def generate_through_updates(
+    engine: OpenAiEngine, bench: Bench, requests: list[Request], models: dict[PolicyVersion, Model]
+) -> list[Completion]:
+    """Generate, and let every update begin when about ten more tokens of each response exist.
+
+    A server that is faster than this process may have ended them all before: nothing is cut then.
+    """
+    url, done = engine._server.base_url, list[Completion]()
     for request in requests:
         engine.submit(request)
-    done = engine.step()
-    for version in (V1, PolicyVersion(1, 5)):
+    done += engine.step()
+    for version in list(models)[1:]:
         enough = num_generated_tokens(url) + 10 * NUM_SLOTS
-        while num_generated_tokens(url) < enough:
+        under_way = [entry.call for entry in engine._open.values() if entry.call is not None]
+        while num_generated_tokens(url) < enough and not all(call.done() for call in under_way):
             time.sleep(0.02)
         engine.stage_weights([models[version].tensors])
         engine.load_weights([models[version].tensors], version)
         engine.verify(bench.manifest(models[version], version))
         done += engine.step()
-    done += finish(engine)
-    shapes = set()
-    for completion in done:
-        request, tokens, spans = requests[int(completion.request_id)], completion.response_tokens, []
-        for span in completion.version_spans:
-            spans.append(span.version)
-            part = slice(span.start, span.end)
-            np.testing.assert_allclose(
-                completion.sampler_logprobs[part],
-                models[span.version].trainer_logprobs(request, tokens)[part],
-                atol=LOGPROB_ATOL,
-                rtol=0,
-            )
-        assert completion.version_spans[-1].end == len(tokens) == request.max_response_tokens
-        shapes.add(tuple(spans))
-    assert {(START, V1, PolicyVersion(1, 5)), (PolicyVersion(1, 5),)} <= shapes
+    return done + list(finish(engine))
 
 
 def test_slots_are_counted_and_aborted_requests_forgotten(bench: Bench) -> None:
@@ -164,7 +180,7 @@ def test_slots_are_counted_and_aborted_requests_forgotten(bench: Bench) -> None:
     assert tokens_of(run_all(engine, [short]))["short"] == bench.old.greedy(short)
     while engine._aborted:
         engine.step()
-        assert time.monotonic() < started_s + 10, "aborted requests go on at the server"
+        assert time.monotonic() < started_s + 60, "aborted requests go on at the server"
 
 
 def test_a_stop_string_that_an_update_cuts_in_two_ends_the_response(bench: Bench) -> None:

@@ -91,8 +91,10 @@ def _trained(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any
         held_s = max(0.0, let_go_at_s - (first["at_s"] - first["metrics"]["train_s"]))
         for metrics in (summary, *steps.values()):
             metrics["train_s"] -= held_s
-    versions = {str(step): str(step) for step in WORLDS[cell.arm.world].middle_steps if step < summary["steps"]}
-    versions[LAST] = LAST
+    # the newest version of that step: not every step publishes one
+    interval_steps = checked.trainer.sync_interval
+    middle = [step for step in WORLDS[cell.arm.world].middle_steps if step < summary["steps"]]
+    versions = {str(step): str(step - step % interval_steps) for step in middle} | {LAST: LAST}
     return {
         "state": summary["state"],
         "state_reason": summary["state_reason"],
@@ -101,7 +103,7 @@ def _trained(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any
         "training": _training(steps),
         "evaluations": {
             version: {
-                "train_s": round(steps[summary["steps"] if version == LAST else int(version)]["train_s"], 1),
+                "train_s": round(steps[summary["steps"] if which == LAST else int(which)]["train_s"], 1),
                 **_evaluation(cell, name, [name, "--version", which], version, folder),
             }
             for version, which in versions.items()

@@ -3,10 +3,10 @@
     python benchmarks/canary.py run [--folder build/canary] [--canaries 200] [--models FOLDER ...]
     python benchmarks/canary.py report [--folder build/canary]
 
-`run` makes models (two are trained for a minute), takes those of `--models` too (Hugging Face folders in float32, such
+`run` makes models (most are trained for a minute), takes those of `--models` too (Hugging Face folders in float32, such
 as the starting models of the small recipes), and measures each in a process of its own; models that have a result in
 the folder are left out. One thread. vLLM takes part where it is installed. `report` prints the tables from the results.
-The tolerances that a manifest carries (`tba_trainer.checkpoints.weight_files.MIN_TOLERANCE`) are chosen from them.
+How tolerances follow from the trainer's own gap (`tba_trainer.checkpoints.canary`) is chosen from them.
 """
 
 from __future__ import annotations

@@ -100,10 +100,16 @@ def report(document: dict[str, Any]) -> str:
             seconds = " | ".join(f"{row[name]:.1f}" for name in ("publish_s", "download_s", "ready_s"))
             lines.append(f"| {kind} | {seconds} | {_mb(row['stored_bytes'])} | {_mb(row['downloaded_bytes'])} |")
     if "fleet" in document:
-        lines += ["", "| searchers | kind | publish s | first ready s | all ready s | MB each |", f"|{'---|' * 6}"]
-        for kind, row in document["fleet"].items():
+        lines += [
+            "",
+            "| searchers | read | kind | publish s | first ready s | all ready s | MB each | MB from the store |",
+            f"|{'---|' * 8}",
+        ]
+        for kind, row in (item for found in document["fleet"] for item in found.items()):
+            way = "through a cache" if row["reads_through"] else "the store"
             seconds = " | ".join(f"{row[name]:.1f}" for name in ("publish_s", "first_s", "all_s"))
-            lines.append(f"| {row['num_searchers']} | {kind} | {seconds} | {_mb(row['bytes_per_searcher'])} |")
+            sizes = " | ".join(_mb(row[name]) for name in ("bytes_per_searcher", "store_bytes"))
+            lines.append(f"| {row['num_searchers']} | {way} | {kind} | {seconds} | {sizes} |")
     if "pause" in document:
         lines += _pause_table(document["pause"])
     return "\n".join(lines)
@@ -180,7 +186,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 document["publish"] = transfer.publish_to_ready(store, *large)
             if "fleet" in args.sections:
                 large = tiled(old, new, args.fleet_parameters, seed=0)
-                document["fleet"] = transfer.fleet(store, *large, args.searchers)
+                document["fleet"] = [
+                    transfer.fleet(store, *large, args.searchers, reads_through=way) for way in (False, True)
+                ]
     if "pause" in args.sections:
         engines = ("embedded", "vllm") if importlib.util.find_spec("vllm") else ("embedded",)
         document["pause"] = [measure_pause(engine, size=args.pause_size, rounds=args.rounds) for engine in engines]

@@ -68,6 +68,10 @@ class MalformedError(WireError):
     status = 422
 
 
+class NewerManifestError(MalformedError):
+    """A weight manifest of a newer release: what the version needs is not known here."""
+
+
 class SchemaVersionError(WireError):
     """A schema version that this build does not read."""
 

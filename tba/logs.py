@@ -1,15 +1,20 @@
-"""Structured logs: an event name and key/values, one line per state change, with the service and run bound."""
+"""Structured logs: an event name and key/values, one line per state change, with the time first and the run in each."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import stamina.instrumentation
 import structlog
+
+MAX_REPEATS, REPEAT_WINDOW_S = 10, 60.0
+"""So many warnings of one event are printed in so many seconds."""
 
 
 def configure_logging(log_format: Literal["auto", "console", "json"], *, service: str, run: str) -> None:
@@ -20,9 +25,10 @@ def configure_logging(log_format: Literal["auto", "console", "json"], *, service
     """
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        # not by context variables, which a new thread does not inherit
+        _in_order({"service": service, "run_id": run}),
     ]
     last: list[structlog.typing.Processor] = (
         [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
@@ -30,13 +36,12 @@ def configure_logging(log_format: Literal["auto", "console", "json"], *, service
         else [_exceptions(), structlog.processors.JSONRenderer()]
     )
     structlog.configure(
-        processors=[*shared, *last],
+        processors=[RepeatLimit(), *shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         # the configuration is final: loggers need not look it up for every line
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service, run_id=run)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -64,6 +69,59 @@ def logs_on_stderr() -> Iterator[None]:
         yield
     finally:
         structlog.configure(logger_factory=before)
+
+
+class RepeatLimit:
+    """Drop warnings of an event that repeats; the next one that is printed has the number as `num_dropped`.
+
+    Args:
+        max_repeats: most lines of one source and event in a window.
+        window_s: its seconds, from the first line on.
+    """
+
+    def __init__(
+        self,
+        max_repeats: int = MAX_REPEATS,
+        window_s: float = REPEAT_WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_repeats, self._window_s, self._clock = max_repeats, window_s, clock
+        self._windows: dict[tuple[str, str], tuple[float, int]] = {}
+        """Source and event, which are names in the code -> begin of the window, lines in it."""
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, logger: structlog.typing.WrappedLogger, method: str, line: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """Return the line (see `structlog.typing.Processor`).
+
+        Raises:
+            structlog.DropEvent: it repeats.
+        """
+        if method != "warning":
+            return line
+        key, now_s = (str(line.get("source")), str(line["event"])), self._clock()
+        with self._lock:
+            start_s, num = self._windows.get(key, (now_s, 0))
+            dropped = 0
+            if now_s - start_s >= self._window_s:
+                start_s, num, dropped = now_s, 0, max(0, num - self._max_repeats)
+            self._windows[key] = start_s, num + 1
+        if num >= self._max_repeats:
+            raise structlog.DropEvent
+        return {**line, "num_dropped": dropped} if dropped else line
+
+
+def _in_order(bound: dict[str, str]) -> structlog.typing.Processor:
+    """Return what adds the same values to every line, after those that people look for first."""
+
+    def order(
+        logger: structlog.typing.WrappedLogger, method: str, line: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        first = {name: line.pop(name) for name in ("timestamp", "level", "event", "source") if name in line}
+        return {**first, **bound, **line}
+
+    return order
 
 
 def _exceptions() -> structlog.typing.Processor:

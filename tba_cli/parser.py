@@ -220,6 +220,8 @@ def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     sizing.add_argument("--response-tokens", type=int, metavar="N", help="default: half of max_response_tokens")
     card_help = "memory of each GPU of the layout (79, which an 80 GB card has)"
     sizing.add_argument("--gpu-memory-gib", type=float, metavar="G", help=card_help)
+    disk_help = "speed of the trainer's local disk, in GB/s (1)"
+    sizing.add_argument("--disk-gb-s", type=float, default=1.0, metavar="R", help=disk_help)
     add_json(sizing, "print JSON, in bytes")
     sizing.set_defaults(command="tba_cli.commands.config:sizing_command")
 
@@ -403,6 +405,9 @@ def _add_export(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     )
     export.add_argument("--recipe", metavar="RECIPE", type=recipe_path, help="recipe of the run; needed with --url")
     export.add_argument("--out", metavar="DIR", help="folder to write; must not exist, or be empty")
+    export.add_argument(
+        "--adapter", action="store_true", help="the LoRA adapter alone, as peft and vLLM read it, in place of the model"
+    )
     export.add_argument(
         "--push-to-hub",
         metavar="OWNER/NAME",

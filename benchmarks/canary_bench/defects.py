@@ -81,6 +81,9 @@ def wrong_weights(folder: Path) -> Iterator[tuple[str, Weights]]:
         yield f"the version before, lr {rate:.0e}", older
         if rate == STALE_HEAD_RATE:
             yield "output head of the version before", _with_head(right, older)
+            stale = right.copy()
+            stale.tensors |= {name: older.tensors[name] for name in right.middle()}
+            yield "one layer of the version before", stale
     for name, change in _DEFECTS.items():
         changed = right.copy()
         change(changed)
@@ -127,6 +130,15 @@ def _swap_layers(weights: Weights) -> None:
         assert match is not None
         other = f"{match[1]}{int(match[2]) - 1}{match[3]}"
         weights.tensors[name], weights.tensors[other] = weights.tensors[other], weights.tensors[name]
+
+
+def _swap_tensors(weights: Weights) -> None:
+    """Exchange the largest tensor of a layer and that of the layer before it."""
+    name = max(weights.middle(), key=lambda n: weights.tensors[n].numel())
+    match = _LAYER.match(name)
+    assert match is not None
+    other = f"{match[1]}{int(match[2]) - 1}{match[3]}"
+    weights.tensors[name], weights.tensors[other] = weights.tensors[other], weights.tensors[name]
 
 
 def _transpose(weights: Weights) -> None:
@@ -186,6 +198,7 @@ def _norm_epsilon(weights: Weights) -> None:
 
 _DEFECTS: dict[str, Callable[[Weights], None]] = {
     "two layers exchanged": _swap_layers,
+    "two matrices exchanged": _swap_tensors,
     "one matrix transposed": _transpose,
     "one matrix zero": _zero_matrix,
     "norm weights 1 (not loaded)": _ones_for_norms,

@@ -16,12 +16,14 @@ from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weight_loader import load_model
 from tba_trainer.model.logprobs import LogprobModel, head_logprobs
 from tba_trainer.model.packing import pack_sequences
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tba.versions import START
 
 LAYOUTS = MappingProxyType({"8+8": (8, 8), "16+47": (16, 47)})
 """Tokens of prompt and response of a canary; 63 is all that vLLM checks of a context of 64, the last being sampled."""
-STATISTICS = MappingProxyType({"max": np.max, "mean": np.mean})
+STATISTICS = MappingProxyType({"max": np.max, "mean": np.mean, "median": np.median})
 """Of the |log-prob gaps| of a canary's response tokens."""
 Logprobs = Mapping[str, NDArray[np.float32]]
 """Layout -> log-probs [N, R] of N canaries with R response tokens."""
@@ -30,7 +32,7 @@ SETTINGS: Mapping[str, Any] = {"num_slots": 1, "max_prompt_tokens": 48, "max_res
 
 @dataclass(frozen=True, slots=True)
 class Canaries:
-    """N canaries of every layout: uniform random tokens, as the trainer's; the first of them is the trainer's own."""
+    """N canaries of every layout: uniform random tokens; the first ones are the trainer's candidates."""
 
     tokens: Mapping[str, NDArray[np.int32]]
     """Layout -> [N, P + R]."""
@@ -80,9 +82,12 @@ def embedded_logprobs(folder: Path, dtype: str, canaries: Canaries) -> Logprobs:
 
 
 @torch.no_grad()
-def trainer_logprobs(folder: Path, dtype: str, canaries: Canaries) -> Logprobs:
+def trainer_logprobs(
+    folder: Path, dtype: str, canaries: Canaries, *, autocast_dtype: torch.dtype | None = None
+) -> Logprobs:
     """Return the canaries that a trainer on the CPU would publish with the weights of a folder, rounded to `dtype`."""
-    model = LogprobModel(load_model(folder, dtype=dtype, device="cpu", trust_remote_code=False), temperature=1.0)
+    weights = load_model(folder, dtype=dtype, device="cpu", trust_remote_code=False)
+    model = LogprobModel(weights, temperature=1.0, autocast_dtype=autocast_dtype)
     return {
         layout: np.stack(
             [model.token_logprobs(pack_sequences([p], [r], "cpu")).numpy() for p, r in canaries.pairs(layout)]
@@ -105,10 +110,25 @@ def wide_head_logprobs(folder: Path, dtype: str, canaries: Canaries) -> Logprobs
     return {layout: np.stack([one(*pair) for pair in canaries.pairs(layout)]) for layout in LAYOUTS}
 
 
-def gaps(found: Logprobs, published: Logprobs) -> dict[str, dict[str, list[float]]]:
-    """Return layout -> statistic -> the gap of every canary; `published` may hold more canaries than `found`."""
-    result = {}
-    for layout, logprobs in found.items():
-        distance = np.abs(logprobs - published[layout][: len(logprobs)])  # [N, R]
-        result[layout] = {name: reduce(distance, axis=1).tolist() for name, reduce in STATISTICS.items()}
-    return result
+class _Tf32Products(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.addmm):
+            args = [_round_to_tf32(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        return func(*args, **(kwargs or {}))
+
+
+def _round_to_tf32(tensor: Tensor) -> Tensor:
+    # 10 of the 23 bits of a float32's fraction stay, to nearest
+    bits = tensor.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def tf32_products() -> TorchFunctionMode:
+    """Return a context in which the inputs of matrix products outside of attention are rounded as those of TF32."""
+    return _Tf32Products()
+
+
+def gaps(found: Logprobs, published: Logprobs) -> dict[str, list[list[float]]]:
+    """Return layout -> |gaps| [N, R] of every canary; `published` may hold more canaries than `found`."""
+    distances = {layout: np.abs(values - published[layout][: len(values)]) for layout, values in found.items()}
+    return {layout: [[float(f"{gap:.3g}") for gap in row] for row in rows] for layout, rows in distances.items()}

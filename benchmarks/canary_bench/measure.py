@@ -17,10 +17,10 @@ from benchmarks.canary_bench.gaps import (
     embedded_logprobs,
     engine_logprobs,
     gaps,
+    tf32_products,
     trainer_logprobs,
     wide_head_logprobs,
 )
-from tba.errors import TbaError
 from tba.versions import PolicyVersion
 
 WRONG = PolicyVersion(1, 1)
@@ -33,13 +33,15 @@ NOISE = {
     "vllm, wide": "vLLM, float32 logits in the trainer",
     "rounded weights": "float32, masters against rounded weights",
     "rounded computation": "rounded weights, computed in float32",
+    "masters": "the trainer's own gap, it computes in float32",
+    "autocast": "the trainer's own gap, it computes in bfloat16",
 }
 """What is compared with the trainer's canary of the same weights."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """What was found for one model; gaps are layout -> statistic -> one value per canary."""
+    """What was found for one model; gaps are layout -> [N, R]: every response token of every canary."""
 
     name: str
     folder: Path
@@ -87,6 +89,7 @@ def measure_torch(
         target = scratch / f"wrong-{len(measured.wrong_folders)}"
         measured.wrong_folders[defect] = weights.write(target, folder)
     masters = trainer_logprobs(folder, "float32", measured.canaries)
+    autocast = trainer_logprobs(folder, "float32", measured.canaries, autocast_dtype=torch.bfloat16)
     for dtype in dtypes:
         measured.published[dtype] = masters
         if dtype != "float32":
@@ -97,6 +100,12 @@ def measure_torch(
             rounded = _float32_logprobs_of_rounded(right, dtype, scratch, folder, measured.canaries)
             measured.noise[dtype]["rounded weights"] = gaps(rounded, masters)
             measured.noise[dtype]["rounded computation"] = gaps(rounded, measured.published[dtype])
+            measured.noise[dtype]["masters"] = gaps(masters, measured.published[dtype])
+            measured.noise[dtype]["autocast"] = gaps(autocast, measured.published[dtype])
+        else:
+            with tf32_products():
+                tf32 = embedded_logprobs(folder, dtype, first)
+            measured.add_signal(dtype, "embedded", "products in TF32 (emulated)", tf32)
         for defect, wrong in measured.wrong_folders.items():
             measured.add_signal(dtype, "embedded", defect, embedded_logprobs(wrong, dtype, first))
     return measured
@@ -125,8 +134,8 @@ def measure_vllm(measured: Measured, *, dtypes: list[str], num_signal: int) -> N
                 if defect is not None:
                     engine.load_weights(paths, WRONG)
                     measured.add_signal(dtype, "vllm", defect, engine_logprobs(engine, first))
-        except TbaError as error:
-            measured.notes.append(f"{dtype} in vLLM: {error}")
+        except Exception as error:  # vLLM refuses a model in many ways; the other numbers count
+            measured.notes.append(f"{dtype} in vLLM: {type(error).__name__}: {error}")
 
 
 def _float32_logprobs_of_rounded(right: Weights, dtype: str, scratch: Path, base: Path, canaries: Canaries) -> Logprobs:

@@ -1,4 +1,4 @@
-"""The models whose canaries are compared: two that are trained here for a minute, and random ones of every family.
+"""The models whose canaries are compared: those of every family, trained here for a minute each, and random ones.
 
 The trained ones have real vocabularies (byte-pair encoding of this repository's own text) and have learnt a part of
 that text nearly by heart, so that their logits are as uneven as those of a fine-tuned model.
@@ -25,8 +25,8 @@ CONTEXT_TOKENS = 128
 SEQUENCE_TOKENS, BATCH_SIZE, NUM_EPOCHS = 64, 4, 8
 LEARNING_RATE = 2e-3
 _LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
-_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-_GROUPED = {**_SMALL, "num_key_value_heads": 2}
+_NEOX = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+_GROUPED = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +45,24 @@ class Kind:
     """Of training."""
 
 
+_EXPERTS = {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+_TRAINED: dict[str, Any] = {"vocab_size": 8192, "initializer_range": 0.02, "num_steps": 80}
 KINDS = MappingProxyType(
     {
-        "trained llama, 8k tokens": Kind(
-            family="llama", vocab_size=8192, sizes=_LLAMA, initializer_range=0.02, num_steps=80
-        ),
-        "trained qwen2 tied, large vocabulary": Kind(
-            family="qwen2", vocab_size=32768, sizes=_LLAMA, tied=True, initializer_range=0.02, num_steps=60
-        ),
+        "trained llama": Kind(family="llama", sizes=_LLAMA, **_TRAINED),
+        "trained qwen2, tied": Kind(family="qwen2", sizes=_LLAMA, tied=True, **_TRAINED),
+        "trained qwen3": Kind(family="qwen3", sizes={**_LLAMA, "head_dim": 64}, **_TRAINED),
+        "trained gpt_neox": Kind(family="gpt_neox", sizes=_NEOX, **_TRAINED),
+        "trained gpt2, tied": Kind(family="gpt2", sizes={"n_embd": 256, "n_head": 4}, tied=True, **_TRAINED),
+        "trained qwen3_moe": Kind(family="qwen3_moe", sizes={**_LLAMA, **_EXPERTS}, **_TRAINED),
         "random llama": Kind(family="llama", vocab_size=2048, sizes=_GROUPED),
+        "random qwen3_moe": Kind(family="qwen3_moe", vocab_size=2048, sizes={**_GROUPED, **_EXPERTS, "head_dim": 32}),
+        "trained qwen2, tied, large vocabulary": Kind(
+            family="qwen2", sizes=_LLAMA, tied=True, **{**_TRAINED, "vocab_size": 32768, "num_steps": 60}
+        ),
         "random llama, 24 layers": Kind(
             family="llama", vocab_size=2048, sizes=_GROUPED, num_layers=24, initializer_range=0.1
         ),
-        "random qwen3": Kind(family="qwen3", vocab_size=2048, sizes={**_GROUPED, "head_dim": 32}),
-        "random gpt_neox": Kind(family="gpt_neox", vocab_size=2048, sizes=_SMALL),
-        "random gpt2 tied": Kind(family="gpt2", vocab_size=2048, sizes={"n_embd": 128, "n_head": 4}, tied=True),
     }
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tba_trainer.checkpoints.checkpoint import CheckpointStore
+from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
 from tba_trainer.distributed.process_group import Team, make_mesh
@@ -112,7 +112,7 @@ def _process(bench: Bench, num: int, rank: int, port: int, dtype: str, folder: P
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     trainer = {"compute_dtype": dtype, "micro_batch_tokens": 4096}
-    recipe = recipe_of(bench, trainer=trainer, store={"shard_bytes": 2**40})
+    recipe = recipe_of(bench, trainer=trainer, store={"shard_bytes": 2**40, "url": f"file://{folder / 'store'}"})
     code = 1
     try:
         team = _team(bench, num)
@@ -152,7 +152,8 @@ def _train(bench: Bench, recipe: Recipe, team: Team, folder: Path) -> dict[str, 
         step_s = perf_counter() - begin
     peak = torch.cuda.max_memory_allocated() / 2**20 if bench.device == "cuda" else 0.0
     snapshot = snapshots.take(PolicyVersion(1, NUM_STEPS), START)
-    restored = _restores(bench, learner, recipe, folder, vocab_size)
+    snapshot.write()
+    restored = _restores(bench, learner, recipe, team, folder, vocab_size)
     return {
         "metrics": [{name: values[name] for name in ("loss", "grad_norm")} for values in metrics],
         "path": str(snapshot.paths[0]),
@@ -162,9 +163,12 @@ def _train(bench: Bench, recipe: Recipe, team: Team, folder: Path) -> dict[str, 
     }
 
 
-def _restores(bench: Bench, learner: Learner, recipe: Recipe, folder: Path, vocab_size: int) -> bool:
-    """Return whether a checkpoint that was saved, left by a step, and loaded again is there to the bit."""
-    store = CheckpointStore(FileStore(folder / "store"), "gpu", folder=folder, max_bytes=2**30)
+def _restores(bench: Bench, learner: Learner, recipe: Recipe, team: Team, folder: Path, vocab_size: int) -> bool:
+    """Return whether a checkpoint that was saved, left by a step, and loaded again is there to the bit:
+    the rows of this process are compared."""
+    store = TeamCheckpoints(
+        FileStore(folder / "store"), "gpu", folder=folder, max_bytes=2**30, team=team, layout=learner.layout()
+    )
     state = TrainerState(
         run="gpu",
         version=f"1-{NUM_STEPS}",
@@ -183,6 +187,8 @@ def _restores(bench: Bench, learner: Learner, recipe: Recipe, folder: Path, voca
     learner.apply(step=NUM_STEPS + 1, lineage=1)
     checkpoint = store.load(store.key(store.versions()[-1]))
     learner.restore(checkpoint.state, checkpoint.sections)
-    equal = [torch.equal(tensor, checkpoint.sections[section][name]) for section, name, tensor in learner.capture()]
+    equal = [
+        torch.equal(rows.tensor, checkpoint.sections[section][name].tensor) for section, name, rows in learner.capture()
+    ]
     checkpoint.close()
     return all(equal) and bool(equal)

@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 from tba_searcher.engines.weight_check import params_sha256
-from tba_trainer.checkpoints.weight_files import MIN_TOLERANCE
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import published_tensors
@@ -33,7 +32,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from benchmarks.gpu_bench.check import Bench, Findings, Skipped, seconds_of, synchronize
-from benchmarks.gpu_bench.families import family_config
+from benchmarks.gpu_bench.families import LIMITS, family_config
 from benchmarks.gpu_bench.models import qwen2_config, random_model
 from tba.config.searcher import VllmSection
 from tba.config.trainer import TrainerSection
@@ -248,7 +247,7 @@ def _check_update(family: str, dtype: str, bench: Bench, found: Findings) -> Non
         config = AutoConfig.for_model(family, **{k: v for k, v in known.items() if k != "model_type"} | _EXPERTS)
     published = _publish(config, dtype, bench)
     # a rounding may send a token to other experts (docs/adr/0032-router-replay.md), so their gaps are only noted
-    limit = math.inf if family == "qwen3_moe" else max(CANARY_TOLERANCE, MIN_TOLERANCE[dtype])
+    limit = math.inf if family == "qwen3_moe" else max(CANARY_TOLERANCE, LIMITS[dtype])
     engine = _start(published, 8 if bench.quick else 32, bench, found, share=0.1, cache_bytes=2**28)
     try:
         _check_canary(engine, published, _OLD, found, limit)

@@ -52,7 +52,8 @@ def measure_pause(engine: EngineName, *, size: str = "0.5B", rounds: int = 5) ->
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _make_model(folder: Path, size: str, seed: int) -> Path:
+def make_random_model(folder: Path, size: str, seed: int) -> Path:
+    """Make a model in bfloat16 with a tokenizer; return its tensors."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,7 +104,7 @@ def measure_here(name: EngineName, size: str, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tba-pause-") as root:
         folders = [Path(root) / str(seed) for seed in (0, 1)]
-        paths = [_make_model(folder, size, seed) for seed, folder in enumerate(folders)]
+        paths = [make_random_model(folder, size, seed) for seed, folder in enumerate(folders)]
         digests = [params_sha256_of_files([path]) for path in paths]
         engine = _make_engine(name, folders[0], paths[0])
         source = {key: tensor.clone() for key, tensor in load_file(paths[0]).items()}

@@ -51,10 +51,11 @@ def trained_states(learning_rates: Sequence[float], schedule: Schedule, seed: in
     return states
 
 
-def _model() -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def model_config() -> Any:
+    """Return the configuration of the small transformer."""
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         "llama",  # RMSNorm, SwiGLU
         hidden_size=256,
         num_hidden_layers=6,
@@ -67,7 +68,12 @@ def _model() -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(model_config(), dtype=torch.float32)
 
 
 def _bfloat16(model: Any) -> State:

@@ -127,8 +127,8 @@ def _variables() -> list[dict[str, Any]]:
     return [
         source,
         labels("namespace", "Namespace", "tba_build_info", "namespace"),
-        labels("buffer", "Buffer", 'tba_build_info{service="buffer",namespace=~"$namespace"}', "job"),
-        labels("reward", "Reward", 'tba_build_info{service="reward",namespace=~"$namespace"}', "job"),
+        labels("buffer", "Buffer", 'tba_build_info{component="buffer",namespace=~"$namespace"}', "job"),
+        labels("reward", "Reward", 'tba_build_info{component="reward",namespace=~"$namespace"}', "job"),
     ]
 
 

@@ -50,6 +50,7 @@ from tba.api.rollouts import (
 )
 from tba.api.run import (
     ACKNOWLEDGED_HEADER,
+    ENDED,
     EVENT_NAMES,
     MAX_CHANGES_PER_PAGE,
     AcceptLoss,
@@ -122,6 +123,7 @@ from tba.fields import Name, Problem, RunState, Split, VersionText
 
 __all__ = [
     "ACKNOWLEDGED_HEADER",
+    "ENDED",
     "EVENT_NAMES",
     "EVICTED_KEY",
     "MAX_CHANGES_PER_PAGE",

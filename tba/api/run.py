@@ -205,6 +205,10 @@ class ComponentWait(StrictModel):
     deadline_in_s: float
 
 
+ENDED = frozenset({"ended", "done", "stopped"})
+"""Last states of components that ended cleanly. One that disappears in another state counts as silent."""
+
+
 class ComponentInfo(StrictModel):
     """One component: a searcher, trainer or launcher as its last heartbeat showed it, the buffer itself, or the reward
     service as the buffer's request to its /readyz found it."""

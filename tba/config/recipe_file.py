@@ -1,7 +1,7 @@
 """Read a recipe, one TOML file that describes a whole run, and say what is wrong with it.
 
-Precedence: defaults < file < environment (`TBA_BUFFER__PORT=8700`) < `--set buffer.port=8700`. Unknown keys are
-refused everywhere; the message names the key, the value and the place.
+Precedence: defaults < file < environment (`TBA_BUFFER__PORT=8700`, `TBA_LOG_FORMAT=json`) < `--set buffer.port=8700`.
+Unknown keys are refused everywhere; the message names the key, the value and the place.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tba.config.schedules import Schedule
 from tba.errors import ConfigError
 
 ENV_PREFIX = "TBA_"
+LOG_FORMAT_ENV = "TBA_LOG_FORMAT"
+"""Of the one key outside of the sections."""
 HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """ORG/NAME."""
 
@@ -49,7 +51,7 @@ def load_recipe(
     """
     document = read_document(Path(path))
     for name, text in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(ENV_PREFIX) and "__" in name:
+        if name.startswith(ENV_PREFIX) and ("__" in name or name == LOG_FORMAT_ENV):
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             # two underscores part section and key, since keys have single ones
             _set(document, keys, parse_toml_value(text), where=f"environment variable {name}")

@@ -58,7 +58,8 @@ class VllmSection(StrictModel):
     block_size: Literal[32, 64, 128] = 32
     """Tokens in one block of keys and values; a prompt's whole blocks are computed once and shared."""
     prefix_caching: bool = True
-    """Keys and values of a prompt are kept for the next response to it. A weight update drops all of them."""
+    """Keys and values of a prompt are kept for the next response to it. None is used for a response that begins after a
+    weight update."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Memory for keys and values. None: on the CPU what `num_slots` responses of full length or a victim's batch need,
     on a GPU what `gpu_memory_share` leaves. With too little, vLLM preempts sequences and computes them again."""
@@ -206,6 +207,7 @@ def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
         )
 
 
+KvAtUpdate = Literal["recompute", "keep"]
 ENGINES = ("embedded", "vllm", "openai", "simulated")
 """The built-in names of `searcher.engine`."""
 VLLM_ENGINES = ("vllm", "openai")
@@ -247,6 +249,10 @@ class SearcherSection(StrictModel):
     """Longer prompts are refused (counted, reported), never cut."""
     max_response_tokens: int = Field(default=64, ge=1)
     """Length limit of a completion; a task may have a lower one of its own (`searcher.tasks`)."""
+    kv_at_update: KvAtUpdate = "recompute"
+    """Keys and values of responses under way when new weights come. `recompute`: they are computed again, so that a
+    token's log-prob is that of the version in its span. `keep`: they stay, which saves the time; later tokens are drawn
+    with new weights upon old keys and values, and their log-probs say so. Not with `engine = "openai"`."""
     tasks: dict[str, TaskSampling] = Field(default_factory=dict)
     """Per task: lengths and stop strings. Tasks without an entry end at end of sequence or `max_response_tokens`."""
     sampling_temperature: Temperature = Schedule(value=1.0)
@@ -299,6 +305,11 @@ class SearcherSection(StrictModel):
             )
         if self.engine == "openai" and self.openai.url is None:
             raise ValueError('engine = "openai" needs the address of a server; give openai.url')
+        if self.engine == "openai" and self.kv_at_update == "keep":
+            raise ValueError(
+                'kv_at_update = "keep" needs an engine that says which weights made each token of a response, and the '
+                'server\'s answers (engine = "openai") do not; set kv_at_update to "recompute", or engine to "vllm"'
+            )
         if self.pace_tokens_per_s is not None and self.engine == "simulated":
             raise ValueError(
                 'pace_tokens_per_s slows a real engine down, and engine = "simulated" has a speed of its own: give '

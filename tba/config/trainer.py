@@ -118,7 +118,7 @@ class GuardsSection(StrictModel):
 
 class LoraSection(StrictModel):
     """Train an adapter of low rank on the linear layers and leave the model's own weights as they are (arXiv
-    2106.09685). Published versions are merged, so searchers and the export see a plain model. Constant within a run."""
+    2106.09685). Constant within a run."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of every adapter."""
@@ -136,6 +136,20 @@ class LoraSection(StrictModel):
         if value != 0:
             raise ValueError("it must be 0: the log-probs of the trainer must be those of the policy that samples")
         return value
+
+
+class PolicyLoraSection(LoraSection):
+    """The adapter of theta, and how its versions are stored. Searchers and the export see a plain model either way."""
+
+    publish: Literal["adapter", "merged"] = "adapter"
+    """What a version has in the store: the adapter alone, which whoever reads it merges into the starting model, to the
+    same bits everywhere; or the tensors of the merged model, as without LoRA. It may change with each start of the
+    trainer."""
+
+    @property
+    def constant(self) -> LoraSection:
+        """The part that is constant within a run."""
+        return LoraSection(**self.model_dump(exclude={"publish"}))
 
 
 class ShardingSection(StrictModel):
@@ -272,8 +286,12 @@ class TrainerSection(StrictModel):
     checkpoint_interval: int = Field(default=50, ge=1)
     """Steps between checkpoints; one more is written at the end."""
     background_checkpoint_bytes: int = Field(default=64 * 1024**2, ge=0)
-    """Checkpoints of at least so many bytes are copied to the local disk and uploaded beside training; smaller ones,
+    """Checkpoints of at least so many bytes are copied off the device and uploaded beside training; smaller ones,
     and the last one, are uploaded before the next step."""
+    checkpoint_staging: Literal["disk", "memory"] = "disk"
+    """Where those are copied to: files on the local disk, or memory of the host (12 bytes for each trained parameter
+    in all, up to twice that on a GPU, where torch rounds pinned memory up and keeps it): training goes on sooner
+    (`tba sizing`)."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
     keep_versions: int = Field(default=8, ge=2)
@@ -287,8 +305,9 @@ class TrainerSection(StrictModel):
     """Deadline of the wait for a batch."""
     retry_s: float = Field(default=120.0, gt=0)
     """How long a call to another service is retried before the trainer gives up."""
-    canary_tolerance: float = Field(default=2e-3, gt=0)
-    """How far a searcher's canary log-probs may be from the published ones."""
+    canary_tolerance: float = Field(default=2e-3, gt=0, le=2.0)
+    """How far a searcher's canary log-probs may be from the published ones, in nats. A version in 16 bits allows more:
+    four times what rounding changes in the trainer, within bounds."""
     shuffle_rewards: bool = False
     """Control experiment: rewards are shuffled among the rollouts of a batch, so nothing can be learned."""
     export: bool = True

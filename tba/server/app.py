@@ -175,8 +175,8 @@ def create_app(
     install_problem_handlers(app)
     install_openapi(app)
     install_docs_page(app)
-    build = Gauge("tba_build_info", "Version of tba; always 1", ["version", "service"], registry=registry)
-    build.labels(version=tba.__version__, service=title).set(1)
+    build = Gauge("tba_build_info", "Version of tba; always 1", ["version", "component"], registry=registry)
+    build.labels(version=tba.__version__, component=title).set(1)
 
     @app.get("/livez", operation_id="livez")
     async def livez() -> dict[str, str]:

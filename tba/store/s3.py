@@ -20,6 +20,7 @@ import stamina
 from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
 from boto3.session import Session
+from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -175,6 +176,9 @@ class S3Store:
 
     `timeout_s` bounds each request: it is retried until then, and no attempt is silent for longer. A transfer that
     makes progress is not cut off.
+
+    Args:
+        is_copy: a read-through cache of the bucket: requests are not signed, and fail at the first error.
     """
 
     def __init__(
@@ -187,14 +191,17 @@ class S3Store:
         timeout_s: float,
         ca_file: str | None = None,
         part_bytes: int = _PART_BYTES,
+        is_copy: bool = False,
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
         self._timeout_s, self._part_bytes, self._ca_file = timeout_s, part_bytes, ca_file
         self._has_answered = False
+        self._is_copy, self._num_attempts = is_copy, 1 if is_copy else None
         # path-style addresses, and checksums only where S3 requires them: every server understands that, and the
         # manifests carry our own sha256
         config = Config(
+            signature_version=UNSIGNED if is_copy else None,
             s3={"addressing_style": "path"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -215,7 +222,7 @@ class S3Store:
             multipart_chunksize=part_bytes,
             max_concurrency=_NUM_CONNECTIONS,
             max_io_queue=64,
-            num_download_attempts=5,
+            num_download_attempts=self._num_attempts or 5,
         )
 
     def check(self, *, write: bool = False) -> None:
@@ -306,6 +313,9 @@ class S3Store:
         bucket, name = self._where(key).values()
 
         def receive() -> None:
+            # without a length, as of a cache that compresses, s3transfer waits for ever
+            if self._is_copy and "ContentLength" not in self._client.head_object(Bucket=bucket, Key=name):
+                raise StoreUnavailableError(f"{self._endpoint} answers HEAD of {key} without Content-Length")
             with new_file(path) as out:
                 self._client.download_fileobj(bucket, name, out, Config=self._transfer)
 
@@ -342,7 +352,12 @@ class S3Store:
     def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
         try:
             for attempt in stamina.retry_context(
-                on=is_transient, attempts=None, timeout=self._timeout_s, wait_initial=0.1, wait_max=2.0, wait_jitter=0.2
+                on=is_transient,
+                attempts=self._num_attempts,
+                timeout=self._timeout_s,
+                wait_initial=0.1,
+                wait_max=2.0,
+                wait_jitter=0.2,
             ):
                 with attempt:
                     return self._try(verb, operation)

@@ -2,6 +2,7 @@
 
     encode_changes   files of two versions -> delta files (safetensors files with the encoded bytes of changed tensors)
     assemble         files of a base and the delta files of one or more versions -> verified files of the last one
+    merge            files of the starting model and an adapter -> verified files of a version
     check_tensors_of downloaded files -> the digest of every tensor is the manifest's
 
 Tensors are independent: several threads work on one tensor each, and no more than these tensors are in memory at once.
@@ -24,9 +25,10 @@ from safetensors.numpy import save_file
 
 from tba.errors import DigestError, MalformedError, StoreError, StoreUnavailableError
 from tba.store.file import explain_full_disk, explain_no_space
+from tba.weights.adapter import merge_into, read_adapter
 from tba.weights.delta import SEGMENT_ELEMENTS, apply_tensor, encode_tensor
 from tba.weights.digest import RawTensor, in_parallel, num_threads, open_tensors, tensor_digest
-from tba.wire.weight_manifest import DTYPE_BYTES, Manifest, TensorEntry
+from tba.wire.weight_manifest import DTYPE_BYTES, Adapter, Manifest, TensorEntry
 
 DELTA_FILE_BYTES = 64 * 1024 * 1024
 """Of encoded tensors in one delta file; a larger one has a file of its own."""
@@ -137,6 +139,37 @@ def assemble(
             current = out
         if current is not None and current is not out:
             np.copyto(out, current)
+        _check_digest(manifest, entry, out)
+
+    in_parallel(build, manifest.tensors)
+    return [folder / name for name in dict.fromkeys(entry.file for entry in manifest.tensors)]
+
+
+def merge(manifest: Manifest, base: Mapping[str, RawTensor], adapter: Adapter, path: Path, folder: Path) -> list[Path]:
+    """Write the verified files of a version that is an adapter to `folder`.
+
+    Args:
+        manifest: of the version.
+        base: tensors of the starting model.
+        path: file of the adapter.
+
+    Returns, raises: as `assemble`.
+    """
+    layers = read_adapter(adapter, path, base)
+    for entry in manifest.tensors:  # before room is made: the sizes are a stranger's
+        if entry.name not in base or (entry.dtype, tuple(entry.shape)) != base[entry.name][:2]:
+            raise MalformedError(
+                f"tensor {entry.name!r} of version {manifest.version} is {entry.dtype} {entry.shape}, and the starting "
+                f"model, which its adapter is for, has {list(base[entry.name][:2]) if entry.name in base else 'none'}"
+            )
+    outputs = _create_files(manifest.tensors, folder)
+
+    def build(entry: TensorEntry) -> None:
+        out, weight = outputs[entry.name], base[entry.name]
+        if entry.name in layers:
+            merge_into(weight, layers[entry.name], out)
+        else:
+            np.copyto(out, weight[2])
         _check_digest(manifest, entry, out)
 
     in_parallel(build, manifest.tensors)

@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,13 +37,21 @@ class NodeCache:
         folder: on one file system with the folders of the searchers, or files are copied instead of linked.
         max_bytes: of all entries together; a larger file is not kept.
         wait_s: how long to wait for another process that is making the same version, before doing so oneself.
+        on_wait: called with `wait_s` when such a wait begins, and with None when it is over.
 
     Raises:
         ConfigError: the folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, wait_s: float = 600.0) -> None:
-        self._folder, self._max_bytes, self._wait_s = folder, max_bytes, wait_s
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        wait_s: float = 600.0,
+        on_wait: Callable[[float | None], object] = lambda wait_s: None,
+    ) -> None:
+        self._folder, self._max_bytes, self._wait_s, self._on_wait = folder, max_bytes, wait_s, on_wait
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in (*folder.glob(".tmp-*"), *folder.glob(".lock-*")):
@@ -70,6 +78,7 @@ class NodeCache:
             yield
             return
         with file:
+            is_waiting = False
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,10 +88,15 @@ class NodeCache:
                     if time.monotonic() > deadline_s:
                         log.warning("weight_cache_wait_over", wait="weight-cache", deadline_s=self._wait_s, name=name)
                         break
+                    if not is_waiting:
+                        is_waiting = True
+                        self._on_wait(self._wait_s)
                     time.sleep(_LOCK_POLL_S)
                 except OSError as error:  # a shared file system without locks
                     log.warning("weight_cache_not_locked", name=name, reason=str(error))
                     break
+            if is_waiting:
+                self._on_wait(None)
             yield
 
     def take(self, name: str, path: Path) -> bool:

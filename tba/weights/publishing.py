@@ -1,11 +1,12 @@
-"""Write a version to the store: describe its tensors, encode a delta where it pays, upload, manifest last."""
+"""Write a version to the store: describe its tensors (those of an adapter are merged for that), encode a delta where it
+pays, upload, manifest last."""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNot
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
+from tba.weights.adapter import AdapterFile, merged_table
 from tba.weights.assembly import check_tensors_of, encode_changes
 from tba.weights.digest import (
     describe_tensors,
@@ -25,11 +27,13 @@ from tba.weights.digest import (
 from tba.weights.routes import LocalVersion
 from tba.wire.weight_manifest import (
     MAX_DELTAS,
+    Adapter,
     Canary,
     Delta,
     DeltaObject,
     Manifest,
     StoredObject,
+    TensorEntry,
     TensorFile,
     encode_manifest,
     sha256_hex,
@@ -37,9 +41,9 @@ from tba.wire.weight_manifest import (
 )
 
 MODEL_CONFIG_NAME = "config.json"
-_NOT_TOKENIZER = (MODEL_CONFIG_NAME, "generation_config.json")
+NOT_TOKENIZER = (MODEL_CONFIG_NAME, "generation_config.json")
 _NOT_CONTENT = {"schema_version", "created_at_s", "canary", "torch_version", "transformers_version"}
-_REPRESENTATION = {"tensors", "full", "delta"}
+_REPRESENTATION = {"tensors", "full", "delta", "adapter"}
 """How a version is stored; `params_sha256` says which tensors it has."""
 log = get_logger("weights")
 
@@ -54,6 +58,17 @@ class DeltaSettings:
     """Smaller models are stored whole: their requests cost more than their bytes."""
     max_share: float = 0.5
     """A delta pays when it has at most this share of the bytes of the tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """The tensors of a version, and how they are stored: what is uploaded, with the file of each object."""
+
+    tensors: list[TensorEntry]
+    full: list[tuple[TensorFile, Path]] = field(default_factory=list)
+    delta: Delta | None = None
+    adapter: Adapter | None = None
+    changes: list[tuple[DeltaObject, Path]] = field(default_factory=list)
 
 
 class VersionWriter:
@@ -72,7 +87,7 @@ class VersionWriter:
         version: PolicyVersion,
         parent: PolicyVersion | None,
         dtype: str,
-        tensors_paths: Sequence[Path],
+        tensors_paths: Sequence[Path] | AdapterFile,
         files: Mapping[str, Path],
         canary: Canary,
         torch_version: str,
@@ -86,25 +101,27 @@ class VersionWriter:
         prefix = f"runs/{self._run}/weights/{version}/"
         # asked first: while the store is away, the tensors are not hashed and encoded at each attempt
         exists = self._store.size_bytes(f"{prefix}manifest.json") is not None
-        with tempfile.TemporaryDirectory(prefix=".delta-", dir=tensors_paths[0].parent) as folder:
+        beside = tensors_paths.path if isinstance(tensors_paths, AdapterFile) else tensors_paths[0]
+        with tempfile.TemporaryDirectory(prefix=".delta-", dir=beside.parent) as folder:
             try:
-                tensors = describe_tensors(tensors_paths)
+                if isinstance(tensors_paths, AdapterFile):
+                    stored = self._describe_adapter(version, prefix, base, tensors_paths)
+                else:
+                    stored = self._describe_tensors(prefix, base, tensors_paths, Path(folder), deltas)
                 stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
-                delta, delta_paths = self._encode(prefix, base, tensors_paths, Path(folder), deltas)
-                is_full = delta is None or delta.num_to_full >= deltas.keyframe_interval
-                full = [_describe_full(prefix, path) for path in tensors_paths] if is_full else []
                 manifest = Manifest(
                     run=self._run,
                     version=str(version),
                     parent=None if parent is None else str(parent),
                     dtype=dtype,  # pyright: ignore[reportArgumentType]  # the model checks it
-                    tensors=tensors,
-                    full=full,
-                    delta=delta,
+                    tensors=stored.tensors,
+                    full=[each for each, _ in stored.full],
+                    delta=stored.delta,
+                    adapter=stored.adapter,
                     files=stored_files,
                     model_config_sha256=next(f.sha256 for f in stored_files if f.name == MODEL_CONFIG_NAME),
                     tokenizer_sha256=_tokenizer_sha256(stored_files),
-                    params_sha256=table_sha256((each.name, each.dtype, each.shape, each.digest) for each in tensors),
+                    params_sha256=table_sha256((t.name, t.dtype, t.shape, t.digest) for t in stored.tensors),
                     canary=canary,
                     torch_version=torch_version,
                     transformers_version=transformers_version,
@@ -119,12 +136,12 @@ class VersionWriter:
             # to compare the manifests is cheap, and uploading the same tensors a second time is not
             if exists and (found := self._existing(manifest, tensors_paths)) is not None:
                 return found
-            for stored in stored_files:
-                self._put_file(stored.key, stored.size_bytes, files[stored.name])
-            for stored, path in zip(() if delta is None else delta.objects, delta_paths, strict=True):
-                self._put_file(stored.key, stored.size_bytes, path)
-            for stored, path in zip(full, tensors_paths if is_full else (), strict=True):
-                self._put_full(manifest, stored, path)
+            for each in stored_files:
+                self._put_file(each.key, each.size_bytes, files[each.name])
+            for each, path in stored.changes:
+                self._put_file(each.key, each.size_bytes, path)
+            for each, path in stored.full:
+                self._put_full(manifest, each, path)
             try:
                 # two trainers may publish the same version at once: create-only decides which of them made it
                 self._store.put(f"{prefix}manifest.json", encode_manifest(manifest), create_only=True)
@@ -133,6 +150,46 @@ class VersionWriter:
                     return found
                 raise
             return manifest
+
+    def _describe_tensors(
+        self,
+        prefix: str,
+        base: LocalVersion | None,
+        tensors_paths: Sequence[Path],
+        folder: Path,
+        settings: DeltaSettings,
+    ) -> _Stored:
+        """Describe a version that is stored whole, as a delta against `base` (encoded in `folder`), or as both."""
+        tensors = describe_tensors(tensors_paths)
+        delta, paths = self._encode(prefix, base, tensors_paths, folder, settings)
+        is_full = delta is None or delta.num_to_full >= settings.keyframe_interval
+        full = [(_describe_full(prefix, path), path) for path in tensors_paths] if is_full else []
+        changes = list(zip(() if delta is None else delta.objects, paths, strict=True))
+        return _Stored(tensors=tensors, full=full, delta=delta, changes=changes)
+
+    def _describe_adapter(
+        self, version: PolicyVersion, prefix: str, base: LocalVersion | None, file: AdapterFile
+    ) -> _Stored:
+        """Describe a version that is an adapter for `base`, the starting model."""
+        if base is None or not base.manifest.tensors:
+            raise MalformedError(
+                f"weight version {version} is an adapter, and the tensors of the starting model that it is for are not "
+                "known"
+            )
+        # else nobody could merge the adapter to what is merged here
+        check_tensors_of(base.manifest, base.paths)
+        stored = _describe_changes(prefix, file.path, stem="adapter")
+        adapter = Adapter(
+            base=str(base.version),
+            rank=file.rank,
+            alpha=file.alpha,
+            fan_in_fan_out=file.fan_in_fan_out,
+            stored=stored,
+        )
+        started = time.monotonic()
+        tensors = merged_table(base.manifest, open_tensors(base.paths), adapter, file.path)
+        log.info("adapter_merged", version=str(version), merge_s=round(time.monotonic() - started, 3))
+        return _Stored(tensors=tensors, adapter=adapter, changes=[(stored, file.path)])
 
     def _encode(
         self,
@@ -165,13 +222,7 @@ class VersionWriter:
         log.info("delta_encoded", base=before.version, pays=pays, encode_s=round(time.monotonic() - started, 3))
         if paths is None:
             return None, []
-        objects = []
-        for path in paths:
-            # named by its content: what a killed trainer left under the version never stands in the way
-            digest = digest_of_file(path)
-            name = f"{path.stem}-{digest}{path.suffix}"
-            stored = DeltaObject(name=name, key=prefix + name, size_bytes=path.stat().st_size, digest=digest)
-            objects.append(stored)
+        objects = [_describe_changes(prefix, path, stem=path.stem) for path in paths]
         return Delta(base=str(base.version), num_to_full=num_to_full, objects=objects), paths
 
     def _describe_file(self, name: str, path: Path) -> StoredObject:
@@ -204,7 +255,7 @@ class VersionWriter:
                     "delete the object"
                 ) from None
 
-    def _existing(self, manifest: Manifest, tensors_paths: Sequence[Path]) -> Manifest | None:
+    def _existing(self, manifest: Manifest, tensors_paths: Sequence[Path] | AdapterFile) -> Manifest | None:
         """Return the manifest of this version that is in the store, if its content is the same; None: there is none.
 
         Raises:
@@ -214,7 +265,7 @@ class VersionWriter:
             found = self._manifest(manifest.policy_version)
         except ObjectNotFoundError:
             return None
-        if found.schema_version == 1:
+        if found.schema_version == 1 and not isinstance(tensors_paths, AdapterFile):
             legacy = legacy_params_sha256(open_tensors(tensors_paths))
             manifest = manifest.model_copy(update={"params_sha256": legacy})
         skipped = _NOT_CONTENT | _REPRESENTATION
@@ -231,11 +282,18 @@ class VersionWriter:
         return found
 
 
+def _describe_changes(prefix: str, path: Path, *, stem: str) -> DeltaObject:
+    # named by its content: what a killed trainer left under the version never stands in the way
+    digest = digest_of_file(path)
+    name = f"{stem}-{digest}{path.suffix}"
+    return DeltaObject(name=name, key=prefix + name, size_bytes=path.stat().st_size, digest=digest)
+
+
 def _describe_full(prefix: str, path: Path) -> TensorFile:
     return TensorFile(name=path.name, key=prefix + path.name, size_bytes=path.stat().st_size)
 
 
 def _tokenizer_sha256(files: Sequence[StoredObject]) -> str:
     """Return the sha256 over `name sha256` lines of every file except the configs of model and generation."""
-    lines = [f"{file.name} {file.sha256}\n" for file in files if file.name not in _NOT_TOKENIZER]
+    lines = [f"{file.name} {file.sha256}\n" for file in files if file.name not in NOT_TOKENIZER]
     return sha256_hex("".join(lines).encode())

@@ -3,6 +3,7 @@
     runs/<run>/weights/<lineage>-<step>/model.safetensors   a version that is stored whole; written first, create-only;
                                         a large model in several files: model-00001-of-00003.safetensors, ...
     runs/<run>/weights/<lineage>-<step>/delta-00001-<digest>.safetensors   the changes against an older version
+    runs/<run>/weights/<lineage>-<step>/adapter-<digest>.safetensors   a LoRA adapter for the starting model, 0-0
     runs/<run>/files/<sha256>/<name>                        config and tokenizer, shared by versions, named by content
     runs/<run>/weights/<lineage>-<step>/manifest.json       written last, create-only: until it exists, nothing does
     runs/<run>/weights/<lineage>-<step>/pin.json            an operator keeps the version
@@ -23,12 +24,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tba.errors import MalformedError, ObjectNotFoundError
+from tba.errors import MalformedError, NewerManifestError, ObjectNotFoundError
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
+from tba.weights.adapter import AdapterFile
 from tba.weights.digest import tensor_header
 from tba.weights.node_cache import NodeCache
+from tba.weights.object_source import ObjectSource
 from tba.weights.publishing import DeltaSettings, VersionWriter
 from tba.weights.routes import LocalVersion, RouteReader, damage_error
 from tba.wire.weight_manifest import MAX_DELTAS, MAX_MANIFEST_BYTES, Canary, Manifest, decode_manifest, sha256_hex
@@ -136,15 +139,29 @@ class WeightVersions:
 
     Args:
         cache: of this machine, for downloads; None: there is none.
+        read_through: a cache of the store, for downloads; None: there is none.
     """
 
-    def __init__(self, store: ObjectStore, run: str, *, cache: NodeCache | None = None) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        run: str,
+        *,
+        cache: NodeCache | None = None,
+        read_through: ObjectStore | None = None,
+    ) -> None:
         self._store, self._run = store, run
         # versions are immutable; a large manifest has megabytes, and chains are walked again and again
         self._cached_manifest = lru_cache(_NUM_CACHED_MANIFESTS)(self.manifest)
         self._needed_bases: dict[PolicyVersion, PolicyVersion | None] = {}
         self._writer = VersionWriter(store, run, self.manifest)
-        self._reader = RouteReader(store, self._cached_manifest, cache)
+        self._source = ObjectSource(store, read_through)
+        self._reader = RouteReader(store, self._cached_manifest, cache, self._source)
+
+    @property
+    def read_through_counts(self) -> Mapping[str, int]:
+        """What the read-through cache gave and how often it failed (`ObjectSource.counts`)."""
+        return self._source.counts
 
     def publish(
         self,
@@ -152,7 +169,7 @@ class WeightVersions:
         version: PolicyVersion,
         parent: PolicyVersion | None,
         dtype: str,
-        tensors_paths: Sequence[Path],
+        tensors_paths: Sequence[Path] | AdapterFile,
         files: Mapping[str, Path],
         canary: Canary,
         torch_version: str,
@@ -167,7 +184,8 @@ class WeightVersions:
 
         Args:
             dtype: float32, bfloat16 or float16; what the tensors are stored as.
-            tensors_paths: safetensors files with `model.named_parameters()`, stored under their names.
+            tensors_paths: safetensors files with `model.named_parameters()`, stored under their names; or an adapter,
+                and `base` is the starting model.
             files: file name -> path; `config.json` and the tokenizer's files.
             base: an older version whose files are here, for a delta; None: the version is stored whole.
             deltas: when a version is stored as a delta; None: the defaults.
@@ -194,7 +212,7 @@ class WeightVersions:
             base=base,
             deltas=deltas or DeltaSettings(),
         )
-        self._needed_bases[version] = None if manifest.is_full else manifest.base  # not read back by retention
+        self._needed_bases[version] = manifest.needed_base  # not read back by retention
         return manifest
 
     def manifest(self, version: PolicyVersion) -> Manifest:
@@ -245,7 +263,7 @@ class WeightVersions:
         return found
 
     def needed_by(self, held: Iterable[PolicyVersion]) -> set[PolicyVersion]:
-        """Return the versions and everything that they are assembled from.
+        """Return the versions and everything that they are assembled from; all older ones where that is not known.
 
         Raises:
             StoreUnavailableError
@@ -256,6 +274,10 @@ class WeightVersions:
                 needed.update(self.bases(version))
             except ObjectNotFoundError:  # a version that was named and never published, or deleted by hand
                 continue
+            except NewerManifestError as error:
+                # written before a rollback of this component: it may need any older version
+                log.warning("needed_versions_unknown", version=str(version), error=str(error))
+                needed.update(older for older in self.versions() if older < version)
             except MalformedError as error:  # it cannot be assembled: nothing is kept for it
                 log.warning("needed_versions_unknown", version=str(version), error=str(error))
         return needed
@@ -269,27 +291,45 @@ class WeightVersions:
         """
         return self.download_model(version, folder).manifest
 
-    def download_model(self, version: PolicyVersion, folder: Path) -> LocalVersion:
-        """Download as `download`, and say by which route."""
+    def download_model(self, version: PolicyVersion, folder: Path, *, keeps_base: bool = False) -> LocalVersion:
+        """Download as `download`, and say by which route.
+
+        Args:
+            keeps_base: as in `download_tensors`.
+        """
         manifest = self.manifest(version)
-        local = self._reader.download(manifest, folder, held=(), files=manifest.files)
+        local = self._reader.download(manifest, folder, held=(), files=manifest.files, keeps_base=keeps_base)
         if len(local.paths) > 1:
             write_index(folder, local.paths)
         return local
 
     def download_tensors(
-        self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion] = ()
+        self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion] = (), keeps_base: bool = False
     ) -> LocalVersion:
         """Bring the tensors of a version into `folder`, by the cheapest route, all or none, each verified.
 
         Args:
             held: versions whose files are on this machine; they stay as they are.
+            keeps_base: a starting model that had to be downloaded for an adapter is put into a folder in `folder`, for
+                the next one (`LocalVersion.base`).
 
         Raises:
             ObjectNotFoundError, DigestError, MalformedError: why the cheapest route failed, when all have.
             StoreUnavailableError: the store is away, or the local disk is full.
         """
-        return self._reader.download(self.manifest(version), folder, held=held)
+        return self._reader.download(self.manifest(version), folder, held=held, keeps_base=keeps_base)
+
+    def download_adapter(self, version: PolicyVersion, path: Path) -> Manifest:
+        """Write the file of a version that is an adapter to `path`, verified, as peft reads it.
+
+        Raises:
+            ObjectNotFoundError: the version does not exist, or was published merged.
+            DigestError, MalformedError: naming what is not what the manifest says.
+            StoreUnavailableError
+        """
+        manifest = self.manifest(version)
+        self._reader.download_adapter(manifest, path)
+        return manifest
 
     def read_file(self, version: PolicyVersion, name: str) -> bytes | None:
         """Return one of the files of a version (config, tokenizer), verified; None: the version has no such file.
@@ -390,8 +430,7 @@ class WeightVersions:
     def _needed_base(self, version: PolicyVersion) -> PolicyVersion | None:
         """Return the version that this one cannot be assembled without; None: it is stored whole."""
         if version not in self._needed_bases:
-            manifest = self.manifest(version)
-            self._needed_bases[version] = None if manifest.is_full else manifest.base
+            self._needed_bases[version] = self.manifest(version).needed_base
         return self._needed_bases[version]
 
 

@@ -1,6 +1,7 @@
 """Get the files of a version out of the store, by the cheapest route in bytes.
 
-    route   a full version in the store, or a version whose files are here, and the deltas from it to the version
+    route   a full version in the store, or a version whose files are here, and the deltas from it to the version; or
+            the starting model, in the store or here, and the adapter of the version
 
 Every resulting tensor is verified. When a route fails (damage, a gap, a delta for another base), the next one is tried;
 routes from full versions come last, so a wrong file on this machine never blocks a version.
@@ -22,10 +23,11 @@ from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
-from tba.weights.assembly import assemble, check_tensors_of
-from tba.weights.digest import describe_tensors, digest_of_file, sha256_of_file
+from tba.weights.assembly import assemble, check_tensors_of, merge
+from tba.weights.digest import describe_tensors, digest_of_file, open_tensors, sha256_of_file
 from tba.weights.node_cache import NodeCache
-from tba.wire.weight_manifest import MAX_DELTAS, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
+from tba.weights.object_source import ObjectSource
+from tba.wire.weight_manifest import MAX_DELTAS, Adapter, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
 
 _MAX_SEARCHED = 32
 """Deltas within which a version that is here is looked for once a full one is found: each manifest is a request."""
@@ -39,11 +41,13 @@ class LocalVersion:
     version: PolicyVersion
     paths: tuple[Path, ...]
     manifest: Manifest
-    route: Literal["full", "delta", "cache"] = "full"
-    """How the files were made: `delta` when a version that was here was the start; `cache` when another searcher of
-    this machine had made them."""
+    route: Literal["full", "delta", "adapter", "cache"] = "full"
+    """How the files were made: `delta` and `adapter` when a version that was here was the start; `cache` when another
+    searcher of this machine had made them."""
     downloaded_bytes: int = 0
     num_failed_routes: int = 0
+    base: LocalVersion | None = None
+    """The starting model that was downloaded to merge an adapter into it, where the caller keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,15 @@ class Route:
     """Files that are here, or a version that is stored whole."""
     deltas: tuple[Manifest, ...]
     """Versions whose deltas are applied, oldest first; the last one is the version itself."""
+    adapter: Adapter | None = None
+    """Of the version; it is merged into the start, in place of deltas."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes to download."""
         full = 0 if isinstance(self.start, LocalVersion) else sum(each.size_bytes for each in self.start.full)
-        return full + sum(each.delta_bytes for each in self.deltas)
+        merged = 0 if self.adapter is None else self.adapter.stored.size_bytes
+        return full + merged + sum(each.delta_bytes for each in self.deltas)
 
 
 class RouteReader:
@@ -68,17 +75,33 @@ class RouteReader:
     Args:
         manifest: returns the manifest of a version of the run.
         cache: of this machine; None: there is none.
+        source: of the files; None: the store.
     """
 
     def __init__(
-        self, store: ObjectStore, manifest: Callable[[PolicyVersion], Manifest], cache: NodeCache | None
+        self,
+        store: ObjectStore,
+        manifest: Callable[[PolicyVersion], Manifest],
+        cache: NodeCache | None,
+        source: ObjectSource | None = None,
     ) -> None:
         self._store, self._manifest, self._cache = store, manifest, cache
+        self._source = source or ObjectSource(store, None)
 
     def download(
-        self, target: Manifest, folder: Path, *, held: Sequence[LocalVersion], files: Sequence[StoredObject] = ()
+        self,
+        target: Manifest,
+        folder: Path,
+        *,
+        held: Sequence[LocalVersion],
+        files: Sequence[StoredObject] = (),
+        keeps_base: bool = False,
     ) -> LocalVersion:
         """Write the tensors of a version, and some of its other files, into `folder`, all or none, each verified.
+
+        Args:
+            held: versions whose files are on this machine; they stay as they are.
+            keeps_base: a starting model that had to be downloaded goes into a folder in `folder` (`LocalVersion.base`).
 
         Raises:
             ObjectNotFoundError, DigestError, MalformedError: why the cheapest route failed, when all have.
@@ -90,7 +113,7 @@ class RouteReader:
             # in the same folder, so that the renames below cannot cross file systems
             incoming = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder))
             for stored in files:
-                self._get(stored, incoming / stored.name)
+                self._source.verified(lambda stored=stored, place=incoming: self._get(stored, place / stored.name))
             if self._cache is None or not target.tensors:
                 local = self._by_any_route(target, incoming, held)
             else:
@@ -98,7 +121,8 @@ class RouteReader:
             for path in (*local.paths, *(incoming / stored.name for stored in files)):
                 # only when every file is verified: an engine never sees a mixture of two versions
                 os.replace(path, folder / path.name)
-            return replace(local, paths=tuple(folder / path.name for path in local.paths))
+            base = _moved(local.base, folder) if keeps_base and local.base is not None else None
+            return replace(local, paths=tuple(folder / path.name for path in local.paths), base=base)
         except TbaError:
             raise
         except OSError as error:
@@ -111,6 +135,22 @@ class RouteReader:
             if incoming is not None:
                 shutil.rmtree(incoming, ignore_errors=True)
 
+    def download_adapter(self, target: Manifest, path: Path) -> None:
+        """Write the file of a version that is an adapter to `path`, verified.
+
+        Raises:
+            ObjectNotFoundError: the version was published merged, or the file is gone.
+            DigestError: the file is damaged.
+            StoreUnavailableError
+        """
+        if target.adapter is None:
+            raise ObjectNotFoundError(
+                f"weight version {target.version} of run {target.run} has no adapter: it was published as the tensors "
+                'of the whole model (the starting model, no [model.lora], or model.lora.publish = "merged")'
+            )
+        stored = target.adapter.stored
+        self._source.verified(lambda: self._get(stored, path))
+
     def routes(
         self, target: Manifest, held: Sequence[LocalVersion] = (), *, gaps: list[TbaError] | None = None
     ) -> Iterator[Route]:
@@ -120,9 +160,10 @@ class RouteReader:
             gaps: gets the reason why the chain of bases ends before its first version, if it does.
         """
         here = {local.version: local for local in held}
-        found: list[Route] = []
+        gaps = [] if gaps is None else gaps
+        found = list(self._adapter_routes(target, here, gaps))
         full_bytes: int | None = None
-        chain = self._chain(target, here, [] if gaps is None else gaps)
+        chain = self._chain(target, here, gaps)
         beyond: list[tuple[Manifest, tuple[Manifest, ...]]] = []
         for node, deltas in chain:
             least_bytes = sum(each.delta_bytes for each in deltas)
@@ -143,6 +184,25 @@ class RouteReader:
                 yield found.pop(0)
         yield from found
         yield from (Route(node, deltas) for node, deltas in chain_iterables(beyond, chain) if node.is_full)
+
+    def _adapter_routes(
+        self, target: Manifest, here: Mapping[PolicyVersion, LocalVersion], gaps: list[TbaError]
+    ) -> Iterator[Route]:
+        """Yield the ways through the adapter of a version: to the starting model that is here, and from the store's."""
+        if target.adapter is None:
+            return
+        version = PolicyVersion.parse(target.adapter.base)
+        if version in here:
+            yield Route(here[version], (), target.adapter)
+        try:
+            base = self._manifest(version)
+        except (ObjectNotFoundError, MalformedError) as error:
+            gaps.append(error)
+            return
+        if base.is_full:
+            yield Route(base, (), target.adapter)
+        else:  # a base that must be assembled itself would be a chain without end
+            gaps.append(MalformedError(f"the starting model {version}, which its adapter is for, is not stored whole"))
 
     def _chain(
         self, target: Manifest, here: Mapping[PolicyVersion, LocalVersion], gaps: list[TbaError]
@@ -186,7 +246,8 @@ class RouteReader:
         gaps: list[TbaError] = []
         for route in self.routes(target, held, gaps=gaps):
             try:
-                return replace(self.take(route, target, folder), num_failed_routes=num_failed)
+                local = self._source.verified(lambda route=route: self.take(route, target, folder))
+                return replace(local, num_failed_routes=num_failed)
             except StoreUnavailableError:
                 raise  # no fault of the route
             except (StoreError, MalformedError, FileNotFoundError) as error:  # files that were here may be gone
@@ -195,10 +256,15 @@ class RouteReader:
         if first_error is not None:
             raise first_error
         kind = MalformedError if gaps and isinstance(gaps[0], MalformedError) else ObjectNotFoundError
+        why = f" ({gaps[0]})" if gaps else ""
+        if target.delta is None:
+            raise kind(
+                f"weight version {target.version} of run {target.run} is stored as an adapter, and the starting model "
+                f"that it is for cannot be had{why}; start the trainer again: it publishes the starting model"
+            )
         raise kind(
             f"weight version {target.version} of run {target.run} is stored as a delta, and no full version is left "
-            f"that its chain of deltas starts from{f' ({gaps[0]})' if gaps else ''}; a newer version that is full can "
-            "be used"
+            f"that its chain of deltas starts from{why}; a newer version that is full can be used"
         )
 
     def take(self, route: Route, target: Manifest, folder: Path) -> LocalVersion:
@@ -208,6 +274,8 @@ class RouteReader:
             ObjectNotFoundError, DigestError, MalformedError: the route fails.
             StoreUnavailableError
         """
+        if route.adapter is not None:
+            return self._merge(route, route.adapter, target, folder)
         if isinstance(route.start, LocalVersion):
             base_paths, kind = list(route.start.paths), "delta"
         else:
@@ -230,6 +298,24 @@ class RouteReader:
         ]
         paths = assemble(target, base_paths, steps, folder)
         return LocalVersion(target.policy_version, tuple(paths), target, kind, route.size_bytes)
+
+    def _merge(self, route: Route, adapter: Adapter, target: Manifest, folder: Path) -> LocalVersion:
+        """Merge the adapter of a version into the starting model, which is brought here first where it is not."""
+        path = self._get_delta(adapter.stored, folder / f".{adapter.stored.name}")
+        base: LocalVersion | None = None
+        if isinstance(route.start, LocalVersion):
+            start = route.start
+        else:
+            place = folder / f".base-{route.start.version}"
+            place.mkdir(exist_ok=True)
+            if self._cache is None or not route.start.tensors:
+                start = base = self.take(Route(route.start, ()), route.start, place)
+            else:  # other searchers of this machine have merged from it
+                start = base = self._by_cache(self._cache, route.start, place, ())
+        paths = merge(target, open_tensors(start.paths), adapter, path, folder)
+        kind = "adapter" if base is None or base.route == "cache" else "full"
+        downloaded_bytes = adapter.stored.size_bytes + (0 if base is None else base.downloaded_bytes)
+        return LocalVersion(target.policy_version, tuple(paths), target, kind, downloaded_bytes, base=base)
 
     def _finish_full(self, target: Manifest, downloaded: Sequence[Path]) -> LocalVersion:
         paths = [path.rename(path.with_name(stored.name)) for path, stored in zip(downloaded, target.full, strict=True)]
@@ -270,7 +356,7 @@ class RouteReader:
         size_bytes = self._store.size_bytes(stored.key)
         if size_bytes is not None and size_bytes != stored.size_bytes:  # check first: it may be larger than the disk
             raise damage_error(self._store, stored, f"{size_bytes} bytes")
-        self._store.get_file(stored.key, path)
+        self._source.get_file(stored.key, path)
         size_bytes, found = path.stat().st_size, _digest(stored, path)
         if size_bytes != stored.size_bytes or found != _expected(stored):
             raise damage_error(self._store, stored, f"{size_bytes} bytes with digest {found}")
@@ -284,6 +370,15 @@ def damage_error(store: ObjectStore, stored: StoredObject | TensorFile | DeltaOb
         f"object {stored.key} in {store.url} is damaged: {found}, the manifest says {stored.size_bytes} bytes"
         f"{'' if expected is None else f' with {expected}'}; pull again; if the error remains, delete the version"
     )
+
+
+def _moved(base: LocalVersion, folder: Path) -> LocalVersion:
+    """Move the files of a starting model into a folder of its own in `folder`."""
+    target = folder / f"base-{base.version}"
+    target.mkdir(exist_ok=True)
+    for path in base.paths:
+        os.replace(path, target / path.name)
+    return replace(base, paths=tuple(target / path.name for path in base.paths))
 
 
 def _expected(stored: StoredObject | TensorFile | DeltaObject) -> str | None:
@@ -304,6 +399,5 @@ def _content_name(manifest: Manifest, file: str) -> str:
 
 
 def _name(route: Route) -> str:
-    if isinstance(route.start, LocalVersion):
-        return f"{route.start.version} (here)"
-    return f"{route.start.version} (full)"
+    where = "here" if isinstance(route.start, LocalVersion) else "full"
+    return f"{route.start.version} ({where}{'' if route.adapter is None else ', adapter'})"

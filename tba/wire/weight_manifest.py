@@ -1,9 +1,10 @@
 """The weight manifest: the immutable JSON document that makes one weight version exist.
 
 It is written last, create-only, and holds the digest of every tensor. A version is stored whole (`full`: safetensors
-files), as the changes against an older version (`delta`), or as both; every way gives the same tensors. A searcher
-makes two checks before it may push with the version: `params_sha256` over the parameters that its engine holds after
-loading, and the canary log-probs that the trainer computed from the published tensors in the published dtype.
+files), as the changes against an older version (`delta`), as both, or as a LoRA adapter for the starting model
+(`adapter`); every way gives the same tensors. A searcher makes two checks before it may push with the version:
+`params_sha256` over the parameters that its engine holds after loading, and the canary log-probs that the trainer
+computed from the published tensors in the published dtype.
 
 The digest of a tensor is xxh3-128 of its raw little-endian bytes. It protects from accidents: flipped bits, truncated
 objects, tensors of another version. Whoever may write to the store may write another model, manifest included.
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from tba.errors import MalformedError, StoreError
+from tba.errors import MalformedError, NewerManifestError, StoreError
 from tba.store.file import check_key
 from tba.versions import PolicyVersion
 
@@ -27,6 +28,8 @@ MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 """A manifest has about 150 bytes per tensor; a mixture of experts with 100,000 tensors fits."""
 MAX_CANARY_TOKENS = 64
 """Prompt and response together; every engine can take so many."""
+MAX_CANARY_TOLERANCE = 2.0
+"""In nats: an engine that is further off computes another model, whatever a manifest says."""
 MAX_DELTAS = 256
 """Deltas from the nearest full version."""
 MAX_TENSOR_BYTES = 2**42
@@ -92,7 +95,7 @@ class TensorFile(_Strict):
 
 
 class DeltaObject(_Strict):
-    """A safetensors file with encoded changes of tensors."""
+    """A safetensors file with encoded changes of tensors, or with an adapter."""
 
     name: FileName
     key: str = Field(min_length=1, max_length=1024)
@@ -108,6 +111,24 @@ class Delta(_Strict):
     num_to_full: int = Field(ge=1, le=MAX_DELTAS)
     """Deltas to apply from the nearest full version, this one included."""
     objects: Many[DeltaObject]
+
+
+class Adapter(_Strict):
+    """What turns the tensors of `base` into those of the version: a LoRA adapter (`tba.weights.adapter`)."""
+
+    base: str
+    """The starting model; it is stored whole."""
+    rank: int = Field(ge=1, le=2**16)
+    alpha: int = Field(ge=1, le=2**31)
+    fan_in_fan_out: bool
+    """Whether the weights are [in, out], as those of GPT-2."""
+    stored: DeltaObject
+    """The safetensors file, as peft names its tensors."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of the two matrices."""
+        return self.alpha / self.rank
 
 
 class Canary(_Strict):
@@ -142,6 +163,8 @@ class Manifest(_Strict):
     full: Many[TensorFile] = Field(default_factory=list)
     """Empty: the version is stored as a delta alone."""
     delta: Delta | None = None
+    adapter: Adapter | None = None
+    """With LoRA, unless the recipe publishes merged weights."""
     files: Many[StoredObject]
     model_config_sha256: Sha256
     tokenizer_sha256: Sha256
@@ -164,17 +187,19 @@ class Manifest(_Strict):
     @model_validator(mode="after")
     def _check(self) -> Manifest:
         self._check_places()
-        if self.delta is None and not self.full:
-            raise ValueError("the version is stored neither whole nor as a delta")
+        if self.delta is None and self.adapter is None and not self.full:
+            raise ValueError("the version is stored neither whole, nor as a delta, nor as an adapter")
         # strictly older bases: a chain of deltas cannot have a cycle
         if self.delta is not None and not PolicyVersion.parse(self.delta.base) < self.policy_version:
             raise ValueError(f"the base {self.delta.base} of the delta is not older than version {self.version}")
+        if self.adapter is not None and not PolicyVersion.parse(self.adapter.base) < self.policy_version:
+            raise ValueError(f"the base {self.adapter.base} of the adapter is not older than version {self.version}")
         if self.schema_version == 2:
             self._check_tensors()
         return self
 
     def _check_places(self) -> None:
-        objects = [*self.files, *self.full, *(() if self.delta is None else self.delta.objects)]
+        objects = [*self.files, *self.full, *self.changes]
         if len({each.name for each in objects}) != len(objects):
             raise ValueError("two objects have the same name")
         for each in objects:
@@ -215,6 +240,21 @@ class Manifest(_Strict):
         return None if self.delta is None else PolicyVersion.parse(self.delta.base)
 
     @property
+    def needed_base(self) -> PolicyVersion | None:
+        """The version that this one cannot be assembled without; None: it is stored whole."""
+        if self.is_full:
+            return None
+        return self.base if self.adapter is None else PolicyVersion.parse(self.adapter.base)
+
+    @property
+    def changes(self) -> list[DeltaObject]:
+        """The objects of the delta and of the adapter."""
+        return [
+            *(() if self.delta is None else self.delta.objects),
+            *(() if self.adapter is None else (self.adapter.stored,)),
+        ]
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of all tensors, whether the version is stored whole or not."""
         return sum(each.size_bytes for each in self.tensors) or sum(each.size_bytes for each in self.full)
@@ -223,6 +263,11 @@ class Manifest(_Strict):
     def delta_bytes(self) -> int:
         """Bytes of the delta in the store; 0 without one."""
         return 0 if self.delta is None else sum(each.size_bytes for each in self.delta.objects)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapter in the store; 0 without one."""
+        return 0 if self.adapter is None else self.adapter.stored.size_bytes
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -235,6 +280,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
     Raises:
         MalformedError: it is too large, or the first field that is wrong.
+        NewerManifestError: its schema is of a newer release.
     """
     # a store may be written by others: parse no more than a manifest can have
     if len(data) > MAX_MANIFEST_BYTES:
@@ -247,6 +293,8 @@ def decode_manifest(data: bytes) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
         raise MalformedError(f"weight manifest: {where}: {first['msg']}") from None
+    except NewerManifestError:
+        raise
     except (ValueError, TypeError) as error:
         raise MalformedError(f"weight manifest: {error}") from None
 
@@ -266,7 +314,9 @@ def _check_num_fields(value: Any) -> None:
 def _schema(document: Any) -> Any:
     schema = document.get("schema") if isinstance(document, dict) else None
     if isinstance(schema, int) and schema > 2:
-        raise ValueError(f"schema {schema} is of a newer release, this one reads 1 and 2: upgrade this component")
+        raise NewerManifestError(
+            f"weight manifest: schema {schema} is of a newer release, this one reads 1 and 2: upgrade this component"
+        )
     return schema
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from tba_cli.sizing import (
     Card,
     Estimate,
     Load,
+    LoopCost,
     ModelShape,
     estimate,
     gpu_layout,
     idle_gpus,
     known_shape,
     layout_lines,
+    loop_costs,
     misfits,
     preemptions,
     shape_in_recipe,
@@ -92,6 +95,7 @@ def sizing_command(args: argparse.Namespace) -> int:
     shape, source = starting_shape(args, recipe)
     load = _load(args, recipe)
     found = estimate(recipe, shape, load)
+    costs = loop_costs(recipe, shape, found, load, disk_bytes_per_s=in_range("--disk-gb-s", args.disk_gb_s) * 1e9)
 
     @functools.cache
     def shape_of(path: str) -> ModelShape:
@@ -107,10 +111,11 @@ def sizing_command(args: argparse.Namespace) -> int:
     if args.json:
         parts = {"shape": shape, "load": load, "estimate": found, "card": card}
         document: dict[str, Any] = {name: dataclasses.asdict(part) for name, part in parts.items()}
+        document["loop_costs"] = {name: dataclasses.asdict(cost) for name, cost in costs.items()}
         document["gpus"] = {number: [dataclasses.asdict(one) for one in found] for number, found in layout.items()}
         print(json.dumps(document | {"problems": problems, "notes": notes}, indent=2))
     else:
-        print("\n".join(_lines(recipe, shape, load, found)))
+        print("\n".join(_lines(recipe, shape, load, found, costs)))
         print(f"  sizes of the model      from {source}")
         if layout:
             print(f"GPUs of {card_gib:g} GiB as [local.gpus] gives them (computed, not measured):")
@@ -163,7 +168,7 @@ def _load(args: argparse.Namespace, recipe: Recipe) -> Load:
     )
 
 
-def _lines(recipe: Recipe, shape: ModelShape, load: Load, found: Estimate) -> list[str]:
+def _lines(recipe: Recipe, shape: ModelShape, load: Load, found: Estimate, costs: Mapping[str, LoopCost]) -> list[str]:
     section = recipe.trainer
     num_versions = section.keep_versions + recipe.num_lag_versions
     is_dense = shape.num_active_params == shape.num_params
@@ -183,6 +188,11 @@ def _lines(recipe: Recipe, shape: ModelShape, load: Load, found: Estimate) -> li
         f"{section.keep_checkpoints} checkpoints, and what is being written)",
         f"  store traffic           {size_text(found.publish_bytes_per_s)}/s written by the trainer, "
         f"{size_text(found.pull_bytes_per_s)}/s read by all searchers",
+        *(
+            f"  loop waits: {name:<10}  {cost.total_s:.3g} s ({cost.device_s:.2g} off the device, {cost.disk_s:.3g} to "
+            f"the local disk), {cost.step_share:.2g} of a step, {cost.loop_share:.1%} of all time"
+            for name, cost in costs.items()
+        ),
     ]
 
 

@@ -1,4 +1,5 @@
-"""`tba export`: write any published version of a run as a Hugging Face folder with a model card, or push it to the hub.
+"""`tba export`: write any published version of a run, or its LoRA adapter alone, as a Hugging Face folder with a model
+card, or push it to the hub.
 
 It needs no torch.
 """
@@ -20,7 +21,7 @@ from tba.errors import ConfigError, MalformedError
 from tba.store import open_store
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions
-from tba.weights.export import RunFacts, write_export
+from tba.weights.export import RunFacts, write_adapter, write_export
 from tba_cli.artifacts.hub_upload import HubRepository
 from tba_cli.reports.history import load_history
 from tba_cli.run_folder import RunFolder
@@ -57,7 +58,8 @@ def export_command(args: argparse.Namespace) -> int:
         repository.open(public=args.public)
     with tempfile.TemporaryDirectory(prefix="tba-export-") if out is None else nullcontext(out) as place:
         folder = Path(place)
-        write_whole(folder, lambda half: write_export(versions, version, half, source.facts))
+        write = write_adapter if args.adapter else write_export
+        write_whole(folder, lambda half: write(versions, version, half, source.facts))
         if out is not None and not args.json:
             print(f"exported {what} to {out}")
         address = None

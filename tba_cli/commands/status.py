@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba.api import (
+    ENDED,
     ComponentInfo,
     DamagedInfo,
     EvalInfo,
@@ -200,13 +201,24 @@ def status_lines(
     if (late_share := pace_late_share(info.components)) is not None:
         says = "; it says nothing: lower searcher.pace_tokens_per_s" if late_share > MAX_LATE_SHARE else ""
         lines.append(f"  rehearsal: the engines were slower than their pace for {100 * late_share:.1f} % of it{says}")
+    # those that ended as they should are history; `--json` has them
+    ended = [
+        item.component_id
+        for item in info.components
+        if item.state in ENDED and not item.alive and not _alarms_text(item.gauges)
+    ]
     for item in info.components:
+        if item.component_id in ended:
+            continue
         lines.append(f"  {component_line(item)}")
         if alarms := _alarms_text(item.gauges):
             lines.append(f"    alarms so far: {alarms}")
             lines.extend(
                 f"      {name}: {text}" for name, text in REMEDIES.items() if item.gauges.get(f"alarms_{name}")
             )
+    if ended:
+        more = f" and {len(ended) - NUM_NAMED} more" if len(ended) > NUM_NAMED else ""
+        lines.append(f"  {len(ended)} components have ended: {', '.join(ended[:NUM_NAMED])}{more}")
     for wait in info.waits:
         deadline = f"at most {max(0.0, wait.deadline_in_s):.0f} s more"
         lines.append(f"  {wait.owner} waits for {wait.name!r}: {wait.for_s:.0f} s so far, {deadline}")

@@ -192,7 +192,7 @@ def _listed(manifest: Manifest, pinned: str | None, kept: list[str] | None) -> L
         kind=kind_of(manifest),
         stored_bytes=_stored_bytes(manifest),
         full_bytes=manifest.full_bytes,
-        base=None if manifest.delta is None else manifest.delta.base,
+        base=_base_text(manifest),
         num_deltas=0 if manifest.is_full or manifest.delta is None else manifest.delta.num_to_full,
         pinned=pinned,
         kept=kept,
@@ -200,14 +200,22 @@ def _listed(manifest: Manifest, pinned: str | None, kept: list[str] | None) -> L
 
 
 def kind_of(manifest: Manifest) -> str:
-    """Return how a version is stored: full, delta or both."""
+    """Return how a version is stored: full, delta, both (of these), or adapter."""
+    if manifest.adapter is not None:
+        return "adapter"
     if manifest.delta is None:
         return "full"
     return "both" if manifest.is_full else "delta"
 
 
+def _base_text(manifest: Manifest) -> str | None:
+    if manifest.adapter is not None:
+        return manifest.adapter.base
+    return None if manifest.delta is None else manifest.delta.base
+
+
 def _stored_bytes(manifest: Manifest) -> int:
-    return sum(stored.size_bytes for stored in manifest.full) + manifest.delta_bytes
+    return sum(stored.size_bytes for stored in (*manifest.full, *manifest.changes))
 
 
 def list_lines(listed: Sequence[ListedVersion]) -> list[str]:
@@ -293,7 +301,14 @@ def show_lines(manifest: Manifest, chain: Sequence[Manifest], *, missing: str | 
             f"  stored as a delta against {manifest.delta.base}: {_files_text(manifest.delta.objects)}, {ratio:.3g} "
             "times smaller"
         )
-    steps = " <- ".join(f"{each.version} ({'full' if each.is_full else 'delta'})" for each in chain)
+    if manifest.adapter is not None:
+        adapter = manifest.adapter
+        ratio = manifest.full_bytes / max(1, manifest.adapter_bytes)
+        lines.append(
+            f"  stored as an adapter of rank {adapter.rank}, alpha {adapter.alpha}, for {adapter.base}: "
+            f"{size_text(manifest.adapter_bytes)}, {ratio:.3g} times smaller"
+        )
+    steps = " <- ".join(f"{each.version} ({_step_text(each)})" for each in chain)
     lines.append(f"  assembled from {steps}: {size_text(sum(map(_route_bytes, chain)))}")
     if missing is not None:
         lines.append(f"  CANNOT BE ASSEMBLED from the store: {missing}")
@@ -316,7 +331,13 @@ def show_lines(manifest: Manifest, chain: Sequence[Manifest], *, missing: str | 
 
 def _route_bytes(manifest: Manifest) -> int:
     """Bytes that a searcher which holds nothing downloads of this version on its way."""
-    return sum(stored.size_bytes for stored in manifest.full) if manifest.is_full else manifest.delta_bytes
+    return sum(stored.size_bytes for stored in (manifest.full if manifest.is_full else manifest.changes))
+
+
+def _step_text(manifest: Manifest) -> str:
+    if manifest.is_full:
+        return "full"
+    return "delta" if manifest.adapter is None else "adapter"
 
 
 def _files_text(objects: Sequence[Any]) -> str:

@@ -51,7 +51,8 @@ def diff_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"--limit {args.limit} is too small; give at least 1")
     old, new = chosen(args, [args.a, args.b], place)
     manifests = [place.versions.manifest(version) for version in (old, new)]
-    needed_bytes = 2 * sum(each.full_bytes for each in manifests) + max(each.delta_bytes for each in manifests)
+    needed_bytes = 2 * sum(each.full_bytes for each in manifests)
+    needed_bytes += max(each.delta_bytes + each.adapter_bytes for each in manifests)
     with temporary_room(needed_bytes, "comparing these versions") as folder:
         # the older one first: the newer one may be a delta of it
         first, second = sorted((old, new))

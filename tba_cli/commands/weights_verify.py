@@ -46,7 +46,7 @@ class Check:
 
     version: str
     what: str
-    """full, delta, files (config and tokenizer), or manifest."""
+    """full, delta, adapter, files (config and tokenizer), or manifest."""
     num_bytes: int
     error: str | None
     """None: every digest is right."""
@@ -105,7 +105,8 @@ def _verify(place: VersionStore, wanted: Sequence[PolicyVersion]) -> Iterator[Ch
             yield Check(str(version), "manifest", 0, str(error))
     most_bytes = max((each.full_bytes for each in manifests.values()), default=0)
     # a version, the one before it, and what is downloaded of them
-    needed_bytes = 2 * most_bytes + max((each.delta_bytes for each in manifests.values()), default=0)
+    changes = (each.delta_bytes + each.adapter_bytes for each in manifests.values())
+    needed_bytes = 2 * most_bytes + max(changes, default=0)
     with temporary_room(needed_bytes, "checking these versions") as folder:
         checker = _Checker(place, folder)
         for manifest in manifests.values():
@@ -134,6 +135,11 @@ class _Checker:
         elif manifest.delta is not None:
             check, local = self._try(manifest, "delta", lambda: Route(self._base(manifest), (manifest,)))
             checks.append(check)
+        if manifest.adapter is not None:
+            adapter, base = manifest.adapter, PolicyVersion.parse(manifest.adapter.base)
+            # the starting model stays: the next adapter is for it as well
+            check, _ = self._try(manifest, "adapter", lambda: Route(self._assembled(base), (), adapter))
+            checks.append(check)
         if manifest.is_full:
             # no more than two copies of the model are on the disk
             self._keep(self._last)
@@ -150,9 +156,12 @@ class _Checker:
         return Check(manifest.version, what, local.downloaded_bytes, None), local
 
     def _base(self, manifest: Manifest) -> LocalVersion:
-        """Return the version that a delta is against, assembled by any route."""
-        base = manifest.base
-        assert base is not None
+        """Return the version that a delta is against."""
+        assert manifest.base is not None
+        return self._assembled(manifest.base)
+
+    def _assembled(self, base: PolicyVersion) -> LocalVersion:
+        """Return a version that another one is stored against, assembled by any route."""
         if self._last is None or self._last.version != base:
             try:
                 self._keep(self._versions.download_tensors(base, self._new_folder()))

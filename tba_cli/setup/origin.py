@@ -22,6 +22,7 @@ from tba.errors import ConfigError, WaitTimeoutError
 from tba.store import ObjectStore, open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
+from tba.wire.checkpoint_manifest import checkpoint_objects
 from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
 from tba_cli.console import Console
 from tba_cli.run_folder import RunFolder
@@ -45,15 +46,15 @@ class Origin:
         if self.version is not None:
             prefix = f"runs/{self.source.run}"
             versions = WeightVersions(self.store, self.source.run)
-            # with the versions that it is assembled from, where it is stored as a delta
+            # with the versions that it is assembled from, where it is stored as a delta or an adapter
             for version in (*reversed(versions.bases(self.version)), self.version):
                 manifest = versions.manifest(version)
-                changes = () if manifest.delta is None else manifest.delta.objects
-                yield from (stored.key for stored in (*manifest.full, *changes, *manifest.files))
+                yield from (stored.key for stored in (*manifest.full, *manifest.changes, *manifest.files))
                 yield f"{prefix}/weights/{version}/manifest.json"
-            checkpoint = self.store.list(f"{prefix}/checkpoints/{self.version}/")
-            if any(key.endswith("/manifest.json") for key in checkpoint):
-                yield from sorted(checkpoint, key=lambda key: key.endswith("/manifest.json"))
+            checkpoint = f"{prefix}/checkpoints/{self.version}"
+            if self.store.size_bytes(f"{checkpoint}/manifest.json") is not None:
+                yield from checkpoint_objects(checkpoint, self.store.get(f"{checkpoint}/manifest.json"))
+                yield f"{checkpoint}/manifest.json"
         # manifests last: a copy that is cut short is no snapshot
         yield self.source.manifest_key
 

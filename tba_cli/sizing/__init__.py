@@ -12,6 +12,7 @@ from tba_cli.sizing.gpu_fit import (
     unknown_sizes,
 )
 from tba_cli.sizing.gpu_layout import GIB, ShapeOf, gpu_layout, named_gpus
+from tba_cli.sizing.loop_cost import LoopCost, loop_costs
 from tba_cli.sizing.model_shape import (
     MAKER_SHAPES,
     SHAPES,
@@ -31,6 +32,7 @@ __all__ = [
     "Card",
     "Estimate",
     "Load",
+    "LoopCost",
     "ModelShape",
     "ShapeOf",
     "estimate",
@@ -38,6 +40,7 @@ __all__ = [
     "idle_gpus",
     "known_shape",
     "layout_lines",
+    "loop_costs",
     "misfits",
     "named_gpus",
     "preemptions",

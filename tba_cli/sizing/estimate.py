@@ -68,7 +68,9 @@ def estimate(recipe: Recipe, shape: ModelShape, load: Load) -> Estimate:
     """Return the needs of a run of this recipe with a model of this shape."""
     section, b = recipe.trainer, DTYPE_BYTES[recipe.model.dtype]
     trained = num_trained(recipe, shape)
-    version_bytes = shape.num_params * b
+    start_bytes = shape.num_params * b
+    is_adapter = recipe.model.lora is not None and recipe.model.lora.publish == "adapter"
+    version_bytes = F32 * trained if is_adapter else start_bytes
     checkpoint_bytes = 3 * F32 * trained
     rollout_bytes = math.ceil(
         ROLLOUT_BYTES
@@ -88,7 +90,9 @@ def estimate(recipe: Recipe, shape: ModelShape, load: Load) -> Estimate:
         version_bytes=version_bytes,
         checkpoint_bytes=checkpoint_bytes,
         # one more of each while the next is written; the starting model is kept
-        store_bytes=(num_versions + 2) * version_bytes + (section.keep_checkpoints + 2) * checkpoint_bytes,
+        store_bytes=start_bytes
+        + (num_versions + 1) * version_bytes
+        + (section.keep_checkpoints + 2) * checkpoint_bytes,
         publish_bytes_per_s=version_bytes / sync_s,
         pull_bytes_per_s=load.num_searchers * version_bytes / sync_s,
     )

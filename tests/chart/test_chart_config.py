@@ -46,6 +46,16 @@ def recipe_of(path: Path, component: str, folder: Path, *more: str) -> Recipe:
     return load_recipe(file, environ=environment(pod.spec["containers"][0]))
 
 
+def test_searchers_alone_share_a_cache_of_weights(tmp_path: Path) -> None:
+    store = recipe_of(NODES, "searcher", tmp_path).store
+    assert (store.cache_folder, store.cache_bytes) == ("/weight-cache", 200_000_000_000)
+    spec = render_file(NODES).pod("searcher").spec
+    assert {"name": "weight-cache", "persistentVolumeClaim": {"claimName": "weights"}} in spec["volumes"]
+    assert {"name": "weight-cache", "mountPath": "/weight-cache"} in spec["containers"][0]["volumeMounts"]
+    assert recipe_of(NODES, "trainer", tmp_path).store.cache_folder is None
+    assert recipe_of(BARE, "searcher", tmp_path).store.cache_folder is None
+
+
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_every_container_reads_a_recipe(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.chart import (
     OLDEST,
     SCENARIOS,
     SEARCHERS,
+    Rendering,
     arguments,
     helm,
     needs_helm,
@@ -110,6 +112,37 @@ def test_selectors_find_the_pods_that_they_are_meant_for(path: Path) -> None:
         labels = wanted.get("matchLabels", wanted)
         chosen = {pod.component for pod in pods if labels.items() <= pod.metadata["labels"].items()}
         assert chosen == {found["metadata"]["labels"]["app.kubernetes.io/component"]}, found["metadata"]["name"]
+
+
+TWO_APIS = [f"--set=tba.{KUBERNETES_API[1]}", f"--set=second.{KUBERNETES_API[1]}"]
+
+
+def test_a_chart_of_several_turns_runs_on_and_off_and_tells_them_apart(tmp_path: Path) -> None:
+    runs = ("tba", "second", "third")
+    dependencies = [
+        {"name": "tba", "version": "*", "condition": f"{run}.enabled", **({} if run == "tba" else {"alias": run})}
+        for run in runs
+    ]
+    document = {"apiVersion": "v2", "name": "lab", "version": "0.1.0", "dependencies": dependencies}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(document))
+    shutil.copytree(CHART, tmp_path / "charts" / "tba")
+    values = yaml.safe_load((CHART / "values-cpu-quickstart.yaml").read_text())
+    own = {"second": {"nameOverride": "b", "serviceMonitor": {"enabled": True}}, "third": {"enabled": False}}
+    path = tmp_path / "values.yaml"
+    path.write_text(yaml.safe_dump({run: values | own.get(run, {}) for run in runs}))
+    done = helm("template", "t", str(tmp_path), "-f", str(path), "--namespace", NAMESPACE, *TWO_APIS)
+    assert done.returncode == 0, done.stderr
+    made = Rendering([found for found in yaml.safe_load_all(done.stdout) if found])
+    named = [(found["kind"], found["metadata"]["name"]) for found in made.objects]
+    assert len(named) == len(set(named))
+    assert {name for kind, name in named if kind == "Service"} >= {"t-buffer", "t-b-buffer"}
+    pods = list(made.pods())
+    for service in made.of("Service"):
+        wanted = service["spec"]["selector"].items()
+        found = [pod.name for pod in pods if wanted <= pod.metadata["labels"].items()]
+        assert found == [service["metadata"]["name"]]
+    (monitor,) = made.of("ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"] == "b"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)

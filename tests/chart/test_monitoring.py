@@ -37,7 +37,8 @@ def test_the_rules_are_those_of_the_file_for_one_release() -> None:
     assert rule["metadata"]["labels"]["release"] == "prometheus"
     text = RULES.read_text()
     for service in ("buffer", "reward"):
-        text = text.replace(f'service="{service}"', f'service="{service}",namespace="lab",job="t-{service}"')
+        text = text.replace(f'component="{service}"', f'component="{service}",namespace="lab",job="t-{service}"')
+    text = text.replace("docs/operations.md#", "https://docs.lab.example/tba/operations/#")
     assert rule["spec"] == yaml.safe_load(text)
     names = {x["metadata"]["name"] for x in render_file(EXTERNAL).of("Service")}
     assert {"t-buffer", "t-reward"} <= names

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
+from tba_trainer.loop.status import ALIVE_FILE_VARIABLE
 
 from tests.support.chart import CHART, Pod, needs_helm, render, render_file, value_files
 
@@ -73,10 +77,31 @@ def test_what_listens_is_probed_and_nothing_else_has_a_port(path: Path) -> None:
                 container["startupProbe"].get("failureThreshold", 3) * container["startupProbe"]["periodSeconds"] >= 60
             )
         else:
-            assert probes == set(), pod.name
+            # several nodes watch each other
+            assert probes == ({"livenessProbe"} if pod.component == "trainer" and path != NODES else set()), pod.name
             assert [port["name"] for port in container.get("ports", [])] in ([], ["rendezvous"])
         for init in pod.spec.get("initContainers", []):
             assert not {"startupProbe", "readinessProbe", "livenessProbe", "ports"} & init.keys()
+
+
+def test_a_trainer_is_restarted_that_was_alive_five_minutes_ago_and_not_since(tmp_path: Path) -> None:
+    container = render_file(QUICKSTART).pod("trainer").spec["containers"][0]
+    (file,) = (entry["value"] for entry in container["env"] if entry["name"] == ALIVE_FILE_VARIABLE)
+    command = container["livenessProbe"]["exec"]["command"]
+    assert file.startswith("/tmp/"), "the root of the container cannot be written"
+    alive = tmp_path / "alive"
+    here = [word.replace(file, str(alive)) for word in command]
+    assert here != command
+
+    def code() -> int:
+        return subprocess.run(here, timeout=60).returncode
+
+    assert code() == 0, "it has not begun"
+    for age_s, expected in ((0, 0), (200, 0), (400, 1)):
+        alive.touch()
+        then_s = time.time() - age_s
+        os.utime(alive, (then_s, then_s))
+        assert code() == expected, age_s
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -144,6 +169,17 @@ def test_gpus_and_shared_memory_are_asked_for(tmp_path: Path) -> None:
     sets = ("--set", "recipeName=,searcher.gpu.count=2,searcher.shm.sizeLimit=1Gi", "--set-file", f"recipe={recipe}")
     ranks = render("-f", str(QUICKSTART), *sets).pod("searcher").spec
     assert str(ranks["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == "2"
+
+
+@pytest.mark.parametrize("file", ["values-gsm8k-4gpu.yaml", "values-math-7b-8gpu.yaml"])
+def test_pods_with_a_gpu_alone_tolerate_its_taint_and_ask_for_their_disk(file: str) -> None:
+    for pod in render_file(CHART / file).pods():
+        resources = pod.spec["containers"][0]["resources"]
+        has_gpu = "nvidia.com/gpu" in resources["limits"]
+        assert has_gpu == (pod.component in ("searcher", "trainer"))
+        tolerated = [toleration["key"] for toleration in pod.spec.get("tolerations", [])]
+        assert tolerated == (["nvidia.com/gpu"] if has_gpu else []), pod.name
+        assert ("ephemeral-storage" in resources["requests"]) == has_gpu, pod.name
 
 
 def test_placement_reaches_the_pods() -> None:

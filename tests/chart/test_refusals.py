@@ -56,6 +56,8 @@ CASES: dict[str, str] = {
     "scaling.keda.maxReplicas=4": "scaling.keda.maxReplicas 4 is below scaling.keda.minReplicas 5",
     f"{GOOD},scaling.keda.serverAddress=http://p": "KEDA and `tba scale` would fight over one number",
     f"{GOOD},scaling.releaseWhenOver=false": "scaling.releaseWhenOver is now scaling.scaleDownOnRunEnd: write the new",
+    f"{GOOD},searcher.weightCache.volume.emptyDir.medium=": "weightCache.volume is an emptyDir, which belongs to one",
+    f"{GOOD},searcher.weightCache.volume.ephemeral.volumeClaimTemplate=": "weightCache.volume is an ephemeral, which",
     f"{GOOD},searcher.replicas=9,scaling.maxSearchers=8": "searcher.replicas 9 is above scaling.maxSearchers 8",
     f"{GOOD},trainer.gpu.count=2,trainer.processesPerNode=4": "processesPerNode 4 is more than trainer.gpu.count 2",
     f"{GOOD},trainer.gpu.count=4,trainer.processesPerNode=2": "processesPerNode 2 is less than trainer.gpu.count 4",

@@ -115,6 +115,22 @@ def test_a_server_that_stays_overloaded_is_given_up_at_the_deadline(
     assert proxy.num_requests > 1
 
 
+def test_a_server_that_falls_silent_is_given_up_and_one_that_is_slow_is_not(
+    proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
+) -> None:
+    section = s3_section.model_copy(update={"endpoint_url": proxy.url})
+    slow = open_store(section.model_copy(update={"timeout_s": 1.0}))
+    open_store(s3_section).put("a", b"1" * 10_000)
+    silent = open_store(section.model_copy(update={"timeout_s": 0.3}))
+    proxy.STALL_S, proxy.TRICKLE_S = 0.6, 1.5
+    proxy.faults = ["stall"] * 100
+    for attempt in (lambda: silent.put("b", b"1"), lambda: silent.get_file("a", tmp_path / "a")):
+        with pytest.raises(StoreUnavailableError, match=r"after trying for 0\.3 s"):
+            attempt()
+    proxy.faults = ["trickle"]  # in all, longer than a silent server has
+    assert slow.get("a") == b"1" * 10_000
+
+
 @pytest.mark.parametrize("fault", [503, 409, "lose"])
 def test_a_passing_failure_is_retried(proxy: FaultyProxy, proxied: ObjectStore, fault: int | str) -> None:
     proxy.faults = [fault, fault]

@@ -182,6 +182,18 @@ def test_a_chain_of_ten_thousand_is_not_followed(chain: Chain, tmp_path: Path) -
     assert versions.num_read <= 2 * MAX_DELTAS + 3
 
 
+def test_what_a_version_of_a_newer_release_may_need_is_kept(tmp_path: Path) -> None:
+    chain = Chain(FileStore(tmp_path / "store"), tmp_path / "models")
+    chain.extend(3)
+    key = f"runs/{RUN}/weights/{version(2)}/manifest.json"
+    chain.store.put(key, json.dumps(json.loads(chain.store.get(key)) | {"schema": 3}).encode())
+    versions = WeightVersions(chain.store, RUN)
+    assert versions.needed_by([version(1)]) == {version(0), version(1)}
+    assert versions.needed_by([version(2)]) == {version(0), version(1), version(2)}
+    chain.store.put(key, b"{}")  # damaged: of no use to anyone
+    assert WeightVersions(chain.store, RUN).needed_by([version(2)]) == {version(2)}
+
+
 def stream(data: bytes) -> bytes:
     frame = zstandard.compress(data, 1)
     return len(frame).to_bytes(4, "little") + frame

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def published(tmp_path: Path) -> list[LocalVersion]:
 def reader(tmp_path: Path) -> Callable[..., WeightVersions]:
     reads: list[str] = []
 
-    def make(**options: int) -> WeightVersions:
+    def make(**options: Any) -> WeightVersions:
         store = CountingStore(tmp_path / "store")
         store.reads = reads
         cache = NodeCache(tmp_path / "cache", **{"max_bytes": 2**30, **options})  # pyright: ignore[reportArgumentType]
@@ -167,16 +168,19 @@ def test_a_searcher_that_dies_or_stops_while_it_makes_a_version_holds_nobody_up(
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"
         found: list[LocalVersion] = []
-        versions = reader(wait_s=1)
+        waits: list[float | None] = []
+        versions = reader(wait_s=1, on_wait=waits.append)
         thread = threading.Thread(
             target=lambda: found.append(versions.download_tensors(PolicyVersion(1, 1), tmp_path / "next"))
         )
         thread.start()
         time.sleep(0.3)
         assert not found, "it did not wait for the other searcher"
+        assert waits == [1]
         os.kill(process.pid, sent)
         thread.join(timeout=30)
         assert [each.route for each in found] == ["full"]
+        assert waits == [1, None]
     finally:
         process.kill()
         process.wait()

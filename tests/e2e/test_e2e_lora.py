@@ -1,4 +1,4 @@
-"""A run with LoRA in real processes ends as a plain model; and its metrics.jsonl."""
+"""A run with LoRA in real processes publishes adapters and ends as a plain model; and its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -46,8 +47,23 @@ def test_a_lora_run_ends_as_a_plain_model(make_place: MakePlace, tmp_path: Path)
     assert evaluated == {info["eval_id"] for info in json.loads((place.folder / "history.json").read_text())["evals"]}
     assert list((place.folder / "tensorboard").glob("events.out.tfevents.*"))
 
+    versions = WeightVersions(FileStore(place.folder / "store"), RUN)
+    kinds = {str(version): versions.manifest(version).adapter is not None for version in versions.versions()}
+    assert kinds == {name: name != "0-0" for name in kinds}
+    assert f"1-{NUM_STEPS}" in kinds
+
     start, last = tensors(place, "0-0", tmp_path), tensors(place, f"1-{NUM_STEPS}", tmp_path)
     moved = {name.split(".")[-2] for name in start if not torch.equal(start[name], last[name])}
     assert moved == {"q_proj", "v_proj"}
     exported: Any = AutoModelForCausalLM.from_pretrained(place.folder / "model")
     assert all(torch.equal(parameter, last[name]) for name, parameter in exported.named_parameters())
+
+    written = place.tba("export", RUN, "--adapter", "--out", str(tmp_path / "adapter"))
+    assert written.returncode == 0, written.stderr
+    base = AutoModelForCausalLM.from_pretrained(place.recipe["model"]["path"])
+    merged: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
+    torch.testing.assert_close(dict(merged.named_parameters()), last, rtol=1e-6, atol=1e-6)
+    refused = place.tba("export", RUN, "--adapter", "--version", "start", "--out", str(tmp_path / "none"))
+    assert refused.returncode != 0
+    assert "has no adapter" in refused.stderr
+    assert not (tmp_path / "none").exists()

@@ -19,6 +19,7 @@ from tba_cli.run_folder import RunFolder
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import RUN, Place, stored_rollouts
 from tests.support.redis_process import RedisProcess, free_port
+from tests.support.stored_checkpoint import section_tensors
 
 NUM_STEPS, FORKED_AT, NUM_MORE = 12, PolicyVersion(1, 6), 4
 
@@ -48,9 +49,7 @@ def test_versions_are_stored_as_deltas_and_searchers_and_exports_take_them(ended
     assert "version refused" not in log
     exported = ended.control("export", "--version", str(FORKED_AT), "--out", str(tmp_path / "old"))
     assert (exported.returncode, exported.stderr) == (0, "")
-    trained = load_file(
-        folder_of(ended, RUN).store_path / f"runs/{RUN}/checkpoints/{FORKED_AT}/model-00001.safetensors"
-    )
+    trained = section_tensors(folder_of(ended, RUN).store_path, f"runs/{RUN}/checkpoints/{FORKED_AT}", "model")
     for name, tensor in load_file(tmp_path / "old/model.safetensors").items():
         assert torch.equal(tensor, trained[name].bfloat16())
 

@@ -20,6 +20,7 @@ from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import ENDLESS, RUN, Place, Started, freeze_when, stands_at, whole_ledger
+from tests.support.stored_checkpoint import section_tensors
 
 CHECKPOINT_INTERVAL = 5
 NUM_MORE_STEPS = 12
@@ -127,15 +128,15 @@ def test_what_the_dead_lineage_did_after_its_checkpoint_is_marked_abandoned_and_
 def test_weights_and_optimizer_continue_from_the_checkpoint(story: Story, tmp_path: Path) -> None:
     store = story.place.folder / "store"
     parent = step_of(story.at_kill.checkpoint)
-    checkpoints = store / "runs" / RUN / "checkpoints"
-    weights = load_file(checkpoints / f"1-{parent}" / "model-00001.safetensors")
+    checkpoints = f"runs/{RUN}/checkpoints"
+    weights = section_tensors(store, f"{checkpoints}/1-{parent}", "model")
     versions = WeightVersions(FileStore(store), RUN)
     first = load_file(versions.download_tensors(PolicyVersion(2, parent), tmp_path / "first").paths[0])
     assert first.keys() == weights.keys()
     assert all(torch.equal(first[name], tensor) for name, tensor in weights.items())
     # AdamW counts its updates: a fresh one would start from 0 again. Its moments are compared in tests/integration.
     for name, steps in ((f"1-{parent}", parent), (f"3-{story.num_steps}", story.num_steps)):
-        optimizer = load_file(checkpoints / name / "optimizer-00001.safetensors")
+        optimizer = section_tensors(store, f"{checkpoints}/{name}", "optimizer")
         assert {int(tensor) for key, tensor in optimizer.items() if key.startswith("step.")} == {steps}
 
 

@@ -32,14 +32,16 @@ ROUTE = {
     "gradient": "TrainingLoop._one_step",
     "ack": "TrainingLoop._ack batches_router.<locals>.ack",
     "publication": "WeightSnapshotWriter.take Publisher._publish lineages_router.<locals>.announce_version",
-    "weights": "SearcherLoop._pull_task WeightLoader.download swap_weights",
+    "weights": "VersionPulls.pull_forever WeightLoader.download swap_weights",
 }
 """Step of the route -> the functions with which it begins, in tasks, threads and handlers of requests."""
 TO_GRADIENT = ("lease", "generation", "score", "push", "draw", "gradient")
 SCRIPTS = "Scripts.run_with"
 """Runs the scripts of Redis."""
-BESIDE = "TrackerGroup.step Metrics.record_results Metrics.record_outcomes"
-"""Metrics and trackers; no rollout goes through them."""
+BESIDE = (
+    "TrackerGroup.step Metrics.record_results Metrics.record_outcomes RepeatLimit.__call__ _in_order.<locals>.order"
+)
+"""Metrics, trackers and log lines; no rollout goes through them."""
 AT_TIMES = {"tba/config/redis.py", "services/buffer/tba_buffer/run/data_loss.py"}
 """Files that run when a request meets a new connection to Redis."""
 PREFIXES = {

@@ -38,8 +38,8 @@ LOGPROB_ATOL = 1e-4
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, NUM_SLOTS = 48, 40, 4
 MODELS = ("llama", "llama tied", "gpt_neox", "gpt2 tied")
 """The families of the recipes; GPT-NeoX goes through vLLM's Transformers backend."""
-Make = Callable[[Path, Path, PolicyVersion, str], Engine]
-"""Model folder, its tensors, version, dtype -> engine with the sizes above."""
+Make = Callable[..., Engine]
+"""Model folder, its tensors, version, dtype -> engine with the sizes above; keywords are more of its settings."""
 
 
 def make_contract_model(folder: Path, name: str, seed: int) -> Path:
@@ -126,10 +126,12 @@ class Bench:
             engine.load_weights([self.old.tensors], START)
         self.spare = engine
 
-    def fresh(self, model: Model | None = None, version: PolicyVersion = START, dtype: str = "float32") -> Engine:
+    def fresh(
+        self, model: Model | None = None, version: PolicyVersion = START, dtype: str = "float32", **settings: Any
+    ) -> Engine:
         """A new engine; it is kept and not closed: the end of one ends what all vLLM engines of a process share."""
         model = model or self.old
-        self._kept.append(self.make_engine(model.folder, model.tensors, version, dtype))
+        self._kept.append(self.make_engine(model.folder, model.tensors, version, dtype, **settings))
         return self._kept[-1]
 
     def manifest(self, model: Model, version: PolicyVersion, **changes: Any) -> Manifest:

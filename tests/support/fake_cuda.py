@@ -23,7 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tba_trainer.checkpoints import weight_files
+from tba_trainer.checkpoints import canary
 from tba_trainer.learner import learner, reference
 from tba_trainer.learner.learner import Learner
 from tba_trainer.model.packing import PackedSequences
@@ -248,7 +248,7 @@ def main() -> None:
     for name, case in cases.items():
         with no_driver(), ExitStack() as stack:
             if not case["passes"]:
-                for module in (learner, reference, weight_files):
+                for module in (learner, reference, canary):
                     stack.enter_context(patch.object(module, "LogprobModel", Lookup))
             try:
                 traces[name] = trace(Recipe.model_validate(case["recipe"]), case["model"])

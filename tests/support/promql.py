@@ -16,6 +16,8 @@ FILES = ROOT / "charts" / "tba" / "files"
 RULES = FILES / "rules.yaml"
 OF_PROMETHEUS = {"namespace", "job", "le", "release"}
 """Labels that Prometheus and the ServiceMonitor add, and the label of buckets."""
+OF_OPERATOR = {"namespace", "job", "service", "endpoint", "container", "pod", "node", "instance"}
+"""Labels that Prometheus's operator gives a target; they win over labels of the same name that a service exposes."""
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on PATH (Debian package prometheus)")
 

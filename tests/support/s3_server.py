@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -98,11 +99,16 @@ class FaultyProxy:
     """Forwards to an S3 server; `faults` holds what to do with the next requests, one each.
 
     An int: answer this status without forwarding. "lose": forward, then close the connection without an answer.
-    "cut": forward, then send half of the body. Requests beyond the list pass. `drop_headers` are not forwarded.
+    "cut": forward, then send half of the body. "stall": forward, then send nothing for STALL_S. "trickle": forward,
+    then send the body in TRICKLE_PARTS parts over TRICKLE_S. None: pass. Requests beyond the list pass. `drop_headers`
+    are not forwarded. `counts` has the faults that were served.
     """
 
+    STALL_S, TRICKLE_S, TRICKLE_PARTS = 3.0, 3.0, 50
+
     def __init__(self, target_port: int) -> None:
-        self.faults: list[int | str] = []
+        self.faults: list[int | str | None] = []
+        self.counts: Counter[int | str | None] = Counter()
         self.drop_headers: set[str] = set()
         self.num_requests = 0
         self._target_port = target_port
@@ -153,6 +159,8 @@ class FaultyProxy:
                 self.close_connection = True
                 proxy.num_requests += 1
                 fault = proxy.faults.pop(0) if proxy.faults else None
+                if fault is not None:
+                    proxy.counts[fault] += 1
                 if isinstance(fault, int):
                     self.rfile.read(int(self.headers.get("Content-Length") or 0))
                     code = CODES[fault]
@@ -160,7 +168,16 @@ class FaultyProxy:
                     self._answer(fault, [("Content-Type", "application/xml")], text, len(text))
                     return
                 status, headers, body = proxy._forward(self)
-                if fault != "lose":
+                if fault == "stall":
+                    time.sleep(proxy.STALL_S)  # the client has given up by then
+                elif fault == "trickle":
+                    self._answer(status, headers, b"", len(body))
+                    with suppress(OSError):
+                        for number in range(proxy.TRICKLE_PARTS):
+                            time.sleep(proxy.TRICKLE_S / proxy.TRICKLE_PARTS)
+                            begin, end = (k * len(body) // proxy.TRICKLE_PARTS for k in (number, number + 1))
+                            self.wfile.write(body[begin:end])
+                elif fault != "lose":
                     self._answer(status, headers, body[: len(body) // 2] if fault == "cut" else body, len(body))
 
             def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, length: int) -> None:

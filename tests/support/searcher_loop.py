@@ -21,7 +21,7 @@ from tba_searcher.waits import WaitRegistry
 
 from tba.api import LineageReply
 from tba.clients import BufferClient, RewardClient
-from tba.store import FileStore
+from tba.store import FileStore, ObjectStore
 from tba.versions import START
 from tba.weights import WeightVersions
 from tests.support.buffer import make_prompts, start_lineage
@@ -62,13 +62,18 @@ def start_loop_world(
     engine_class: Callable[..., EmbeddedEngine] = EmbeddedEngine,
     num_train: int = 8,
     dtype: str = "float32",
+    store: ObjectStore | None = None,
     **sections: Any,
 ) -> LoopWorld:
-    """Version 0-0 published and announced, prompts uploaded; the caller runs `loop.run()`."""
+    """Version 0-0 published and announced, prompts uploaded; the caller runs `loop.run()`.
+
+    Args:
+        store: None: `store` in `folder`.
+    """
     searcher = {**SEARCHER, **sections.pop("searcher", {})}
     served = serve_buffer(searcher=searcher, **sections)
     recipe, client = served.recipe, served.client()
-    versions = WeightVersions(FileStore(folder / "store"), recipe.run.name)
+    versions = WeightVersions(store or FileStore(folder / "store"), recipe.run.name)
     publish_version(versions, model, START, dtype=dtype)
     client.upload_prompts(make_prompts(num_train, 4))
     lineage = start_lineage(client)

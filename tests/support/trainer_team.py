@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -48,9 +49,12 @@ class Trained:
 
     def checkpoint(self) -> dict[str, dict[str, Any]]:
         """Section -> name -> tensor."""
-        checkpoint = _newest(self.folder, self.folder)
+        checkpoint = _newest(self.folder)
         try:
-            return {section: dict(tensors) for section, tensors in checkpoint.sections.items()}
+            return {
+                section: {name: rows.whole for name, rows in tensors.items()}
+                for section, tensors in checkpoint.sections.items()
+            }
         finally:
             checkpoint.close()
 
@@ -106,8 +110,13 @@ def run_team(
 
 
 def _job(folder: Path, recipe: Recipe, num_steps: int, resume: Trained | None) -> dict[str, Any]:
+    # every process writes and reads its part of a checkpoint
+    store = folder / "store"
+    if resume is not None:
+        shutil.copytree(resume.folder / "store", store)
+    document = recipe.model_dump(mode="json")
     return {
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": {**document, "store": {**document["store"], "url": f"file://{store}"}},
         "folder": str(folder),
         "num_steps": num_steps,
         "resume": None if resume is None else str(resume.folder),
@@ -128,7 +137,7 @@ def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
-    from tba_trainer.checkpoints.checkpoint import CheckpointStore
+    from tba_trainer.distributed.checkpoints import TeamCheckpoints
     from tba_trainer.distributed.leader import build
     from tba_trainer.learner.learner import TrainerState, encode_torch_rng
     from tba_trainer.rehearsal.live_bytes import LiveBytes
@@ -136,14 +145,20 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
     from tba.store import FileStore
 
     folder = Path(job["folder"])
-    checkpoints = CheckpointStore(
-        FileStore(folder / "store"), "demo", folder=folder, max_bytes=recipe.store.shard_bytes
-    )
     _, learner, snapshots = build(recipe, team, folder=folder)
+    checkpoints = TeamCheckpoints(
+        FileStore(folder / "store"),
+        recipe.run.name,
+        folder=folder,
+        max_bytes=recipe.store.shard_bytes,
+        team=team,
+        layout=learner.layout(),
+    )
     first = 1
     if job["resume"] is not None:
-        checkpoint = _newest(Path(job["resume"]), folder)
+        checkpoint = checkpoints.load(checkpoints.key(checkpoints.versions()[-1]))
         learner.restore(checkpoint.state, checkpoint.sections)
+        checkpoint.close()
         first = PolicyVersion.parse(checkpoint.state.version).step + 1
     metrics: list[dict[str, float | None]] = []
     last, peak_bytes = first + job["num_steps"] - 1, 0
@@ -158,8 +173,9 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
             metrics.append(learner.gradients(batch, step=step, policy_ages=ages))
         learner.apply(step=step, lineage=1)
     snapshot = snapshots.take(PolicyVersion(1, last), START)
+    snapshot.write()
     state = TrainerState(
-        run="demo",
+        run=recipe.run.name,
         version=f"1-{last}",
         train_s=0.0,
         num_rollouts_trained=0,
@@ -189,12 +205,13 @@ def _deadlines_s(team: Any) -> list[float]:
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
-def _newest(folder: Path, work_folder: Path) -> Any:
+def _newest(folder: Path) -> Any:
     from tba_trainer.checkpoints.checkpoint import CheckpointStore
 
     from tba.store import FileStore
 
-    checkpoints = CheckpointStore(FileStore(folder / "store"), "demo", folder=work_folder, max_bytes=1)
+    [run] = (folder / "store" / "runs").iterdir()
+    checkpoints = CheckpointStore(FileStore(folder / "store"), run.name, folder=folder, max_bytes=1)
     return checkpoints.load(checkpoints.key(checkpoints.versions()[-1]))
 
 

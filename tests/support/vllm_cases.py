@@ -30,6 +30,7 @@ from tba_searcher.engines.vllm.environment import keep_transformers_unchanged
 from tba_searcher.engines.weight_loader import swap_weights
 from transformers import AutoModel
 
+from tba.config.searcher import VllmSection
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion
@@ -37,6 +38,7 @@ from tba.wire import Sampling
 from tests.support.engine_contract import (
     CASES,
     LAST,
+    LOGPROB_ATOL,
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     NUM_SLOTS,
@@ -51,6 +53,7 @@ from tests.support.engine_contract import (
     run_all,
     tokens_of,
 )
+from tests.support.engine_contract_keep import KEEP_CASES
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -177,6 +180,41 @@ def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
         assert run_all(engine, [request])["p"].response_tokens.tolist() == bench.new.greedy(request)
 
 
+def case_what_cannot_be_kept_is_computed_again(bench: Bench) -> None:
+    """A prompt of which a piece is computed begins anew; where the canary finds no room, all do."""
+    first, second = (
+        make_request(name, np.random.default_rng(0).integers(3, 33, 40).tolist(), Sampling(temperature=1.0), eos_ids=())
+        for name in ("first", "second")
+    )
+    engine = bench.fresh(kv_at_update="keep", section=VllmSection(max_batched_tokens=24))
+    assert isinstance(engine, VllmEngine)
+    engine.submit(first)
+    assert engine.step() == []
+    engine.load_weights([bench.new.tensors], V1)
+    (done,) = finish(engine)
+    assert [span.version for span in done.version_spans] == [V1]
+    np.testing.assert_allclose(
+        done.sampler_logprobs, bench.new.trainer_logprobs(first, done.response_tokens), atol=LOGPROB_ATOL
+    )
+    engine.submit(second)
+    assert [engine.step() for _ in range(6)] == [[]] * 6
+    engine.load_weights([bench.old.tensors], START)
+    has_room, scheduler = engine._kv_cache._has_room, engine._kv_cache._scheduler
+    num_tokens = 32 * scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert [has_room(num_tokens + more) for more in (0, 1)] == [True, False]
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    # as with sliding windows: each group takes blocks of its own
+    with replaced(scheduler.kv_cache_config, "kv_cache_groups", [*groups, *groups]):
+        assert [has_room(num_tokens // 2 + more) for more in (-32, 32)] == [True, False]
+    with replaced(engine._kv_cache, "_has_room", lambda num_tokens: False):
+        engine.verify(bench.manifest(bench.old, START))
+    (done,) = finish(engine)
+    before, after = done.version_spans
+    assert (before.version, after.version) == (V1, START)
+    expected = bench.old.trainer_logprobs(second, done.response_tokens)[after.start :]
+    np.testing.assert_allclose(done.sampler_logprobs[after.start :], expected, atol=LOGPROB_ATOL)
+
+
 def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
     """vLLM runs GPT-NeoX through the class of transformers, which the reference of the searcher is too."""
     with bench.engine() as engine:
@@ -233,6 +271,7 @@ _CASES: tuple[tuple[str, Callable[[Bench], None]], ...] = (
     ("llama", case_temperatures_that_vllm_would_change_are_refused),
     ("llama", case_weights_that_are_not_finite_are_found),
     ("llama", case_prompts_are_shared_and_dropped_with_the_weights),
+    ("llama", case_what_cannot_be_kept_is_computed_again),
     ("gpt_neox", case_the_starting_model_lives_beside_the_engine),
     ("gpt_neox", case_compiling_leaves_the_class_of_the_starting_model_alone),
     ("llama", case_a_model_that_the_kernels_do_not_know_is_a_config_error),
@@ -248,14 +287,14 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make_embedded(folder: Path, tensors: Path, version: PolicyVersion, dtype: str) -> Engine:
+def make_embedded(folder: Path, tensors: Path, version: PolicyVersion, dtype: str, **settings: Any) -> Engine:
     """The embedded engine."""
-    return EmbeddedEngine(folder, version, EngineSettings(**SIZES, seed=1, dtype=dtype))
+    return EmbeddedEngine(folder, version, EngineSettings(**SIZES, seed=1, dtype=dtype, **settings))
 
 
-def make_vllm(folder: Path, tensors: Path, version: PolicyVersion, dtype: str) -> Engine:
+def make_vllm(folder: Path, tensors: Path, version: PolicyVersion, dtype: str, **settings: Any) -> Engine:
     """The vLLM engine."""
-    return VllmEngine(folder, [tensors], version, VllmSettings(**SIZES, seed=2**40 + 1, dtype=dtype))
+    return VllmEngine(folder, [tensors], version, VllmSettings(**SIZES, seed=2**40 + 1, dtype=dtype, **settings))
 
 
 class Benches:
@@ -290,7 +329,7 @@ def main(root: Path) -> None:
     """The process."""
     # experts first: all engines of a process share its process groups, and vLLM makes that of experts only when the
     # first one starts. A searcher has one engine at a time, and closing it ends the groups.
-    cases = {**CASES, **VLLM_CASES}.items()
+    cases = {**CASES, **KEEP_CASES, **VLLM_CASES}.items()
     ordered = sorted(cases, key=lambda item: (item[1][1] in LAST, item[1][0] != "qwen3_moe"))
     print_outcomes(dict(ordered), Benches(make_vllm, root))
 

@@ -93,6 +93,10 @@ TBA_SCALING__BACKEND: {value: none}
 {{- define "tba.env.searcher" }}
 TBA_SEARCHER__ON_RUN_END: {value: wait}
 TBA_SEARCHER__DRAIN_S: {value: {{ .Values.searcher.drainS | int | quote }}}
+{{- if .Values.searcher.weightCache.volume }}
+TBA_STORE__CACHE_FOLDER: {value: /weight-cache}
+TBA_STORE__CACHE_BYTES: {value: {{ .Values.searcher.weightCache.maxBytes | int64 | quote }}}
+{{- end }}
 {{- end }}
 
 {{- define "tba.env.trainer" }}
@@ -100,6 +104,8 @@ TBA_LOCAL__STOP_TIMEOUT_S: {value: {{ include "tba.trainer.stopTimeoutS" . | quo
 {{- if gt (int .Values.trainer.nodes) 1 }}
 # names the Job, whose first pod the others look for
 TRAINER_JOB: {valueFrom: {fieldRef: {fieldPath: "metadata.labels['job-name']"}}}
+{{- else }}
+TRAINER_ALIVE_FILE: {value: /tmp/alive}
 {{- end }}
 {{- end }}
 

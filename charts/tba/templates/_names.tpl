@@ -1,7 +1,8 @@
 {{/* Names, labels, images. Names are cut so that every object, pod and label stays within 63 characters. */}}
 
 {{- define "tba.fullname" -}}
-{{ .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- $name := empty .Values.nameOverride | ternary .Release.Name (printf "%s-%s" .Release.Name .Values.nameOverride) -}}
+{{ .Values.fullnameOverride | default $name | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
 {{/* The components of this release, with spaces between them. */}}
@@ -27,7 +28,7 @@ buffer reward searcher trainer test
 
 {{/* What selects the pods of a component: dict root, component. Never changes in the life of a release. */}}
 {{- define "tba.selector" -}}
-app.kubernetes.io/name: tba
+app.kubernetes.io/name: {{ .root.Values.nameOverride | default "tba" }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}

@@ -172,6 +172,11 @@
 {{- if lt (int $searcher.terminationGracePeriodSeconds) (add (int $searcher.drainS) 10 | int) }}
 {{- fail (printf "searcher.terminationGracePeriodSeconds %d is less than searcher.drainS %d and 10 more: finished rollouts would be lost; raise it" (int $searcher.terminationGracePeriodSeconds) (int $searcher.drainS)) }}
 {{- end }}
+{{- range list "emptyDir" "ephemeral" }}
+{{- if hasKey $searcher.weightCache.volume . }}
+{{- fail (printf "searcher.weightCache.volume is an %s, which belongs to one pod, so searchers would share nothing; name a hostPath or a claim, or remove it" .) }}
+{{- end }}
+{{- end }}
 {{- range $component := list "reward" "searcher" "trainer" }}
 {{- $gpu := (index $.Values $component).gpu }}
 {{- if and (gt (int $gpu.count) 0) (not $gpu.resource) }}
@@ -199,7 +204,7 @@
 {{- end }}
 {{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" }}
 {{- range (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraVolumes }}
-{{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script") }}
+{{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script" "weight-cache") }}
 {{- fail (printf "extraVolumes of %s has a volume %s, as the chart has; give it another name" $component .name) }}
 {{- end }}
 {{- end }}

@@ -55,6 +55,9 @@ searcher, reads as a viewer too. */}}
 {{- if (dig "shm" "sizeLimit" "" (index $root.Values .component)) }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
+{{- if (dig "weightCache" "volume" dict (index $root.Values .component)) }}
+- {name: weight-cache, mountPath: /weight-cache}
+{{- end }}
 {{- with (include "tba.podValues" . | fromYaml).extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -108,6 +111,9 @@ searcher, reads as a viewer too. */}}
 {{- with (dig "shm" "sizeLimit" "" (index $root.Values .component)) }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ include "tba.quantity" . | quote }}}
+{{- end }}
+{{- with (dig "weightCache" "volume" dict (index $root.Values .component)) }}
+- name: weight-cache {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $pod.extraVolumes }}
 {{ toYaml . }}

@@ -2,7 +2,7 @@
 
       buffer                                                                        object store
         | leases                                                                         | versions
-   _lease_task --> WorkQueue --requests--> _engine_task <--newest / pinned version-- _pull_task
+   _lease_task --> WorkQueue --requests--> _engine_task <--newest / pinned version-- VersionPulls
                                                | EngineThread: swap, submit, decode
                                                v completions
                                            WorkQueue --complete visits--> Delivery.score_forever --> push_forever
@@ -23,8 +23,9 @@
                  a buffer that is away           buffer-unreachable          retry_s, then the searcher ends
  _engine_task    requests or a version           (that of _lease_task)       wakes every 50 ms
                  a step of over 5 s              engine-step                 engine_timeout_s, then the engine is dead
- _pull_task      a version to pull               (none)                      -
-                 a store that is away            object-store                retry_s, renewed: the old version is used
+ VersionPulls    a version to pull               (none)                      -
+                 a store that is away or slow    object-store                retry_s, renewed: the old version is used
+                 another searcher of the machine weight-cache                600 s, then it makes the version itself
  scoring, pushing                                see delivery.py
  drain           active requests, scores,        (state draining)            drain_s in all: until 0.7 of it active
                  pushes, the answer to a                                     requests, until 0.85 scores (the rest goes
@@ -45,33 +46,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tba.api import MAX_REFUSED_VERSIONS, LeaseReply, LeaseRequest, PushReply
 from tba.clients import BufferClient
 from tba.concurrency import in_thread
 from tba.config import Recipe
-from tba.errors import (
-    BusyError,
-    ObjectNotFoundError,
-    ServiceError,
-    StoreUnavailableError,
-    TbaError,
-    UnavailableError,
-)
+from tba.errors import BusyError, ServiceError, TbaError, UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import LocalVersion
 from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
 from tba_searcher.engines.tokenizer import Codec
-from tba_searcher.engines.weight_loader import WeightLoader, stage_weights
+from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
 from tba_searcher.generation.stale_requests import StaleRequests
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.store_notice import StoreNotice
-from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue
+from tba_searcher.generation.version_pulls import VersionPulls
+from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue, num_round_visits
 from tba_searcher.waits import retry_until, sleep_until
 
 TICK_S = 0.05
@@ -83,8 +77,6 @@ ROUND_WAIT_S = 0.25
 reply are decoded, scored and pushed together."""
 IDLE_WAIT_S = 1.0
 """While the engine is idle: how long a request waits for any lease."""
-PULL_ATTEMPTS = 3
-"""Damaged bytes may come from a damaged transfer; after this many attempts the version is refused."""
 log = get_logger("loop")
 
 
@@ -126,6 +118,18 @@ class SearcherLoop:
         self._run_is_over = asyncio.Event()
         self._has_work, self._has_news = asyncio.Event(), asyncio.Event()
         self._notice = StoreNotice(current.version, loader=loader, status=status, has_news=self._has_news)
+        self._pulls = VersionPulls(
+            engine=engine,
+            loader=loader,
+            queue=queue,
+            notice=self._notice,
+            status=status,
+            return_visits=self._return_visits,
+            retry_s=recipe.searcher.retry_s,
+            has_news=self._has_news,
+            has_work=self._has_work,
+            tick_s=tick_s,
+        )
         self._aborts: dict[str, str] = {}
         """Request id -> why it is aborted in the next step."""
         self._stale = StaleRequests(recipe, queue)
@@ -147,13 +151,14 @@ class SearcherLoop:
             EngineDiedError: the engine cannot continue; finished rollouts are delivered.
             TbaError: a task failed.
         """
-        names = ("_lease_task", "_engine_task", "_pull_task", "_heartbeat_task")
+        names = ("_lease_task", "_engine_task", "_heartbeat_task")
         tasks = [asyncio.create_task(getattr(self, name)(), name=name) for name in names]
         jobs = (
             self._delivery.score_forever,
             self._delivery.push_forever,
             self._leases.renew_forever,
             self._notice.watch_forever,
+            self._pulls.pull_forever,
         )
         tasks += [asyncio.create_task(job()) for job in jobs]
         over, stop = asyncio.create_task(self._run_is_over.wait()), asyncio.create_task(self._stop.wait())
@@ -410,57 +415,14 @@ class SearcherLoop:
             self._status.counts["weight_loads"] += 1
             log.info("weights loaded", version=str(new.version), pause_s=round(swap_s, 4))
         else:
-            self._refuse_version(new.version, error)
+            self._pulls.refuse(new.version, error)
         self._loader.keep_only({self._current.version, self._newest, *self._queue.pinned_versions()})
-
-    def _refuse_version(self, version: PolicyVersion, reason: TbaError) -> None:
-        retry_in_s = self._loader.refuse(version)
-        self._status.counts["refused_versions"] += 1
-        log.error("version refused", version=str(version), reason=str(reason), retry_in_s=retry_in_s)
 
     def _on_completion(self, completion: Completion) -> None:
         self._status.counts["rollouts_generated"] += 1
         self._status.counts["generated_tokens"] += len(completion.response_tokens)
         if (visit := self._queue.add_completion(completion)) is not None:
             self._delivery.put(visit)
-
-    async def _pull_task(self) -> None:
-        """Pull pinned versions first, then the newest; return the leases of evaluations whose version is refused."""
-        attempts: Counter[PolicyVersion] = Counter()
-        while True:
-            refused = self._loader.refused
-            pinned = [v for v in self._queue.pinned_versions() if self._loader.get(v) is None]
-            impossible = [v for v in self._queue.open_visits() if v.pinned in refused]
-            if impossible:
-                await self._return_visits(impossible)
-            # an evaluation holds up training while its version is not here
-            target = next((v for v in (*pinned, self._newest) if v not in refused), None)
-            if target is None or self._loader.get(target) is not None:
-                self._status.waits.end("pulling")
-                await sleep_until(self._has_news, self._tick_s)
-                continue
-            try:
-                weights = await in_thread(lambda target=target: self._loader.download(target))
-            except (StoreUnavailableError, ObjectNotFoundError) as error:
-                # a pinned version that was deleted never comes back; the newest one is soon followed by another
-                if target in pinned and isinstance(error, ObjectNotFoundError):
-                    self._refuse_version(target, error)
-                elif self._status.waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:
-                    log.warning("wait renewed", wait="object-store", detail=str(error))
-                    self._status.waits.end("pulling")
-                await asyncio.sleep(1.0)
-            except TbaError as error:  # damaged bytes
-                attempts[target] += 1
-                log.warning("version not pulled", version=str(target), attempt=attempts[target], detail=str(error))
-                if attempts[target] == PULL_ATTEMPTS:
-                    del attempts[target]
-                    self._refuse_version(target, error)
-            else:
-                self._status.waits.end("pulling")
-                self._status.count_download(weights)
-                await in_thread(lambda weights=weights: stage_weights(self._engine, weights))
-                self._loader.add(weights)
-                self._has_work.set()
 
     async def _heartbeat_task(self) -> None:
         while True:
@@ -523,16 +485,6 @@ class SearcherLoop:
         """Drop visits; return their leases and those of `also`. Returns the ids that could not be returned."""
         self._queue.drop(visits)
         return await self._leases.return_leases([*also, *(visit.lease.lease_id for visit in visits)])
-
-
-def num_round_visits(recipe: Recipe) -> int:
-    """Return the visits of one round of slots, or, if that is less, those that a batch makes room for."""
-    sampling, num_rollouts = recipe.sampling, recipe.searcher.num_slots
-    if sampling.samples_per_insert is not None:
-        num_drawn = sampling.prompts_per_batch * sampling.group_size
-        num_rollouts = min(num_rollouts, math.ceil(num_drawn / sampling.samples_per_insert))
-    # rounded down: a draw makes room for so many at least
-    return max(num_rollouts // sampling.rollouts_per_visit, 1)
 
 
 def _raise_first_error(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from tba.config import Recipe
 from tba.errors import ConfigError, WaitTimeoutError
 from tba.service_main import service_main
 from tba.store import open_store
+from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START
 from tba.weights import WeightVersions
@@ -91,10 +91,10 @@ def seed_buffer(recipe: Recipe, path: Path, prompts_file: Path) -> int:
         ca_file=recipe.tls.ca_file,
     )
     try:
-        with tempfile.TemporaryDirectory(prefix="tba-seeding-") as folder:
+        with temporary_folder("tba-seeding-") as folder:
             _wait_for_start(versions)
-            versions.download(START, Path(folder) / "start")
-            payloads = list(_payloads(recipe, Path(folder) / "start", _rows(path), path, prompts))
+            versions.download(START, folder / "start")
+            payloads = list(_payloads(recipe, folder / "start", _rows(path), path, prompts))
         # half of the limit: the rest is for what the push adds around the payloads
         limits = {"max_rollouts": recipe.searcher.push_max_rollouts, "max_bytes": recipe.buffer.max_body_bytes // 2}
         for part in split_into_pushes(payloads, **limits):

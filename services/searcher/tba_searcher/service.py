@@ -10,7 +10,6 @@ import secrets
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from tba.config import Recipe
 from tba.config.sections import check_embedding_model
 from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
-from tba.store import open_store
+from tba.store import open_read_through, open_store
+from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, NodeCache, WeightVersions
@@ -64,9 +64,9 @@ def run_searcher(recipe: Recipe) -> None:
     if recipe.searcher.engine != "simulated" or recipe.searchers_hold_start:
         prepare_torch(recipe)
     check_embedding_model(recipe.eval.embedding_model)
-    # an abandoned download may still write into the folder while it is removed
-    with tempfile.TemporaryDirectory(prefix="tba-searcher-", ignore_cleanup_errors=True) as folder:
-        asyncio.run(_run_until_told(recipe, Path(folder)))
+    # a killed searcher leaves gigabytes, which the next one on this machine deletes
+    with temporary_folder("tba-searcher-") as folder:
+        asyncio.run(_run_until_told(recipe, folder))
 
 
 async def _run_until_told(recipe: Recipe, folder: Path) -> None:
@@ -160,8 +160,12 @@ class Searcher:
         self._status = SearcherStatus(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
         self._buffer, self._heartbeats, self._reward = clients.buffer, clients.heartbeats, clients.reward
         place = recipe.store.cache_folder
-        cache = None if place is None else NodeCache(Path(place), max_bytes=recipe.store.cache_bytes)
-        self._versions = WeightVersions(open_store(recipe.store), recipe.run.name, cache=cache)
+        cache = None
+        if place is not None:
+            cache = NodeCache(Path(place), max_bytes=recipe.store.cache_bytes, on_wait=self._note_cache_wait)
+        self._versions = WeightVersions(
+            open_store(recipe.store), recipe.run.name, cache=cache, read_through=open_read_through(recipe.store)
+        )
         self._num_starts = 1
         self._folder = folder / "start-1"
         self._loader = WeightLoader(self._versions, self._folder)
@@ -172,6 +176,13 @@ class Searcher:
     def status(self) -> SearcherStatus:
         """The current state."""
         return self._status
+
+    def _note_cache_wait(self, deadline_s: float | None) -> None:
+        """Show that another searcher of this machine is making the version; None: it is not waited for any more."""
+        if deadline_s is None:
+            self._waits.end("cache")
+        else:
+            self._waits.begin("cache", "weight-cache", deadline_s)
 
     async def run(self) -> None:
         """Start, run, stop; with `searcher.on_run_end` = "wait", start again each time the run is resumed.
@@ -247,7 +258,7 @@ class Searcher:
                 return None
             try:
                 weights, folder = await in_thread(lambda version=version: self._loader.download_model(version))
-                self._status.count_download(weights)
+                self._status.count_download(weights, self._loader.read_through_counts)
                 self._waits.end("pulling")
                 return await in_thread(lambda weights=weights, folder=folder: self._build(weights, folder))
             except (DigestError, MalformedError, EngineCheckError) as error:

@@ -59,10 +59,11 @@ class WaitRegistry:
 
     def current(self) -> Wait | None:
         """Return the wait that began first."""
-        if not self._waits:
+        waits = list(self._waits.values())  # a thread that downloads may begin or end one meanwhile
+        if not waits:
             return None
         # one wait fits into a heartbeat: the oldest one is the likeliest reason why nothing moves
-        now, wait = time.monotonic(), min(self._waits.values(), key=lambda wait: wait.since)
+        now, wait = time.monotonic(), min(waits, key=lambda wait: wait.since)
         return Wait(name=wait.name, for_s=now - wait.since, deadline_in_s=wait.deadline - now)
 
 

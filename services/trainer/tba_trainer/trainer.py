@@ -21,8 +21,8 @@ from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START
 from tba.weights import DeltaSettings, WeightVersions, sha256_of_file
-from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
+from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
 from tba_trainer.distributed.process_group import Team
@@ -32,7 +32,7 @@ from tba_trainer.loop.batches import Prefetcher, Requirements, draw_batch
 from tba_trainer.loop.publisher import Evaluations, Publisher
 from tba_trainer.loop.shutdown import RunEnd, stop_on_signals
 from tba_trainer.loop.startup import check_starting_model, delete_incomplete, start_lineage, wait_for_origin
-from tba_trainer.loop.status import Heartbeats, Progress, Session, Status
+from tba_trainer.loop.status import ALIVE_FILE_VARIABLE, Heartbeats, Progress, Session, Status
 from tba_trainer.loop.trainer_context import LineageContext, TrainerContext
 from tba_trainer.loop.training_loop import TrainingLoop
 from tba_trainer.model.policy import side_files
@@ -149,8 +149,17 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     files = side_files(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     model_config_sha256 = sha256_of_file(files["config.json"])
     versions = WeightVersions(store, recipe.run.name)
-    checkpoints = CheckpointStore(store, recipe.run.name, folder=folder, max_bytes=recipe.store.shard_bytes)
+    checkpoints = TeamCheckpoints(
+        store,
+        recipe.run.name,
+        folder=folder,
+        max_bytes=recipe.store.shard_bytes,
+        team=context.team,
+        layout=learner.layout(),
+        in_memory=recipe.trainer.checkpoint_staging == "memory",
+    )
     start = snapshots.take(START, None)  # before a checkpoint replaces the starting weights
+    start.write()
     origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=context.stop)
     if context.stop.is_set():
         return "stopped"
@@ -166,6 +175,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     context.trackers.start(session.lineage, session.parent)
     delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
     evaluations = _evaluations(context, session)
+    publishes_adapter = recipe.model.lora is not None and recipe.model.lora.publish == "adapter"
     lineage = LineageContext(
         **vars(context),
         session=session,
@@ -188,14 +198,16 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
             evaluations=evaluations,
             status=context.status,
             files=files,
+            start=start if publishes_adapter else None,
             stop=context.stop,
         ),
         evaluations=evaluations,
         model_config_sha256=model_config_sha256,
     )
-    heartbeats = Heartbeats(buffer, context.status, lineage.gauges)
-    # searchers that compute ref log-probs or the KL of an evaluation download 0-0
-    stores_start = recipe.searchers_hold_start and not versions.exists(START)
+    alive_file = os.environ.get(ALIVE_FILE_VARIABLE)
+    heartbeats = Heartbeats(buffer, context.status, lineage.gauges, Path(alive_file) if alive_file else None)
+    # searchers that compute ref log-probs or the KL of an evaluation download 0-0, and adapters are merged into it
+    stores_start = (recipe.searchers_hold_start or publishes_adapter) and not versions.exists(START)
     heartbeats.start()
     lineage.publisher.start()
     try:
@@ -241,7 +253,7 @@ def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_sta
     else:
         if stores_start:
             publisher.submit(start, announce=False)
-        else:
+        elif not publisher.keeps(start):
             start.close()
         publisher.publish(context.snapshots, session.first)
         context.learner.remember(session.first, same_as=session.parent)

@@ -289,6 +289,8 @@ def _places(target: Target) -> dict[str, Path]:
     places = {"temporary files": Path(tempfile.gettempdir())}
     if (caches := Path.home() / ".cache").is_dir():
         places["caches"] = caches
+    if target.recipe.store.cache_folder is not None:
+        places["the cache of weights"] = Path(target.recipe.store.cache_folder)
     if target.is_local:
         places["runs"] = Path(target.recipe.local.runs_dir)
     scheme, _, rest = target.recipe.store.url.partition("://")

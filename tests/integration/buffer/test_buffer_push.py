@@ -144,7 +144,7 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
     assert stats.tokens.refused == {code: 3 for code in stats.refused if code != "malformed"}
     assert (stats.tokens.generated, stats.tokens.not_counted) == (2 * 3, {"refused": 2})
     metrics = urllib.request.urlopen(client.base_url + "/metrics").read().decode()
-    assert 'tba_rollouts_total{outcome="refused",service="buffer"} 7.0' in metrics
+    assert 'tba_rollouts_total{outcome="refused"} 7.0' in metrics
     assert 'tba_buffer_refused_total{reason="malformed"} 2.0' in metrics
 
 

@@ -127,7 +127,7 @@ def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:
     for status, number in (("scored", stats.num_scored), ("pending", stats.num_pending), ("failed", stats.num_failed)):
         assert value(metrics, "tba_buffer_rollouts", status=status) == number
     for outcome, number in stats.pushed.items():
-        assert value(metrics, "tba_rollouts_total", service="buffer", outcome=outcome) == number
+        assert value(metrics, "tba_rollouts_total", outcome=outcome) == number
     for code, number in stats.refused.items():
         assert value(metrics, "tba_buffer_refused_total", reason=code) == number
     for reason, lengths in stats.evicted_by_length.items():

@@ -24,19 +24,20 @@ def made_states() -> tuple[State, State]:
 
 def test_a_small_run_fills_every_table(tmp_path: Path) -> None:
     sizes = ["--pretrain=1", "--before=0", "--distances=1", "--learning-rates=3e-6", "--rounds=1"]
-    larger = ["--parameters=1", "--fleet-parameters=1", "--searchers=4", f"--states={tmp_path}"]
+    larger = ["--parameters=1", "--fleet-parameters=1", "--searchers=2", f"--states={tmp_path}"]
     sections = ["--sections", "codec", "publish", "fleet"]
     document = weights.measure(weights.parser().parse_args([*sizes, *larger, *sections]))
     (row,) = document["codec"]["rows"]
     size = row["bytes"]
     assert 0 < size["changed_share"] < 0.2
     assert size["floor"] < size["tba"] < size["xor+zstd"] < size["index+value"] < size["full"]
-    assert document["fleet"]["full"]["bytes_per_searcher"] > size["full"]
-    assert size["tba"] < document["fleet"]["delta"]["bytes_per_searcher"] < size["full"] / 20
+    assert document["fleet"][0]["full"]["bytes_per_searcher"] > size["full"]
+    assert size["tba"] < document["fleet"][0]["delta"]["bytes_per_searcher"] < size["full"] / 20
     assert document["publish"]["delta"]["stored_bytes"] == document["publish"]["delta"]["downloaded_bytes"]
     text = weights.report(document)
     assert text.count("| 3e-06 | 1 |") == 2
-    assert "| 4 | delta |" in text
+    assert "| 2 | the store | delta |" in text
+    assert "| 2 | through a cache | delta |" in text
     assert sum("times smaller" in line for line in weights.judged(document["codec"]["rows"])) == 2
 
 

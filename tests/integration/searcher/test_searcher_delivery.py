@@ -15,8 +15,8 @@ from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
-from tba_searcher.generation.visits import Visit
-from tba_searcher.loop import IDLE_WAIT_S, ROUND_WAIT_S, num_round_visits
+from tba_searcher.generation.visits import Visit, num_round_visits
+from tba_searcher.loop import IDLE_WAIT_S, ROUND_WAIT_S
 from tba_searcher.service import Clients, Searcher
 from tba_searcher.waits import WaitRegistry
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
+from tba_trainer.checkpoints.parts import Part
 
 from tba.errors import StoreUnavailableError, TbaError
 from tba.store import FileStore
+from tests.support.stored_checkpoint import section_tensors
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
 from tests.support.waits import until
@@ -33,7 +34,7 @@ def at_upload(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None
 
         def put(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
             if "/checkpoints/" in key and path.name == "model-00001.safetensors":
-                action(key.split("/")[3])
+                action("-".join(path.parent.name.split("-")[:2]))
             put_file(self, key, path, create_only=create_only)
 
         monkeypatch.setattr(FileStore, "put_file", put)
@@ -59,18 +60,19 @@ def registrations(world: World) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.parametrize("staging", ["disk", "memory"])
 def test_steps_go_on_during_an_upload_and_the_checkpoint_holds_the_weights_of_its_own_step(
-    world: World, model: Path, at_upload: Callable[..., None]
+    world: World, model: Path, at_upload: Callable[..., None], staging: str
 ) -> None:
     """The upload of 1-3 begins when step 5 is done, so a loop that waited for it would wait for ever."""
     at_upload(lambda version: until("step 5", lambda: version != "1-3" or world.buffer.step >= 5))
     found = registrations(world)
-    world.train(recipe_of(model))
+    world.train(recipe_of(model, checkpoint_staging=staging))
     assert found[0][0] == "1-3"
     assert found[0][1] >= 5
     assert found[-1] == ("1-9", 9)  # the last one is waited for
     for version, _ in found:
-        checkpoint = load_file(world.folder / f"store/runs/demo/checkpoints/{version}/model-00001.safetensors")
+        checkpoint = section_tensors(world.store, f"runs/demo/checkpoints/{version}", "model")
         for name, tensor in world.tensors(version).items():
             assert torch.equal(tensor, checkpoint[name]), (version, name)
 
@@ -150,10 +152,14 @@ def test_an_error_that_ends_the_trainer_during_an_upload_keeps_the_checkpoint(
 def test_without_room_to_copy_it_a_checkpoint_is_uploaded_before_the_next_step(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    begin = CheckpointStore.begin_part
 
-    monkeypatch.setattr(CheckpointStore, "stage", refuse)
+    def refuse(self: CheckpointStore, *args: Any, staged: bool, **kwargs: Any) -> Part:
+        if staged:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return begin(self, *args, staged=staged, **kwargs)
+
+    monkeypatch.setattr(CheckpointStore, "begin_part", refuse)
     found = registrations(world)
     world.train(recipe_of(model))
     assert found == [("1-3", 3), ("1-6", 6), ("1-9", 9)]

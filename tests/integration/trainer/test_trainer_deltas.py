@@ -16,6 +16,7 @@ from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import publishing, sha256_of_file
 from tba.weights.digest import legacy_params_sha256, open_tensors
+from tests.support.stored_checkpoint import section_tensors
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World, failing
@@ -58,7 +59,7 @@ def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_
     gauges = world.buffer.beats[-1].gauges
     assert gauges["published_full_bytes_total"] == sum(file.size_bytes for m in manifests for file in m.full)
     assert gauges["published_delta_bytes_total"] == sum(m.delta_bytes for m in manifests)
-    trained = load_file(world.folder / "store/runs/demo/checkpoints/1-10/model-00001.safetensors")
+    trained = section_tensors(world.store, "runs/demo/checkpoints/1-10", "model")
     exported = load_file(world.folder / "store/runs/demo/export/model.safetensors")
     for name, tensor in world.tensors("1-10").items():
         assert torch.equal(tensor, trained[name].bfloat16())
@@ -107,7 +108,7 @@ def test_a_run_whose_starting_model_an_older_release_published_goes_on_with_delt
     assert world.buffer.marks == ["0-0", "0-0", "2-2", "2-4"]
     bases = [world.versions.manifest(PolicyVersion(2, step)).base for step in (2, 4)]
     assert bases == [START, PolicyVersion(2, 2)]
-    trained = load_file(world.folder / "store/runs/demo/checkpoints/2-4/model-00001.safetensors")
+    trained = section_tensors(world.store, "runs/demo/checkpoints/2-4", "model")
     assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in world.tensors("2-4").items())
 
 

@@ -26,6 +26,7 @@ from tba.errors import (
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.wire import Batch
+from tests.support.stored_checkpoint import object_keys
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe
 from tests.support.trainer_world import World, failing
@@ -173,11 +174,11 @@ def test_another_dtype_under_the_same_run_is_named_as_such(world: World, model: 
 def test_a_damaged_checkpoint_is_refused_before_a_lineage_is_taken(world: World, model: Path) -> None:
     world.stop_after(1)
     world.train(make_recipe(model))
-    key = "runs/demo/checkpoints/1-1/model-00001.safetensors"
+    [key] = object_keys(world.store, "runs/demo/checkpoints/1-1", "model")
     data = bytearray(world.store.get(key))
     data[-1] ^= 1
     world.store.put(key, bytes(data))
-    with pytest.raises(TbaError, match=f"object {key} in .* is damaged"):
+    with pytest.raises(TbaError, match=f"object {key} of checkpoint runs/demo/checkpoints/1-1 in .* is damaged"):
         world.train(make_recipe(model))
     assert world.buffer.lineage == 1
 
@@ -257,7 +258,9 @@ def test_old_checkpoints_and_versions_are_deleted(world: World, model: Path) -> 
         make_recipe(model, trainer={"num_steps": 9, "sync_interval": 1, "keep_versions": 2, "checkpoint_interval": 2})
     )
     checkpoints = {key.split("/")[3] for key in world.store.list("runs/demo/checkpoints/")}
-    assert checkpoints == {"1-8", "1-9"}
+    assert checkpoints == {"1-8", "1-9", "objects"}
+    named = {key for v in ("1-8", "1-9") for key in object_keys(world.store, f"runs/demo/checkpoints/{v}")}
+    assert set(world.store.list("runs/demo/checkpoints/objects/")) == named
     kept = [str(v) for v in world.versions.versions()]
     assert kept[0] == "0-0"
     assert kept[-2:] == ["1-8", "1-9"]

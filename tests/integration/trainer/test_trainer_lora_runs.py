@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import PeftModel
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from transformers import AutoModelForCausalLM
 
 from tba.api import OriginInfo
-from tba.errors import ConfigError
+from tba.errors import ConfigError, ObjectNotFoundError
 from tba.versions import PolicyVersion
+from tba.weights.export import RunFacts, write_adapter
+from tests.support.stored_checkpoint import section_tensors
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_team import run_alone, run_team
 from tests.support.trainer_values import make_recipe
@@ -30,10 +32,7 @@ ANCHORS: dict[str, dict[str, Any]] = {
 
 
 def files_of(world: World, version: str, section: str) -> dict[str, torch.Tensor]:
-    key = f"runs/demo/checkpoints/{version}/{section}-00001.safetensors"
-    path = world.folder / f"{section}-{version}"
-    world.store.get_file(key, path)
-    return load_file(path)
+    return section_tensors(world.store, f"runs/demo/checkpoints/{version}", section)
 
 
 @pytest.mark.parametrize("anchor", list(ANCHORS))
@@ -55,8 +54,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
     section, moments = files_of(broken, "2-6", "model"), files_of(broken, "2-6", "optimizer")
     assert all(".lora_" in name for name in (*section, *moments))
     assert len(moments) == 3 * len(section) == 3 * 2 * 2 * 7  # A and B of seven layers in two blocks
-    keys = {key.rpartition("/")[2] for key in broken.store.list("runs/demo/checkpoints/2-6/")}
-    assert ("reference-00001.safetensors" in keys) == (anchor != "fixed")
+    assert bool(files_of(broken, "2-6", "reference")) == (anchor != "fixed")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -71,7 +69,10 @@ def test_the_canary_is_that_of_the_merged_weights_as_a_plain_model_computes_them
     published = world.tensors("1-6")
     assert published.keys() == dict(exported.named_parameters()).keys()
     assert all(torch.equal(p, published[name]) for name, p in exported.named_parameters())
-    canary = world.versions.manifest(PolicyVersion(1, 6)).canary
+    manifest = world.versions.manifest(PolicyVersion(1, 6))
+    assert manifest.adapter is not None
+    assert not manifest.is_full
+    canary = manifest.canary
     prompt, response = torch.tensor(canary.prompt_tokens), torch.tensor(canary.response_tokens)
     policy = LogprobModel(exported, temperature=1.0)
     found = policy.token_logprobs(pack_sequences([prompt.int().numpy()], [response.int().numpy()], "cpu"))
@@ -87,6 +88,41 @@ def stopped(world: World, model: Path) -> None:
     world.stop_after(2)
     world.train(make_recipe(model, model={"lora": LORA}, trainer=TRAINER))
     world.buffer.before = lambda method: None
+
+
+def test_versions_of_a_run_may_be_adapters_and_merged_and_peft_reads_an_exported_adapter(
+    world: World, model: Path, tmp_path: Path
+) -> None:
+    kinds = ("adapter", "merged", "adapter")
+    recipes = [
+        make_recipe(model, model={"dtype": "bfloat16", "lora": {**LORA, "publish": kind}}, trainer=TRAINER)
+        for kind in kinds
+    ]
+    for step, recipe in zip((2, 4, 99), recipes, strict=True):
+        world.stop_after(step)
+        world.train(recipe)
+    manifests = [world.versions.manifest(version) for version in world.versions.versions()]
+    # the first version of each start has the weights of the checkpoint
+    assert [m.version for m in manifests] == ["0-0", "2-2", "2-3", "3-4", "3-6"]
+    assert [m.adapter is not None for m in manifests] == [False, False, False, True, True]
+    assert [m.is_full for m in manifests] == [True, True, True, False, False]
+    gauges = world.buffer.beats[-1].gauges
+    assert gauges["published_adapter_bytes_total"] == sum(m.adapter_bytes for m in manifests[-2:])
+    assert recipes[0].constants == recipes[1].constants
+
+    facts = RunFacts(recipe=recipes[0])
+    write_adapter(world.versions, PolicyVersion(3, 6), tmp_path / "adapter", facts)
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= {
+        path.name for path in (tmp_path / "adapter").iterdir()
+    }
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).float()
+    merged: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    published, start = world.tensors("3-6"), world.tensors("0-0")
+    for name, parameter in merged.named_parameters():
+        torch.testing.assert_close(published[name].float(), parameter, rtol=2**-8, atol=1e-7)
+        assert torch.equal(published[name], start[name]) == ("_proj" not in name)
+    with pytest.raises(ObjectNotFoundError, match="version 2-3 of run demo has no adapter: it was published as"):
+        write_adapter(world.versions, PolicyVersion(2, 3), tmp_path / "none", facts)
 
 
 @pytest.mark.parametrize("lora", [None, {**LORA, "alpha": 16}, {**LORA, "target_modules": ["q_proj"]}])

@@ -10,6 +10,7 @@ import torch
 
 from tba.config import Recipe
 from tba.errors import GuardError, ObjectNotFoundError, TbaError
+from tests.support.stored_checkpoint import object_keys
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
 
@@ -72,7 +73,7 @@ def test_kills_and_a_damaged_checkpoint_neither_lose_the_request_nor_repeat_it(w
         world.train(settings)
     assert buffer.rollback is not None
     assert buffer.parents == {1: "0-0"}
-    for key in world.store.list("runs/demo/checkpoints/1-4/model"):
+    for key in object_keys(world.store, "runs/demo/checkpoints/1-4", "model"):
         world.store.put(key, b"not what was written")
 
     def before(method: str) -> None:  # nothing but the lineage itself has been asked for

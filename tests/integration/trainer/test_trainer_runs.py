@@ -20,6 +20,7 @@ from tba.errors import ConfigError, DigestError
 from tba.store import ObjectStore
 from tba.wire import Batch
 from tba_cli.reports.ledger import active_steps, lineage_tree
+from tests.support.stored_checkpoint import object_keys
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
 
@@ -47,8 +48,8 @@ def flip(store: ObjectStore, key: str) -> None:
 
 
 DAMAGE: dict[str, Callable[[ObjectStore, str], None]] = {
-    "a bit": lambda store, key: flip(store, f"{key}/optimizer-00001.safetensors"),
-    "a file": lambda store, key: store.delete(f"{key}/model-00001.safetensors"),
+    "a bit": lambda store, key: flip(store, object_keys(store, key, "optimizer")[0]),
+    "a file": lambda store, key: store.delete(object_keys(store, key, "model")[0]),
     "the manifest": lambda store, key: store.delete(f"{key}/manifest.json"),
     "nonsense": lambda store, key: store.put(f"{key}/manifest.json", b"{}"),
 }
@@ -76,12 +77,12 @@ def test_the_next_older_checkpoint_is_resumed_from_and_the_steps_after_it_are_ab
 def test_only_checkpoints_of_the_active_lineage_are_fallen_back_to(world: World, model: Path) -> None:
     """1-3 was abandoned by lineage 2, which began at 1-2: it is not in the history of 2-3."""
     stopped_after(world, model, 3)
-    flip(world.store, f"{CHECKPOINTS}/1-3/model-00001.safetensors")
+    flip(world.store, object_keys(world.store, f"{CHECKPOINTS}/1-3", "model")[0])
     stopped_after(world, model, 4)  # the buffer still says step 3, so this one stops after its first
     assert world.buffer.parents[2] == "1-2"
     assert world.buffer.checkpoint == ("2-3", f"{CHECKPOINTS}/2-3")
-    flip(world.store, f"{CHECKPOINTS}/1-3/model-00001.safetensors")  # whole again
-    flip(world.store, f"{CHECKPOINTS}/2-3/model-00001.safetensors")
+    flip(world.store, object_keys(world.store, f"{CHECKPOINTS}/1-3", "model")[0])  # whole again
+    flip(world.store, object_keys(world.store, f"{CHECKPOINTS}/2-3", "model")[0])
     world.train(make_recipe(model, trainer={"num_steps": 6}))
     assert world.buffer.parents[3] == "1-2"
 
@@ -91,8 +92,8 @@ def test_without_a_whole_one_the_damage_of_the_registered_one_is_told_and_no_lin
 ) -> None:
     stopped_after(world, model, 2)
     for version in ("1-1", "1-2"):
-        flip(world.store, f"{CHECKPOINTS}/{version}/model-00001.safetensors")
-    with pytest.raises(DigestError, match=r"checkpoints/1-2/model.*damaged"):
+        flip(world.store, object_keys(world.store, f"{CHECKPOINTS}/{version}", "model")[0])
+    with pytest.raises(DigestError, match=r"of checkpoint runs/demo/checkpoints/1-2 .*damaged"):
         world.train(make_recipe(model, trainer={"num_steps": 6}))
     assert world.buffer.lineage == 1
 

@@ -110,6 +110,23 @@ def test_services_are_shown_with_their_reason_and_without_weights() -> None:
         assert line in status_lines(info, stats(), make_settings())
 
 
+def test_components_that_have_ended_are_counted_and_those_with_something_to_say_are_shown() -> None:
+    def component(name: str, **fields: Any) -> dict[str, Any]:
+        base = {"component_id": name, "kind": "searcher", "state": "ended", "version": "1-4", "alive": False}
+        return {**base, "heartbeat_age_s": 90.0, "gauges": {}, **fields}
+
+    components = [component(f"s{number}") for number in range(5)]
+    components += [component("s7", state="running"), component("s8", alive=True, heartbeat_age_s=1.0)]
+    components += [component("t1", kind="trainer", gauges={"alarms_entropy": 2.0})]
+    lines = status_lines(RunInfo.model_validate({**INFO, "components": components}), stats(), make_settings())
+    assert "  5 components have ended: s0, s1, s2 and 2 more" in lines
+    assert [line for line in lines if line.startswith(("  s", "  t1"))] == [
+        "  s7: running, version 1-4  SILENT for 90 s",
+        "  s8: ended, version 1-4",
+        "  t1: ended, version 1-4  SILENT for 90 s",
+    ]
+
+
 def test_a_rehearsal_is_labelled_and_one_that_says_nothing_says_so() -> None:
     paced = {"component_id": "s1", "kind": "searcher", "state": "running", "version": "1-4", "alive": True}
     for late_s, says in ((1.0, ""), (10.0, "; it says nothing: lower searcher.pace_tokens_per_s")):

@@ -12,6 +12,7 @@ from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
 from tba.store import FileStore
 from tba.wire import Canary, Manifest, StoredObject, encode_manifest
+from tba.wire.checkpoint_manifest import CheckpointManifest, CheckpointObject
 from tba.wire.snapshot_manifest import (
     SavedLineage,
     SavedPublication,
@@ -56,8 +57,14 @@ class Place:
         changes = self.put("runs/old/weights/1-4/delta-00001-abc.safetensors", b"changes!")
         delta = DeltaObject(name=changes.name, key=changes.key, size_bytes=changes.size_bytes, digest="ab" * 16)
         self.put_manifest("1-4", delta=Delta(base="0-0", num_to_full=1, objects=[delta]))
-        for name in ("model.safetensors", "state.json", "manifest.json"):
-            self.old.put(f"runs/old/checkpoints/1-4/{name}", name.encode())
+        own, other = (
+            CheckpointObject(section="model", lineage=1, digest=digit * 32, size_bytes=8, slices={}) for digit in "ab"
+        )
+        checkpoint = CheckpointManifest(run="old", version="1-4", state_sha256="0" * 64, objects=[own])
+        self.old.put("runs/old/checkpoints/1-4/state.json", b"state")
+        self.old.put("runs/old/checkpoints/1-4/manifest.json", checkpoint.model_dump_json().encode())
+        for each in (own, other):
+            self.old.put(f"runs/old/checkpoints/objects/{each.name}", b"content!")
         self.old.put("runs/old/checkpoints/1-8/manifest.json", b"{}")
         snapshot = SnapshotManifest(
             run="old",
@@ -138,6 +145,8 @@ def test_a_fork_takes_the_version_and_its_checkpoint_along(place: Place) -> None
     assert keys.index("runs/old/weights/0-0/manifest.json") < keys.index("runs/old/weights/1-4/manifest.json")
     assert "runs/old/files/abc/config.json" in place.new.list("runs/old/files/")
     assert not place.new.list("runs/old/checkpoints/1-8/")
+    objects = place.new.list("runs/old/checkpoints/objects/")
+    assert objects == [f"runs/old/checkpoints/objects/1-{'a' * 32}.safetensors"], "what other checkpoints name stays"
 
 
 def test_what_the_store_of_the_run_holds_already_is_not_copied(place: Place) -> None:

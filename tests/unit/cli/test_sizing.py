@@ -163,7 +163,8 @@ def test_weights_gradients_and_moments_take_what_is_estimated(model: Path) -> No
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in policy.parameters())
     optimizer.apply(learning_rate=1e-4)
     held = sum(p.numel() * p.element_size() for p in policy.parameters())
-    moments = sum(t.numel() * t.element_size() for name, t in optimizer.state_tensors() if not name.startswith("step."))
+    state = optimizer.state_tensors()
+    moments = sum(t.numel() * t.element_size() for name, t in state.items() if not name.startswith("step."))
     shape = shape_of_folder(model)
     found = estimate(recipe_of(), shape, LOAD)
     assert found.checkpoint_bytes == held + moments
@@ -182,7 +183,10 @@ def test_processes_share_state_and_lora_has_little_of_it() -> None:
     lora = estimate(recipe_of("model.lora.rank=16"), SHAPES["7b"], LOAD)
     assert shared < whole / 3
     assert lora.trainer_gpu_bytes < whole / 2
-    assert lora.version_bytes == 2 * SHAPES["7b"].num_params  # merged
+    merged = estimate(recipe_of("model.lora.rank=16", 'model.lora.publish="merged"'), SHAPES["7b"], LOAD)
+    assert merged.version_bytes == 2 * SHAPES["7b"].num_params
+    assert lora.version_bytes < merged.version_bytes / 40
+    assert lora.store_bytes - lora.version_bytes > merged.version_bytes  # the starting model is whole
 
 
 def test_ref_log_probs_of_searchers_move_a_copy_from_the_trainer_to_each_of_them() -> None:

@@ -149,6 +149,22 @@ def test_each_has_shared_memory_and_keeps_what_it_compiled_or_fetched():
         assert all("/scratch/.cache" in line for line in made)
 
 
+def test_searchers_alone_share_a_cache_of_weights():
+    for name in OURS:
+        environ = environment(GPU["services"][name])
+        store = load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).store
+        sources = [
+            v.partition(":")[0] for v in GPU["services"][name]["volumes"] if v.endswith(f":{store.cache_folder}")
+        ]
+        assert (sources, store.cache_folder) == (
+            (["weight-cache"], "/weight-cache") if name in SEARCHERS else ([], None)
+        )
+    lines = (ROOT / "services/searcher/Dockerfile").read_text().splitlines()
+    made = [line for line in lines if "install -d -o 65532" in line]
+    assert made
+    assert all(line.endswith(" /weight-cache") for line in made)  # a volume takes the owner that the folder has
+
+
 def test_a_rehearsal_is_the_same_file_with_the_simulated_engine():
     """TBA_SEARCHER__ENGINE=simulated docker compose up: a name without a value comes from the shell."""
     for name in OURS:

@@ -224,17 +224,19 @@ def named_tensors(folder: Path, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("damage", ["none", "params_sha256", "canary"])
+@pytest.mark.parametrize("damage", ["none", "params_sha256", "canary", "canary that allows everything"])
 def test_a_version_that_fails_a_check_is_given_up_and_the_old_weights_are_back(folders, tmp_path, damage):
     versions = WeightVersions(FileStore(tmp_path / "store"), "run")
     publish_version(versions, folders["llama", True, 0], START)
-    publish_version(
-        versions, folders["llama", True, 1], V1, parent=START, canary_shift=0.01 if damage == "canary" else 0.0
-    )
+    shift = {"canary": 0.01, "canary that allows everything": 3.0}.get(damage, 0.0)
+    publish_version(versions, folders["llama", True, 1], V1, parent=START, canary_shift=shift)
     loader = WeightLoader(versions, tmp_path / "pulled")
     old, new = loader.download_model(START)[0], loader.download(V1)
     if damage == "params_sha256":
         new = LocalVersion(V1, new.paths, new.manifest.model_copy(update={"params_sha256": "0" * 64}))
+    if damage == "canary that allows everything":
+        canary = new.manifest.canary.model_copy(update={"tolerance": 1e9})
+        new = LocalVersion(V1, new.paths, new.manifest.model_copy(update={"canary": canary}))
     engine = make_engine(tmp_path / "pulled" / "model-0-0")
     check_loaded(engine, old.manifest)
     error = swap_weights(engine, new, old)

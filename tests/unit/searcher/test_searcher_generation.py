@@ -24,8 +24,7 @@ from tba_searcher.generation.evaluation_results import (
     mean_cosine_distance,
 )
 from tba_searcher.generation.status import SearcherStatus
-from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue
-from tba_searcher.loop import num_round_visits
+from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue, num_round_visits
 from tba_searcher.waits import WaitRegistry, retry_until, sleep_until
 from transformers import AutoTokenizer, BertModel
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -328,12 +329,15 @@ class Versions:
         self.held: list[tuple[PolicyVersion, ...]] = []
         self.meanwhile: Callable[[], object] = lambda: None
 
-    def download_tensors(self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion]) -> LocalVersion:
+    def download_tensors(
+        self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion], keeps_base: bool
+    ) -> LocalVersion:
+        assert keeps_base
         self.held.append(tuple(local.version for local in held))
         self.meanwhile()
         assert all(path.exists() for local in held for path in local.paths), "a base is gone while it is used"
         folder.mkdir(parents=True, exist_ok=True)
-        path, manifest = folder / "model.safetensors", cast(Any, None)
+        path, manifest = folder / "model.safetensors", cast(Any, SimpleNamespace(adapter=None))
         path.write_bytes(b"weights")
         return LocalVersion(version, (path,), manifest)
 
@@ -353,6 +357,34 @@ def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_nothing_
     loader.accept(third)
     loader.download(third)
     assert versions.held == [(), (first,), (), (second, third)]
+
+
+def test_one_starting_model_is_kept_for_adapters_and_one_that_does_not_fit_is_replaced(tmp_path: Path) -> None:
+    loader = WeightLoader(cast(Any, None), tmp_path)
+
+    def version_of(step: int, *, num_failed_routes: int = 0) -> tuple[LocalVersion, Path]:
+        paths = [tmp_path / f"{name}-{step}" for name in ("base", "model")]
+        for path in paths:
+            path.write_bytes(b"weights")
+        base = LocalVersion(START, (paths[0],), cast(Any, SimpleNamespace(adapter=None)))
+        manifest = cast(Any, SimpleNamespace(adapter=SimpleNamespace(base="0-0")))
+        made = LocalVersion(
+            PolicyVersion(1, step), (paths[1],), manifest, base=base, num_failed_routes=num_failed_routes
+        )
+        return made, paths[0]
+
+    (first, kept), (second, superfluous) = version_of(1), version_of(2)
+    loader.add(first)
+    loader.add(second)  # a version that was refused is made anew, without what is here
+    assert (kept.exists(), superfluous.exists()) == (True, False)
+    third, fitting = version_of(3, num_failed_routes=1)
+    loader.add(third)
+    assert (kept.exists(), fitting.exists(), loader.get(START)) == (False, True, third.base)
+    loader.add(third)  # the same file again
+    loader.keep_only({third.version})
+    assert fitting.exists()
+    loader.keep_only({None})
+    assert not fitting.exists()
 
 
 @pytest.mark.parametrize("kind", [BadRequestError, BusyError, ConflictError, UnauthorizedError])

@@ -72,7 +72,8 @@ def test_file_then_environment_then_set(recipe_path: Path) -> None:
     environ = {"TBA_BUFFER__PORT": "2222", "TBA_RUN__NAME": "from-env", "TBA_HOME": "/ignored", "OTHER__X": "1"}
     assert load_recipe(recipe_path, environ=environ).buffer.port == 2222
     recipe = load_recipe(recipe_path, environ=environ, sets=["buffer.port=3333"])
-    assert (recipe.buffer.port, recipe.run.name) == (3333, "from-env")
+    assert (recipe.buffer.port, recipe.run.name, recipe.log_format) == (3333, "from-env", "auto")
+    assert load_recipe(recipe_path, environ={"TBA_LOG_FORMAT": "console"}).log_format == "console"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,13 @@ def load_recipe_of(text: str) -> Recipe:
             r"a learning rate is at most 1000, and this one reaches 1001",
         ),
         ({**MINIMAL, "objective": {"beta": 1e7}}, r"a KL coefficient is at most 1e\+06, and this one reaches 1e\+07"),
+        (
+            {
+                **MINIMAL,
+                "searcher": {"engine": "openai", "openai": {"url": "http://localhost:1"}, "kv_at_update": "keep"},
+            },
+            r"needs an engine that says which weights made each token .* set kv_at_update to \"recompute\"",
+        ),
         ({**MINIMAL, "searcher": {"sampling_temperature": 101}}, r"a temperature is from 0\.01 to 100 .* reaches 101"),
         (
             {**MINIMAL, "searcher": {"sampling_temperature": {"value": 1.0, "warmup_steps": 1000}}},

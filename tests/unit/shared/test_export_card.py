@@ -64,6 +64,10 @@ def test_the_card_names_the_version_its_results_the_best_one_and_the_recipe() ->
     assert "trained: all weights; seed 3" in text
     adapted = make_facts(make_recipe("models/tiny", model={"lora": {"rank": 4}}))
     assert "a LoRA adapter of rank 4, merged into the weights" in render_card(make_manifest(), adapted)
+    adapted = make_facts(make_recipe("models/tiny", model={"lora": {"rank": 24}}))
+    text = render_card(make_manifest(), adapted, is_adapter=True)
+    assert "a LoRA adapter of rank 24; seed 3" in text
+    assert "--enable-lora --max-lora-rank 32 --lora-modules adapter=.`" in text
 
 
 def test_without_evaluations_the_card_says_so_and_invents_no_number() -> None:

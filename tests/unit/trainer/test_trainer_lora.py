@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import copy
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.learner.reference import AdapterWeights
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import PackedSequences, pack_sequences
-from tba_trainer.model.parameters import has_adapter, plain_parameters, published_tensors, trainable
+from tba_trainer.model.parameters import has_adapter, is_adapted, plain_parameters, published_tensors, trainable
 from tba_trainer.model.policy import add_adapter, disable_dropout, frozen_copy
 
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
+from tba.versions import START, PolicyVersion
+from tba.weights.adapter import merged_blocks, read_adapter
+from tba.weights.digest import open_tensors
+from tba.wire.weight_manifest import Adapter, DeltaObject
 from tests.support.model_families import PACKED, VOCAB_SIZE, make_family_model
+from tests.support.trainer_values import make_recipe
 
 FAMILIES = [*(name for name in PACKED if " " not in name), "olmo2"]
 SECTION = LoraSection(rank=4, alpha=12)
@@ -135,6 +142,36 @@ def test_published_tensors_are_rounded_once() -> None:
     assert all(torch.equal(rounded[name], tensor.bfloat16()) for name, tensor in whole.items())
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16"), ("qwen2", "float16")])
+def test_whoever_merges_a_published_adapter_has_the_bits_that_the_canary_was_computed_with(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    model = adapted(name)
+    recipe = make_recipe(tmp_path, model={"dtype": dtype, "lora": {"rank": SECTION.rank, "alpha": SECTION.alpha}})
+    writer = WeightSnapshotWriter(model, recipe, folder=tmp_path)
+    first = WeightSnapshotWriter(make_family_model(name), recipe, folder=tmp_path).take(START, None)
+    first.write()
+    start = open_tensors(first.paths)
+    taken = writer.take(PolicyVersion(1, 1), START)
+    assert taken.adapter is not None
+    stored = DeltaObject(name="a", key="a", size_bytes=8, digest="0" * 32)
+    file = taken.adapter
+    adapter = Adapter(base="0-0", rank=file.rank, alpha=file.alpha, fan_in_fan_out=file.fan_in_fan_out, stored=stored)
+    layers = read_adapter(adapter, file.path, start)
+    published = dict(published_tensors(model))
+    assert {f"{layer}.weight" for layer, module in model.named_modules() if is_adapted(module)} == layers.keys()
+    for parameter_name, parameter in writer._published.named_parameters():
+        raw = start[parameter_name]
+        if parameter_name in layers:
+            merged = np.concatenate(list(merged_blocks(raw, layers[parameter_name])))
+        else:
+            merged = raw[2]
+        assert torch.equal(parameter.reshape(-1).view(torch.uint8), torch.from_numpy(merged.copy()))
+        # peft adds in float32, and rounds the sum once: the published base has been rounded before
+        tolerance = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
+        torch.testing.assert_close(parameter.float(), published[parameter_name], rtol=tolerance, atol=tolerance)
+
+
 def test_a_reset_makes_the_adapter_as_it_is_now_the_reference() -> None:
     model = adapted("llama")
     policy = LogprobModel(model, temperature=0.7)
@@ -175,12 +212,12 @@ def test_the_moving_average_begins_at_the_starting_model_and_goes_towards_theta(
     reference = AdapterWeights(model, policy)
     first = {name: parameter.detach().clone() for name, parameter in trainable(model).items()}
     reference.blend_with_theta(0.75)
-    found = dict(reference.tensors())
+    found = {name: tensor.clone() for name, tensor in reference.tensors().items()}
     for name, tensor in first.items():
         torch.testing.assert_close(found[name], 0.25 * tensor if ".lora_B." in name else tensor)
     train(model)
     reference.blend_with_theta(0.5)
-    for name, tensor in reference.tensors():
+    for name, tensor in reference.tensors().items():
         torch.testing.assert_close(tensor, 0.5 * found[name] + 0.5 * trainable(model)[name].detach())
 
 

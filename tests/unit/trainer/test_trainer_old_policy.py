@@ -14,6 +14,7 @@ from tba_trainer.learner.log_z import RunningLogZ
 from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.slices import Layout, TensorSlice, written_slices
 
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Rollout, VersionSpan
@@ -92,7 +93,7 @@ def test_another_name_of_the_same_weights_is_no_second_copy(folder: Path) -> Non
     found = old.logprobs(rollouts)
     assert old.num_missing_tokens == 0
     again = old_policy_of(make_learner(folder), max_versions=2)
-    again.load(dict(old.tensors()), old.cache_tensors())
+    again.load(dict(written_slices(old.tensors(), Layout())), old.cache_tensors())
     more = [make_rollout(rng, version=version) for version in versions]
     for mine, theirs in zip(again.logprobs(more), old.logprobs(more), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -125,9 +126,9 @@ def test_a_checkpoint_keeps_the_weights_of_published_versions_and_their_log_prob
     learner.remember(FIRST)
     batch = make_batch(0)
     expected = gradient(learner, batch)
-    kept: dict[str, dict[str, torch.Tensor]] = {}
-    for section, name, tensor in learner.capture():
-        kept.setdefault(section, {})[name] = tensor
+    kept: dict[str, dict[str, TensorSlice]] = {}
+    for section, name, rows in learner.capture():
+        kept.setdefault(section, {})[name] = rows
     assert {OLD_POLICY, OLD_LOGPROBS} <= kept.keys()
     assert {name.partition("/")[0] for name in kept[OLD_POLICY]} == {str(START), str(FIRST)}
     resumed = make_learner(folder, **sections)

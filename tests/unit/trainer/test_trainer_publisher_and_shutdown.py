@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,20 +10,25 @@ import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
+from tba_trainer.loop import status as status_module
 from tba_trainer.loop.batches import Prefetcher
-from tba_trainer.loop.publisher import Evaluations
+from tba_trainer.loop.publisher import Evaluations, Publisher
 from tba_trainer.loop.shutdown import stop_on_signals
-from tba_trainer.loop.status import Status
+from tba_trainer.loop.status import HUNG_AFTER_S, Heartbeats, Status
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import load_policy, side_files
 from transformers import AutoModelForCausalLM
 
+from tba.clients import BufferClient
 from tba.config.evaluation import EvalSection
 from tba.errors import RunOverError
 from tba.versions import START, PolicyVersion
@@ -57,15 +63,51 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
     assert torch.allclose(found, trained, atol=1e-6) == (dtype == "float32")
 
 
-def test_a_snapshot_does_not_follow_later_updates(tmp_path: Path) -> None:
-    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
+def test_a_snapshot_does_not_follow_later_updates_and_is_whole_after_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32), store={"shard_bytes": 20_000})
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    before = {name: parameter.detach().clone() for name, parameter in theta.named_parameters()}
     taken = WeightSnapshotWriter(theta, recipe, folder=tmp_path).take(START, None)
-    before = {name: tensor.clone() for name, tensor in taken.tensors.items()}
     with torch.no_grad():
         for parameter in theta.parameters():
             parameter.zero_()
+    save, num_saved = weight_files.save_file, 0
+
+    def save_one(*args: Any) -> None:
+        nonlocal num_saved
+        num_saved += 1
+        if num_saved == 2:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        save(*args)
+
+    monkeypatch.setattr(weight_files, "save_file", save_one)
+    with pytest.raises(OSError, match="no space"):
+        taken.write()
+    taken.write()
+    assert num_saved > 4
+    assert not taken.held
+    assert taken.tensors.keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in taken.tensors.items())
+
+
+def test_no_more_than_one_snapshot_is_in_memory_and_a_closed_publisher_holds_none_for_later(tmp_path: Path) -> None:
+    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32), trainer={"max_unpublished_versions": 3})
+    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    snapshots = WeightSnapshotWriter(theta, recipe, folder=tmp_path / "snapshots")
+    (tmp_path / "snapshots").mkdir()
+    others: Any = dict.fromkeys(("buffer", "versions", "deltas", "checkpoints", "evaluations", "status", "start"))
+    session: Any = SimpleNamespace(token="t", parent=START)
+    # its thread is not started: as while a transfer takes for ever
+    publisher = Publisher(section=recipe.trainer, session=session, files={}, stop=threading.Event(), **others)
+    for step in (1, 2, 3):
+        publisher.publish(snapshots, PolicyVersion(1, step))
+    folders = sorted((tmp_path / "snapshots").iterdir())
+    assert [any(folder.iterdir()) for folder in folders] == [True, True, False]
+    publisher.close()
+    assert [folder.exists() for folder in folders] == [True, False, False]
+    assert publisher.gauges()["num_unpublished_versions"] == 1
 
 
 def test_only_config_and_tokenizer_files_are_published(tmp_path: Path) -> None:
@@ -174,6 +216,37 @@ def test_a_signal_sets_the_event_and_the_old_handler_comes_back(number: signal.S
 
 
 # ---- The waits in a heartbeat of the trainer ------------------------------------------------------------------------
+
+
+def test_a_trainer_shows_that_it_is_alive_until_its_loop_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the liveness probe of the chart looks at; a stopped process touches nothing either."""
+    monkeypatch.setattr(status_module, "HEARTBEAT_INTERVAL_S", 0.02)
+    now_s = 0.0
+    status = Status(trainer_id="trainer-1", run="demo", now=lambda: now_s)
+    alive, buffer = tmp_path / "alive", RecordedBuffer()
+    heartbeats = Heartbeats(cast(BufferClient, buffer), status, dict, alive)
+
+    def is_touched() -> bool:
+        os.utime(alive, (0, 0))
+        num = len(buffer.beats)
+        until("beats", lambda: len(buffer.beats) >= num + 2)
+        return alive.stat().st_mtime > 0
+
+    heartbeats.start()
+    until("the first beat", alive.exists)
+    status.set_step(PolicyVersion(1, 1), {})
+    now_s += HUNG_AFTER_S
+    assert is_touched()
+    now_s += 1
+    assert not is_touched(), "a step lasts forever"
+    with status.named_wait("rollouts", 100.0):
+        now_s += 100 + HUNG_AFTER_S
+        assert is_touched()
+        now_s += 1
+        assert not is_touched(), "a wait goes on beyond its deadline"
+    assert is_touched(), "it has ended after all"
+    heartbeats.close()
+    assert not alive.exists(), "the next lineage of this process takes its time to start"
 
 
 def test_heartbeats_say_how_long_the_trainer_has_waited_by_name_the_open_wait_too() -> None:

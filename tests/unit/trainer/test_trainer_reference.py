@@ -115,7 +115,7 @@ def test_the_reference_changes_on_schedule(folder: Path, objective: dict[str, An
 def test_a_moving_average_is_one_of_the_weights_and_empties_the_cache(folder: Path) -> None:
     objective = {"preset": "tb", "anchor": "ema", "ema_decay": 0.75, "ema_every_steps": 2}
     learner, batch = make_learner(folder, objective=objective), make_batch(0)
-    start = {name: tensor.clone() for name, tensor in learner.reference.tensors()}
+    start = {name: tensor.clone() for name, tensor in learner.reference.tensors().items()}
     learner.reference.logprobs(batch.rollouts)
     move(learner)
     learner.reference.after_step(PolicyVersion(1, 1))
@@ -124,7 +124,7 @@ def test_a_moving_average_is_one_of_the_weights_and_empties_the_cache(folder: Pa
     assert learner.reference.version == PolicyVersion(1, 2)
     assert len(learner.reference.cache_tensors()["ref_logprobs"]) == 0
     theta = dict(learner.model.named_parameters())
-    for name, tensor in learner.reference.tensors():
+    for name, tensor in learner.reference.tensors().items():
         torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * theta[name].detach())
     learner.reference.logprobs(batch.rollouts)
     assert learner.reference.num_computed == 24

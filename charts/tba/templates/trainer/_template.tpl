@@ -24,6 +24,12 @@ spec:
       {{- if gt $nodes 1 }}
       ports:
         - {name: rendezvous, containerPort: {{ .Values.trainer.rendezvousPort }}, protocol: TCP}
+      {{- else }}
+      # the file is not there before the trainer has its model; what it waits for until then has deadlines of its own.
+      # The other nodes of a larger trainer end by `trainer.collective_timeout_s` when one hangs
+      {{- $command := list "sh" "-c" "! test -e /tmp/alive || test -n \"$(find /tmp/alive -mmin -5)\"" }}
+      {{- $probe := dict "exec" (dict "command" $command) "periodSeconds" 60 "timeoutSeconds" 30 "failureThreshold" 3 }}
+      livenessProbe: {{- toYaml (mergeOverwrite $probe .Values.trainer.livenessProbe) | nindent 8 }}
       {{- end }}
       resources: {{- include "tba.resources" .Values.trainer | nindent 8 }}
       volumeMounts: {{- include "tba.volumeMounts" (merge (dict "modelsReadOnly" true) $of) | nindent 8 }}

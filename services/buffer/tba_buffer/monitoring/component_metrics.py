@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from tba.api import ComponentInfo, WaitInfo
+from tba.api import ENDED, ComponentInfo, WaitInfo
 from tba.wire import STARTED_AT_S, WAITED_S
-from tba_buffer.run.components import ENDED
 
 KINDS: tuple[str, ...] = ("searcher", "trainer", "buffer", "reward")
 """Kinds that are shown even when there is no such component."""

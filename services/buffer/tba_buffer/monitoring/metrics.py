@@ -146,10 +146,10 @@ class Metrics(Collector):
 
 def _counter_families(counters: Counters) -> Iterator[Metric]:
     totals = counters.totals
-    pushed = CounterMetricFamily("tba_rollouts", "Rollouts pushed, by outcome", labels=["service", "outcome"])
+    pushed = CounterMetricFamily("tba_rollouts", "Rollouts pushed, by outcome", labels=["outcome"])
     # outcomes that never occurred are shown as 0, since a rate needs a first value
     for outcome in PUSH_OUTCOMES:
-        pushed.add_metric(["buffer", outcome], totals.get(f"pushed:{outcome}", 0))
+        pushed.add_metric([outcome], totals.get(f"pushed:{outcome}", 0))
     yield pushed
     yield _by(
         "tba_buffer_refused", "Pushed rollouts that were not stored, by reason", "reason", counters.group("refused")

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tba.api import ComponentInfo, Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
+from tba.api import ENDED, ComponentInfo, Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
 from tba.config.trainer import REMEDIES
-from tba_buffer.run.components import ENDED
 
 CURVE_NAMES = ("reward_mean", "ess", "tied_group_share", "wait_s", "step_s")
 """The metrics that the sentences read."""

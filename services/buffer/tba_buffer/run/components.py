@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tba.api import ComponentInfo, ComponentWait, RunState, WaitInfo
+from tba.api import ENDED, ComponentInfo, ComponentWait, RunState, WaitInfo
 from tba.errors import BusyError, ConflictError, ForbiddenError, TbaError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat
 from tba_buffer.run.component_times import ComponentTimes
@@ -33,8 +33,6 @@ ABSENT_AFTER_S = 60.0
 OVER: tuple[RunState, ...] = ("done", "failed")
 _LOOK = "look at the trainer's log, on Kubernetes at its Job and pods"
 FORGET_AFTER_S = 3600.0
-ENDED = frozenset({"ended", "done", "stopped"})
-"""Last states of components that ended cleanly. One that disappears in another state counts as silent."""
 MAX_OTHERS = 64
 """Most trainers, and most components of any other kind but searchers, that are remembered."""
 REFUSALS = {"busy": "too-many", "conflict": "wrong-run", "forbidden": "wrong-kind"}

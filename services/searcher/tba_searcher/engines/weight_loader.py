@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +98,11 @@ class WeightLoader:
         """
         return self._versions.latest(etag)
 
+    @property
+    def read_through_counts(self) -> Mapping[str, int]:
+        """What the read-through cache of the store gave, and how often it failed (`WeightVersions`)."""
+        return self._versions.read_through_counts
+
     def download_model(self, version: PolicyVersion) -> tuple[LocalVersion, Path]:
         """Download tensors, config and tokenizer; return the version and the folder of its files.
 
@@ -106,7 +111,7 @@ class WeightLoader:
         """
         # a folder of its own: an engine may still read the files of the version before
         folder = self._folder / f"model-{version}"
-        return self._versions.download_model(version, folder), folder
+        return self._versions.download_model(version, folder, keeps_base=True), folder
 
     def download(self, version: PolicyVersion) -> LocalVersion:
         """Download the tensors of a version, by deltas to a version that is kept where that is cheaper.
@@ -118,21 +123,35 @@ class WeightLoader:
         """
         with self._lend() as kept:
             held = () if version in self._refusals else kept
-            return self._versions.download_tensors(version, self._folder / f"tensors-{version}", held=held)
+            folder = self._folder / f"tensors-{version}"
+            return self._versions.download_tensors(version, folder, held=held, keeps_base=True)
 
     def add(self, weights: LocalVersion) -> None:
-        """Keep a version that has been downloaded."""
+        """Keep a version that has been downloaded, with the starting model that its adapter was merged into."""
         with self._lock:
             self._weights[weights.version] = weights
+            if (base := weights.base) is not None:
+                # a second one comes where the one that is kept did not fit (damaged), or was not asked (a refusal)
+                kept = self._weights.get(base.version, base)
+                new, old = (base, kept) if weights.num_failed_routes else (kept, base)
+                self._weights[base.version] = new
+                if new.paths != old.paths:
+                    self._unneeded.append(old)
+        self._delete_unneeded()
 
     def get(self, version: PolicyVersion | None) -> LocalVersion | None:
         """Return the version, if it is here and not refused."""
         return None if version is None or version in self.refused else self._weights.get(version)
 
     def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
-        """Delete the tensors of all other versions; files that a download uses go when it ends."""
+        """Delete the tensors of all other versions; files that a download uses go when it ends.
+
+        The starting model stays while a version that is kept is an adapter: the next one is merged into it as well.
+        """
         # a version of a large model has many gigabytes, and a new one comes every few minutes
-        for version in set(self._weights) - set(versions):
+        adapters = [self._weights[version].manifest.adapter for version in self._weights if version in versions]
+        bases = {PolicyVersion.parse(each.base) for each in adapters if each is not None}
+        for version in set(self._weights) - set(versions) - bases:
             self._delete(version)
 
     @contextmanager

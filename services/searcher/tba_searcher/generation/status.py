@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from tba.errors import ServiceError, UnavailableError
 from tba.logs import get_logger
@@ -27,9 +28,14 @@ COUNTERS = (
     "weight_loads",
     "weight_downloads_full",
     "weight_downloads_delta",
+    "weight_downloads_adapter",
     "weight_downloads_cache",
     "weight_download_bytes",
     "weight_routes_failed",
+    "weight_read_through_bytes",
+    "weight_read_through_missing",
+    "weight_read_through_unavailable",
+    "weight_read_through_damaged",
     "refused_versions",
     "refused_prompts",
     "leases_returned",
@@ -102,8 +108,13 @@ class SearcherStatus:
             gauges=gauges,
         )
 
-    def count_download(self, weights: LocalVersion) -> None:
-        """Count a version whose files have come, by its route."""
+    def count_download(self, weights: LocalVersion, read_through: Mapping[str, int]) -> None:
+        """Count a version whose files have come, by its route.
+
+        Args:
+            read_through: what the read-through cache of the store gave and how often it failed, since the start.
+        """
+        self.counts |= {f"weight_read_through_{name}": count for name, count in read_through.items()}
         self.counts[f"weight_downloads_{weights.route}"] += 1
         self.counts["weight_download_bytes"] += weights.downloaded_bytes
         self.counts["weight_routes_failed"] += weights.num_failed_routes

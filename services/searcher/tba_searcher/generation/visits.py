@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from tba.api import MAX_LEASE_IDS, Lease, LeaseRenewal, LeaseReturn
 from tba.clients import BufferClient
 from tba.concurrency import in_thread
+from tba.config import Recipe
 from tba.config.searcher import SearcherSection, TaskSampling, TemperatureMix
 from tba.errors import ServiceError
 from tba.logs import get_logger
@@ -263,6 +265,16 @@ class LeaseManager:
             else:
                 self._status.counts["leases_returned"] += len(body.lease_ids)
         return unreturned
+
+
+def num_round_visits(recipe: Recipe) -> int:
+    """Return the visits of one round of slots, or, if that is less, those that a batch makes room for."""
+    sampling, num_rollouts = recipe.sampling, recipe.searcher.num_slots
+    if sampling.samples_per_insert is not None:
+        num_drawn = sampling.prompts_per_batch * sampling.group_size
+        num_rollouts = min(num_rollouts, math.ceil(num_drawn / sampling.samples_per_insert))
+    # rounded down: a draw makes room for so many at least
+    return max(num_rollouts // sampling.rollouts_per_visit, 1)
 
 
 def _chunks(lease_ids: Sequence[str]) -> Iterator[list[str]]:

@@ -1,16 +1,18 @@
 """Checkpoints in the object store: everything that a resume needs to continue bit for bit.
 
-    runs/<run>/checkpoints/<lineage>-<step>/
-        model-00001.safetensors         the trained parameters, whole tensors in float32; more files as needed
-        optimizer-00001.safetensors     AdamW moments
-        reference-00001.safetensors     only if the reference is no longer the starting model
-        ref_logprobs-00001.safetensors  the reference's cache
-        state.json                      step, counters, random numbers, reference version, guards, config digest
-        manifest.json                   size and sha256 of every file above; written last
+    runs/<run>/checkpoints/
+        <lineage>-<step>/state.json     step, counters, random numbers, reference version, guards, config digest
+        <lineage>-<step>/manifest.json  which rows of which tensor lie in which object; written last
+        objects/<lineage>-<digest>.safetensors
+            model          the trained parameters in float32
+            optimizer      AdamW moments
+            reference      only if the reference is no longer the starting model
+            ref_logprobs   the reference's cache
 
-Until the manifest exists, the checkpoint does not. Tensors are whole, however many processes trained them: a resume may
-have another number. The buffer registers the checkpoint that a resume starts from; where it is damaged, a resume starts
-from an older one.
+Until the manifest exists, the checkpoint does not. Every process of the trainer writes the rows that it holds
+(parts.py), and a resume may have another number of processes: each reads the rows that it will hold. Checkpoints share
+the objects that they have in common; an object goes with the last checkpoint that names it. The buffer registers the
+checkpoint that a resume starts from; where it is damaged, a resume starts from an older one (choice.py).
 """
 
 from __future__ import annotations
@@ -18,61 +20,46 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
+from pydantic import ValidationError
 
-from tba.api import RunInfo
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError
 from tba.logs import get_logger
 from tba.store import ObjectStore
-from tba.versions import LineageTree, PolicyVersion
+from tba.versions import PolicyVersion
 from tba.weights import checkpoint_prefix, complete_versions, delete_incomplete, sha256_of_file
-from tba.wire import StoredObject
-from tba_trainer.checkpoints.weight_files import SUFFIX, TensorFiles, write_tensor_files
-from tba_trainer.learner.learner import MODEL, TrainerState
+from tba.weights.digest import tensor_header
+from tba.wire.checkpoint_manifest import (
+    CheckpointManifest,
+    CheckpointObject,
+    OldCheckpointManifest,
+    Slice,
+    decode_checkpoint_manifest,
+    object_key,
+    object_name,
+)
+from tba.wire.weight_manifest import sha256_hex
+from tba_trainer.checkpoints.parts import Part, PartStaging, Rows, SliceFiles, fetch_objects
+from tba_trainer.checkpoints.weight_files import SUFFIX
+from tba_trainer.learner.learner import MODEL, SHARDED_SECTIONS, TrainerState
+from tba_trainer.model.slices import Layout
 
 MANIFEST, STATE = "manifest.json", "state.json"
+AnyManifest = CheckpointManifest | OldCheckpointManifest
 log = get_logger("checkpoint")
-
-
-class CheckpointManifest(BaseModel):
-    """manifest.json."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    schema_version: Literal[1] = 1
-    run: str
-    version: str
-    objects: list[StoredObject]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """A checkpoint on this machine, verified."""
+    """The rows of a checkpoint that this process holds, on this machine, verified."""
 
     state: TrainerState
-    sections: Mapping[str, TensorFiles]
-    """Tensors by section and name."""
-    folder: Path
-
-    def close(self) -> None:
-        """Delete the files."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StagedCheckpoint:
-    """The files of a checkpoint on the local disk, not yet in the store."""
-
-    version: PolicyVersion
-    paths: tuple[Path, ...]
+    sections: Mapping[str, SliceFiles]
+    """Rows by section and name."""
     folder: Path
 
     def close(self) -> None:
@@ -81,114 +68,147 @@ class StagedCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in one store.
+    """The checkpoints of one run in one store, as one process of the trainer writes and reads them.
 
     Args:
         folder: for files on their way to and from the store.
         max_bytes: of tensors in one file.
+        layout: which rows this process holds; None: all.
+        in_memory: stage in memory and not in `folder` what is uploaded beside training.
     """
 
-    def __init__(self, store: ObjectStore, run: str, *, folder: Path, max_bytes: int) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        run: str,
+        *,
+        folder: Path,
+        max_bytes: int,
+        layout: Layout | None = None,
+        in_memory: bool = False,
+    ) -> None:
         self._store, self._run = store, run
         self.folder, self._max_bytes = folder, max_bytes
+        self._layout = layout or Layout()
         self._prefix = checkpoint_prefix(run)
+        self._committed: tuple[PolicyVersion, dict[str, int]] | None = None
+        """The last checkpoint that was made here, and its objects."""
+        self._in_memory = in_memory
+        self._staging = PartStaging(store, folder=folder, max_bytes=max_bytes, layout=self._layout, in_memory=in_memory)
 
     def key(self, version: PolicyVersion) -> str:
         """Return the key of the checkpoint of a version, whether there is one or not."""
         return f"{self._prefix}{version}"
 
-    def of_run(self, run: str) -> CheckpointStore:
-        """Return the checkpoints of another run in the same store."""
-        return CheckpointStore(self._store, run, folder=self.folder, max_bytes=self._max_bytes)
-
-    def save(self, state: TrainerState, tensors: Iterable[tuple[str, str, Tensor]]) -> str:
-        """Write a checkpoint, manifest last, and return its key. Writing it again is harmless.
+    def begin_part(self, version: PolicyVersion, rows: Rows, *, known: Mapping[str, int], staged: bool) -> Part:
+        """Return this process's part of a new checkpoint, which the caller uploads.
 
         Args:
-            state: names the version, hence the key.
-            tensors: section, name and whole tensor, section after section.
+            version: the name of the weights.
+            rows: what this process writes (`Learner.capture`).
+            known: digest -> lineage of the objects that need not be written again (`known_objects`).
+            staged: copy all rows to the local disk now; otherwise they are read while the part is uploaded.
+
+        Raises:
+            OSError: the local disk is full.
+        """
+        return self._staging.begin(rows, key=self.key(version), lineage=version.lineage, known=known, staged=staged)
+
+    def known_objects(self, version: PolicyVersion) -> dict[str, int]:
+        """Return digest -> lineage of the objects of a checkpoint that stays until the next one is registered.
 
         Raises:
             StoreUnavailableError
-            OSError: the local disk is full.
+        """
+        if self._committed is not None and self._committed[0] == version:
+            known = self._committed[1]
+        else:
+            try:
+                known = _lineages(_objects(self._decode(version)))
+            except (ObjectNotFoundError, MalformedError):  # there is none: everything is written
+                return {}
+        # one that a bucket's rule or a person has deleted is written again, or no later checkpoint would have it
+        stored = set(self._store.list(f"{self._prefix}objects/"))
+        return {
+            digest: lineage
+            for digest, lineage in known.items()
+            if f"{self._prefix}objects/{object_name(lineage, digest)}" in stored
+        }
+
+    def commit(self, state: TrainerState, objects: list[CheckpointObject]) -> str:
+        """Make a checkpoint of objects that are in the store, and return its key. Doing it again is harmless.
+
+        Raises:
+            StoreUnavailableError
         """
         version = PolicyVersion.parse(state.version)
         key = self.key(version)
-        objects: list[StoredObject] = []
-        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=self.folder) as name:
-            for path in self._write(state, tensors, Path(name)):
-                objects.append(self._put(key, path))
-                path.unlink()  # no more than one file is on the local disk at once
-        return self._commit(key, version, objects)
-
-    def stage(self, state: TrainerState, tensors: Iterable[tuple[str, str, Tensor]]) -> StagedCheckpoint:
-        """Copy a checkpoint to the local disk, whole; the caller uploads it (in a thread, say) and closes it.
-
-        Args:
-            state, tensors: as for `save`.
-
-        Raises:
-            OSError: the local disk is full.
-        """
-        folder = Path(tempfile.mkdtemp(prefix="staged-", dir=self.folder))
-        try:
-            paths = list(self._write(state, tensors, folder))
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return StagedCheckpoint(PolicyVersion.parse(state.version), tuple(paths), folder)
-
-    def upload(self, staged: StagedCheckpoint, *, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
-        """Write a staged checkpoint to the store, manifest last, and return its key. Writing it again is harmless.
-
-        Args:
-            is_given_up: asked before each file; once it is true, nothing more is written, and None is returned.
-
-        Raises:
-            StoreUnavailableError
-        """
-        key = self.key(staged.version)
-        objects: list[StoredObject] = []
-        for path in staged.paths:
-            if is_given_up():
-                return None
-            objects.append(self._put(key, path))
-        return None if is_given_up() else self._commit(key, staged.version, objects)
+        # JSON, never a pickle: whoever can write to the store must not run code here
+        text = json.dumps(state.model_dump(mode="json"), indent=1).encode()
+        manifest = CheckpointManifest(
+            run=self._run, version=str(version), state_sha256=sha256_hex(text), objects=objects
+        )
+        self._store.put(f"{key}/{STATE}", text)
+        # Written last, after every object it names is stored: its existence is the commit of the checkpoint.
+        self._store.put(f"{key}/{MANIFEST}", manifest.model_dump_json().encode())
+        self._committed = version, _lineages(objects)
+        return key
 
     def load(self, key: str) -> Checkpoint:
         """Fetch a checkpoint, every digest verified; the caller closes it.
 
         Args:
-            key: as `save` returned it.
+            key: `key` of its version.
 
         Raises:
             ObjectNotFoundError: it does not exist, or is half written.
             DigestError, MalformedError: it is damaged.
             StoreUnavailableError
         """
+        return self.fetch(key, self.manifest_of(key))
+
+    def manifest_of(self, key: str) -> bytes:
+        """Return the manifest of a checkpoint.
+
+        Raises:
+            ObjectNotFoundError: it does not exist, or is half written.
+            StoreUnavailableError
+        """
         try:
-            manifest = CheckpointManifest.model_validate_json(self._store.get(f"{key}/{MANIFEST}"))
+            return self._store.get(f"{key}/{MANIFEST}")
         except ObjectNotFoundError:
             raise ObjectNotFoundError(
                 f"the run's checkpoint {key} is not in {self._store.url}; is store.url the one that the run began with?"
             ) from None
-        except ValidationError as error:
-            raise MalformedError(f"{key}/{MANIFEST} is not a checkpoint manifest: {error.errors()[0]['msg']}") from None
+
+    def fetch(self, key: str, manifest: bytes) -> Checkpoint:
+        """Fetch the rows of this process, every digest verified; the caller closes it.
+
+        Args:
+            key, manifest: of the checkpoint.
+
+        Raises:
+            ObjectNotFoundError, DigestError, MalformedError: it is damaged.
+            StoreUnavailableError
+        """
+        document = decode_checkpoint_manifest(manifest, what=f"{key}/{MANIFEST}")
         folder = Path(tempfile.mkdtemp(prefix="resume-", dir=self.folder))
         try:
             # all digests are checked before anything is loaded: a learner must not be left half restored
-            paths = [self._get(stored, folder) for stored in manifest.objects]
-            sections: dict[str, list[Path]] = {}
-            for path in paths:
-                if path.suffix == SUFFIX:
-                    sections.setdefault(path.stem.partition("-")[0], []).append(path)
-            if STATE not in {path.name for path in paths} or MODEL not in sections:
+            if isinstance(document, OldCheckpointManifest):
+                sections = self._fetch_old(document, key, folder)
+            else:
+                sections = fetch_objects(
+                    self._store,
+                    document.objects,
+                    folder,
+                    key=key,
+                    layout_of=dict.fromkeys(SHARDED_SECTIONS, self._layout),
+                )
+                self._fetch_state(key, folder, document.state_sha256)
+            if not (folder / STATE).is_file() or MODEL not in sections:
                 raise MalformedError(f"checkpoint {key} lacks {STATE if MODEL in sections else MODEL}")
-            return Checkpoint(
-                state=_read_state(folder / STATE),
-                sections={section: TensorFiles(files) for section, files in sections.items()},
-                folder=folder,
-            )
+            return Checkpoint(state=_read_state(folder / STATE), sections=sections, folder=folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -228,49 +248,82 @@ class CheckpointStore:
                 self.delete(version)
 
     def delete(self, version: PolicyVersion) -> None:
-        """Delete one checkpoint."""
+        """Delete one checkpoint, and the objects that no other names."""
+        try:
+            objects = _objects(self._decode(version))
+        except (ObjectNotFoundError, MalformedError):  # the next start collects them
+            objects = []
         # manifest first: a half deleted checkpoint must not look complete
         self._store.delete(f"{self._prefix}{version}/{MANIFEST}")
         for key in self._store.list(f"{self._prefix}{version}/"):
             self._store.delete(key)
+        self._collect({object_key(self.key(version), each) for each in objects})
 
     def delete_incomplete(self, *, before_lineage: int, keep: Collection[PolicyVersion] = ()) -> list[PolicyVersion]:
-        """Delete checkpoints of older lineages that have no manifest, except `keep`; return the deleted ones."""
-        return delete_incomplete(self._store, self._prefix, before_lineage=before_lineage, keep=keep)
+        """Delete checkpoints of older lineages that have no manifest, except `keep`, and objects of older lineages that
+        no checkpoint names; return the deleted checkpoints."""
+        deleted = delete_incomplete(self._store, self._prefix, before_lineage=before_lineage, keep=keep)
+        folder = f"{self._prefix}objects/"
+        names = [key.removeprefix(folder) for key in self._store.list(folder)]
+        lineages = {name: name.partition("-")[0] for name in names}
+        # those of this lineage and of newer ones may be on their way, and have no manifest yet
+        self._collect({f"{folder}{n}" for n, lin in lineages.items() if lin.isdecimal() and int(lin) < before_lineage})
+        return deleted
 
-    def _write(self, state: TrainerState, tensors: Iterable[tuple[str, str, Tensor]], folder: Path) -> Iterator[Path]:
-        """Write the files of a checkpoint one after another; the caller may delete each."""
-        # sections come one after another (`Learner.capture`), so groupby need not hold any tensors back
-        for section, items in groupby(tensors, key=itemgetter(0)):
-            named = ((tensor_name, tensor) for _, tensor_name, tensor in items)
-            yield from write_tensor_files(named, folder, stem=section, max_bytes=self._max_bytes)
-        path = folder / STATE  # JSON, never a pickle: whoever can write to the store must not run code here
-        path.write_text(json.dumps(state.model_dump(mode="json"), indent=1))
-        yield path
+    def _collect(self, keys: set[str]) -> None:
+        """Delete objects that no checkpoint names."""
+        if not keys:
+            return
+        try:
+            left = [self._decode(version) for version in self.versions()]
+        except (ObjectNotFoundError, MalformedError) as error:
+            # what it names is not known, and it may be of a newer release
+            log.warning("checkpoint_objects_kept", num=len(keys), reason=str(error))
+            return
+        key = f"{self._prefix}-"  # of any checkpoint: they share the folder of objects
+        for unused in sorted(keys - {object_key(key, each) for each in chain.from_iterable(map(_objects, left))}):
+            self._store.delete(unused)
 
-    def _commit(self, key: str, version: PolicyVersion, objects: list[StoredObject]) -> str:
-        # Written last, after every object it names is stored: its existence is the commit of the checkpoint.
-        manifest = CheckpointManifest(run=self._run, version=str(version), objects=objects)
-        self._store.put(f"{key}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
-        return key
+    def _decode(self, version: PolicyVersion) -> AnyManifest:
+        key = self.key(version)
+        return decode_checkpoint_manifest(self.manifest_of(key), what=f"{key}/{MANIFEST}")
 
-    def _put(self, key: str, path: Path) -> StoredObject:
-        stored = StoredObject(
-            name=path.name, key=f"{key}/{path.name}", size_bytes=path.stat().st_size, sha256=sha256_of_file(path)
-        )
-        self._store.put_file(stored.key, path)
-        return stored
+    def _fetch_state(self, key: str, folder: Path, sha256: str) -> None:
+        self._store.get_file(f"{key}/{STATE}", folder / STATE)
+        self._check_sha256(f"{key}/{STATE}", folder / STATE, sha256)
 
-    def _get(self, stored: StoredObject, folder: Path) -> Path:
-        path = folder / stored.name
-        self._store.get_file(stored.key, path)
-        found = sha256_of_file(path)
-        if found != stored.sha256:
+    def _fetch_old(self, manifest: OldCheckpointManifest, key: str, folder: Path) -> dict[str, SliceFiles]:
+        """Fetch all files of a checkpoint of schema 1: which tensors they hold, they say themselves."""
+        sections: dict[str, SliceFiles] = {}
+        for stored in manifest.objects:
+            path = folder / stored.name
+            self._store.get_file(f"{key}/{stored.name}", path)
+            self._check_sha256(f"{key}/{stored.name}", path, stored.sha256)
+            if path.suffix != SUFFIX:
+                continue
+            section, shapes = path.stem.partition("-")[0], tensor_header(path)
+            layout = self._layout if section in SHARDED_SECTIONS else None
+            slices = {
+                name: Slice(begin=0, end=shape[0] if shape else 1, shape=shape)
+                for name, shape in ((name, list(entry["shape"])) for name, entry in shapes.items())
+            }
+            sections.setdefault(section, SliceFiles(layout)).add(slices, path)
+        return sections
+
+    def _check_sha256(self, key: str, path: Path, expected: str) -> None:
+        if (found := sha256_of_file(path)) != expected:
             raise DigestError(
-                f"object {stored.key} in {self._store.url} is damaged: sha256 {found}, the checkpoint's manifest "
-                f"says {stored.sha256}"
+                f"object {key} in {self._store.url} is damaged: sha256 {found}, the checkpoint's manifest "
+                f"says {expected}"
             )
-        return path
+
+
+def _lineages(objects: Iterable[CheckpointObject]) -> dict[str, int]:
+    return {each.digest: each.lineage for each in objects}
+
+
+def _objects(manifest: AnyManifest) -> list[CheckpointObject]:
+    return manifest.objects if isinstance(manifest, CheckpointManifest) else []
 
 
 def _read_state(path: Path) -> TrainerState:
@@ -278,102 +331,3 @@ def _read_state(path: Path) -> TrainerState:
         return TrainerState.model_validate(json.loads(path.read_text()))
     except (ValidationError, json.JSONDecodeError) as error:
         raise MalformedError(f"the checkpoint's {STATE} cannot be read: {error}") from None
-
-
-def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | None:
-    """Load the newest intact checkpoint of the active lineage; None when the run has none. The caller closes it.
-
-    Args:
-        info: the run as the buffer knows it; it names the registered checkpoint.
-
-    Raises:
-        ObjectNotFoundError, DigestError, MalformedError: the registered one is missing or damaged, and no older one is
-            intact.
-        StoreUnavailableError
-    """
-    if info.checkpoint_key is None or info.checkpoint is None:
-        return None
-    try:
-        return checkpoints.load(info.checkpoint_key)
-    except (ObjectNotFoundError, DigestError, MalformedError) as error:
-        # the ledger's steps after an older one become abandoned once the new lineage names it as its parent
-        registered = PolicyVersion.parse(info.checkpoint)
-        found = _first_intact(checkpoints, reversed(_older(checkpoints, _tree(info), registered)))
-        if found is None:
-            raise
-        log.error(
-            "checkpoint_damaged",
-            checkpoint=info.checkpoint,
-            error=str(error),
-            resumed_from=found.state.version,
-            num_steps_repeated=registered.step - PolicyVersion.parse(found.state.version).step,
-        )
-        return found
-
-
-def older_intact(
-    checkpoints: CheckpointStore, info: RunInfo, suspect: PolicyVersion, *, last_good_step: int
-) -> Checkpoint | None:
-    """Load the first intact checkpoint of `before_suspect`; None when there is none. The caller closes it.
-
-    Args:
-        info: the run as the buffer knows it.
-        suspect: the registered checkpoint, which no good step followed.
-        last_good_step: the last step whose batch was applied with no serious alarm on.
-
-    Raises:
-        StoreUnavailableError
-    """
-    return _first_intact(checkpoints, before_suspect(checkpoints, _tree(info), suspect, last_good_step=last_good_step))
-
-
-def intact_at(checkpoints: CheckpointStore, info: RunInfo, *, step: int) -> Checkpoint | None:
-    """Load the newest intact checkpoint at or before `step` that the active lineage wrote or descends from; None when
-    there is none. The caller closes it.
-
-    Args:
-        info: the run as the buffer knows it.
-
-    Raises:
-        StoreUnavailableError
-    """
-    active = checkpoints.of_lineage(_tree(info).ancestry(PolicyVersion(info.lineage, step)))
-    return _first_intact(checkpoints, (version for version in reversed(active) if version.step <= step))
-
-
-def before_suspect(
-    checkpoints: CheckpointStore, lineages: LineageTree, suspect: PolicyVersion, *, last_good_step: int
-) -> list[PolicyVersion]:
-    """Return the checkpoints that `suspect` descends from, in the order in which a rollback tries them.
-
-    First comes the newest one that a good step followed, then older ones. Where no good step followed any, the oldest
-    comes first: it is the furthest from the divergence.
-
-    Args:
-        lineages: every start of the trainer.
-        suspect: the registered checkpoint, which no good step followed.
-        last_good_step: the last step whose batch was applied with no serious alarm on.
-
-    Raises:
-        StoreUnavailableError
-    """
-    older = _older(checkpoints, lineages, suspect)
-    return [version for version in reversed(older) if version.step < last_good_step] or older
-
-
-def _older(checkpoints: CheckpointStore, lineages: LineageTree, version: PolicyVersion) -> list[PolicyVersion]:
-    """Return the checkpoints that this one descends from, oldest first."""
-    return [older for older in checkpoints.of_lineage(lineages.ancestry(version)) if older != version]
-
-
-def _tree(info: RunInfo) -> LineageTree:
-    return LineageTree({number: PolicyVersion.parse(text) for number, text in info.parents.items()})
-
-
-def _first_intact(checkpoints: CheckpointStore, versions: Iterable[PolicyVersion]) -> Checkpoint | None:
-    for version in versions:
-        try:
-            return checkpoints.load(checkpoints.key(version))
-        except (ObjectNotFoundError, DigestError, MalformedError) as error:
-            log.error("checkpoint_damaged", checkpoint=str(version), error=str(error))
-    return None

@@ -1,9 +1,11 @@
 """Weights as files: named tensors in safetensors files of bounded size, and snapshots of a version to publish.
 
-    theta --WeightSnapshotWriter.take--> WeightSnapshot: tensor files and canary of a version, between two steps
+    theta --WeightSnapshotWriter.take--> WeightSnapshot: tensors and canary of a version, between two steps
+                                             --write--> tensor files, beside training
 
-Tensors are written as they come and read one at a time: no more than one file's tensors are in memory at once. The
-files lie in a temporary folder until they are in the store.
+The tensors of a snapshot are in memory until they are in files, and those of one snapshot at most. Others are written
+as they come and read one at a time: no more than one file's are in memory at once. The files lie in a temporary folder
+until they are in the store.
 """
 
 from __future__ import annotations
@@ -12,59 +14,71 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tba.config import Recipe
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
+from tba.weights.adapter import AdapterFile
 from tba.wire import Canary
-from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.packing import pack_sequences
-from tba_trainer.model.parameters import assign, has_adapter, published_tensors
+from tba_trainer.checkpoints.canary import CanaryMaker
+from tba_trainer.model.parameters import adapter_tensors, assign, has_adapter, has_transposed_weights, published_tensors
 from tba_trainer.model.policy import TORCH_DTYPES, frozen_copy
 from tba_trainer.model.sharding import rounds_weights
 
 SUFFIX = ".safetensors"
+_ONE_FILE = 2**62
+"""Bytes of an adapter, which is one file: peft and vLLM know no other."""
 Item = TypeVar("Item")
-_CANARY_PROMPT_TOKENS = 8
-_CANARY_RESPONSE_TOKENS = 8
-_CANARY_SEED = 0
-MIN_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.03, "bfloat16": 0.25})
-"""Smallest tolerance of canaries, in nats. Trainer and engine round differently: a logit of size 8 to 16 is exact to
-2^-8 in float16 and to 2^-5 in bfloat16, and a few such roundings meet. These are 3.5 and 4 times the largest gap that
-the right weights of a trained model had in an engine (benchmarks/canary.py; docs/results.md, "Canary tolerances"). The
-exact check is `params_sha256`; the canary finds an engine that computes another model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class WeightSnapshot:
-    """The weights of one version, ready to be published."""
+    """The weights of one version, to be published once they are in files."""
 
     version: PolicyVersion
     parent: PolicyVersion | None
     dtype: str
-    paths: tuple[Path, ...]
-    """safetensors files with the named parameters in `dtype`, in their own folder."""
+    folder: Path
+    """Of its files alone."""
     canary: Canary
+    paths: tuple[Path, ...] = ()
+    """safetensors files with the named parameters in `dtype`, once `write` has returned; or the file of the adapter."""
+    adapter: AdapterFile | None = None
+    """What the version is, beside the starting model; None: it is `paths`."""
+    held: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Named parameters in memory, not in a file yet."""
+    max_file_bytes: int = _ONE_FILE
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self) -> None:
+        """Write what is in memory to files, once; a second caller waits for the first.
+
+        Raises:
+            OSError: the local disk is full; all of it stays in memory.
+        """
+        with self._lock:
+            if self.held:
+                self.paths = tuple(write_model_files(self.held, self.folder, max_bytes=self.max_file_bytes))
+                self.held = []
 
     @property
     def tensors(self) -> TensorFiles:
-        """The named parameters."""
+        """The named parameters, from files."""
+        self.write()
         return TensorFiles(self.paths)
 
     def close(self) -> None:
         """Delete the files."""
-        shutil.rmtree(self.paths[0].parent, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class WeightSnapshotWriter:
@@ -80,16 +94,18 @@ class WeightSnapshotWriter:
         self._model, self._folder = model, folder
         self._dtype = recipe.model.dtype
         self._max_bytes = recipe.store.shard_bytes
-        self._tolerance = max(recipe.trainer.canary_tolerance, MIN_TOLERANCE[self._dtype])
         # the canary is computed from the published tensors in the published dtype: where theta differs (another dtype,
         # an adapter that is not merged, weights that are rounded for a pass), a second copy of the model holds them
         same = all(p.dtype == TORCH_DTYPES[self._dtype] for p in model.parameters())
         same = same and not has_adapter(model) and not rounds_weights(model)
         self._published = model if same else frozen_copy(model, TORCH_DTYPES[self._dtype])
-        self._logprobs = LogprobModel(self._published, temperature=1.0)
+        self._canary = CanaryMaker(model, self._published, recipe)
+        lora = recipe.model.lora
+        self._lora = lora if lora is not None and lora.publish == "adapter" else None
+        self._is_transposed = self._lora is not None and has_transposed_weights(model)
 
     def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
-        """Write the current weights to files.
+        """Copy the current weights to memory; those of an adapter, which are few, to a file.
 
         Args:
             version: the name of the weights.
@@ -99,18 +115,39 @@ class WeightSnapshotWriter:
             OSError: the local disk is full.
         """
         folder = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._folder))
-        # After an error here (a full disk) the tensors that are left are still gathered: the followers gather them all.
+        if self._lora is not None and version != START:
+            with closing(lockstep(self._adapter())) as tensors:
+                (path,) = write_tensor_files(tensors, folder, stem="adapter", max_bytes=_ONE_FILE)
+            adapter = AdapterFile(
+                path=path, rank=self._lora.rank, alpha=self._lora.alpha, fan_in_fan_out=self._is_transposed
+            )
+            return WeightSnapshot(
+                version=version,
+                parent=parent,
+                dtype=self._dtype,
+                folder=folder,
+                paths=(path,),
+                canary=self._canary.make(),
+                adapter=adapter,
+            )
+        # After an error here (no memory) the tensors that are left are still gathered: the followers gather them all.
         with closing(lockstep(self._tensors())) as tensors:
-            paths = write_model_files(tensors, folder, max_bytes=self._max_bytes)
+            held = list(tensors)
         return WeightSnapshot(
-            version=version, parent=parent, dtype=self._dtype, paths=tuple(paths), canary=self._canary()
+            version=version,
+            parent=parent,
+            dtype=self._dtype,
+            folder=folder,
+            canary=self._canary.make(),
+            held=held,
+            max_file_bytes=self._max_bytes,
         )
 
-    def follow(self) -> None:
+    def follow(self, version: PolicyVersion) -> None:
         """Take part in the exchanges of the leader's `take`, in the other processes of a sharded model."""
-        for _ in self._tensors():
+        for _ in self._tensors() if self._lora is None or version == START else self._adapter():
             pass
-        self._canary()
+        self._canary.make()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the published tensors, gathered one at a time; copy each into the canary's model on its way."""
@@ -121,21 +158,9 @@ class WeightSnapshotWriter:
                 assign(copies[name], tensor)
             yield name, tensor
 
-    @torch.no_grad()
-    def _canary(self) -> Canary:
-        # Random tokens, the same for every version and lineage: the canary compares two computations, not texts.
-        vocab_size = int(self._model.get_input_embeddings().num_embeddings)
-        tokens = np.random.default_rng(_CANARY_SEED).integers(
-            0, vocab_size, _CANARY_PROMPT_TOKENS + _CANARY_RESPONSE_TOKENS, dtype=np.int32
-        )
-        prompt, response = tokens[:_CANARY_PROMPT_TOKENS], tokens[_CANARY_PROMPT_TOKENS:]
-        sequences = pack_sequences([prompt], [response], self._logprobs.device)
-        return Canary(
-            prompt_tokens=prompt.tolist(),
-            response_tokens=response.tolist(),
-            logprobs=self._logprobs.token_logprobs(sequences).tolist(),
-            tolerance=self._tolerance,
-        )
+    def _adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the adapter, a layer at a time; merge each into the canary's model on its way."""
+        return adapter_tensors(self._model, dict(self._published.named_parameters()))
 
 
 def write_tensor_files(

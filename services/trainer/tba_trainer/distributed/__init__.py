@@ -3,6 +3,7 @@
     rank 0      the loop, as in one process; its learner tells the others before it does something itself
     rank 1..    no loop: they wait for the next command and do the same as rank 0 with their shards
 
-process_group.py: the processes and their exchanges. leader.py, follower.py: the two sides of every command. launch.py:
+process_group.py: the processes and their exchanges. leader.py, follower.py: the two sides of every command.
+checkpoints.py: those of checkpoints. launch.py:
 torchrun on one machine, for `tba run`. tba_trainer/model/sharding.py: a model over the processes.
 """

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tba.config import Recipe
 from tba.logs import get_logger
+from tba.temporary_folders import temporary_folder
 from tba.versions import PolicyVersion
 from tba.wire import decode_batch
+from tba_trainer.distributed.checkpoints import FollowerCheckpoints
 from tba_trainer.distributed.leader import BUILD, build_follower
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
 from tba_trainer.learner.learner import TrainerState
@@ -27,27 +30,19 @@ def follow(recipe: Recipe, team: Team) -> None:
     """
     log.info("follows", rank=team.rank, num_ranks=team.num_ranks, device=team.device)
     commands: dict[str, Callable[[Arguments], object]] = {}
-    for command, arguments in team.commands():
-        if command == BUILD:
-            commands = {}  # a rollback builds everything again: release the old model before there is a new one
-            commands = _commands(recipe, team)
-        else:
-            commands[command](arguments)
+    with temporary_folder("tba-trainer-") as folder:
+        for command, arguments in team.commands():
+            if command == BUILD:
+                commands = {}  # a rollback builds everything again: release the old model before there is a new one
+                commands = _commands(recipe, team, folder)
+            else:
+                commands[command](arguments)
     log.info("followed_to_the_end", rank=team.rank)
 
 
-def _commands(recipe: Recipe, team: Team) -> dict[str, Callable[[Arguments], object]]:
+def _commands(recipe: Recipe, team: Team, folder: Path) -> dict[str, Callable[[Arguments], object]]:
     learner, snapshots = build_follower(recipe, team)
-
-    def restore(a: Arguments) -> None:
-        sections = {section: BroadcastTensors(team, names) for section, names in a["names"].items()}
-        learner.restore(TrainerState.model_validate_json(a["state"]), sections)
-
-    def capture(_a: Arguments) -> None:
-        # each tensor is gathered by all processes; the leader alone keeps it
-        for _ in learner.capture():
-            pass
-
+    checkpoints = FollowerCheckpoints(recipe, learner, team, folder=folder)
     return {
         "gradients": lambda a: learner.gradients(
             decode_batch(a["batch"]),
@@ -63,9 +58,12 @@ def _commands(recipe: Recipe, team: Team) -> dict[str, Callable[[Arguments], obj
             PolicyVersion.parse(a["version"]), same_as=a["same_as"] and PolicyVersion.parse(a["same_as"])
         ),
         "load_weights": lambda a: learner.load_weights(BroadcastTensors(team, a["names"]), what=a["what"]),
-        "restore": restore,
-        "capture": capture,
-        "snapshot": lambda _a: snapshots.follow(),
+        "restore": lambda a: checkpoints.restore(TrainerState.model_validate_json(a["state"])),
+        "write_part": lambda a: checkpoints.write(**a),
+        "fetch_part": lambda a: checkpoints.fetch(**a),
+        "reply": lambda a: checkpoints.reply(**a),
+        "drop_part": lambda a: checkpoints.drop(**a),
+        "snapshot": lambda a: snapshots.follow(PolicyVersion.parse(a["version"])),
     }
 
 

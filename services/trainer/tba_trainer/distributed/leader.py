@@ -1,13 +1,13 @@
 """Build theta, its learner and its snapshots, in one process or in several that share them.
 
 With several processes, the learner and the snapshots of rank 0 send the followers a command before they do something
-themselves. Every method here has its command in follower.py; a new one needs both.
+themselves. Every method here has its command in follower.py; a new one needs both. Checkpoints: checkpoints.py.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tba_trainer.learner.learner import Learner, TrainerState, trainer_rng
 from tba_trainer.learner.schedules import StepValues
 from tba_trainer.model.policy import empty_policy, load_policy
 from tba_trainer.model.sharding import shard
+from tba_trainer.model.slices import TensorSlice
 
 BUILD = "build"
 """The first command of a leader."""
@@ -125,18 +126,10 @@ class LeaderLearner(Learner):
         with self._team.lead("load_weights", names=list(tensors), what=what):
             super().load_weights(BroadcastTensors(self._team, list(tensors), tensors), what=what)
 
-    def capture(self) -> Iterator[tuple[str, str, Tensor]]:
-        """See `Learner.capture`."""
-        with self._team.lead("capture"):
-            yield from super().capture()
-
-    def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """See `Learner.restore`."""
-        # names alone: the tensors follow one by one, as `restore` asks for them in the same order everywhere
-        names = {section: list(tensors) for section, tensors in sections.items()}
-        with self._team.lead("restore", state=state.model_dump_json(), names=names):
-            shared = {section: BroadcastTensors(self._team, names[section], sections[section]) for section in names}
-            super().restore(state, shared)
+    def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, TensorSlice]]) -> None:
+        """See `Learner.restore`. The followers take the rows that they have fetched (`TeamCheckpoints.load`)."""
+        with self._team.lead("restore", state=state.model_dump_json()):
+            super().restore(state, sections)
 
 
 class LeaderWeightSnapshotWriter(WeightSnapshotWriter):
@@ -148,7 +141,7 @@ class LeaderWeightSnapshotWriter(WeightSnapshotWriter):
 
     def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
         """See `WeightSnapshotWriter.take`."""
-        with self._team.lead("snapshot"):
+        with self._team.lead("snapshot", version=str(version)):
             return super().take(version, parent)
 
 

@@ -208,6 +208,17 @@ class Team:
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
         return tensor
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what each process gives, by rank; all processes call it."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        dist.all_gather(lengths, torch.tensor([len(data)]))
+        padded = torch.zeros(max(int(length) for length in lengths) or 1, dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.empty_like(padded) for _ in range(self.num_ranks)]
+        dist.all_gather(found, padded)
+        return [content[: int(length)].numpy().tobytes() for content, length in zip(found, lengths, strict=True)]
+
     def __enter__(self) -> Team:
         return self
 

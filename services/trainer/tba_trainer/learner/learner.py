@@ -30,14 +30,17 @@ from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.learner.reference import AdapterWeights, FrozenCopyWeights, ReferenceWeights, make_reference
 from tba_trainer.learner.schedules import StepValues, scheduled
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.parameters import assign, full, has_adapter, trainable, whole_tensors
+from tba_trainer.model.parameters import assign, full, has_adapter, trainable
 from tba_trainer.model.policy import compile_layers, load_tensors
 from tba_trainer.model.sharding import before_backward, device_of
+from tba_trainer.model.slices import Layout, TensorSlice, written_slices
 from tba_trainer.objectives import resolve
 
 MODEL, OPTIMIZER, REFERENCE, REF_LOGPROBS = "model", "optimizer", "reference", "ref_logprobs"
 OLD_POLICY, OLD_LOGPROBS, LOG_Z = "old_policy", "old_logprobs", "log_z"
 """Sections of a checkpoint."""
+SHARDED_SECTIONS = (MODEL, OPTIMIZER, REFERENCE, OLD_POLICY)
+"""Those whose tensors are cut as theta is."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """State of AdamW per parameter."""
 _RNG_STREAM = 0x7261
@@ -210,36 +213,39 @@ class Learner:
             )
         load_tensors(dict(self.model.named_parameters()), tensors, what=what)
 
-    def capture(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield everything that `restore` needs: section, name and whole tensor on the CPU, one at a time.
+    def capture(self) -> Iterator[tuple[str, str, TensorSlice]]:
+        """Yield what this process writes of all that `restore` needs: section, name and rows, one tensor at a time.
 
-        Every process of a sharded model must exhaust the iterator, in step with the others.
+        Nothing is exchanged: the processes need not be in step.
         """
-        for name, tensor in whole_tensors(trainable(self.model)):
-            yield MODEL, name, tensor
-        for name, tensor in self.optimizer.state_tensors():
-            yield OPTIMIZER, name, tensor
-        # the cache too: computed again in another micro-batch, a ref log-prob may differ in the last bit
-        for name, tensor in self.reference.cache_tensors().items():
-            yield REF_LOGPROBS, name, tensor
+        sections: dict[str, Mapping[str, Tensor]] = {
+            MODEL: trainable(self.model),
+            OPTIMIZER: self.optimizer.state_tensors(),
+            # the cache too: computed again in another micro-batch, a ref log-prob may differ in the last bit
+            REF_LOGPROBS: self.reference.cache_tensors(),
+        }
         if not self.reference.is_start:  # the starting model is at model.path
-            for name, tensor in self.reference.tensors():
-                yield REFERENCE, name, tensor
+            sections[REFERENCE] = self.reference.tensors()
         if self._old_policy is not None:
-            for name, tensor in self._old_policy.tensors():
-                yield OLD_POLICY, name, tensor
-            for name, tensor in self._old_policy.cache_tensors().items():
-                yield OLD_LOGPROBS, name, tensor
+            sections[OLD_POLICY] = self._old_policy.tensors()
+            sections[OLD_LOGPROBS] = self._old_policy.cache_tensors()
         if self._log_z is not None:
-            for name, tensor in self._log_z.tensors().items():
-                yield LOG_Z, name, tensor
+            sections[LOG_Z] = self._log_z.tensors()
+        layout = self.layout()
+        for section, tensors in sections.items():
+            for name, rows in written_slices(tensors, layout):
+                yield section, name, rows
 
-    def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def layout(self) -> Layout:
+        """Return how theta is cut over the processes."""
+        return Layout.of(trainable(self.model))
+
+    def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, TensorSlice]]) -> None:
         """Put the learner into the state of a checkpoint.
 
         Args:
             state: its part that is no tensor.
-            sections: tensors by section and name, as `capture` yields them; each is read on access.
+            sections: the rows that this process holds, by section and name; each is read on access.
 
         Raises:
             TbaError: the tensors are not those of this model.
@@ -250,12 +256,12 @@ class Learner:
         self.optimizer.load_state_tensors(sections.get(OPTIMIZER, {}))
         if REFERENCE in sections:
             self.reference.load(sections[REFERENCE], PolicyVersion.parse(state.reference_version))
-        self.reference.load_cache(sections[REF_LOGPROBS])
+        self.reference.load_cache(_whole(sections[REF_LOGPROBS]))
         # a recipe may ask for them only from this resume on
         if self._old_policy is not None and OLD_LOGPROBS in sections:
-            self._old_policy.load(sections.get(OLD_POLICY, {}), sections[OLD_LOGPROBS])
+            self._old_policy.load(sections.get(OLD_POLICY, {}), _whole(sections[OLD_LOGPROBS]))
         if self._log_z is not None and LOG_Z in sections:
-            self._log_z.load(sections[LOG_Z])
+            self._log_z.load(_whole(sections[LOG_Z]))
         # building the model has drawn some numbers, for the first values of an adapter: that is undone here
         self.rng.bit_generator.state = state.rng
         torch.set_rng_state(decode_torch_rng(state.torch_rng))
@@ -334,22 +340,21 @@ class Optimizer:
         # None, not zeros: a parameter without a gradient is then left out of the update, and the memory is free.
         self._adamw.zero_grad(set_to_none=True)
 
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every updated parameter, whole, on the CPU.
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every updated parameter; the moments are sharded
+        as it is."""
+        return {
+            f"{moment}.{name}": self._adamw.state[parameter][moment]
+            for moment in _MOMENTS
+            for name, parameter in self._parameters.items()
+            if moment in self._adamw.state.get(parameter, {})  # a parameter has no state before its first update
+        }
 
-        Every process of a sharded model must exhaust the iterator.
-        """
-        for name, parameter in self._parameters.items():
-            state = self._adamw.state.get(parameter, {})
-            for moment in _MOMENTS:
-                if moment in state:  # a parameter has no state before its first update
-                    yield f"{moment}.{name}", full(state[moment].detach()).to("cpu", copy=True).contiguous()
-
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice]) -> None:
         """Take the state from a checkpoint.
 
         Args:
-            tensors: as `state_tensors` yields them.
+            tensors: as `state_tensors` names them, whole or the rows of this process.
 
         Raises:
             TbaError: a tensor belongs to no parameter, or has another shape.
@@ -363,7 +368,8 @@ class Optimizer:
                 raise TbaError(f"optimizer state {key!r} in the checkpoint belongs to no parameter of this model")
             if moment == "step":  # the fused AdamW keeps it beside the parameter, others on the CPU
                 is_fused = self._adamw.param_groups[0]["fused"]
-                self._adamw.state[parameter][moment] = tensor.clone().to(parameter.device if is_fused else "cpu")
+                whole = tensor.whole if isinstance(tensor, TensorSlice) else tensor
+                self._adamw.state[parameter][moment] = whole.clone().to(parameter.device if is_fused else "cpu")
                 continue
             if tensor.shape != parameter.shape:
                 raise TbaError(
@@ -406,6 +412,10 @@ def config_sha256(recipe: Recipe) -> str:
     # Another digest at a resume is legitimate (more steps, another rate) and is only logged.
     trained = {"run", "model", "sampling", "searcher", "objective", "trainer", "eval"}
     return hashlib.sha256(recipe.model_dump_json(include=trained).encode()).hexdigest()
+
+
+def _whole(tensors: Mapping[str, TensorSlice]) -> dict[str, Tensor]:
+    return {name: rows.whole for name, rows in tensors.items()}
 
 
 def trainer_rng(recipe: Recipe) -> np.random.Generator:

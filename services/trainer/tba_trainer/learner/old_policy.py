@@ -24,8 +24,9 @@ from tba.versions import PolicyVersion
 from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import Policy, Ranks
 from tba_trainer.learner.logprob_cache import LogprobCache, Values, compute_logprobs
-from tba_trainer.model.parameters import trainable, whole_tensors
+from tba_trainer.model.parameters import trainable
 from tba_trainer.model.policy import load_tensors
+from tba_trainer.model.slices import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +108,15 @@ class OldPolicy:
         self._cache.evict()
         return [values for values in known if values is not None]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the copies for a checkpoint, whole, one tensor at a time; every process must exhaust the iterator."""
-        for copy in self._copies:
-            yield from whole_tensors({f"{copy.key}/{name}": tensor for name, tensor in copy.tensors.items()})
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the copies for a checkpoint, sharded as theta is, their names `VERSIONS/NAME`."""
+        return {f"{copy.key}/{name}": tensor for copy in self._copies for name, tensor in copy.tensors.items()}
 
     def cache_tensors(self) -> dict[str, Tensor]:
         """Return the cache of log-probs for a checkpoint."""
         return self._cache.tensors()
 
-    def load(self, tensors: Mapping[str, Tensor], cache: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, TensorSlice], cache: Mapping[str, Tensor]) -> None:
         """Load the copies and the cache from a checkpoint.
 
         Raises:
@@ -154,13 +154,13 @@ class OldPolicy:
             parameter.copy_(tensors[name])
 
 
-class _Renamed(Mapping[str, Tensor]):
+class _Renamed(Mapping[str, TensorSlice]):
     """The tensors whose names begin with a prefix, without it; each is read on access."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSlice], prefix: str) -> None:
         self._tensors, self._prefix = tensors, prefix
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> TensorSlice:
         return self._tensors[self._prefix + name]
 
     def __contains__(self, name: object) -> bool:

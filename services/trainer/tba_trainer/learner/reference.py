@@ -26,8 +26,9 @@ from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import Policy, Ranks
 from tba_trainer.learner.logprob_cache import LogprobCache, Values, compute_logprobs
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.parameters import is_adapted, trainable, whole_tensors
+from tba_trainer.model.parameters import is_adapted, trainable
 from tba_trainer.model.policy import frozen_copy, load_tensors
+from tba_trainer.model.slices import TensorSlice
 from tba_trainer.objectives import Objective
 
 
@@ -56,11 +57,11 @@ class Reference:
     def after_step(self, version: PolicyVersion) -> None:
         """Reset the reference or update its moving average if that is due now that theta is `version`."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the reference's weights for a checkpoint, whole, one at a time."""
-        return iter(())
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the reference's weights for a checkpoint, sharded as theta is."""
+        return {}
 
-    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+    def load(self, tensors: Mapping[str, TensorSlice], version: PolicyVersion) -> None:
         """Load the reference from a checkpoint in which it is not the starting model.
 
         Raises:
@@ -98,7 +99,7 @@ class CarriedReference(Reference):
             values.append(carried.value)
         return values
 
-    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+    def load(self, tensors: Mapping[str, TensorSlice], version: PolicyVersion) -> None:
         """Refuse: searchers know only the starting model."""
         raise ConfigError(
             f"the checkpoint's reference is version {version}, and with objective.reference_placement = "
@@ -163,11 +164,11 @@ class ModelReference(Reference):
             self._weights.blend_with_theta(self._objective.ema_decay)
             self._set_version(version)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the reference's weights; every process of a sharded model must exhaust the iterator."""
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the reference's weights."""
         return self._weights.tensors()
 
-    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+    def load(self, tensors: Mapping[str, TensorSlice], version: PolicyVersion) -> None:
         """Load the reference from a checkpoint."""
         self._weights.load(tensors, what=f"reference {version}")
         self._set_version(version)
@@ -240,15 +241,12 @@ class ReferenceWeights(Protocol):
         """Set reference = decay * reference + (1 - decay) * theta."""
         ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors on the CPU for `load`, one at a time.
-
-        Every process of a sharded model must exhaust the iterator.
-        """
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return what `load` takes, sharded as theta is."""
         ...
 
-    def load(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
-        """Load the weights that `tensors` yielded.
+    def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
+        """Load the rows of this process of what `tensors` returned.
 
         Raises:
             TbaError: they are not those of this model.
@@ -291,11 +289,11 @@ class FrozenCopyWeights:
         for target, source in zip(self._model.parameters(), self._theta.parameters(), strict=True):
             target.mul_(decay).add_(source, alpha=1 - decay)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the copy's parameters."""
-        return whole_tensors(dict(self._model.named_parameters()))
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the copy's parameters."""
+        return dict(self._model.named_parameters())
 
-    def load(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
+    def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
         """Load tensors into the copy."""
         load_tensors(dict(self._model.named_parameters()), tensors, what=what)
 
@@ -354,11 +352,11 @@ class AdapterWeights:
         for name, tensor in self._tensors.items():
             tensor.mul_(decay).add_(self._theta[name], alpha=1 - decay)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the reference's adapter by the names of theta's; nothing while it is the starting model."""
-        return whole_tensors(self._tensors or {})
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the reference's adapter by the names of theta's; nothing while it is the starting model."""
+        return self._tensors or {}
 
-    def load(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
+    def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
         """Load an adapter of a reference that is not the starting model."""
         copies = self._copies()
         load_tensors(copies, tensors, what=what)

@@ -1,9 +1,11 @@
 """Write checkpoints of one lineage to the store, and tell the buffer from which one a resume starts.
 
     small    loop     write    copy, upload, register
-    large    loop     write    copy to the local disk
+    large    loop     write    copy to the local disk, or to memory (`trainer.checkpoint_staging`)
              thread            upload, manifest last
              loop     settle   after a later step: register it, delete old ones
+
+Every process of the trainer does so with the rows that it holds (`tba_trainer.distributed.checkpoints`).
 
 A large one is registered some steps later than it was taken. A trainer that is killed meanwhile resumes from the one
 before: that one is deleted only after the new one is registered.
@@ -11,18 +13,17 @@ before: that one is deleted only after the new one is registered.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 from tba.api import CheckpointRequest
-from tba.errors import StoreUnavailableError, TbaError
+from tba.errors import StoreUnavailableError
 from tba.logs import get_logger
 from tba.store.file import explain_full_disk
 from tba.versions import START, PolicyVersion
-from tba_trainer.checkpoints.checkpoint import CheckpointStore, StagedCheckpoint, before_suspect
-from tba_trainer.checkpoints.weight_files import lockstep
+from tba_trainer.checkpoints.choice import before_suspect
+from tba_trainer.distributed.checkpoints import Upload
 from tba_trainer.learner.learner import TrainerState, config_sha256, encode_torch_rng
 from tba_trainer.loop.trainer_context import LineageContext
 from tba_trainer.model.parameters import trainable
@@ -39,7 +40,7 @@ class CheckpointWriter:
         """The version whose state a resume would start from."""
         self.previous = context.session.previous
         """The checkpoint before that one; None: there is none."""
-        self._upload: _Upload | None = None
+        self._upload: Upload | None = None
 
     @property
     def is_proven(self) -> bool:
@@ -74,7 +75,7 @@ class CheckpointWriter:
             StoreUnavailableError: the new one was not registered.
             FencedError: a newer lineage owns the run.
         """
-        context, version = self._context, self._progress.version
+        version = self._progress.version
         # one that has ended is registered first: this process may be killed before the new one is stored
         if self._upload is not None and (self._upload.version == version or self._upload.wait(0.0)):
             self.complete_upload()
@@ -82,9 +83,7 @@ class CheckpointWriter:
         if self._progress.step == self.saved.step:
             return
         try:
-            # every process of a sharded model takes part in the gathering, even after a failed upload
-            with closing(lockstep(context.learner.capture())) as tensors:
-                key = context.checkpoints.save(self._state(), tensors)
+            key = self._store_now()
         except StoreUnavailableError:
             self.complete_upload()  # an older state is worth more than none
             raise
@@ -93,22 +92,51 @@ class CheckpointWriter:
         self._register_saved(version, key)
         self.give_up_upload()  # it waits, and the new one must not wait for that to be registered
 
+    def _store_now(self) -> str:
+        """Store a checkpoint of the current weights, and return its key.
+
+        Raises:
+            StoreUnavailableError: a process could not store its part, or did not in time.
+            OSError: the local disk is full.
+        """
+        begin = time.monotonic()
+        upload = self._new(in_background=False)
+        # the part of this process is stored; one as large, over a slower link, may take some time more
+        wait_s = max(self._context.recipe.trainer.retry_s, time.monotonic() - begin)
+        with self._context.status.named_wait("checkpoint-upload", wait_s):
+            has_ended = upload.wait(wait_s)
+        if not has_ended:
+            upload.give_up()
+            raise StoreUnavailableError(
+                f"{upload.missing()} did not store its part of checkpoint {upload.version} within {wait_s:g} s, once "
+                "that of process 0 was stored (trainer.retry_s, or as long as that took; the wait checkpoint-upload)"
+            )
+        if upload.error is not None:
+            raise upload.error
+        assert upload.key is not None
+        return upload.key
+
+    def _new(self, *, in_background: bool) -> Upload:
+        """Begin a checkpoint of the current weights. Arguments and errors of `TeamCheckpoints.begin`."""
+        context = self._context
+        # `saved` stays in the store until this one is registered
+        known = context.checkpoints.known_objects(self.saved)
+        rows = context.learner.capture()
+        return context.checkpoints.begin(self._state(), rows, known=known, in_background=in_background)
+
     def _begin(self) -> None:
         """Copy a checkpoint of the current weights to the local disk, and upload it beside training."""
         if self._progress.step == self.saved.step:
             return
-        checkpoints = self._context.checkpoints
         try:
-            with closing(lockstep(self._context.learner.capture())) as tensors:
-                staged = checkpoints.stage(self._state(), tensors)
+            self._upload = self._new(in_background=True)
         except OSError as error:
-            if (full := explain_full_disk(error, checkpoints.folder)) is None:
+            if (full := explain_full_disk(error, self._context.checkpoints.folder)) is None:
                 raise
             log.warning("checkpoint_not_staged", reason=full)
             self.save()  # file by file, which needs room for one
             return
-        self._upload = _Upload(checkpoints, staged)
-        log.info("checkpoint_staged", version=str(staged.version))
+        log.info("checkpoint_staged", version=str(self._upload.version))
 
     def settle(self) -> None:
         """Register the checkpoint whose upload has ended since the last call, if one has.
@@ -221,7 +249,7 @@ class CheckpointWriter:
             config_sha256=config_sha256(recipe),
             model_config_sha256=context.model_config_sha256,
             policy_temperature=recipe.model.policy_temperature,
-            lora=recipe.model.lora,
+            lora=None if recipe.model.lora is None else recipe.model.lora.constant,
             guards=progress.guards,
             previous=self._saved_checkpoint and str(self._saved_checkpoint),
             settings_revision=progress.settings_revision,
@@ -231,32 +259,3 @@ class CheckpointWriter:
 def checkpoint_bytes(model: Any) -> int:
     """Return about how many bytes a checkpoint has: what is trained and the moments of AdamW, in float32."""
     return 12 * sum(param.numel() for param in trainable(model).values())
-
-
-class _Upload:
-    """A checkpoint on its way to the store, in a thread of its own."""
-
-    def __init__(self, checkpoints: CheckpointStore, staged: StagedCheckpoint) -> None:
-        self.version = staged.version
-        self.key: str | None = None
-        self.error: TbaError | None = None
-        self._checkpoints, self._staged, self._given_up = checkpoints, staged, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended, within `timeout_s`; `key` or `error` is set then, unless it was given up."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def give_up(self) -> None:
-        """Write no further object and no manifest."""
-        self._given_up.set()
-
-    def _run(self) -> None:
-        try:
-            self.key = self._checkpoints.upload(self._staged, is_given_up=self._given_up.is_set)
-        except Exception as error:  # a thread has nobody to raise to: the loop asks for it, in `settle`
-            self.error = error if isinstance(error, TbaError) else TbaError(f"the checkpoint was not stored: {error!r}")
-        finally:
-            self._staged.close()

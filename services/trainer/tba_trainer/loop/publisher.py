@@ -6,7 +6,8 @@
              while the store is away; then the announcement, retried while the buffer is away; then the evaluation
              request; then, at most every few seconds, old versions are deleted
 
-The files of the last published version stay on the disk: the next one is stored as a delta against them. An error that
+The files of the last published version stay on the disk: the next one is stored as a delta against them. Versions that
+are adapters need those of the starting model in their place: the thread merges each, to know its digests. An error that
 no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises it at its next
 call.
 """
@@ -29,8 +30,9 @@ from tba.config import TrainerSection
 from tba.config.evaluation import EvalSection
 from tba.errors import FencedError, RollbackError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
 from tba.logs import get_logger
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.weights.digest import describe_tensors
 from tba.weights.retention import reasons_to_keep
 from tba.wire import Manifest
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
@@ -57,6 +59,7 @@ class Publisher:
         deltas: which versions are stored as deltas.
         checkpoints: of the run; a version that has one is not deleted.
         files: config and tokenizer files by name.
+        start: the starting model, whose files stay to the end; None: no version is an adapter.
         stop: set when the process should end.
     """
 
@@ -72,11 +75,12 @@ class Publisher:
         evaluations: Evaluations,
         status: Status,
         files: Mapping[str, Path],
+        start: WeightSnapshot | None,
         stop: threading.Event,
     ) -> None:
         self._section, self._token, self._buffer, self._evaluations = section, session.token, buffer, evaluations
         self._versions, self._deltas, self._checkpoints, self._files = versions, deltas, checkpoints, files
-        self._status, self._stop = status, stop
+        self._start, self._status, self._stop = start, status, stop
         self.submitted = session.parent
         """The last version that was submitted to be announced: the parent of the next one."""
         self._changed = threading.Condition()
@@ -85,7 +89,7 @@ class Publisher:
         """The last published snapshot, with its files: what the next version may be a delta against."""
         self._num_without_base = 0
         """Versions that are stored whole without a try, since the last delta did not pay."""
-        self._published_bytes = {"full": 0, "delta": 0}
+        self._published_bytes = {"full": 0, "delta": 0, "adapter": 0}
         self._store_s = 0.0
         self._error: Exception | None = None
         self._retried_error = ""
@@ -101,6 +105,7 @@ class Publisher:
             "num_unpublished_versions": float(len(self._pending)),
             "published_full_bytes_total": float(self._published_bytes["full"]),
             "published_delta_bytes_total": float(self._published_bytes["delta"]),
+            "published_adapter_bytes_total": float(self._published_bytes["adapter"]),
             "publish_s": self._store_s,
         }
 
@@ -112,6 +117,9 @@ class Publisher:
         """Announce nothing more; a transfer in progress is left to end by itself."""
         self._closed.set()
         with self._changed:
+            # those behind it may hold a copy of the model: a lineage after a rollback needs the memory
+            while len(self._pending) > 1:
+                self._discard(self._pending.pop()[0])
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -119,6 +127,7 @@ class Publisher:
 
         Raises:
             FencedError, ObjectExistsError, TbaError
+            OSError: the local disk is full.
         """
         if self._error is not None:
             raise self._error
@@ -137,6 +146,10 @@ class Publisher:
             WaitTimeoutError, FencedError, ObjectExistsError, TbaError: as `submit` raises it.
             OSError: the local disk is full.
         """
+        with self._changed:
+            pending = [snapshot for snapshot, _, _ in self._pending]
+        for snapshot in pending:  # the thread may be busy with the one before: no more than one is in memory
+            snapshot.write()
         self.submit(snapshots.take(version, self.submitted), num_eval_prompts=num_eval_prompts)
 
     def submit(self, snapshot: WeightSnapshot, *, num_eval_prompts: int | None = None, announce: bool = True) -> None:
@@ -152,11 +165,15 @@ class Publisher:
         """
         self._wait_until_below(self._section.max_unpublished_versions)
         with self._changed:
-            # The files hold the weights as they were: theta may change from here on, and the transfer takes its time.
+            # The snapshot holds the weights as they were: theta may change from here on.
             self._pending.append((snapshot, num_eval_prompts, announce))
             self._changed.notify_all()
         if announce:
             self.submitted = snapshot.version
+
+    def keeps(self, snapshot: WeightSnapshot) -> bool:
+        """Return whether it is the starting model, which adapters are merged into until the end."""
+        return snapshot is self._start
 
     def drain(self) -> None:
         """Wait until everything is announced.
@@ -192,6 +209,8 @@ class Publisher:
         finally:
             if self._base is not None:
                 self._base[0].close()
+            if self._start is not None:
+                self._start.close()
 
     def _publish_pending(self) -> None:
         while not self._closed.is_set():
@@ -203,7 +222,9 @@ class Publisher:
             try:
                 self._publish(snapshot, num_eval_prompts, announce=announce)
             except Exception as error:  # a thread has nobody to raise to: the loop asks for it, in `check`
-                self._error = error if isinstance(error, TbaError) else TbaError(f"publishing failed: {error!r}")
+                # the loop knows what a full disk is
+                is_known = isinstance(error, TbaError | OSError)
+                self._error = error if is_known else TbaError(f"publishing failed: {error!r}")
             with self._changed:
                 # it counts as unpublished until here, so the loop's limit covers a slow transfer too
                 if self._error is None and not self._closed.is_set():
@@ -214,11 +235,12 @@ class Publisher:
 
     def _publish(self, snapshot: WeightSnapshot, num_eval_prompts: int | None, *, announce: bool) -> None:
         started = time.monotonic()
+        snapshot.write()
         # Publishing the same version again is harmless: every object is create-only, and equal content is accepted.
         manifest = self._retry_while_away(lambda: self._put(snapshot), snapshot.version)
         store_s = time.monotonic() - started
         if not announce:
-            snapshot.close()
+            self._discard(snapshot)
             return
         # Only now: a searcher that hears of a version must find all of it.
         request = VersionRequest(version=str(snapshot.version), token=self._token)
@@ -239,17 +261,36 @@ class Publisher:
             version=snapshot.version,
             parent=snapshot.parent,
             dtype=snapshot.dtype,
-            tensors_paths=snapshot.paths,
+            tensors_paths=snapshot.paths if snapshot.adapter is None else snapshot.adapter,
             files=self._files,
             canary=snapshot.canary,
             torch_version=torch.__version__,
             transformers_version=transformers.__version__,
-            base=None if self._base is None else self._base[1],
+            base=self._base_of(snapshot),
             deltas=self._deltas,
         )
 
+    def _base_of(self, snapshot: WeightSnapshot) -> LocalVersion | None:
+        """Return the version whose files are here that the snapshot is stored against; None: there is none."""
+        if snapshot.adapter is None or self._start is None:
+            return None if self._base is None else self._base[1]
+        if self._base is None:
+            manifest, paths = self._versions.manifest(START), self._start.paths
+            if not manifest.tensors:  # a release before deltas has published it
+                manifest = manifest.model_copy(update={"tensors": describe_tensors(paths)})
+            self._base = self._start, LocalVersion(START, paths, manifest)
+        return self._base[1]
+
+    def _discard(self, snapshot: WeightSnapshot) -> None:
+        if snapshot is not self._start:
+            snapshot.close()
+
     def _note_published(self, manifest: Manifest, *, store_s: float, seconds: float) -> None:
-        stored = {"full": sum(file.size_bytes for file in manifest.full), "delta": manifest.delta_bytes}
+        stored = {
+            "full": sum(file.size_bytes for file in manifest.full),
+            "delta": manifest.delta_bytes,
+            "adapter": manifest.adapter_bytes,
+        }
         for kind, size_bytes in stored.items():
             self._published_bytes[kind] += size_bytes
         self._store_s = store_s
@@ -264,6 +305,9 @@ class Publisher:
 
     def _replace_base(self, snapshot: WeightSnapshot, manifest: Manifest) -> None:
         """Keep the files of the version just published in place of the last one's, if the next one may be a delta."""
+        if self._start is not None:  # every other version is an adapter for it
+            self._discard(snapshot)
+            return
         if self._base is not None:
             self._base[0].close()
             # to encode costs as much as a delta that pays: not again before the next version that would be whole anyway

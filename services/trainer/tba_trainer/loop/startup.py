@@ -29,8 +29,10 @@ from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
 from tba.weights.digest import legacy_params_sha256, open_tensors
-from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, intact_at, newest_intact, older_intact
+from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
+from tba_trainer.checkpoints.choice import intact_at, newest_intact, older_intact
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
+from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.learner.guards import GuardState, Rollback
 from tba_trainer.learner.learner import Learner, config_sha256
 from tba_trainer.loop.status import Session
@@ -45,7 +47,7 @@ log = get_logger("startup")
 def start_lineage(
     context: TrainerContext,
     *,
-    checkpoints: CheckpointStore,
+    checkpoints: TeamCheckpoints,
     learner: Learner,
     model_config_sha256: str,
     rollback: Rollback | None = None,
@@ -95,7 +97,7 @@ class _Parent:
 def _take_lineage(
     context: TrainerContext,
     *,
-    checkpoints: CheckpointStore,
+    checkpoints: TeamCheckpoints,
     learner: Learner,
     model_config_sha256: str,
     rollback: Rollback | None,
@@ -177,7 +179,7 @@ def _asked_parent(
 def _resume_parent(
     context: TrainerContext,
     info: RunInfo,
-    checkpoints: CheckpointStore,
+    checkpoints: TeamCheckpoints,
     learner: Learner,
     model_config_sha256: str,
     rollback: Rollback | None,
@@ -349,7 +351,7 @@ class Fork:
             return None
         return cls(origin.run, PolicyVersion.parse(origin.version), origin.lineage)
 
-    def checkpoint(self, own: CheckpointStore) -> Checkpoint | None:
+    def checkpoint(self, own: TeamCheckpoints) -> Checkpoint | None:
         """Return the other run's checkpoint of exactly this version, from the store of this run's checkpoints.
 
         Raises:
@@ -392,7 +394,7 @@ class Fork:
 def _restore_fork(
     fork: Fork,
     store: ObjectStore,
-    checkpoints: CheckpointStore,
+    checkpoints: TeamCheckpoints,
     learner: Learner,
     recipe: Recipe,
     model_config_sha256: str,
@@ -470,9 +472,10 @@ def _check_same_run(checkpoint: Checkpoint, recipe: Recipe, model_config_sha256:
             f"model.policy_temperature is {recipe.model.policy_temperature:g}, but this run has trained with "
             f"{state.policy_temperature:g}; it is constant within a run: set it back, or choose another run.name"
         )
-    if state.lora != recipe.model.lora:
+    lora = None if recipe.model.lora is None else recipe.model.lora.constant
+    if state.lora != lora:
         raise ConfigError(
-            f"[model.lora] is {_lora_text(recipe.model.lora)}, but this run has trained with {_lora_text(state.lora)}; "
+            f"[model.lora] is {_lora_text(lora)}, but this run has trained with {_lora_text(state.lora)}; "
             "it is constant within a run: set it back, or choose another run.name"
         )
     if state.model_config_sha256 != model_config_sha256:

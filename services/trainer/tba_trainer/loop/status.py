@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from tba.clients import BufferClient
 from tba.errors import TbaError
@@ -21,6 +22,10 @@ from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait
 from tba_trainer.learner.guards import GuardState
 
 HEARTBEAT_INTERVAL_S = 1.0
+HUNG_AFTER_S = 3600.0
+"""A loop is taken to hang so long past the deadline of its wait, or after its last step, wait or activity."""
+ALIVE_FILE_VARIABLE = "TRAINER_ALIVE_FILE"
+"""Environment variable: the file that a liveness probe looks at. Names that begin with TBA_ are keys of the recipe."""
 log = get_logger("heartbeat")
 
 
@@ -117,16 +122,25 @@ class Status:
         self._wait: tuple[str, float, float] | None = None  # name, since, deadline
         self._waited_s: dict[str, float] = {}
         self._started_at_s = time.time()
+        self._moved_s = now()
+        """When the loop last did something that is seen here."""
+
+    @property
+    def is_hung(self) -> bool:
+        """True when the loop has shown nothing for `HUNG_AFTER_S`, beyond the wait that it has named."""
+        with self._lock:
+            expected_s = self._moved_s if self._wait is None else self._wait[2]
+        return self._now() > expected_s + HUNG_AFTER_S
 
     def set_state(self, state: str) -> None:
         """Name the current activity, for people."""
         with self._lock:
-            self._state = state
+            self._state, self._moved_s = state, self._now()
 
     def set_step(self, version: PolicyVersion, metrics: Mapping[str, float | None]) -> None:
         """Record a finished step and its metrics."""
         with self._lock:
-            self._version = version
+            self._version, self._moved_s = version, self._now()
             # replaced, not updated: a metric that this step does not have must not show its value of an older step
             self._gauges = {name: value for name, value in metrics.items() if value is not None}
             self._gauges["step"] = float(version.step)
@@ -190,7 +204,8 @@ class Status:
         return {**self._waited_s, name: self._waited_s.get(name, 0.0) + now - since}
 
     def _end_wait(self) -> None:
-        self._waited_s = self._waited_by_name(self._now())
+        self._moved_s = self._now()
+        self._waited_s = self._waited_by_name(self._moved_s)
         self._wait = None
 
 
@@ -199,10 +214,18 @@ class Heartbeats:
 
     Args:
         gauges: more gauges, read at every beat.
+        alive_file: is touched before every beat while the loop does not hang, and is not there before the first beat
+            and after the last: a liveness probe asks how old it is.
     """
 
-    def __init__(self, buffer: BufferClient, status: Status, gauges: Callable[[], Mapping[str, float]]) -> None:
-        self._buffer, self._status, self._gauges = buffer, status, gauges
+    def __init__(
+        self,
+        buffer: BufferClient,
+        status: Status,
+        gauges: Callable[[], Mapping[str, float]],
+        alive_file: Path | None = None,
+    ) -> None:
+        self._buffer, self._status, self._gauges, self._alive_file = buffer, status, gauges, alive_file
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
@@ -214,12 +237,15 @@ class Heartbeats:
         """Send one last beat and end."""
         self._closed.set()
         self._thread.join(timeout=2 * HEARTBEAT_INTERVAL_S)
+        if self._alive_file is not None:
+            self._alive_file.unlink(missing_ok=True)
 
     def _run(self) -> None:
         failing = False
         while True:
             # read before the beat: the last beat, after `close`, tells the final state
             last = self._closed.wait(HEARTBEAT_INTERVAL_S)
+            self._touch()
             try:
                 self._buffer.heartbeat(self._status.beat(self._gauges()))
                 failing = False
@@ -229,3 +255,11 @@ class Heartbeats:
                 failing = True
             if last:
                 return
+
+    def _touch(self) -> None:
+        if self._alive_file is None or self._status.is_hung:
+            return
+        try:
+            self._alive_file.touch()
+        except OSError as error:  # a full disk is for the loop to report; the probe then restarts what cannot write
+            log.warning("alive_file_failed", file=str(self._alive_file), error=str(error))

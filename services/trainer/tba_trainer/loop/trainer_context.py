@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.store import ObjectStore
-from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
+from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.learner import Learner
 from tba_trainer.learner.schedules import Schedules
@@ -39,7 +39,7 @@ class LineageContext(TrainerContext):
 
     session: Session
     progress: Progress
-    checkpoints: CheckpointStore
+    checkpoints: TeamCheckpoints
     learner: Learner
     schedules: Schedules
     requirements: Requirements

@@ -11,8 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tba.errors import ConfigError
+from tba.weights.adapter import A_SUFFIX, B_SUFFIX, PEFT_PREFIX, exact_bits
+from tba_trainer.model.slices import TensorSlice, put_rows
 
 ADAPTER = "default"
 """Name of the LoRA adapter; peft requires one."""
@@ -32,8 +37,14 @@ def full(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def assign(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor, which every process has, into `target` and convert the dtype; a shard takes its part."""
+def assign(target: Tensor, whole: Tensor | TensorSlice) -> None:
+    """Copy a whole tensor, which every process has, into `target` and convert the dtype; a shard takes its part.
+
+    Of a checkpoint a process has only its own rows: they are copied as they are.
+    """
+    if isinstance(whole, TensorSlice):
+        put_rows(target, whole)
+        return
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
@@ -87,6 +98,64 @@ def published_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[
         # pinned memory, which torch keeps for the next snapshot, takes a GPU's tensor many times faster than new pages
         host = torch.empty(weight.shape, dtype=dtype or weight.dtype, pin_memory=weight.is_cuda)
         yield name, host.copy_(weight)
+
+
+@torch.no_grad()
+def adapter_tensors(model: Any, merged: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of the adapter, gathered one layer at a time, as copies on the CPU in float32.
+
+    Every process of a sharded model must exhaust the iterator, in step with the others.
+
+    Args:
+        merged: a copy of the model's plain parameters in the published dtype, sharded alike; the adapted ones become
+            the sums of weight, as published, and adapter.
+
+    Yields:
+        Names as peft writes them to a file, and A [rank, in] and B [out, rank] of each layer.
+    """
+    for name, layer in _adapted_layers(model).items():
+        a, b = (full(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+        num_bits = exact_bits(len(a))
+        left, right = _on_grid(b.double() * layer.scaling[ADAPTER], num_bits), _on_grid(a.double(), num_bits)
+        if layer.fan_in_fan_out:
+            left, right = right.T, left.T
+        _put_sum(merged[f"{name}.weight"], layer.base_layer.weight.detach(), left, right)
+        yield f"{PEFT_PREFIX}{name}{A_SUFFIX}", a.to("cpu", torch.float32, copy=True).contiguous()
+        yield f"{PEFT_PREFIX}{name}{B_SUFFIX}", b.to("cpu", torch.float32, copy=True).contiguous()
+
+
+def _on_grid(matrix: Tensor, num_bits: int) -> Tensor:
+    """Round as `tba.weights.adapter` does, so that products have the same bits here."""
+    unit = 2.0 ** (int(torch.frexp(matrix.abs().max())[1]) - num_bits)
+    return torch.round(matrix / unit) * unit
+
+
+def _put_sum(
+    target: Tensor, weight: Tensor, left: Float64[Tensor, "rows rank"], right: Float64[Tensor, "rank columns"]
+) -> None:
+    """Set `target` to the sum of a weight, first rounded to the dtype of `target`, and a product: all as published."""
+    if isinstance(target, DTensor) and isinstance(weight, DTensor):
+        # rows are sharded: every process adds the product of its own
+        left = distribute_tensor(
+            left.to(target.device).contiguous(), target.device_mesh, target.placements, src_data_rank=None
+        ).to_local()
+        right, target, weight = right.to(target.device), target.to_local(), weight.to_local()
+    target.copy_((weight.to(target.dtype).double() + left @ right).float())
+
+
+def has_transposed_weights(model: Any) -> bool:
+    """Return whether the adapted weights are [in, out], as those of GPT-2.
+
+    Raises:
+        ConfigError: some are, and some are not.
+    """
+    found = {bool(layer.fan_in_fan_out) for layer in _adapted_layers(model).values()}
+    if len(found) > 1:
+        raise ConfigError(
+            'model.lora adapts weights of both orders, [in, out] and [out, in], which model.lora.publish = "adapter" '
+            'cannot say of one adapter: set it to "merged"'
+        )
+    return found == {True}
 
 
 def is_adapted(module: Any) -> bool:

@@ -19,6 +19,7 @@ from tba.errors import ConfigError, TbaError
 from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention
 from tba_trainer.model.parameters import ADAPTER, assign, is_adapted
 from tba_trainer.model.sharding import is_sharded, sharded_copy
+from tba_trainer.model.slices import TensorSlice
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN_MODE_MAX_GAP = 1e-3
@@ -215,8 +216,11 @@ def frozen_copy(model: Any, dtype: torch.dtype | None = None) -> Any:
     return copied
 
 
-def load_tensors(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, what: str) -> None:
-    """Copy whole tensors into the parameters of the same name, one at a time, and convert the dtype.
+def load_tensors(
+    parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str
+) -> None:
+    """Copy tensors, whole or the rows of this process, into the parameters of the same name, one at a time, and convert
+    the dtype.
 
     A sharded parameter takes its shard.
 

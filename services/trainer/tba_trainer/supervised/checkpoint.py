@@ -101,7 +101,7 @@ class Checkpoints:
         Raises:
             OSError: the disk is full.
         """
-        sections = {MODEL: whole_tensors(trainable(model)), OPTIMIZER: optimizer.state_tensors()}
+        sections = {MODEL: whole_tensors(trainable(model)), OPTIMIZER: whole_tensors(optimizer.state_tensors())}
         if not self._is_leader:
             for tensors in sections.values():
                 for _ in tensors:

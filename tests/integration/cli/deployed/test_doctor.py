@@ -313,6 +313,9 @@ def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatc
     found = list(check_disk(target_of(recipe, service="buffer")))
     assert_finding(one(found, "open-files"), "warn", "a process may open")
     assert_finding(one(found, "disk"), "warn", "are free at")
+    with_cache = deployment.recipe(store={"cache_folder": str(tmp_path / "weights")})
+    found_cache = list(check_disk(target_of(with_cache, service="searcher")))
+    assert [result.found for result in found_cache if "(the cache of weights)" in result.found]
     (tmp_path / ".cache").mkdir()  # where a container keeps compiled kernels
     found = list(check_disk(target_of(recipe, service="buffer")))
     assert [result.found for result in found if f"{tmp_path}/.cache (caches)" in result.found]

@@ -6,7 +6,8 @@
 * Continuous batching: a finished request is replaced before the next step (batch.py).
 * The S rollouts of a visit share one prefill: keys and values of all prompt tokens but the last are kept in a prefix
   slot and copied. A request begins decoding with its last prompt token, so tokens are sampled in one place only.
-* New weights: keys and values of active requests are recomputed before the next step, cached prefixes are dropped.
+* New weights: keys and values of active requests are recomputed before the next step, or kept; cached prefixes are
+  dropped.
 """
 
 from __future__ import annotations
@@ -153,7 +154,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _step(self) -> list[Completion]:
-        # before new requests get slots: they must not find prefixes of the old weights
         if self._cache_is_stale:
             self._recompute_cache()
         self._fill_slots()
@@ -188,8 +188,11 @@ class EmbeddedEngine:
             staged.put_into(self._model)
         else:
             replace_params(self._model, tensors_paths)
+        self._version = version
+        # of requests that begin from here on
+        self._prefixes.clear()
         # recomputed by the next step, and not here: a second load may follow at once, as when a version is refused
-        self._version, self._cache_is_stale = version, True
+        self._cache_is_stale = self._settings.kv_at_update == "recompute"
         for slot in self._batch.active_slots():
             active = self._batch.requests[slot]
             if active is not None:
@@ -284,8 +287,7 @@ class EmbeddedEngine:
             self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(target)), longest)
 
     def _recompute_cache(self) -> None:
-        """Recompute the keys and values of active requests under the new weights; drop cached prefixes."""
-        self._prefixes.clear()
+        """Recompute the keys and values of active requests under the new weights."""
         batch = self._batch
         # shortest first, so that each prefill pads little
         slots = sorted((i for i in batch.active_slots() if batch.position[i] > 0), key=lambda i: batch.position[i])

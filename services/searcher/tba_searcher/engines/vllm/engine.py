@@ -6,12 +6,12 @@ The model is in this process too, or with `searcher.tensor_parallel_size` in a p
 
 * Log-probs are vLLM's `processed_logprobs`: of the distribution that was drawn from, after min tokens, temperature,
   top-k and top-p, as the protocol asks.
-* New weights: active requests keep their tokens, and vLLM's whole cache is dropped. The next step recomputes prompt and
-  response so far under the new weights. vLLM puts a version label on every token, which gives the spans.
+* New weights: active requests keep their tokens. Their keys and values are recomputed by the next step, prompt and
+  response so far, or kept (kv_cache.py). vLLM puts a version label on every token, which gives the spans.
 * `verify` compares the digest of the tensors that were loaded with the manifest's, and asks vLLM itself for the
   log-probs of the canary.
 
-Everything but `_exclusive`, workers.py and weights.py uses vLLM's public interface.
+Everything but kv_cache.py, workers.py and weights.py uses vLLM's public interface.
 """
 
 # pyright: reportMissingImports=false
@@ -22,8 +22,8 @@ import gc
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +46,7 @@ from tba_searcher.engines.engine import (
     check_request,
 )
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
+from tba_searcher.engines.vllm.kv_cache import KVCache
 from tba_searcher.engines.vllm.worker_extension import WORKER_EXTENSION
 from tba_searcher.engines.vllm.workers import Workers
 from tba_searcher.engines.weight_check import check_loaded, check_tensors, read_headers
@@ -87,6 +88,7 @@ class VllmEngine:
         on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
         self._llm: Any = _build(folder, settings, on_cpu=on_cpu)
         self._workers = Workers(self._llm)
+        self._kv_cache = KVCache(self._llm, settings.kv_at_update)
         self._requests: dict[str, tuple[Request, float]] = {}  # id -> the request and when it was submitted
         self._masked_ids = {*self.default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
         """The ids that vLLM takes for end of sequence, and masks while a response is shorter than its minimum."""
@@ -188,7 +190,7 @@ class VllmEngine:
         try:
             hashed = self._workers.call("tba_load_weights", places, doing=f"loading version {version}")
         finally:
-            self._drop_cache()
+            self._kv_cache.begin_update()
         self._params_sha256 = table_sha256(itertools.chain.from_iterable(hashed))
         self._llm.set_weight_version(str(version))
         self._version = version
@@ -210,12 +212,14 @@ class VllmEngine:
 
         tokens = (*prompt_tokens, *response_tokens)
         params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-        with self._exclusive():
+        with self._kv_cache.exclusive(num_tokens=len(tokens) + 1):
             try:
                 self._add(_CANARY_ID, tokens, params)
-                outputs = []
-                while not outputs:
-                    outputs = [output for output in self._workers.step() if output.finished]
+                # a step computes at least one token, or vLLM would leave the canary in its queue for ever
+                steps = ([output for output in self._workers.step() if output.finished] for _ in tokens)
+                outputs = next((outputs for outputs in steps if outputs), None)
+                if outputs is None:
+                    raise EngineDiedError(f"vLLM does not compute the canary of {len(tokens)} tokens")
             except BaseException:
                 # the next canary has the same id, so this one must go; the engine may be dead, too
                 with suppress(Exception):
@@ -235,25 +239,7 @@ class VllmEngine:
     def _add(self, request_id: str, tokens: Sequence[int], params: Any) -> None:
         from vllm.inputs.engine import tokens_input
 
-        self._llm.add_request(request_id, tokens_input(list(tokens)), params)
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Let steps inside work only on requests that are added inside; all others wait, their cache dropped."""
-        self._drop_cache()
-        # vLLM has no public way to hold requests back, so they leave the scheduler's queue for a while.
-        # tests/integration/searcher/test_searcher_engines.py runs this against the pinned vLLM.
-        waiting = self._llm.engine_core.engine_core.scheduler.waiting
-        held_back = [waiting.pop_request() for _ in range(len(waiting))]
-        try:
-            yield
-        finally:
-            for request in held_back:
-                waiting.add_request(request)
-
-    def _drop_cache(self) -> None:
-        """Drop all keys and values; running requests go back to vLLM's queue with their tokens."""
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._llm.add_request(request_id, tokens_input(list(tokens), cache_salt=self._kv_cache.salt), params)
 
     def _completion(self, output: Any) -> Completion:
         request, started_at_s = self._requests[output.request_id]
@@ -294,7 +280,9 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
         seed=settings.seed % 2**32,
         trust_remote_code=settings.trust_remote_code,
         max_model_len=max(max_len, _MIN_LEN),
-        max_num_seqs=settings.num_slots,
+        max_num_active_seqs=settings.num_slots,
+        # the canary needs room beside requests that stay where they are
+        max_num_seqs=settings.num_slots + (settings.kv_at_update == "keep"),
         max_num_batched_tokens=section.max_batched_tokens,
         block_size=section.block_size,
         enable_prefix_caching=section.prefix_caching,

@@ -1,0 +1,110 @@
+"""The canary of a version: log-probs of a short sequence, and how far an engine may be from them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tba.config import Recipe
+from tba.wire import Canary
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.sharding import rounds_weights
+
+PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
+"""Short: generation stands still while an engine computes them."""
+NUM_CANDIDATES = 8
+MIN_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.03, "bfloat16": 0.25})
+"""Smallest tolerance of canaries, in nats. Trainer and engine round differently: a logit of size 8 to 16 is exact to
+2^-8 in float16 and to 2^-5 in bfloat16, and a few such roundings meet. An engine on a GPU rounds logits, where the
+trainer keeps its sums in float32: its own gap does not show that. So these are wide: 5 times the largest gap that the
+right weights of a trained dense model had in an engine (benchmarks/canary.py; docs/results.md, "Canary tolerances")."""
+MAX_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.125, "bfloat16": 1.0})
+"""Largest tolerance that rounding alone may ask for: an engine with exchanged layers is further off."""
+GAP_FACTOR = 4.0
+"""Between them the tolerance is so many times the trainer's own gap."""
+
+
+class CanaryMaker:
+    """Computes the canaries of one model. The exact check of a version is `params_sha256`; the canary finds an engine
+    that computes another model.
+
+    The trainer's own gap is how far its log-probs are from those of the published tensors in the published dtype. Of
+    some candidates the sequence with the least gap becomes the canary: in a mixture of experts rounding sends a token
+    to other experts where its router is near a tie, and such tokens are avoided. The median gap gives the tolerance.
+
+    Args:
+        theta: the model that is trained.
+        published: the model with the published tensors in the published dtype; theta itself where that is the same.
+        recipe: how far engines may be off at least.
+    """
+
+    def __init__(self, theta: Any, published: Any, recipe: Recipe) -> None:
+        dtype = recipe.model.dtype
+        self._published = LogprobModel(published, temperature=1.0)
+        self._least, self._most = max(recipe.trainer.canary_tolerance, MIN_TOLERANCE[dtype]), MAX_TOLERANCE[dtype]
+        self._is_compiled = recipe.trainer.compile
+        self._theta = None
+        if dtype != "float32":  # there nothing is rounded
+            autocast_dtype = torch.bfloat16 if _needs_autocast(theta) else None
+            with self._uncompiled():
+                self._theta = LogprobModel(theta, temperature=1.0, autocast_dtype=autocast_dtype)
+        vocab_size = int(theta.get_input_embeddings().num_embeddings)
+        self._candidates = [candidate(seed, vocab_size) for seed in range(NUM_CANDIDATES)]
+
+    @torch.no_grad()
+    def make(self) -> Canary:
+        """Return the canary of the tensors that the published model holds now; theta has the same, not rounded.
+
+        Every process of a sharded model calls it.
+        """
+        chosen, gap = 0, 0.0
+        if self._theta is not None:
+            rounded = _logprobs(self._published, self._candidates)
+            with self._uncompiled():
+                found = _logprobs(self._theta, self._candidates)
+            gaps = (found - rounded).abs().view(NUM_CANDIDATES, RESPONSE_TOKENS).amax(dim=1)
+            chosen = int(gaps.argmin())
+            gap = float(np.median(gaps.cpu().numpy()))  # the least one is small by chance, too
+        tokens = self._candidates[chosen]
+        return Canary(
+            prompt_tokens=tokens[:PROMPT_TOKENS].tolist(),
+            response_tokens=tokens[PROMPT_TOKENS:].tolist(),
+            # by itself, as in an engine: another shape rounds otherwise
+            logprobs=_logprobs(self._published, [tokens]).tolist(),
+            tolerance=tolerance(gap, least=self._least, most=self._most),
+        )
+
+    def _uncompiled(self) -> AbstractContextManager[object]:
+        """Return a context in which passes of theta do not use its compiled layers: theirs would be other programs."""
+        return torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
+
+
+def tolerance(gap: float, *, least: float, most: float) -> float:
+    """Return how far an engine may be off, in nats, by the trainer's own gap (NaN: `least`)."""
+    return max(least, min(GAP_FACTOR * gap, most))
+
+
+def _needs_autocast(theta: Any) -> bool:
+    """Return whether only a pass under autocast has kernels; one in float32 shows all that rounding changes."""
+    # grouped products of experts have none in float32 on a GPU
+    has_experts = any(name.endswith(".experts") for name, _ in theta.named_modules())
+    return rounds_weights(theta) or (has_experts and next(theta.parameters()).device.type == "cuda")
+
+
+def candidate(seed: int, vocab_size: int) -> NDArray[np.int32]:
+    """Return the tokens [16] of a candidate: random ones, since the canary compares two computations, not texts."""
+    return np.random.default_rng(seed).integers(0, vocab_size, PROMPT_TOKENS + RESPONSE_TOKENS, dtype=np.int32)
+
+
+def _logprobs(model: LogprobModel, sequences: list[NDArray[np.int32]]) -> Float[Tensor, " T"]:
+    prompts = [tokens[:PROMPT_TOKENS] for tokens in sequences]
+    responses = [tokens[PROMPT_TOKENS:] for tokens in sequences]
+    return model.token_logprobs(pack_sequences(prompts, responses, model.device))

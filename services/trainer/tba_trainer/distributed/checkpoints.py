@@ -1,0 +1,408 @@
+"""Checkpoints of a team: every process writes and reads its own rows, the leader makes them one checkpoint.
+
+    leader                                     followers
+    begin    --"write_part"-->                 copy their rows to the local disk, upload in a thread
+    wait     --"reply", now and then-->        say whether their part is stored, and what it is
+             manifest, once all are stored
+    load     --"fetch_part"--> "reply"         fetch and verify their rows; `restore` takes them
+
+Between two replies the loop goes on. A process that cannot do its part says why, and there is no checkpoint; one that
+is gone breaks the team. A team of one exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec.msgpack
+
+from tba.config import Recipe
+from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
+from tba.logs import get_logger
+from tba.store import ObjectStore, open_store
+from tba.store.file import explain_full_disk
+from tba.versions import PolicyVersion
+from tba.wire.checkpoint_manifest import CheckpointObject, object_key
+from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
+from tba_trainer.checkpoints.parts import Part, Rows
+from tba_trainer.distributed.process_group import Team
+from tba_trainer.learner.learner import Learner, TrainerState
+from tba_trainer.model.slices import Layout
+
+Reply = dict[str, Any]
+"""Of one process: `error` and `kind` where it failed, else what it has done; empty while it is busy."""
+_POLL_S = 0.2
+_KINDS: Mapping[str, type[StoreError | MalformedError]] = {
+    kind.slug: kind for kind in (ObjectNotFoundError, DigestError, MalformedError)
+}
+"""Errors of a damaged checkpoint; any other means that the store or a disk cannot be used."""
+log = get_logger("checkpoint")
+
+
+class TeamCheckpoints(CheckpointStore):
+    """The checkpoints of one run, of all processes of a team (leader only).
+
+    Args:
+        team: tells the followers.
+        store, run, folder, max_bytes, layout, in_memory: as of `CheckpointStore`.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        run: str,
+        *,
+        folder: Path,
+        max_bytes: int,
+        team: Team,
+        layout: Layout,
+        in_memory: bool = False,
+    ) -> None:
+        super().__init__(store, run, folder=folder, max_bytes=max_bytes, layout=layout, in_memory=in_memory)
+        self.team = team
+
+    def of_run(self, run: str) -> TeamCheckpoints:
+        """Return the checkpoints of another run in the same store."""
+        return TeamCheckpoints(
+            self._store,
+            run,
+            folder=self.folder,
+            max_bytes=self._max_bytes,
+            team=self.team,
+            layout=self._layout,
+            in_memory=self._in_memory,
+        )
+
+    def begin(self, state: TrainerState, rows: Rows, *, known: Mapping[str, int], in_background: bool) -> Upload:
+        """Begin a checkpoint in all processes.
+
+        Args:
+            state: names the version, hence the key.
+            rows: of this process (`Learner.capture`).
+            known: `known_objects` of a checkpoint that stays until this one is registered.
+            in_background: copy everything off the devices and return; otherwise this process's part is stored, or
+                has failed, on return.
+
+        Raises:
+            OSError: the local disk is full, and `in_background`; the followers have been told to stop.
+            TeamError: a follower is gone.
+        """
+        version = PolicyVersion.parse(state.version)
+        try:
+            # all copy at the same time
+            with self.team.lead("write_part", version=str(version), known=dict(known), staged=in_background):
+                part = self.begin_part(version, rows, known=known, staged=in_background)
+        except OSError:
+            self.drop(str(version))
+            raise
+        return Upload(self, state, part, in_background=in_background)
+
+    def save(self, state: TrainerState, rows: Rows) -> str:
+        """Write a checkpoint, all of it, and return its key.
+
+        Raises:
+            StoreUnavailableError, OSError: as `Upload.error`.
+            TeamError: a follower is gone.
+        """
+        upload = self.begin(state, rows, known={}, in_background=False)
+        while not upload.wait(_POLL_S):
+            pass
+        if upload.error is not None:
+            raise upload.error
+        assert upload.key is not None
+        return upload.key
+
+    def load(self, key: str) -> Checkpoint:
+        """See `CheckpointStore.load`. The followers keep their rows for `Learner.restore`.
+
+        Raises:
+            TeamError: a follower is gone.
+        """
+        manifest = self.manifest_of(key)
+        with self.team.lead("fetch_part", key=key, manifest=manifest):
+            pass
+        own: Checkpoint | None = None
+        failure: Exception | None = None
+        try:
+            own = self.fetch(key, manifest)
+        except (StoreError, MalformedError) as error:
+            failure = error
+        # the others are waited for in any case: none may be busy with this one when an older one is asked for
+        replies: dict[int, Reply] = {}
+        while len(replies) < self.team.num_ranks - 1:
+            self.collect(key, replies)
+            if len(replies) < self.team.num_ranks - 1:
+                time.sleep(_POLL_S)
+        if failure is None:
+            failure = failure_of(replies)
+        if failure is not None:
+            if own is not None:
+                own.close()
+            raise failure
+        assert own is not None
+        return own
+
+    def collect(self, job: str, replies: dict[int, Reply]) -> None:
+        """Ask the followers how far they are, and note those that have ended.
+
+        Args:
+            job: the version that is written, or the key that is fetched.
+            replies: rank -> reply.
+        """
+        if len(replies) == self.team.num_ranks - 1:
+            return
+        with self.team.lead("reply", job=job):
+            found = self.team.gather(b"")
+        for rank, data in enumerate(found):
+            if data:
+                replies[rank] = msgspec.msgpack.decode(data)
+
+    def drop(self, job: str) -> None:
+        """Tell the followers that a checkpoint will not be made."""
+        if self.team.num_ranks > 1:
+            with self.team.lead("drop_part", job=job):
+                pass
+
+    def commit_parts(self, state: TrainerState, own: list[CheckpointObject], replies: Mapping[int, Reply]) -> str:
+        """Write the manifest of a checkpoint whose parts are all stored.
+
+        Raises:
+            StoreUnavailableError: the store cannot be used, or a follower uses another one.
+        """
+        objects, key = list(own), self.key(PolicyVersion.parse(state.version))
+        for rank, reply in sorted(replies.items()):
+            for each in reply["objects"]:
+                stored = CheckpointObject.model_validate(each)
+                if self._store.size_bytes(object_key(key, stored)) != stored.size_bytes:
+                    raise StoreUnavailableError(
+                        f"process {rank} has stored {object_key(key, stored)}, and it is not in {self._store.url}; all "
+                        "processes need the same store: a folder must be shared by their machines (store.url)"
+                    )
+                objects.append(stored)
+        return self.commit(state, objects)
+
+
+class Upload:
+    """A checkpoint on its way to the store; the parts in threads of their processes, the manifest in one of this.
+
+    Args:
+        part: of this process.
+        in_background: upload it in the thread, too; otherwise before this returns.
+    """
+
+    def __init__(self, checkpoints: TeamCheckpoints, state: TrainerState, part: Part, *, in_background: bool) -> None:
+        self.version = PolicyVersion.parse(state.version)
+        self.key: str | None = None
+        self.error: Exception | None = None
+        """Why there is no checkpoint."""
+        self._checkpoints, self._state, self._part = checkpoints, state, part
+        self._replies: dict[int, Reply] = {}
+        self._all_ended = threading.Event()
+        """No follower has anything left to do."""
+        self._commits = threading.Lock()
+        if checkpoints.team.num_ranks == 1:
+            self._all_ended.set()
+        if not in_background:
+            self._try(part.upload)
+        steps = [part.upload, self._commit] if in_background else [self._commit]
+        self._thread = threading.Thread(target=self._run, args=(steps,), name="checkpoint-upload", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it has ended, within `timeout_s`; `key` or `error` is set then, unless it was given up.
+
+        Raises:
+            TeamError: a follower is gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if not self._all_ended.is_set():
+                self._collect()
+            left_s = deadline - time.monotonic()
+            # the followers are asked again and again, if there are any
+            self._thread.join(max(0.0, left_s if self._all_ended.is_set() else min(left_s, _POLL_S)))
+            if not self._thread.is_alive():
+                if self.error is not None:
+                    self.give_up()
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def missing(self) -> str:
+        """Return who has not stored its part, for a message."""
+        ranks = range(1, self._checkpoints.team.num_ranks)
+        return ", ".join(f"process {rank}" for rank in ranks if rank not in self._replies) or "process 0"
+
+    def give_up(self) -> None:
+        """Write no further object and no manifest, in no process; a manifest that is being written is waited for."""
+        self._part.give_up()
+        if not self._all_ended.is_set():
+            self._checkpoints.drop(str(self.version))
+            self._all_ended.set()
+        # what is registered next may let objects go that this one shares with an older checkpoint
+        with self._commits:
+            pass
+
+    def _collect(self) -> None:
+        if self.error is not None:  # of this process: the others need not finish
+            self.give_up()
+            return
+        self._checkpoints.collect(str(self.version), self._replies)
+        if (failure := failure_of(self._replies)) is not None:
+            self.error = failure
+            self.give_up()
+        elif len(self._replies) == self._checkpoints.team.num_ranks - 1:
+            self._all_ended.set()
+
+    def _run(self, steps: list[Callable[[], None]]) -> None:
+        for step in steps:
+            if self.error is None:
+                self._try(step)
+        # beside training a full disk is no reason to end: the next try may find room
+        if len(steps) > 1 and isinstance(self.error, OSError) and not isinstance(self.error, TbaError):
+            self.error = StoreUnavailableError(f"the checkpoint was not stored: {self.error}")
+
+    def _commit(self) -> None:
+        self._all_ended.wait()
+        with self._commits:
+            if not self._part.is_given_up:
+                self.key = self._checkpoints.commit_parts(self._state, self._part.objects, self._replies)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        # a thread has nobody to raise to: the loop asks for the error
+        try:
+            step()
+        except (TbaError, OSError) as error:
+            self.error = error
+        except Exception as error:
+            self.error = TbaError(f"the checkpoint was not stored: {error!r}")
+
+
+def failure_of(replies: Mapping[int, Reply]) -> StoreError | MalformedError | None:
+    """Return the error of the first process that has failed."""
+    for rank, reply in sorted(replies.items()):
+        if "error" in reply:
+            return _KINDS.get(reply["kind"], StoreUnavailableError)(f"process {rank}: {reply['error']}")
+    return None
+
+
+class FollowerCheckpoints:
+    """A follower's side: its part of each checkpoint.
+
+    Args:
+        folder: for files on their way.
+    """
+
+    def __init__(self, recipe: Recipe, learner: Learner, team: Team, *, folder: Path) -> None:
+        self._recipe, self._learner, self._team, self._folder = recipe, learner, team, folder
+        self._store: CheckpointStore | None = None
+        self._jobs: dict[str, _Job] = {}
+        self._fetched: Checkpoint | None = None
+
+    def write(self, *, version: str, known: Mapping[str, int], staged: bool) -> None:
+        """Begin this process's part; where there is no room to copy it, it is stored on return."""
+
+        def begin(staged: bool) -> Part:
+            return self._checkpoints().begin_part(
+                PolicyVersion.parse(version), self._learner.capture(), known=known, staged=staged
+            )
+
+        job = self._jobs[version] = _Job()
+        has_room = True
+        try:
+            try:
+                part = begin(staged)
+            except OSError as error:
+                if (full := explain_full_disk(error, self._folder)) is None:
+                    raise
+                log.warning("checkpoint_not_staged", reason=full)
+                part, has_room = begin(False), False
+        except (TbaError, OSError) as error:
+            job.fail(error)
+            return
+        job.part = part
+
+        def upload() -> Reply:
+            part.upload()
+            return {"objects": [each.model_dump() for each in part.objects]}
+
+        # without room file by file, which needs room for one, before the weights change
+        (job.start if has_room else job.run)(upload)
+
+    def fetch(self, *, key: str, manifest: bytes) -> None:
+        """Begin to fetch this process's rows."""
+        self.close()
+
+        def fetch() -> Reply:
+            self._fetched = self._checkpoints().fetch(key, manifest)
+            return {"fetched": True}
+
+        job = self._jobs[key] = _Job()
+        job.start(fetch)
+
+    def reply(self, *, job: str) -> None:
+        """Say what came of a job, or that it is busy."""
+        found = self._jobs.get(job)
+        reply = None if found is None else found.reply
+        if reply is not None:
+            del self._jobs[job]
+        self._team.gather(b"" if reply is None else msgspec.msgpack.encode(reply))
+
+    def drop(self, *, job: str) -> None:
+        """Stop a job; nobody asks for it any more."""
+        found = self._jobs.pop(job, None)
+        if found is not None and found.part is not None:
+            found.part.give_up()
+
+    def restore(self, state: TrainerState) -> None:
+        """Put the learner into the state of the checkpoint that was fetched."""
+        assert self._fetched is not None
+        self._learner.restore(state, self._fetched.sections)
+        self.close()
+
+    def close(self) -> None:
+        """Delete the files of a checkpoint that was fetched."""
+        if self._fetched is not None:
+            self._fetched.close()
+            self._fetched = None
+
+    def _checkpoints(self) -> CheckpointStore:
+        if self._store is None:
+            recipe = self._recipe
+            self._store = CheckpointStore(
+                open_store(recipe.store),
+                recipe.run.name,
+                folder=self._folder,
+                max_bytes=recipe.store.shard_bytes,
+                layout=self._learner.layout(),
+                in_memory=recipe.trainer.checkpoint_staging == "memory",
+            )
+        return self._store
+
+
+class _Job:
+    """Something that a follower does beside its commands."""
+
+    def __init__(self) -> None:
+        self.reply: Reply | None = None
+        self.part: Part | None = None
+
+    def start(self, work: Callable[[], Reply]) -> None:
+        """Do it in a thread."""
+        threading.Thread(target=self.run, args=(work,), name="checkpoint-part", daemon=True).start()
+
+    def run(self, work: Callable[[], Reply]) -> None:
+        """Do it now."""
+        try:
+            self.reply = work()
+        except Exception as error:  # the leader says it: there is no checkpoint
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Note why it was not done."""
+        log.warning("checkpoint_part_failed", error=str(error))
+        self.reply = {"error": str(error) or repr(error), "kind": getattr(error, "slug", "")}

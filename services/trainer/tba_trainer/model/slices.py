@@ -1,0 +1,123 @@
+"""Rows of tensors: what one process of a sharded model holds, writes to a checkpoint and reads from one.
+
+FSDP2 cuts every parameter by rows, as `torch.chunk` does: process i of n holds rows i * ceil(rows / n) and up, the last
+ones perhaps none. With replicas, the first one writes. Tensors that are not sharded are the same everywhere; the first
+process writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSlice:
+    """Rows of a tensor, on the CPU."""
+
+    tensor: Tensor
+    """[R, ...]: rows `begin` to `begin` + R; a tensor without dimensions is its own only row."""
+    begin: int
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    @property
+    def end(self) -> int:
+        """The row after the last one."""
+        return self.begin + num_rows(self.tensor.shape)
+
+    @property
+    def whole(self) -> Tensor:
+        """The tensor, if all its rows are here.
+
+        Raises:
+            ValueError: some are not.
+        """
+        if tuple(self.tensor.shape) != self.shape:
+            raise ValueError(f"rows {self.begin} to {self.end} are not a whole tensor of shape {list(self.shape)}")
+        return self.tensor
+
+
+def num_rows(shape: Sequence[int]) -> int:
+    """Return how many rows a tensor of this shape has; 1 without dimensions."""
+    return shape[0] if len(shape) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How tensors are cut over the processes of a team; without one, not at all."""
+
+    index: int = 0
+    num: int = 1
+    """Processes that share one replica."""
+    is_first_replica: bool = True
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        """Return the layout of tensors that are all sharded alike, or not at all.
+
+        Raises:
+            ValueError: they are sharded in another way than by rows.
+        """
+        sharded = next((each for each in tensors.values() if isinstance(each, DTensor)), None)
+        if sharded is None:
+            return cls()
+        mesh, layout = sharded.device_mesh, cls()
+        for dim, placement in enumerate(sharded.placements):
+            if placement == Shard(0):
+                layout = cls(mesh.get_local_rank(dim), mesh.size(dim), layout.is_first_replica)
+            elif placement == Replicate():
+                layout = cls(layout.index, layout.num, layout.is_first_replica and mesh.get_local_rank(dim) == 0)
+            else:
+                raise ValueError(f"a tensor is sharded by {placement}; checkpoints know rows alone")
+        return layout
+
+    def rows(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the first row that this process holds of a sharded tensor, and the one after the last."""
+        size = -(-num_rows(shape) // self.num)
+        return min(self.index * size, num_rows(shape)), min((self.index + 1) * size, num_rows(shape))
+
+
+def written_slices(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[str, TensorSlice]]:
+    """Yield what this process writes of each tensor, as copies on the CPU, one at a time. Nothing is exchanged.
+
+    Args:
+        tensors: sharded ones and others.
+        layout: of the sharded ones.
+    """
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            if layout.is_first_replica and layout.index == 0:
+                yield name, TensorSlice(_copy(tensor), 0, shape)
+            continue
+        begin, end = layout.rows(shape)
+        # a tensor without rows is written by the first, so that it is in the checkpoint
+        if layout.is_first_replica and (begin < end or (layout.index == 0 and num_rows(shape) == 0)):
+            local = tensor.to_local()
+            if num_rows(local.shape) != end - begin:
+                raise ValueError(f"{name} has {num_rows(local.shape)} rows here, not rows {begin} to {end}")
+            yield name, TensorSlice(_copy(local), begin, shape)
+
+
+@torch.no_grad()
+def put_rows(target: Tensor, source: TensorSlice) -> None:
+    """Copy rows into `target` and convert the dtype; a sharded one takes exactly those that it holds.
+
+    Raises:
+        ValueError: they are other rows.
+    """
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if local.shape != source.tensor.shape:
+        raise ValueError(f"rows of shape {list(source.tensor.shape)} for a shard of shape {list(local.shape)}")
+    local.copy_(source.tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # pinned memory, which torch keeps for the next file, takes a GPU's tensor many times faster than new pages
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor.detach())

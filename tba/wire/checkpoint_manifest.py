@@ -1,0 +1,178 @@
+"""The manifest of a checkpoint: the JSON document that makes it exist, and the plan of which rows lie in which object.
+
+Every process of the trainer writes the rows that it holds; an object is named by its content, so what a checkpoint has
+in common with the one before it is stored once. Manifests of schema 1, of releases before that, name files of whole
+tensors in the checkpoint's own folder.
+
+The digest of an object is xxh3-128 of its bytes. It protects from accidents, not from those who may write to the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import from_json
+
+from tba.errors import MalformedError
+from tba.versions import PolicyVersion
+from tba.wire.weight_manifest import FileName, Many, Sha256, StoredObject, Xxh3
+
+MAX_CHECKPOINT_MANIFEST_BYTES = 256 * 1024 * 1024
+"""About 120 bytes for each slice: 2,000 tensors with their moments, over 256 processes, have 180 MB."""
+Size = Annotated[int, Field(ge=0, lt=2**40)]
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Slice(_Strict):
+    """Rows of a tensor: `begin` up to, not including, `end`. A tensor without dimensions has one row."""
+
+    begin: Size
+    end: Size
+    shape: list[Size] = Field(max_length=8)
+    """Of the whole tensor."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Slice:
+        if not self.begin <= self.end <= self.num_rows:
+            raise ValueError(f"rows {self.begin} to {self.end} of a tensor of shape {self.shape}")
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """Of the whole tensor."""
+        return self.shape[0] if self.shape else 1
+
+
+class CheckpointObject(_Strict):
+    """A safetensors file with slices of tensors of one section."""
+
+    section: FileName
+    lineage: int = Field(ge=0)
+    """Of the trainer that wrote it."""
+    digest: Xxh3
+    size_bytes: int = Field(ge=8)
+    slices: dict[Name, Slice]
+
+    @property
+    def name(self) -> str:
+        """Its name in the store, without folders."""
+        return object_name(self.lineage, self.digest)
+
+
+class CheckpointManifest(_Strict):
+    """One checkpoint."""
+
+    schema_version: Literal[2] = 2
+    run: str
+    version: str
+    state_sha256: Sha256
+    """Of state.json."""
+    objects: Many[CheckpointObject]
+
+    @field_validator("version")
+    @classmethod
+    def _is_version(cls, text: str) -> str:
+        PolicyVersion.parse(text)
+        return text
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointManifest:
+        for (section, name), slices in self.tensors().items():
+            end, shape = 0, slices[0].shape
+            for each in sorted(slices, key=lambda each: (each.begin, each.end)):
+                if each.shape != shape:
+                    raise ValueError(f"tensor {name!r} of section {section!r} has two shapes, {shape} and {each.shape}")
+                if each.begin != end:
+                    raise ValueError(
+                        f"tensor {name!r} of section {section!r}: row {min(end, each.begin)} is not in it once"
+                    )
+                end = each.end
+            if end != slices[0].num_rows:
+                raise ValueError(f"tensor {name!r} of section {section!r} ends at row {end} of {slices[0].num_rows}")
+        return self
+
+    def tensors(self) -> Mapping[tuple[str, str], list[Slice]]:
+        """Return the slices of each tensor, by section and name, in the order of the objects."""
+        found: dict[tuple[str, str], list[Slice]] = {}
+        for each in self.objects:
+            for name, piece in each.slices.items():
+                found.setdefault((each.section, name), []).append(piece)
+        return found
+
+
+class OldCheckpointManifest(_Strict):
+    """A checkpoint of a release before schema 2: files of whole tensors, and state.json, in the checkpoint's folder."""
+
+    schema_version: Literal[1] = 1
+    run: str
+    version: str
+    objects: Many[StoredObject]
+
+
+def decode_checkpoint_manifest(data: bytes, *, what: str) -> CheckpointManifest | OldCheckpointManifest:
+    """Parse a manifest of either schema.
+
+    Args:
+        what: its key, for errors.
+
+    Raises:
+        MalformedError: it is too large, of a newer schema, or the first field that is wrong.
+    """
+    if len(data) > MAX_CHECKPOINT_MANIFEST_BYTES:
+        raise MalformedError(f"{what}: {len(data)} bytes, the limit is {MAX_CHECKPOINT_MANIFEST_BYTES}")
+    try:
+        document: Any = from_json(data)
+        schema = document.get("schema_version") if isinstance(document, dict) else None
+        if isinstance(schema, int) and schema > 2:
+            raise MalformedError(
+                f"{what} has schema {schema}, of a newer release; this one reads 1 and 2: upgrade this trainer"
+            )
+        model = OldCheckpointManifest if schema == 1 else CheckpointManifest
+        return model.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "document"
+        raise MalformedError(f"{what} is not a checkpoint manifest: {where}: {first['msg']}") from None
+    except (ValueError, TypeError) as error:
+        if isinstance(error, MalformedError):
+            raise
+        raise MalformedError(f"{what} is not a checkpoint manifest: {error}") from None
+
+
+def checkpoint_objects(folder: str, data: bytes) -> Iterator[str]:
+    """Yield the key of every object that a checkpoint needs beside its manifest.
+
+    Args:
+        folder: key of the checkpoint, `runs/RUN/checkpoints/VERSION`.
+        data: the manifest.
+
+    Raises:
+        MalformedError: it is none.
+    """
+    manifest = decode_checkpoint_manifest(data, what=f"{folder}/manifest.json")
+    if isinstance(manifest, OldCheckpointManifest):
+        yield from (f"{folder}/{each.name}" for each in manifest.objects)
+        return
+    yield from dict.fromkeys(object_key(folder, each) for each in manifest.objects)
+    yield f"{folder}/state.json"
+
+
+def object_name(lineage: int, digest: str) -> str:
+    """Return the name of an object in the store, without folders."""
+    # with the lineage: a start may delete what an older trainer left behind, and never what a newer one writes now
+    return f"{lineage}-{digest}.safetensors"
+
+
+def object_key(folder: str, stored: CheckpointObject) -> str:
+    """Return the key of an object: all checkpoints of a run share one folder of them.
+
+    Args:
+        folder: key of a checkpoint, `runs/RUN/checkpoints/VERSION`.
+    """
+    return f"{folder.rpartition('/')[0]}/objects/{stored.name}"

@@ -1,0 +1,457 @@
+"""Checkpoints that several processes write and read, their rows cut as torch cuts them; the processes are objects here.
+
+Real teams: test_trainer_parallel.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from tba_trainer.checkpoints.checkpoint import CheckpointStore
+from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
+from tba_trainer.distributed.process_group import make_mesh
+from tba_trainer.learner.learner import TrainerState, encode_torch_rng
+from tba_trainer.model.parameters import trainable
+from tba_trainer.model.sharding import shard
+from tba_trainer.model.slices import Layout, TensorSlice, written_slices
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tba.config.trainer import ShardingSection
+from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import sha256_of_file
+from tests.support.model_families import make_family_model
+from tests.support.stored_checkpoint import manifest_of, object_keys
+from tests.support.trainer_values import make_recipe
+from tests.support.trainer_world import World
+from tests.support.waits import until
+
+MAX_BYTES = 400
+Sections = dict[str, dict[str, torch.Tensor]]
+
+
+def state_of(version: str) -> TrainerState:
+    return TrainerState(
+        run="demo",
+        version=version,
+        train_s=0.0,
+        num_rollouts_trained=0,
+        reference_version="0-0",
+        rng={},
+        torch_rng=encode_torch_rng(),
+        config_sha256="0" * 64,
+        model_config_sha256="0" * 64,
+        policy_temperature=1.0,
+    )
+
+
+def sections_of(seed: int) -> Sections:
+    """A state with rows that no number of processes divides, fewer rows than processes, scalars and empty tensors."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = {"a": (7, 5), "b": (3,), "c": (1, 4), "d": (16, 9)}
+    weights = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    moments = {f"exp_avg.{name}": tensor * 2 for name, tensor in weights.items()}
+    steps = {f"step.{name}": torch.tensor(float(seed)) for name in weights}
+    cache = {"rollout_ids": torch.zeros(0, 16, dtype=torch.uint8), "ref_logprobs": torch.randn(5, dtype=torch.float64)}
+    reference = {name: torch.full(shape, 3.0) for name, shape in shapes.items()}
+    return {"model": weights, "optimizer": {**moments, **steps}, "ref_logprobs": cache, "reference": reference}
+
+
+def rows_of(sections: Sections, layout: Layout) -> Iterator[tuple[str, str, TensorSlice]]:
+    """What a process of a sharded model writes."""
+    for section, tensors in sections.items():
+        for name, tensor in tensors.items():
+            if section == "ref_logprobs" or not tensor.shape:
+                if layout.index == 0 and layout.is_first_replica:
+                    yield section, name, TensorSlice(tensor, 0, tuple(tensor.shape))
+                continue
+            begin, end = layout.rows(tensor.shape)
+            if begin < end and layout.is_first_replica:
+                yield section, name, TensorSlice(tensor[begin:end].clone(), begin, tuple(tensor.shape))
+
+
+def store_of(folder: Path, layout: Layout | None = None) -> CheckpointStore:
+    return CheckpointStore(FileStore(folder / "store"), "demo", folder=folder, max_bytes=MAX_BYTES, layout=layout)
+
+
+def save(folder: Path, sections: Sections, version: str, num: int = 1, known: str | None = None) -> str:
+    """Write a checkpoint as `num` processes do, and two replicas of them."""
+    objects = []
+    for replica in range(2):
+        for index in range(num):
+            layout = Layout(index, num, replica == 0)
+            store = store_of(folder, layout)
+            reused = {} if known is None else store.known_objects(PolicyVersion.parse(known))
+            part = store.begin_part(
+                PolicyVersion.parse(version), rows_of(sections, layout), known=reused, staged=index % 2 == 0
+            )
+            part.upload()
+            objects += part.objects
+    return store_of(folder).commit(state_of(version), objects)
+
+
+def assert_holds(store: CheckpointStore, key: str, layout: Layout, expected: Sections) -> None:
+    checkpoint = store.load(key)
+    assert checkpoint.sections.keys() == expected.keys()
+    for section, tensors in expected.items():
+        found = checkpoint.sections[section]
+        assert set(found) == set(tensors)
+        for name, tensor in tensors.items():
+            whole = section == "ref_logprobs" or not tensor.shape
+            begin, end = (0, 0) if whole else layout.rows(tensor.shape)
+            assert torch.equal(found[name].tensor, tensor if whole else tensor[begin:end]), (section, name)
+            assert found[name].shape == tuple(tensor.shape)
+    checkpoint.close()
+
+
+def test_any_number_of_processes_reads_what_another_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = sections_of(1)
+    fetched: list[str] = []
+    get_file = FileStore.get_file
+
+    def noted(self: FileStore, key: str, path: Path) -> None:
+        fetched.append(key)
+        get_file(self, key, path)
+
+    monkeypatch.setattr(FileStore, "get_file", noted)
+    for writers in (1, 2, 3, 4):
+        folder = tmp_path / str(writers)
+        folder.mkdir()
+        key = save(folder, sections, "1-4", writers)
+        objects = manifest_of(FileStore(folder / "store"), key).objects
+        for readers in (1, 2, 3, 4, 8):
+            for index in range(readers):
+                layout = Layout(index, readers)
+                fetched.clear()
+                assert_holds(store_of(folder, layout), key, layout, sections)
+                if readers == writers > 1:  # its own rows, and what all share: no row that another process holds
+                    cut = [each for each in objects if f"/{each.name}" in "".join(fetched)]
+                    begins = {
+                        (piece.begin, layout.rows(piece.shape)[0])
+                        for o in cut
+                        for piece in o.slices.values()
+                        if piece.shape
+                        if o.section in ("model", "optimizer")
+                    }
+                    assert all(found == own for found, own in begins)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_rows_are_those_that_torch_gives_each_process(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinates are those of each of four processes, the shards those of the first that torch makes."""
+    written: dict[str, int] = {}
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        model, num = make_family_model("llama"), 4 // replicas
+        shard(model, make_mesh("cpu", 4, replicas=replicas), section=ShardingSection(replicas=replicas))
+        tensors = {**trainable(model), "plain": torch.zeros(2)}
+        for name, rows in written_slices(tensors, Layout.of(tensors)):  # it checks them against torch's own
+            assert (rows.begin, rows.end) == ((0, 2) if name == "plain" else Layout(0, num).rows(rows.shape))
+        for rank in range(4):
+            place = [rank // num, rank % num][2 - (1 if replicas == 1 else 2) :]
+            with monkeypatch.context() as patch:
+                patch.setattr(DeviceMesh, "get_local_rank", lambda _, dim, place=place: place[dim])
+                layout = Layout.of(tensors)
+            assert layout == Layout(rank % num, num, rank < num)
+            for name, tensor in tensors.items():
+                begin, end = layout.rows(tensor.shape) if name != "plain" else (0, 2 * (layout.index == 0))
+                written[name] = written.get(name, 0) + layout.is_first_replica * (end - begin)
+                if name != "plain":
+                    chunks = torch.arange(tensor.shape[0]).chunk(num)
+                    own = chunks[layout.index].tolist() if layout.index < len(chunks) else []
+                    assert list(range(begin, end)) == own
+        assert written == {name: tensor.shape[0] for name, tensor in tensors.items()}  # every row once
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_checkpoint_of_an_older_release_is_read_by_any_number_of_processes(tmp_path: Path) -> None:
+    sections, store, key = sections_of(2), FileStore(tmp_path / "store"), "runs/demo/checkpoints/1-4"
+    (tmp_path / "state.json").write_text(state_of("1-4").model_dump_json())
+    for section, tensors in sections.items():
+        save_file(tensors, tmp_path / f"{section}-00001.safetensors")
+    objects = []
+    for path in sorted(tmp_path.glob("*.*")):
+        stored = {"name": path.name, "key": f"{key}/{path.name}", "size_bytes": path.stat().st_size}
+        objects.append({**stored, "sha256": sha256_of_file(path)})
+        store.put_file(f"{key}/{path.name}", path)
+    store.put(
+        f"{key}/manifest.json",
+        json.dumps({"schema_version": 1, "run": "demo", "version": "1-4", "objects": objects}).encode(),
+    )
+    for layout in (Layout(), Layout(1, 2)):
+        assert_holds(store_of(tmp_path, layout), key, layout, sections)
+    # it goes as a whole, and what newer ones share stays
+    save(tmp_path, sections, "1-5")
+    store_of(tmp_path).delete(PolicyVersion(1, 4))
+    assert store.list(key) == []
+    assert_holds(store_of(tmp_path), "runs/demo/checkpoints/1-5", Layout(), sections)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_object_goes_with_the_last_checkpoint_that_names_it_whenever_a_deletion_is_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Checkpoints of two lineages share what has not changed, and are deleted in random order, with kills."""
+    rng, store = random.Random(seed), FileStore(tmp_path / "store")
+    expected, before, written = {}, None, []
+    put_file, delete = FileStore.put_file, FileStore.delete
+    monkeypatch.setattr(
+        FileStore, "put_file", lambda self, key, path, **kw: (written.append(key), put_file(self, key, path, **kw))
+    )
+    for step in range(1, 7):
+        version = PolicyVersion(1 + step // 4, step)
+        sections = sections_of(step)
+        sections["model"] = sections_of(rng.randrange(2))["model"]
+        save(tmp_path, sections, str(version), rng.choice([1, 2]), known=before)
+        expected[version], before = sections, str(version)
+    named = [key for version in expected for key in object_keys(store, f"runs/demo/checkpoints/{version}", "reference")]
+    assert len(set(named)) < len(named)
+    assert max(written.count(key) for key in named) <= 1  # nothing changed, so nothing was written again
+    while expected:
+        version = rng.choice(list(expected))
+        left = [rng.randrange(6)]
+
+        def cut(self: FileStore, key: str, left: list[int] = left) -> None:
+            if left[0] == 0:
+                raise StoreUnavailableError("killed")
+            left[0] -= 1
+            delete(self, key)
+
+        monkeypatch.setattr(FileStore, "delete", cut)
+        with suppress(StoreUnavailableError):
+            store_of(tmp_path).delete(version)
+        monkeypatch.setattr(FileStore, "delete", delete)
+        if version not in store_of(tmp_path).versions():
+            del expected[version]
+        for other, sections in expected.items():
+            assert_holds(store_of(tmp_path), f"runs/demo/checkpoints/{other}", Layout(), sections)
+        # a start collects what was left, but nothing of its own lineage: that may be on its way
+        own = "runs/demo/checkpoints/objects/3-" + "0" * 32 + ".safetensors"
+        store.put(own, b"on its way")
+        store_of(tmp_path).delete_incomplete(before_lineage=3)
+        names = {key for other in expected for key in object_keys(store, f"runs/demo/checkpoints/{other}")}
+        assert set(store.list("runs/demo/checkpoints/objects/")) == names | {own}
+
+
+def test_an_object_that_was_deleted_by_hand_is_written_again(tmp_path: Path) -> None:
+    sections, store = sections_of(1), FileStore(tmp_path / "store")
+    lost = object_keys(store, save(tmp_path, sections, "1-1", 2), "reference")[0]
+    store.delete(lost)
+    assert_holds(store_of(tmp_path), save(tmp_path, sections, "1-2", 2, known="1-1"), Layout(), sections)
+
+
+def test_what_a_manifest_of_a_newer_release_names_is_not_collected(tmp_path: Path) -> None:
+    key, store = save(tmp_path, sections_of(1), "1-1"), FileStore(tmp_path / "store")
+    before = set(store.list("runs/demo/checkpoints/objects/"))
+    store.put(f"{key}/manifest.json", b'{"schema_version": 3}')
+    with pytest.raises(MalformedError, match="schema 3, of a newer release"):
+        store_of(tmp_path).load(key)
+    store_of(tmp_path).delete_incomplete(before_lineage=9)
+    assert set(store.list("runs/demo/checkpoints/objects/")) == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_manifest_that_lacks_rows_is_refused(tmp_path: Path, rank: int) -> None:
+    key, store = save(tmp_path, sections_of(1), "1-1", 2), FileStore(tmp_path / "store")
+    document = json.loads(store.get(f"{key}/manifest.json"))
+    slices = [each["slices"] for each in document["objects"] if each["section"] == "model" and "d" in each["slices"]]
+    assert [each["d"]["begin"] for each in slices] == [0, 8]
+    del slices[rank]["d"]
+    store.put(f"{key}/manifest.json", json.dumps(document).encode())
+    with pytest.raises(MalformedError, match="'d' of section 'model'"):
+        store_of(tmp_path).load(key)
+
+
+# ---- A leader and a follower ----------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A team of two whose follower is an object of this process."""
+
+    num_ranks = 2
+
+    def __init__(self, folder: Path, sections: Sections, *, follower_store: Path | None = None) -> None:
+        self.sections, self.answer = sections, b""
+        recipe = make_recipe(
+            folder, store={"url": f"file://{follower_store or folder / 'store'}", "shard_bytes": MAX_BYTES}
+        )
+        self.folder = folder
+        (folder / "follower").mkdir()
+        self.restored: Any = None
+        self.follower = FollowerCheckpoints(recipe, self, self, folder=folder / "follower")  # type: ignore[arg-type]
+        team, store = cast(Any, self), FileStore(folder / "store")
+        self.checkpoints = TeamCheckpoints(
+            store, "demo", folder=folder, max_bytes=MAX_BYTES, team=team, layout=Layout(0, 2)
+        )
+
+    @contextmanager
+    def lead(self, command: str, **arguments: Any) -> Iterator[None]:
+        name = {"write_part": "write", "fetch_part": "fetch", "drop_part": "drop"}.get(command, command)
+        getattr(self.follower, name)(**arguments)
+        yield
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self.answer, answer = data, self.answer  # the follower's comes first
+        return [b"", answer]
+
+    def capture(self) -> Iterator[tuple[str, str, TensorSlice]]:  # as the follower's learner
+        return rows_of(self.sections, self.layout())
+
+    def layout(self) -> Layout:
+        return Layout(1, 2)
+
+    def restore(self, state: TrainerState, sections: Any) -> None:
+        self.restored = {section: dict(tensors) for section, tensors in sections.items()}
+
+    def save(self, version: str) -> str:
+        return self.checkpoints.save(state_of(version), rows_of(self.sections, Layout(0, 2)))
+
+
+def test_a_leader_and_a_follower_write_and_read_their_own_rows(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, sections_of(1))
+    key = pair.save("1-1")
+    assert_holds(store_of(tmp_path), key, Layout(), pair.sections)
+    assert_holds(pair.checkpoints, key, Layout(0, 2), pair.sections)
+    pair.follower.restore(state_of("1-1"))
+    for name, tensor in pair.sections["optimizer"].items():
+        begin, end = Layout(1, 2).rows(tensor.shape)
+        expected = tensor[begin:end] if tensor.shape else tensor
+        assert torch.equal(pair.restored["optimizer"][name].tensor, expected)
+    assert list((tmp_path / "follower").iterdir()) == []
+
+
+def test_a_follower_that_cannot_write_is_named_and_there_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(tmp_path, sections_of(1))
+    put_file = FileStore.put_file
+
+    def refuse(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if path.is_relative_to(tmp_path / "follower"):
+            raise StoreUnavailableError("the disk of the store is full")
+        put_file(self, key, path, create_only=create_only)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put_file", refuse)
+        with pytest.raises(StoreUnavailableError, match="process 1: the disk of the store is full"):
+            pair.save("1-1")
+    assert store_of(tmp_path).versions() == []
+    pair.save("1-2")
+    assert store_of(tmp_path).versions() == [PolicyVersion(1, 2)]
+
+
+def test_all_copy_at_the_same_time_and_stop_when_the_leader_has_no_room(tmp_path: Path) -> None:
+    pair, version, jobs = Pair(tmp_path, sections_of(1)), "1-1", []
+
+    def full() -> Iterator[tuple[str, str, TensorSlice]]:
+        jobs.append(dict(pair.follower._jobs))
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    with pytest.raises(OSError, match="No space left"):
+        pair.checkpoints.begin(state_of(version), full(), known={}, in_background=True)
+    assert [list(each) for each in jobs] == [[version]]
+    assert pair.follower._jobs == {}
+    assert jobs[0][version].part.is_given_up
+    assert_holds(store_of(tmp_path), pair.save(version), Layout(), pair.sections)
+
+
+def test_a_follower_with_another_store_is_named(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, sections_of(1), follower_store=tmp_path / "elsewhere")
+    with pytest.raises(StoreUnavailableError, match=r"process 1 has stored .* all processes need the same store"):
+        pair.save("1-1")
+    assert store_of(tmp_path).versions() == []
+
+
+def test_a_checkpoint_that_is_given_up_before_the_follower_is_ready_never_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(tmp_path, sections_of(1))
+    put_file, held = FileStore.put_file, [True]
+
+    def hold(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if path.is_relative_to(tmp_path / "follower"):
+            until("it is given up", lambda: not held)
+        put_file(self, key, path, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", hold)
+    rows = rows_of(pair.sections, Layout(0, 2))
+    upload = pair.checkpoints.begin(state_of("1-1"), rows, known={}, in_background=True)
+    assert not upload.wait(0.05)
+    assert upload.missing() == "process 1"
+    upload.give_up()
+    held.clear()
+    assert upload.wait(10.0)
+    assert upload.key is None
+    assert upload.error is None
+    assert store_of(tmp_path).versions() == []
+    until("the follower has stopped", lambda: list((tmp_path / "follower").iterdir()) == [])
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_damage_that_only_a_follower_reads_is_found_before_anything_is_restored(tmp_path: Path, damage: str) -> None:
+    pair = Pair(tmp_path, sections_of(1))
+    key, store = pair.save("1-1"), FileStore(tmp_path / "store")
+    theirs = next(each for each in manifest_of(store, key).objects if "d" in each.slices and each.slices["d"].begin)
+    name = f"runs/demo/checkpoints/objects/{theirs.name}"
+    if damage == "missing":
+        store.delete(name)
+    else:
+        store.put(name, store.get(name)[:-1] + b"\xff")
+    assert_holds(store_of(tmp_path, Layout(0, 2)), key, Layout(0, 2), pair.sections)  # the leader's own rows are whole
+    with pytest.raises(ObjectNotFoundError if damage == "missing" else DigestError, match=f"process 1: object {name}"):
+        pair.checkpoints.load(key)
+    assert pair.restored is None
+
+
+# ---- A run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_the_weights_of_its_reference_once_between_two_resets(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is reset at steps 3 and 6. A kill between the objects and the manifest of 1-5 leaves 1-4."""
+    world, written = World(tmp_path), []
+    put, put_file = FileStore.put, FileStore.put_file
+
+    def noted(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        written.append(key)
+        put_file(self, key, path, create_only=create_only)
+
+    def killed(self: FileStore, key: str, data: bytes, *, create_only: bool = False) -> None:
+        if key.endswith("checkpoints/1-5/manifest.json"):
+            raise KeyError("killed")
+        put(self, key, data, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", noted)
+    monkeypatch.setattr(FileStore, "put", killed)
+    objective = {"preset": "tba_prime", "reference_reset_steps": 3}
+    trainer = {"num_steps": 7, "checkpoint_interval": 1, "keep_checkpoints": 9, "export": False}
+    recipe = make_recipe(model, objective=objective, trainer=trainer)
+    with pytest.raises(Exception, match="killed"):
+        world.train(recipe)
+    assert world.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
+    orphans = {key for key in written if "/checkpoints/" in key and world.store.size_bytes(key)}
+    world.train(recipe)
+    assert world.buffer.state == "done"
+    key = "runs/demo/checkpoints/{}".format
+    reference = [set(object_keys(world.store, key(v), "reference")) for v in ("1-3", "1-4", "2-5", "2-6", "2-7")]
+    assert reference[0] == reference[1] == reference[2] != reference[3] == reference[4]
+    assert all(written.count(name) == 1 for name in set().union(*reference))
+    named = {name for v in store_of(tmp_path).versions() for name in object_keys(world.store, key(v))}
+    assert orphans - named
+    assert set(world.store.list("runs/demo/checkpoints/objects/")) == named

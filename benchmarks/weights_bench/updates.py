@@ -14,6 +14,8 @@ through one update in their middle, in float32. Log-probs with kept keys and val
 alone.
 """
 
+# pyright: reportMissingImports=false
+# (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
 import argparse

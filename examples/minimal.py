@@ -80,6 +80,7 @@ def train(recipe: Recipe, *, num_steps: int, scratch: Path) -> None:
         learner.apply(step=step, lineage=0)
         if step % recipe.trainer.sync_interval == 0 or step == num_steps:
             snapshot = snapshots.take(PolicyVersion(0, step), None)
+            snapshot.write()
             searcher.engine.load_weights(snapshot.paths, snapshot.version)
             buffer.announce(snapshot.version)
             snapshot.close()

@@ -38,7 +38,8 @@ def configure_logging(log_format: Literal["auto", "console", "json"], *, service
     structlog.configure(
         processors=[RepeatLimit(), *shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # a line and its end in one write: lines of several threads and of the standard library do not mix
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         # the configuration is final: loggers need not look it up for every line
         cache_logger_on_first_use=True,
     )

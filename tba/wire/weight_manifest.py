@@ -272,7 +272,9 @@ class Manifest(_Strict):
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode as JSON, keys in a fixed order."""
-    return manifest.model_dump_json(by_alias=True).encode() + b"\n"
+    # left out where there is none: releases before it read the others
+    without = {"adapter"} if manifest.adapter is None else None
+    return manifest.model_dump_json(by_alias=True, exclude=without).encode() + b"\n"
 
 
 def decode_manifest(data: bytes) -> Manifest:

@@ -33,7 +33,8 @@ mark_started()
 signal.raise_signal(signal.SIGTERM)
 try:
     print("ready", flush=True)
-    time.sleep(600)
+    while True:  # a signal that comes just before a sleep begins is handled after it
+        time.sleep(0.01)
 except KeyboardInterrupt:
     sys.exit(7)
 """

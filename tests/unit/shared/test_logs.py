@@ -44,7 +44,9 @@ import logging, threading
 from tba.logs import configure_logging, get_logger
 configure_logging("json", service="trainer", run="demo")
 get_logger("loop").info("begun", step=1)
-threading.Thread(target=lambda: get_logger("publisher").warning("late", version="1-4")).start()
+thread = threading.Thread(target=lambda: get_logger("publisher").warning("late", version="1-4"))
+thread.start()
+thread.join()
 logging.getLogger("uvicorn.error").warning("of a library")
 """
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote
 
 from boto3.session import Session
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
+from tests.support.s3_server import LoopbackServer
+
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
-class ReadThroughCache:
+class ReadThroughCache(LoopbackServer):
     """Answers unsigned GET and HEAD of /BUCKET/KEY, whole or a range, as nginx-s3-gateway does.
 
     `spoil` changes what it serves.
@@ -34,21 +35,7 @@ class ReadThroughCache:
         )
         self._objects: dict[str, bytes] = {}
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    @contextmanager
-    def running(self) -> Iterator[ReadThroughCache]:
-        """Serve from a thread until the block ends."""
-        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._server.shutdown()
-            thread.join()
-            self._server.server_close()
+        super().__init__(self._handler())
 
     def _object(self, path: str) -> bytes:
         with self._locks[path]:

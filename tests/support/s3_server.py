@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 from boto3.session import Session
 from botocore.auth import S3SigV4Auth
@@ -95,7 +96,28 @@ def store_environ(folder: Path, port: int) -> dict[str, str]:
     }
 
 
-class FaultyProxy:
+class LoopbackServer:
+    """Answers HTTP on a free port of loopback, each request in a thread."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Serve from a thread until the block ends."""
+        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            thread.join()
+            self._server.server_close()
+
+
+class FaultyProxy(LoopbackServer):
     """Forwards to an S3 server; `faults` holds what to do with the next requests, one each.
 
     An int: answer this status without forwarding. "lose": forward, then close the connection without an answer.
@@ -112,21 +134,7 @@ class FaultyProxy:
         self.drop_headers: set[str] = set()
         self.num_requests = 0
         self._target_port = target_port
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    @contextmanager
-    def running(self) -> Iterator[FaultyProxy]:
-        """Serve from a thread until the block ends."""
-        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._server.shutdown()
-            thread.join()
-            self._server.server_close()
+        super().__init__(self._handler())
 
     def _forward(self, request: BaseHTTPRequestHandler) -> tuple[int, list[tuple[str, str]], bytes]:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))

@@ -204,18 +204,30 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         evaluations=evaluations,
         model_config_sha256=model_config_sha256,
     )
-    alive_file = os.environ.get(ALIVE_FILE_VARIABLE)
-    heartbeats = Heartbeats(buffer, context.status, lineage.gauges, Path(alive_file) if alive_file else None)
     # searchers that compute ref log-probs or the KL of an evaluation download 0-0, and adapters are merged into it
     stores_start = (recipe.searchers_hold_start or publishes_adapter) and not versions.exists(START)
+    return _train_to_end(lineage, start, stores_start=stores_start)
+
+
+def _train_to_end(lineage: LineageContext, start: WeightSnapshot, *, stores_start: bool) -> Rollback | RunEnd:
+    """Publish the first version, train, and close what runs beside training.
+
+    Args:
+        start: the starting weights.
+        stores_start: the store is to get them, for searchers or as the base of adapters.
+    """
+    alive_file = os.environ.get(ALIVE_FILE_VARIABLE)
+    heartbeats = Heartbeats(
+        lineage.buffer, lineage.status, lineage.gauges, alive_file=Path(alive_file) if alive_file else None
+    )
     heartbeats.start()
     lineage.publisher.start()
     try:
-        context.status.set_state("publishing")
+        lineage.status.set_state("publishing")
         _publish_first(lineage, start, stores_start=stores_start)
         end = _run_loop(lineage)
-        if isinstance(end, Rollback) and context.stop.is_set():  # an operator's rollback waits for the next start
-            context.status.set_state("stopped")
+        if isinstance(end, Rollback) and lineage.stop.is_set():  # an operator's rollback waits for the next start
+            lineage.status.set_state("stopped")
             return "stopped"
         return end
     finally:

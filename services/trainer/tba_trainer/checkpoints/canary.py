@@ -71,7 +71,7 @@ class CanaryMaker:
             with self._uncompiled():
                 found = _logprobs(self._theta, self._candidates)
             gaps = (found - rounded).abs().view(NUM_CANDIDATES, RESPONSE_TOKENS).amax(dim=1)
-            chosen = int(gaps.argmin())
+            chosen = int(gaps.nan_to_num(nan=torch.inf).argmin())
             gap = float(np.median(gaps.cpu().numpy()))  # the least one is small by chance, too
         tokens = self._candidates[chosen]
         return Canary(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -109,8 +110,7 @@ class Workers:
                 return
             if ended and not self._ended:
                 rank = sentinels.index(cast(int, ended[0]))
-                self._processes[rank].join(_EXIT_S)  # its pipes close a moment before there is an exit code
-                code = self._processes[rank].exitcode
+                code = _exit_code(self._processes[rank], _EXIT_S)
                 how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
                 self._ended = f"rank {rank} of {len(sentinels)} ended with {how}; "
             self._is_ending = True  # those killed now ended for no reason of their own
@@ -125,6 +125,18 @@ class Workers:
         kind, text = type(error).__name__, str(error)
         what = "is out of memory" if _is_out_of_memory(kind, text) else "crashed"
         return EngineDiedError(f"vLLM {what} while {doing}: {self._ended}{kind}: {text}")
+
+
+def _exit_code(process: Any, timeout_s: float) -> int | None:
+    """Return how a process ended whose pipes are closed; None where nobody says so within `timeout_s`.
+
+    Its pipes close a moment before there is an exit code. vLLM has a thread that waits for the same processes: where
+    that one collected the code and has not noted it yet, `Process.join` returns at once and there is none.
+    """
+    until_s = time.monotonic() + timeout_s
+    while (code := cast("int | None", process.exitcode)) is None and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return code
 
 
 def _is_out_of_memory(kind: str, text: str) -> bool:

@@ -72,6 +72,9 @@ CASES: dict[str, str] = {
     f"{GOOD},setup.enabled=false,setup.prepare=true": "setup.prepare is true and setup.enabled is false",
     f"{GOOD},extraEnv[0].name=A,extraEnv[1].name=A": "extraEnv has A twice",
     f"{GOOD},extraEnv[0].name=A,extraEnv[0].value=1x,extraEnv[0].valueFrom.a=b": "extraEnv gives A by value and by",
+    f"{GOOD},pod.extraContainers[0].name=x": "extraContainers of trainer: it is done when all its containers are",
+    f"{GOOD},buffer.ingress.enabled=true": "buffer.ingress.enabled is true and buffer.ingress.hosts is empty",
+    f"{GOOD},buffer.httpRoute.enabled=true,buffer.httpRoute.hosts[0]=a.example": "httpRoute.parentRefs is empty; name",
     f"{GOOD},pod.extraVolumes[0].name=tmp": "extraVolumes of buffer has a volume tmp, as the chart has",
 }
 FOR_SEARCHERS = f"{GOOD},searchersOnly.enabled=true,scaling.backend=none,searchersOnly.rewardUrl=http://r:1"

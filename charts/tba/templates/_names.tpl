@@ -26,6 +26,15 @@ buffer reward searcher trainer test
 {{ toYaml (merge (include "tba.selector" . | fromYaml) $own .root.Values.commonLabels) }}
 {{- end }}
 
+{{/* Labels and annotations of the workload itself, with its own: dict root, component. */}}
+{{- define "tba.workloadMetadata" -}}
+{{- $own := index .root.Values .component -}}
+labels: {{- merge (include "tba.labels" . | fromYaml) $own.labels | toYaml | nindent 2 }}
+{{- with $own.annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{/* What selects the pods of a component: dict root, component. Never changes in the life of a release. */}}
 {{- define "tba.selector" -}}
 app.kubernetes.io/name: {{ .root.Values.nameOverride | default "tba" }}

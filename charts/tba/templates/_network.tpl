@@ -118,6 +118,16 @@ service and the addresses behind it, since plug-ins differ in which of them they
 {{- end }}
 {{- end }}
 
+{{/* Who may reach the buffer for those outside of the cluster. */}}
+{{- define "tba.routesPeers" -}}
+{{- $network := .Values.networkPolicy -}}
+{{- if $network.routesFrom }}
+{{ toYaml $network.routesFrom }}
+{{- else if or .Values.buffer.ingress.enabled .Values.buffer.httpRoute.enabled }}
+- namespaceSelector: {}
+{{- end }}
+{{- end }}
+
 {{/* Peers beside those of the release: searchers of other releases, and, for services, whoever reads metrics: text of peers. */}}
 {{- define "tba.otherSearchers" -}}
 {{- with .Values.networkPolicy.searchersFrom }}

@@ -58,8 +58,21 @@ topologySpreadConstraints:
 {{- with $pod.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- with $pod.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with $pod.resourceClaims }}
+resourceClaims: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with $pod.runtimeClassName }}
 runtimeClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Containers beside the component's own: dict root, component. */}}
+{{- define "tba.sidecars" -}}
+{{- with (include "tba.podValues" . | fromYaml).extraContainers }}
+{{- toYaml . }}
 {{- end }}
 {{- end }}
 

@@ -8,6 +8,7 @@
 {{- include "tba.validate.scaling" . }}
 {{- include "tba.validate.trainer" . }}
 {{- include "tba.validate.pods" . }}
+{{- include "tba.validate.routes" . }}
 {{- include "tba.validate.ranks" . }}
 {{- include "tba.validate.installed" . }}
 {{- end }}
@@ -167,6 +168,18 @@
 {{- end }}
 {{- end }}
 
+{{- define "tba.validate.routes" -}}
+{{- range $kind := list "ingress" "httpRoute" }}
+{{- $route := get $.Values.buffer $kind }}
+{{- if and $route.enabled (not $route.hosts) }}
+{{- fail (printf "buffer.%s.enabled is true and buffer.%s.hosts is empty: every name would lead to the run; give its name" $kind $kind) }}
+{{- end }}
+{{- end }}
+{{- if and .Values.buffer.httpRoute.enabled (not .Values.buffer.httpRoute.parentRefs) }}
+{{- fail "buffer.httpRoute.enabled is true and buffer.httpRoute.parentRefs is empty; name the Gateway, {name: NAME, namespace: NAMESPACE}" }}
+{{- end }}
+{{- end }}
+
 {{- define "tba.validate.pods" -}}
 {{- $searcher := .Values.searcher }}
 {{- if lt (int $searcher.terminationGracePeriodSeconds) (add (int $searcher.drainS) 10 | int) }}
@@ -201,6 +214,11 @@
 {{- end }}
 {{- if and (not .Values.setup.prepare) .Values.setup.hubToken.existingSecret }}
 {{- fail "setup.hubToken is for setup.prepare, which is false: nothing would use the token; set setup.prepare to true or remove it" }}
+{{- end }}
+{{- range $component := list "trainer" "setup" "check" "test" }}
+{{- if (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraContainers }}
+{{- fail (printf "extraContainers of %s: it is done when all its containers are, and a sidecar never is; give it in %s.pod.extraInitContainers with restartPolicy Always (Kubernetes 1.29), and [] here" $component $component) }}
+{{- end }}
 {{- end }}
 {{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" }}
 {{- range (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraVolumes }}

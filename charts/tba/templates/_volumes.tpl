@@ -120,16 +120,24 @@ searcher, reads as a viewer too. */}}
 {{- end }}
 {{- end }}
 
-{{/* The init container that fills a pod's cache of models from the object store: dict root, component. */}}
-{{- define "tba.modelsInit" -}}
+{{/* Init containers: the user's own, a native sidecar among them first, and the one that fills a pod's cache of models from
+the object store: dict root, component. */}}
+{{- define "tba.initContainers" -}}
 {{- $values := index .root.Values .component -}}
-{{- if and (include "tba.holdsModels" .) (not .root.Values.models.existingClaim) -}}
+{{- $own := (include "tba.podValues" . | fromYaml).extraInitContainers -}}
+{{- $pulls := and (include "tba.holdsModels" .) (ne .component "setup") (not .root.Values.models.existingClaim) -}}
+{{- if or $own $pulls -}}
 initContainers:
+  {{- with $own }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if $pulls }}
   - name: models
     {{- include "tba.containerBase" (dict "root" .root "component" .component "image" $values.image) | nindent 4 }}
     command: [tba, model, pull, --config, /etc/tba/recipe.toml, --for, {{ .component }}, --wait-s, {{ .root.Values.models.waitS | int | quote }}]
     env: {{- include "tba.env" . | nindent 6 }}
     resources: {{- include "tba.resources" (dict "resources" $values.resources) | nindent 6 }}
     volumeMounts: {{- include "tba.volumeMounts" . | nindent 6 }}
+  {{- end }}
 {{- end }}
 {{- end }}

@@ -6,6 +6,7 @@ metadata: {{- include "tba.podMetadata" $of | nindent 2 }}
 spec:
   {{- include "tba.podBase" $of | nindent 2 }}
   restartPolicy: Never
+  {{- include "tba.initContainers" $of | nindent 2 }}
   containers:
     - name: setup
       {{- include "tba.containerBase" (merge (dict "image" .Values.trainer.image) $of) | nindent 6 }}

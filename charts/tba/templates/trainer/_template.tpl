@@ -15,7 +15,7 @@ spec:
   {{- if gt $nodes 1 }}
   subdomain: {{ include "tba.fullname" . }}-trainer
   {{- end }}
-  {{- include "tba.modelsInit" $of | nindent 2 }}
+  {{- include "tba.initContainers" $of | nindent 2 }}
   containers:
     - name: trainer
       {{- include "tba.containerBase" (merge (dict "image" .Values.trainer.image) $of) | nindent 6 }}

@@ -1,0 +1,156 @@
+"""What users of charts expect: their labels, schedulers, sidecars, devices, a way in from outside, commands that fit their Secrets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.test_access import peers, policies
+from tests.support.chart import CHART, NAMESPACE, OLDEST, Rendering, helm, needs_helm, render
+from tests.support.installed_objects import cluster_with
+from tests.support.kube_schemas import FOREIGN, VERSIONS, problems
+
+pytestmark = needs_helm
+QUICKSTART = CHART / "values-cpu-quickstart.yaml"
+SIDECAR = {"name": "shipper", "image": "shipper:1"}
+WORKLOADS = {
+    "buffer": "Deployment",
+    "reward": "Deployment",
+    "searcher": "Deployment",
+    "trainer": "Job",
+    "setup": "Job",
+    "redis": "StatefulSet",
+    "objectstore": "StatefulSet",
+}
+ENDS = {"trainer", "setup", "check", "test"}
+
+
+def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rendering:
+    """Render the quickstart with more values."""
+    path = folder / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return render("-f", str(QUICKSTART), "-f", str(path), kube=kube)
+
+
+def test_a_queue_or_a_tool_is_named_at_the_workload_and_nowhere_else(tmp_path: Path) -> None:
+    values = {part: {"labels": {"queue": part}, "annotations": {"tool/sync": part}} for part in WORKLOADS}
+    made = rendered(values, tmp_path)
+    for part, kind in WORKLOADS.items():
+        metadata = made.one(kind, f"t-{part}")["metadata"]
+        assert metadata["labels"]["queue"] == metadata["annotations"]["tool/sync"] == part
+        assert metadata["labels"]["app.kubernetes.io/component"] == part
+    marked = [x for x in made.objects if "queue" in x["metadata"]["labels"]]
+    assert len(marked) == len(WORKLOADS)
+    plain = render("-f", str(QUICKSTART))
+    for part, kind in WORKLOADS.items():  # so a label restarts nothing: not even the name of a Job changes
+        before, after = (found.one(kind, f"t-{part}") for found in (plain, made))
+        assert before["metadata"]["name"] == after["metadata"]["name"]
+        assert before["spec"] == after["spec"]
+
+
+def test_schedulers_devices_and_sidecars_reach_the_pods(tmp_path: Path) -> None:
+    waits = {"name": "waits", "image": "waits:1"}
+    native = SIDECAR | {"restartPolicy": "Always"}
+    values: dict[str, Any] = {
+        "pod": {"schedulerName": "volcano", "extraInitContainers": [waits]},
+        "trainer": {
+            "pod": {
+                "extraInitContainers": [native],
+                "resourceClaims": [{"name": "cards", "resourceClaimTemplateName": "h100"}],
+            },
+            "resources": {"claims": [{"name": "cards"}]},
+        },
+    } | {part: {"pod": {"extraContainers": [SIDECAR]}} for part in WORKLOADS if part not in ENDS}
+    made = rendered(values, tmp_path)
+    for pod in made.pods():
+        assert pod.spec["schedulerName"] == "volcano"
+        own = pod.component
+        sidecars = [] if own in ENDS else [SIDECAR]
+        assert pod.spec["containers"][1:] == sidecars, own
+        assert pod.spec["containers"][0]["name"] == own
+        models = ["models"] if own in {"searcher", "trainer"} else []
+        first = "shipper" if own == "trainer" else "waits"
+        assert [container["name"] for container in pod.spec["initContainers"]] == [first, *models], own
+    trainer = made.pod("trainer").spec
+    assert trainer["resourceClaims"] == values["trainer"]["pod"]["resourceClaims"]
+    assert trainer["containers"][0]["resources"]["claims"] == [{"name": "cards"}]
+    newest = VERSIONS[-1]
+    assert [bad for x in made.objects if x["kind"] not in FOREIGN and (bad := problems(x, newest))] == []
+
+
+ROUTES = {
+    "buffer": {
+        "ingress": {"enabled": True, "className": "nginx", "hosts": ["a.example", "b.example"], "tlsSecret": "cert"},
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "hosts": ["a.example"]},
+    }
+}
+
+
+def test_the_page_and_the_api_are_reached_from_outside_and_nothing_else(tmp_path: Path) -> None:
+    made = rendered(ROUTES, tmp_path, kube=OLDEST)
+    service = made.one("Service", "t-buffer")
+    ingress = made.one("Ingress", "t-buffer")
+    assert problems(ingress, "1.25") is None
+    assert ingress["spec"]["ingressClassName"] == "nginx"
+    assert ingress["spec"]["tls"] == [{"secretName": "cert", "hosts": ["a.example", "b.example"]}]
+    assert [rule["host"] for rule in ingress["spec"]["rules"]] == ["a.example", "b.example"]
+    for rule in ingress["spec"]["rules"]:
+        paths = {(path["path"], path["pathType"]) for path in rule["http"]["paths"]}
+        assert paths == {("/", "Exact"), ("/page", "Prefix"), ("/v1", "Prefix")}
+        for path in rule["http"]["paths"]:
+            assert path["backend"]["service"] == {"name": service["metadata"]["name"], "port": {"name": "http"}}
+    route = made.one("HTTPRoute", "t-buffer")["spec"]
+    assert (route["parentRefs"], route["hostnames"]) == ([{"name": "public"}], ["a.example"])
+    (rule,) = route["rules"]
+    matches = {(match["path"]["type"], match["path"]["value"]) for match in rule["matches"]}
+    assert matches == {("Exact", "/"), ("PathPrefix", "/page"), ("PathPrefix", "/v1")}
+    assert rule["backendRefs"] == [{"name": "t-buffer", "port": service["spec"]["ports"][0]["port"]}]
+
+
+@pytest.mark.parametrize("peer", [{}, {"matchLabels": {"name": "ingress"}}], ids=["any", "named"])
+def test_the_controller_reaches_the_buffer_alone(peer: dict[str, Any], tmp_path: Path) -> None:
+    named = {"networkPolicy": {"routesFrom": [{"namespaceSelector": peer}]}} if peer else {}
+    found = policies(rendered(ROUTES | named, tmp_path))
+    assert ("namespaces", 8700) in peers(found["buffer"]["ingress"], "from")
+    (rule,) = found["buffer"]["ingress"]
+    assert {"namespaceSelector": peer} in rule["from"]
+    assert "namespaces" not in {who for who, _ in peers(found["reward"]["ingress"], "from")}
+    assert "namespaces" not in {
+        who for who, _ in peers(policies(render("-f", str(QUICKSTART)))["buffer"]["ingress"], "from")
+    }
+
+
+def notes(tmp_path: Path, *words: str) -> str:
+    """What Helm says after an installation, in the namespace `lab`."""
+    with cluster_with([], tmp_path) as kubeconfig:
+        sets = ("--set", "networkPolicy.kubernetesApi.to[0].ipBlock.cidr=192.0.2.10/32", *words)
+        flags = ("--dry-run=client", "--kubeconfig", str(kubeconfig))
+        done = helm("install", "t", str(CHART), "-n", NAMESPACE, "-f", str(QUICKSTART), *sets, *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
+
+
+def test_the_command_for_secrets_fits_their_names_and_the_keys_of_each_role(tmp_path: Path) -> None:
+    plain = notes(tmp_path)
+    assert "deploy/make-secrets --kubernetes lab | kubectl apply -f -" in plain
+    assert "create secret" not in plain
+    assert (
+        """get secret tba-tokens -o go-template='{{index .data "operator.json" | base64decode}}' | kubectl""" in plain
+    )
+    keys = {role: f"of-{role}" for role in ("buffer", "reward", "searcher", "trainer", "operator", "viewer")}
+    own = f"auth={json.dumps({'existingSecret': 'mine', 'keys': keys})}"
+    said = notes(tmp_path, "--set-json", own, "--set", "redis.auth.key=word,buffer.ingress.enabled=true,"
+                 "buffer.ingress.hosts[0]=run.example")  # fmt: skip
+    assert "make-secrets --kubernetes" not in said
+    (line,) = [line for line in said.splitlines() if "create secret generic mine" in line]
+    for role, key in keys.items():
+        assert f"--from-file={key}=secrets/tokens/{role}.json" in line
+    assert "create secret generic tba-redis --from-file=word=secrets/redis_password" in said
+    assert """get secret mine -o go-template='{{index .data "of-operator" | base64decode}}'""" in said
+    assert "The page: http://run.example/" in said
+    assert "buffer.ingress.tlsSecret is empty" in said
+    assert "networkPolicy.routesFrom is empty" in said

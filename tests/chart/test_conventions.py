@@ -1,4 +1,4 @@
-"""What users of charts expect: their labels, schedulers, sidecars, devices, a way in from outside, commands that fit their Secrets."""
+"""What users of charts expect: labels, schedulers, sidecars, devices, a way in from outside, fitting commands."""
 
 from __future__ import annotations
 

@@ -77,6 +77,13 @@ CASES: dict[str, str] = {
     f"{GOOD},buffer.httpRoute.enabled=true,buffer.httpRoute.hosts[0]=a.example": "httpRoute.parentRefs is empty; name",
     f"{GOOD},pod.extraVolumes[0].name=tmp": "extraVolumes of buffer has a volume tmp, as the chart has",
 }
+CILIUM = f"{GOOD},networkPolicy.flavor=cilium"
+CASES |= {
+    f"{GOOD},networkPolicy.redis.hosts[0]=a.example": "networkPolicy.redis.hosts is for Cilium, since a Network",
+    f"{GOOD},networkPolicy.store.entities[0]=host": "or name peers in networkPolicy.store.to",
+    CILIUM: "networkPolicy.kubernetesApi.to is given and networkPolicy.flavor is cilium",
+    f"{CILIUM},networkPolicy.kubernetesApi.to=null,networkPolicy.dns.to[0].podSelector.a=b": "networkPolicy.dns.to is",
+}
 FOR_SEARCHERS = f"{GOOD},searchersOnly.enabled=true,scaling.backend=none,searchersOnly.rewardUrl=http://r:1"
 CASES |= {
     f"{GOOD},networkPolicy.kubernetesApi.to=null": "name it in networkPolicy.kubernetesApi.to, a list of peers",

@@ -14,6 +14,20 @@
 {{ toYaml (. | default $anywhere) }}
 {{- end }}
 
+{{/* Whether Cilium's own policies say where things outside of the release are. */}}
+{{- define "tba.cilium" -}}
+{{- if eq .Values.networkPolicy.flavor "cilium" }}yes{{ end }}
+{{- end }}
+
+{{/* Egress to something outside of the release: dict root, target (of networkPolicy), ports. Names and entities are in the
+policies of Cilium, and so is "anywhere": for Cilium a range of addresses never means pods or nodes. */}}
+{{- define "tba.egressOutside" -}}
+{{- if or .target.to (not (include "tba.cilium" .root)) -}}
+- to: {{- include "tba.anywhereOr" .target.to | nindent 4 }}
+  ports: {{- include "tba.tcp" .ports | nindent 4 }}
+{{- end }}
+{{- end }}
+
 {{- define "tba.tcp" -}}
 {{- range . }}
 - {port: {{ . | int }}, protocol: TCP}
@@ -27,6 +41,7 @@
 {{- end }}
 
 {{- define "tba.egressDns" -}}
+{{- if not (include "tba.cilium" .) -}}
 {{- $anyPod := list (dict "namespaceSelector" dict) (dict "ipBlock" (dict "cidr" "169.254.20.10/32")) -}}
 - to: {{- toYaml (.Values.networkPolicy.dns.to | default $anyPod) | nindent 4 }}
   ports:
@@ -35,31 +50,47 @@
     - {port: {{ . | int }}, protocol: TCP}
     {{- end }}
 {{- end }}
+{{- end }}
 
-{{- define "tba.egressStore" -}}
-{{- $network := .Values.networkPolicy.store -}}
-{{- if .Values.objectstore.enabled }}
-{{- include "tba.egressTo" (dict "root" . "components" (list "objectstore") "port" 9000) }}
-{{- else }}
+{{- define "tba.storePorts" -}}
 {{- $own := 443 }}
 {{- with .Values.store.endpointUrl }}
 {{- $own = include "tba.portOf" (dict "url" . "https" 443 "http" 80) }}
 {{- end -}}
-- to: {{- include "tba.anywhereOr" $network.to | nindent 4 }}
-  ports: {{- include "tba.tcp" ($network.ports | default (list $own)) | nindent 4 }}
+{{- toYaml (.Values.networkPolicy.store.ports | default (list $own)) }}
 {{- end }}
+
+{{- define "tba.egressStore" -}}
+{{- if .Values.objectstore.enabled }}
+{{- include "tba.egressTo" (dict "root" . "components" (list "objectstore") "port" 9000) }}
+{{- else }}
+{{- include "tba.egressOutside" (dict "root" . "target" .Values.networkPolicy.store "ports" (include "tba.storePorts" . | fromYamlArray)) }}
+{{- include "tba.egressPodIdentity" . }}
+{{- end }}
+{{- end }}
+
+{{/* Where pods without keys of the store get those of their service account. */}}
+{{- define "tba.egressPodIdentity" -}}
+{{- $identity := .Values.networkPolicy.podIdentity }}
+{{- if and (not .Values.store.credentialsSecret) $identity.to }}
+- to: {{- toYaml $identity.to | nindent 4 }}
+  ports: {{- include "tba.tcp" $identity.ports | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.redisPort" -}}
+{{- $port := .Values.redis.external.port }}
+{{- with .Values.redis.external.url }}
+{{- $port = include "tba.portOf" (dict "url" . "redis" 6379 "rediss" 6379) }}
+{{- end -}}
+{{ $port }}
 {{- end }}
 
 {{- define "tba.egressRedis" -}}
 {{- if .Values.redis.enabled }}
 {{- include "tba.egressTo" (dict "root" . "components" (list "redis") "port" 6379) }}
 {{- else }}
-{{- $port := .Values.redis.external.port }}
-{{- with .Values.redis.external.url }}
-{{- $port = include "tba.portOf" (dict "url" . "redis" 6379 "rediss" 6379) }}
-{{- end -}}
-- to: {{- include "tba.anywhereOr" .Values.networkPolicy.redis.to | nindent 4 }}
-  ports: {{- include "tba.tcp" (list $port) | nindent 4 }}
+{{- include "tba.egressOutside" (dict "root" . "target" .Values.networkPolicy.redis "ports" (list (include "tba.redisPort" .))) }}
 {{- end }}
 {{- end }}
 
@@ -68,16 +99,17 @@
 {{- if include "tba.has" . }}
 {{- include "tba.egressTo" (dict "root" .root "components" (list .component) "port" .port) }}
 {{- else -}}
-- to: {{- include "tba.anywhereOr" .root.Values.networkPolicy.run.to | nindent 4 }}
-  ports: {{- include "tba.tcp" (list (include "tba.portOf" (dict "url" .url "https" 443 "http" 80))) | nindent 4 }}
+{{- $port := include "tba.portOf" (dict "url" .url "https" 443 "http" 80) }}
+{{- include "tba.egressOutside" (dict "root" .root "target" .root.Values.networkPolicy.run "ports" (list $port)) }}
 {{- end }}
 {{- end }}
 
 {{/* Egress to the Kubernetes API and nothing else: where the values say that it is, else where the cluster says. Its
-service and the addresses behind it, since plug-ins differ in which of them they look at. */}}
+service and the addresses behind it, since plug-ins differ in which of them they look at. Cilium knows it by name. */}}
 {{- define "tba.egressKubernetesApi" -}}
 {{- $api := .Values.networkPolicy.kubernetesApi -}}
-{{- if $api.to -}}
+{{- if include "tba.cilium" . }}
+{{- else if $api.to -}}
 - to: {{- toYaml $api.to | nindent 4 }}
   ports: {{- include "tba.tcp" $api.ports | nindent 4 }}
 {{- else }}

@@ -9,6 +9,7 @@
 {{- include "tba.validate.trainer" . }}
 {{- include "tba.validate.pods" . }}
 {{- include "tba.validate.routes" . }}
+{{- include "tba.validate.network" . }}
 {{- include "tba.validate.ranks" . }}
 {{- include "tba.validate.installed" . }}
 {{- end }}
@@ -165,6 +166,23 @@
 {{- end }}
 {{- if and (gt $ranks 1) (not .Values.searcher.shm.sizeLimit) }}
 {{- fail (printf "searcher.tensor_parallel_size of the recipe is %d and searcher.shm.sizeLimit is empty: ranks talk through /dev/shm, and 64 MiB are too little; give 1Gi or more" $ranks) }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.validate.network" -}}
+{{- $network := .Values.networkPolicy }}
+{{- range $target := list "store" "redis" "run" "hub" "podIdentity" }}
+{{- range $kind := list "hosts" "entities" }}
+{{- if and (get (get $network $target) $kind) (not (include "tba.cilium" $)) }}
+{{- fail (printf "networkPolicy.%s.%s is for Cilium, since a NetworkPolicy of Kubernetes knows addresses and pods alone; set networkPolicy.flavor to cilium, or name peers in networkPolicy.%s.to" $target $kind $target) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and (include "tba.cilium" .) $network.kubernetesApi.to }}
+{{- fail "networkPolicy.kubernetesApi.to is given and networkPolicy.flavor is cilium, which knows the Kubernetes API by name; remove it" }}
+{{- end }}
+{{- if and (include "tba.cilium" .) $network.dns.to }}
+{{- fail "networkPolicy.dns.to is given and networkPolicy.flavor is cilium, which has to read what the DNS servers of the cluster answer; remove it" }}
 {{- end }}
 {{- end }}
 

@@ -131,6 +131,17 @@ class Project:
             for name in run("docker", kind, "ls", "--quiet", *more, "--filter", label).split()
         ]
 
+    def volumes(self) -> set[str]:
+        """Volumes that have a name in the project and exist."""
+        label = f"label=com.docker.compose.project={self.name}"
+        return set(run("docker", "volume", "ls", "--quiet", "--filter", label).split())
+
+    def used_volumes(self) -> set[str]:
+        """Volumes of the project's containers, those without a name too."""
+        containers = self.compose("ps", "--all", "--quiet").split()
+        about = json.loads(run("docker", "inspect", *containers))
+        return {mount["Name"] for each in about for mount in each["Mounts"] if mount["Type"] == "volume"}
+
     def why(self) -> str:
         """Return the states and logs that explain a failure."""
         return self.compose("ps", "--all", check=False) + self.compose("logs", "--tail", "25", check=False)

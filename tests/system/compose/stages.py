@@ -159,8 +159,14 @@ def finish(project: Project, report: Report, *, deadline_s: float, least_accurac
 
 
 def stop(project: Project, report: Report) -> None:
-    """`down --volumes`; nothing is left."""
+    """`down` keeps every volume, since each has a name; after `down --volumes` nothing is left."""
     with report.stage("docker compose down") as found:
+        used = project.used_volumes()
+        project.compose("down", "--timeout", "60")
+        kept = project.volumes()
+        if gone := used - kept:
+            raise ComposeError(f"`down` leaves these volumes without a name or removes them: {', '.join(sorted(gone))}")
+        found["kept"] = len(kept)
         project.compose("down", "--volumes", "--timeout", "60")
         if left := project.left_over():
             raise ComposeError(f"still there after `down --volumes`: {', '.join(left)}")

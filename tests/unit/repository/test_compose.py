@@ -129,19 +129,22 @@ def test_what_the_gpu_services_start_is_what_their_images_start():
 
 
 def test_each_has_shared_memory_and_keeps_what_it_compiled_or_fetched():
-    caches = {}
-    for name in ("trainer", "setup-models", *SEARCHERS):
+    places: dict[str, list[str]] = {}
+    for name in OURS:
         service = GPU["services"][name]
-        folders = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"] if ":" in volume}
-        home = service["environment"]["HOME"]
-        (cache,) = [source for target, source in folders.items() if target in (home, f"{home}/.cache")]
-        assert cache in GPU["volumes"]
-        caches[name] = cache
+        assert all(":" in volume for volume in service["volumes"]), "a volume without a name outlives `down --volumes`"
+        folders = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"]}
+        environ = service["environment"]
+        # all that is compiled, fetched or on its way is below one folder: Triton's, vLLM's, Inductor's caches too
+        assert environ["HOME"] == environ["TMPDIR"] == "/scratch"
         for key in ("TRITON_CACHE_DIR", *(["HF_HOME"] if name == "setup-models" else [])):
-            assert service["environment"][key].startswith(f"{home}/.cache/")
-        if name != "setup-models":
+            assert environ[key].startswith("/scratch/.cache/")
+        assert folders["/scratch"] in GPU["volumes"]
+        places.setdefault(folders["/scratch"], []).append(name)
+        if name in ("trainer", *SEARCHERS):
             assert service["shm_size"] == "8g"
-    assert len(set(caches.values())) == len(caches), "compiled kernels are code: each has its own"
+    shared = [names for names in places.values() if len(names) > 1]
+    assert shared == [["setup-models", "setup-prompts"]], "compiled kernels are code: each service has its own"
     for folder in ("trainer", "searcher"):  # a volume takes the owner that the folder has in the image
         lines = (ROOT / f"services/{folder}/Dockerfile").read_text().splitlines()
         made = [line for line in lines if "install -d -o 65532" in line]

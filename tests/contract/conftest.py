@@ -18,8 +18,8 @@ _prefixes = itertools.count()
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One ministack process for the session, with one bucket."""
-    server = S3Server(tmp_path_factory.mktemp("ministack"))
+    """One server for the session, with one bucket."""
+    server = S3Server(tmp_path_factory.mktemp("s3-server"))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CREDENTIALS.items():
             patch.setenv(name, value)

@@ -25,8 +25,6 @@ from tests.support.redis_process import free_port
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-test-secret-0123"}
 READ_ONLY = {"AWS_ACCESS_KEY_ID": "tba-test-read", "AWS_SECRET_ACCESS_KEY": "tba-test-read-secret"}
-PYTHON = os.environ.get("TBA_TEST_S3_PYTHON", sys.executable)
-"""tools/check_wheels.py tests packages that the server does not go with."""
 PROGRAM = Path(__file__).parents[2] / "deploy/objectstore/serve.py"
 CODES = {302: "Found", 403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}
 
@@ -36,7 +34,9 @@ class S3Server:
     objects are files below `folder`, so that they survive `kill`."""
 
     def __init__(self, folder: Path, *, without: str | None = None) -> None:
-        self.port, self._without = free_port(), without
+        self.port = free_port()
+        self._environ = store_environ(folder, self.port)
+        self._environ.pop(without or "", None)
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -44,24 +44,25 @@ class S3Server:
     def start(self, *, timeout_s: float = 180.0) -> None:
         """Start, and wait until it answers."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        environ = store_environ(self._folder, self.port)
-        environ.pop(self._without or "", None)
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [PYTHON, str(PROGRAM)], env=environ, stdout=log, stderr=log, cwd=self._folder
+                [sys.executable, str(PROGRAM)], env=self._environ, stdout=log, stderr=log, cwd=self._folder
             )
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             assert self._process.poll() is None, f"the S3 server died: {(self._folder / 'log').read_text()[-2000:]}"
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-                connection.request("GET", "/")
-                connection.getresponse().read()
-                return
+                connection.request("GET", "/healthz")
+                answer = connection.getresponse()
+                answer.read()
+                if answer.status == 200:
+                    return
             except OSError:
-                time.sleep(0.1)
+                pass
             finally:
                 connection.close()
+            time.sleep(0.1)
         raise AssertionError(f"the S3 server did not answer on port {self.port} within {timeout_s} s")
 
     def kill(self) -> None:
@@ -81,16 +82,14 @@ class S3Server:
 
 def store_environ(folder: Path, port: int) -> dict[str, str]:
     """The environment of PROGRAM: it listens on `port` of the loopback, and its objects are files below `folder`."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MINISTACK_"))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     return {
         **inherited,
-        "GATEWAY_PORT": str(port),
+        "PORT": str(port),
+        "INTERNAL_PORTS": ",".join(str(free_port()) for _ in range(7)),
         "BIND_HOST": "127.0.0.1",
-        "S3_PERSIST": "1",
-        "S3_DATA_DIR": str(folder / "s3"),
-        "STATE_DIR": str(folder / "state"),
+        "DATA_DIR": str(folder / "objects"),
         "TMPDIR": str(folder),
-        "LOG_LEVEL": "ERROR",
         **{name.replace("AWS_", "READ_WRITE_"): value for name, value in CREDENTIALS.items()},
         **{name.replace("AWS_", "READ_ONLY_"): value for name, value in READ_ONLY.items()},
     }

@@ -270,7 +270,8 @@ class StoreSection(StrictModel):
     """PEM file of the authorities that are trusted for an https endpoint; none: those that boto3 knows, or
     AWS_CA_BUNDLE."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one store operation, retries included."""
+    """Deadline of one store operation, retries included; of a file that is read, since its last byte. The attempt that
+    is under way then may be silent for 30 s more."""
     shard_bytes: int = Field(default=2 * 1024**3, ge=1)
     """Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own):
     at most that much of a gathered model is in the trainer's memory at once."""

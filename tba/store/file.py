@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
+from tba.errors import DigestError, ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
 
 MAX_KEY_CHARS = 900
 """S3 allows 1,024 bytes; the rest is for the prefix of the store."""
@@ -98,11 +98,15 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
         """Read an object into a file, streamed; the file appears under its name when it is complete.
+
+        Args:
+            max_bytes: a larger object is not read.
 
         Raises:
             ObjectNotFoundError: no object has this key.
+            DigestError: it has more than `max_bytes`.
         """
         ...
 
@@ -231,10 +235,12 @@ class FileStore:
         found = hashlib.sha256(data).hexdigest()
         return None if found == etag else (data, found)
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
         """Read an object into a file."""
-        with self._errors("read", key, place=path), self._path(key).open("rb") as source, new_file(path) as out:
-            shutil.copyfileobj(source, out, _CHUNK_BYTES)
+        with self._errors("read", key, place=path), self._path(key).open("rb") as source:
+            check_size(key, os.fstat(source.fileno()).st_size, max_bytes, url=self.url)
+            with new_file(path) as out:
+                shutil.copyfileobj(source, out, _CHUNK_BYTES)
 
     def size_bytes(self, key: str) -> int | None:
         """Return the size of an object; None if there is none."""
@@ -345,6 +351,21 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_size(key: str, size_bytes: int, max_bytes: int | None, *, url: str) -> None:
+    """Raise DigestError if an object has more bytes than it may: it is not read, and fills no disk."""
+    if max_bytes is not None and size_bytes > max_bytes:
+        raise DigestError(f"object {key} in {url} is damaged: {size_bytes} bytes, and no more than {max_bytes} are due")
+
+
+def write_at(file: int, data: bytes, place: int) -> int:
+    """Write data at a place of an open file, whatever its position is; return how many bytes that are."""
+    left = memoryview(data)
+    while left:
+        num = os.pwrite(file, left, place)
+        left, place = left[num:], place + num
+    return len(data)
 
 
 def _source(path: Path) -> BinaryIO:

@@ -11,14 +11,13 @@ import filecmp
 import os
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import stamina
 from boto3.exceptions import Boto3Error
-from boto3.s3.transfer import TransferConfig
 from boto3.session import Session
 from botocore import UNSIGNED
 from botocore.config import Config
@@ -35,7 +34,6 @@ from botocore.exceptions import (
     ResponseStreamingError,
     SSLError,
 )
-from s3transfer.exceptions import RetriesExceededError
 
 from tba.errors import (
     ConfigError,
@@ -45,10 +43,10 @@ from tba.errors import (
     StoreTlsError,
     StoreUnavailableError,
 )
-from tba.store.file import check_key, check_prefix, new_file
+from tba.store.file import check_key, check_prefix, check_size, new_file, write_at
 from tba.tls import explain_missing_tls, explain_tls_error
 
-S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RetriesExceededError, RecursionError)
+S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RecursionError)
 """All errors that boto3 raises on purpose, and RecursionError: it follows a server that redirects every request until
 the stack ends."""
 
@@ -57,7 +55,6 @@ _CONNECTION_ERRORS = (
     HTTPClientError,
     IncompleteReadError,
     ResponseStreamingError,
-    RetriesExceededError,
 )
 _CREDENTIAL_ERRORS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
 _TRANSIENT_CODES = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
@@ -166,7 +163,8 @@ def _status(error: ClientError) -> int:
 T = TypeVar("T")
 
 _PART_BYTES = 32 << 20
-"""Files above twice this size are sent in parts. S3 allows 10,000 parts, hence 312 GiB."""
+"""Files above twice this size are sent and read in parts. S3 allows 10,000 parts, hence 312 GiB."""
+_CHUNK_BYTES = 1 << 20
 _NUM_CONNECTIONS = 4
 _MAX_NUM_PARTS = 10_000
 
@@ -174,8 +172,9 @@ _MAX_NUM_PARTS = 10_000
 class S3Store:
     """Objects in one bucket below one prefix; see `ObjectStore` for the contract.
 
-    `timeout_s` bounds each request: it is retried until then, and no attempt is silent for longer. A transfer that
-    makes progress is not cut off.
+    `timeout_s` bounds each request: it is retried until then, and the attempt under way then may be silent for as long
+    again, or 30 s. A transfer that makes progress is not cut off: a read that breaks off after some bytes goes on
+    behind them, with a new deadline.
 
     Args:
         is_copy: a read-through cache of the bucket: requests are not signed, and fail at the first error.
@@ -217,13 +216,6 @@ class S3Store:
         except (ValueError, *S3_ERRORS) as error:
             raise ConfigError(f"store {self.url} cannot be opened: {error}; check the [store] section") from error
         self._endpoint = self._client.meta.endpoint_url
-        self._transfer = TransferConfig(
-            multipart_threshold=2 * part_bytes,
-            multipart_chunksize=part_bytes,
-            max_concurrency=_NUM_CONNECTIONS,
-            max_io_queue=64,
-            num_download_attempts=self._num_attempts or 5,
-        )
 
     def check(self, *, write: bool = False) -> None:
         """List the bucket; with `write`, prove that a second create-only write of a key is refused."""
@@ -308,18 +300,61 @@ class S3Store:
 
         return self._call("read", key, receive)
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
         """Read an object into a file: one request, or several ranges in parallel if it is large."""
-        bucket, name = self._where(key).values()
+        where = self._where(key)
+        found = self._call("read", key, lambda: self._client.head_object(**where))
+        size_bytes = found.get("ContentLength")
+        if size_bytes is None:  # of a cache that compresses: how much it may send is not known
+            raise StoreUnavailableError(f"{self._endpoint} answers HEAD of {key} without Content-Length")
+        check_size(key, size_bytes, max_bytes, url=self.url)
+        part_bytes = self._part_bytes if size_bytes > 2 * self._part_bytes else max(size_bytes, 1)
+        with new_file(path) as out:
 
-        def receive() -> None:
-            # without a length, as of a cache that compresses, s3transfer waits for ever
-            if self._is_copy and "ContentLength" not in self._client.head_object(Bucket=bucket, Key=name):
-                raise StoreUnavailableError(f"{self._endpoint} answers HEAD of {key} without Content-Length")
-            with new_file(path) as out:
-                self._client.download_fileobj(bucket, name, out, Config=self._transfer)
+            def receive_part(begin: int) -> None:
+                place, end = begin, min(begin + part_bytes, size_bytes)
+                while place < end:
+                    span = place, end, size_bytes
+                    place = self._call("read", key, lambda span=span: self._receive(found, where, out.fileno(), *span))
 
-        self._call("read", key, receive)
+            with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="store-download") as pool:
+                builtins.list(pool.map(receive_part, range(0, size_bytes, part_bytes)))
+
+    def _receive(
+        self, found: Mapping[str, Any], where: Mapping[str, str], file: int, begin: int, end: int, size_bytes: int
+    ) -> int:
+        """Read the bytes [begin, end) of an object into their place in a file.
+
+        Args:
+            found: the answer to HEAD.
+            size_bytes: of the whole object.
+
+        Returns:
+            How far it came: an answer may break off.
+        """
+        span = {} if (begin, end) == (0, size_bytes) else {"Range": f"bytes={begin}-{end - 1}"}
+        same = {"IfMatch": found["ETag"]} if "ETag" in found else {}
+        place = begin
+        try:
+            answer = self._client.get_object(**where, **span, **same)
+            if span and not str(answer.get("ContentRange", "")).startswith(f"bytes {begin}-"):
+                raise StoreUnavailableError(f"{self._endpoint} answers {where['Key']} without the range that was asked")
+            with contextlib.closing(answer["Body"]) as body:
+                while place < end:
+                    # never more than was announced, whatever is sent
+                    data = body.read(min(_CHUNK_BYTES, end - place))
+                    if not data:
+                        raise IncompleteReadError(actual_bytes=place - begin, expected_bytes=end - begin)
+                    place += write_at(file, data, place)
+        except S3_ERRORS as error:
+            if isinstance(error, ClientError) and _status(error) == 412:
+                raise StoreUnavailableError(
+                    f"object {where['Key']} was replaced while it was read; try again"
+                ) from error
+            # what came is kept: only an attempt without a byte counts against the deadline
+            if place == begin or self._is_copy or not is_transient(error):
+                raise
+        return place
 
     def size_bytes(self, key: str) -> int | None:
         """Return the size of an object; None if there is none."""

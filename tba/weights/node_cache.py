@@ -99,11 +99,18 @@ class NodeCache:
                 self._on_wait(None)
             yield
 
-    def take(self, name: str, path: Path) -> bool:
-        """Make `path` the entry's file; False: there is none. The caller verifies it, and may not write into it."""
+    def take(self, name: str, path: Path, *, max_bytes: int) -> bool:
+        """Make `path` the entry's file; False: there is none. The caller verifies it, and may not write into it.
+
+        Args:
+            max_bytes: an entry of more is damaged, and would be copied where files cannot be linked: it is removed.
+        """
         entry = self._folder / name
         try:
-            _link(entry, path)
+            if entry.stat().st_size > max_bytes:
+                self.discard(name)
+                return False
+            link_or_copy(entry, path)
             _note_use(entry)
         except OSError:  # none, or evicted meanwhile
             path.unlink(missing_ok=True)
@@ -117,7 +124,7 @@ class NodeCache:
             return
         temporary = self._folder / f".tmp-{uuid.uuid4().hex}"
         try:
-            _link(path, temporary)
+            link_or_copy(path, temporary)
             _note_use(temporary)
             temporary.replace(self._folder / name)
             self._evict()
@@ -152,7 +159,7 @@ def _note_use(path: Path) -> None:
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
-def _link(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """Give a file a second name, or copy it where that is another file system."""
     try:
         target.hardlink_to(source)

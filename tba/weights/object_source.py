@@ -18,6 +18,7 @@ from tba.store import ObjectStore
 
 REST_S = 60.0
 """A cache that failed is not asked again for so long: a version has many files, and each would wait for it."""
+Reason = Literal["missing", "unavailable", "damaged"]
 Result = TypeVar("Result")
 log = get_logger("weights")
 
@@ -38,7 +39,7 @@ class ObjectSource:
         """Since the start: `bytes` that the cache gave, and how often it failed, by reason: missing, unavailable,
         damaged."""
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, *, max_bytes: int) -> None:
         """Read an object into a file, as `ObjectStore.get_file`.
 
         Raises:
@@ -46,15 +47,17 @@ class ObjectSource:
         """
         if self._cache is not None and time.monotonic() >= self._rests_until_s:
             try:
-                self._cache.get_file(key, path)
+                self._cache.get_file(key, path, max_bytes=max_bytes)
                 self._num_files += 1
                 self.counts["bytes"] += path.stat().st_size
                 return
             except (StoreError, ValueError) as error:  # ValueError: a header that boto3 cannot read
-                reason = "missing" if isinstance(error, ObjectNotFoundError) else "unavailable"
+                reason: Reason = "missing" if isinstance(error, ObjectNotFoundError) else "unavailable"
+                if isinstance(error, DigestError):  # larger than the manifest says
+                    reason = "damaged"
                 # the error itself speaks of the store's settings
                 self._note_failure(reason, f"{key}: {error.__cause__ or error}")
-        self._store.get_file(key, path)
+        self._store.get_file(key, path, max_bytes=max_bytes)
 
     def verified(self, download: Callable[[], Result]) -> Result:
         """Return what a download that verifies its bytes returns; when those of the cache do not fit, it is made again.
@@ -78,7 +81,7 @@ class ObjectSource:
         finally:
             self._rests_until_s = time.monotonic() + REST_S
 
-    def _note_failure(self, reason: Literal["missing", "unavailable", "damaged"], detail: str) -> None:
+    def _note_failure(self, reason: Reason, detail: str) -> None:
         """Count a failure of the cache, and leave it alone for a while unless it only lacks an object."""
         self.counts[reason] += 1
         log.warning("weights_read_through_failed", reason=reason, detail=detail)

@@ -25,12 +25,14 @@ from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
 from tba.weights.assembly import assemble, check_tensors_of, merge
 from tba.weights.digest import describe_tensors, digest_of_file, open_tensors, sha256_of_file
-from tba.weights.node_cache import NodeCache
+from tba.weights.node_cache import NodeCache, link_or_copy
 from tba.weights.object_source import ObjectSource
 from tba.wire.weight_manifest import MAX_DELTAS, Adapter, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
 
 _MAX_SEARCHED = 32
 """Deltas within which a version that is here is looked for once a full one is found: each manifest is a request."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file; the library reads no longer one."""
 log = get_logger("weights")
 
 
@@ -227,7 +229,10 @@ class RouteReader:
         paths = tuple(folder / file for file in names)
         # one of the searchers of this machine makes a version, the others wait for it
         with cache.only_one(names[paths[0].name]):
-            if all(cache.take(name, folder / file) for file, name in names.items()):
+            room = dict.fromkeys(names, _MAX_HEADER_BYTES)
+            for each in target.tensors:
+                room[each.file] += each.size_bytes
+            if all(cache.take(name, folder / file, max_bytes=room[file]) for file, name in names.items()):
                 try:
                     check_tensors_of(target, paths)
                     return LocalVersion(target.policy_version, paths, target, "cache")
@@ -285,8 +290,15 @@ class RouteReader:
             if isinstance(route.start, Manifest):
                 return self._finish_full(target, base_paths)
             # the same version is here already: its files become files of this folder
-            paths = [Path(shutil.copyfile(path, folder / path.name)) for path in base_paths]
-            check_tensors_of(target, paths)
+            paths = [folder / path.name for path in base_paths]
+            try:
+                for source, path in zip(base_paths, paths, strict=True):
+                    link_or_copy(source, path)
+                check_tensors_of(target, paths)
+            except TbaError:
+                for path in paths:  # the next route would write into the file that is here
+                    path.unlink(missing_ok=True)
+                raise
             return LocalVersion(target.policy_version, tuple(paths), target, "delta")
         steps = [
             (
@@ -336,7 +348,7 @@ class RouteReader:
     def _get_delta(self, stored: DeltaObject, path: Path) -> Path:
         """Take a delta from the cache, or download it as `_get` and add it."""
         name = f"delta-{stored.digest}"
-        if self._cache is not None and self._cache.take(name, path):
+        if self._cache is not None and self._cache.take(name, path, max_bytes=stored.size_bytes):
             if digest_of_file(path) == stored.digest:
                 return path
             self._cache.discard(name)
@@ -356,7 +368,7 @@ class RouteReader:
         size_bytes = self._store.size_bytes(stored.key)
         if size_bytes is not None and size_bytes != stored.size_bytes:  # check first: it may be larger than the disk
             raise damage_error(self._store, stored, f"{size_bytes} bytes")
-        self._source.get_file(stored.key, path)
+        self._source.get_file(stored.key, path, max_bytes=stored.size_bytes)
         size_bytes, found = path.stat().st_size, _digest(stored, path)
         if size_bytes != stored.size_bytes or found != _expected(stored):
             raise damage_error(self._store, stored, f"{size_bytes} bytes with digest {found}")

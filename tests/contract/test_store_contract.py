@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreError
+from tba.errors import DigestError, ObjectExistsError, ObjectNotFoundError, StoreError
 from tba.store import ObjectStore
 
 BAD_KEYS = [
@@ -101,6 +101,12 @@ def test_files_go_in_and_out_unchanged(store: ObjectStore, tmp_path: Path) -> No
     store.get_file("files/big", target)
     assert target.read_bytes() == source.read_bytes()
     assert store.size_bytes("files/big") == 3_000_001
+    store.get_file("files/big", target, max_bytes=3_000_001)
+    with pytest.raises(DigestError, match=r"files/big in .* is damaged: 3000001 bytes, and no more than 3000000 are"):
+        store.get_file("files/big", target, max_bytes=3_000_000)
+    store.put("files/empty", b"")
+    store.get_file("files/empty", target)
+    assert target.read_bytes() == b""
     assert [path.name for path in target.parent.iterdir()] == ["target"], "no temporary file is left"
 
 

@@ -177,6 +177,29 @@ def test_a_transfer_that_is_cut_is_repeated_and_arrives_whole(
     assert (tmp_path / "target").read_bytes() == data
 
 
+def test_a_file_whose_transfer_is_cut_again_and_again_goes_on_where_it_stopped(
+    proxy: FaultyProxy, proxied: ObjectStore, s3_section: StoreSection, tmp_path: Path
+) -> None:
+    data = os.urandom(300_000)
+    open_store(s3_section).put("a", data)
+    proxy.faults = [None, *["cut"] * 12]  # each sends half of what is left
+    proxied.get_file("a", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == data
+    assert proxy.num_requests == 1 + 12 + 1
+
+
+def test_a_server_that_is_silent_about_a_file_costs_one_deadline(
+    proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
+) -> None:
+    open_store(s3_section).put("a", b"1")
+    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 0.3}))
+    proxy.STALL_S, proxy.faults = 0.6, [None, *["stall"] * 100]
+    with pytest.raises(StoreUnavailableError, match=r"after trying for 0\.3 s"):
+        store.get_file("a", tmp_path / "target")
+    assert proxy.num_requests <= 2, "HEAD and one attempt"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(
     proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
 ) -> None:

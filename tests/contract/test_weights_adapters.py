@@ -154,9 +154,9 @@ def test_the_searchers_of_a_machine_download_the_starting_model_and_each_adapter
     routes: list[tuple[str, int]] = []
 
     class Counting(FileStore):
-        def get_file(self, key: str, path: Path) -> None:
+        def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
             fetched.append(key.rpartition("/")[2].partition("-")[0])
-            super().get_file(key, path)
+            super().get_file(key, path, max_bytes=max_bytes)
 
     for searcher in range(2):
         versions = WeightVersions(Counting(tmp_path / "store"), "demo", cache=cache)

@@ -295,6 +295,8 @@ def test_an_object_larger_than_the_manifest_says_is_not_read(
     versions = publish_hostile(chain, tmp_path / "delta", stored={"size_bytes": 100})
     get_file = chain.store.get_file
     monkeypatch.setattr(
-        chain.store, "get_file", lambda key, path: pytest.fail(key) if "hostile" in key else get_file(key, path)
+        chain.store,
+        "get_file",
+        lambda key, path, **options: pytest.fail(key) if "hostile" in key else get_file(key, path, **options),
     )
     check_refused(versions, tmp_path, chain.local[:1], DigestError, "is damaged: 5000 bytes, the manifest says 100")

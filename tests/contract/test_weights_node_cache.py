@@ -33,10 +33,10 @@ class CountingStore(FileStore):
 
     reads: list[str]
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
         self.reads.append(key)
         time.sleep(0.05)  # so that readers meet
-        super().get_file(key, path)
+        super().get_file(key, path, max_bytes=max_bytes)
 
 
 @pytest.fixture
@@ -137,10 +137,13 @@ def test_the_cache_deletes_nothing_else_and_leaves_the_times_of_change_of_files_
         cache.add(f"tensors-{number}", source)
         source.unlink()
     assert sorted(path.name for path in folder.iterdir()) == ["data.bin", "lost+found", "tensors-2"]
-    assert cache.take("tensors-2", tmp_path / "first")
+    assert cache.take("tensors-2", tmp_path / "first", max_bytes=90)
     changed_ns = (tmp_path / "first").stat().st_mtime_ns
-    assert cache.take("tensors-2", tmp_path / "second")
+    assert cache.take("tensors-2", tmp_path / "second", max_bytes=90)
     assert (tmp_path / "first").stat().st_mtime_ns == changed_ns  # an engine has staged it
+    assert not cache.take("tensors-2", tmp_path / "third", max_bytes=89)
+    assert not (tmp_path / "third").exists()
+    assert not (folder / "tensors-2").exists(), "a damaged entry"
 
 
 def test_a_cache_whose_folder_was_removed_is_no_obstacle(

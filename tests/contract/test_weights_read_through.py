@@ -56,11 +56,15 @@ def test_the_store_gives_each_file_once_and_what_a_cache_spoils_lacks_or_refuses
         assert reader.versions.read_through_counts == {"bytes": cache.store_bytes}
         assert base.downloaded_bytes + change.downloaded_bytes == cache.store_bytes
 
-    # one bit of the tensors, and a file that is cut short
-    for number, spoil in enumerate((lambda body: body[:-1] + bytes([body[-1] ^ 1]), lambda body: body[:-100])):
+    # one bit of the tensors, a file that is cut short, and one without an end
+    flip = lambda body: body[:-1] + bytes([body[-1] ^ 1])  # noqa: E731
+    for number, spoil in enumerate((flip, lambda body: body[:-100], lambda body: body + bytes(10**6))):
         cache.spoil = spoil
-        reader = Reader(store, client, tmp_path / f"spoilt-{number}")
-        base, num_before = reader.get(0), cache.num_requests
+        reader, num_before = Reader(store, client, tmp_path / f"spoilt-{number}"), cache.num_requests
+        base = reader.get(0)
+        if number == 2:
+            assert cache.num_requests - num_before == 1, "HEAD says that it is too large: it is not read"
+        num_before = cache.num_requests
         assert reader.versions.read_through_counts["damaged"] == 1
         reader.get(1, base)
         assert cache.num_requests == num_before  # it is left alone for a while
@@ -72,6 +76,11 @@ def test_the_store_gives_each_file_once_and_what_a_cache_spoils_lacks_or_refuses
             assert local.num_failed_routes == 0
             assert reader.versions.read_through_counts["damaged"] == 2
 
+    cache.spoil, cache.trailer = lambda body: body, bytes(10**6)
+    endless = Reader(store, client, tmp_path / "endless")
+    size_bytes = endless.get(0).downloaded_bytes
+    assert endless.versions.read_through_counts == {"bytes": size_bytes}, "cut at what HEAD says"
+    cache.spoil, cache.trailer = flip, b""
     cache.sends_length = False
     unsized = Reader(store, client, tmp_path / "unsized")
     unsized.get(0)

@@ -27,6 +27,8 @@ class ReadThroughCache(LoopbackServer):
     def __init__(self, endpoint_url: str) -> None:
         self.spoil: Callable[[bytes], bytes] = lambda body: body
         self.sends_length = True
+        self.trailer = b""
+        """Sent behind every body, and counted in its length; HEAD does not say so."""
         self.num_requests = 0
         self.store_bytes = 0
         """Read from the store so far."""
@@ -75,6 +77,7 @@ class ReadThroughCache(LoopbackServer):
 
             def _send(self, status: int, body: bytes, headers: dict[str, str], *, with_body: bool) -> None:
                 self.send_response_only(status)
+                body += cache.trailer if with_body else b""
                 length = {"Content-Length": str(len(body))} if cache.sends_length else {"Connection": "close"}
                 for name, value in {**headers, "ETag": '"same"', **length}.items():
                     self.send_header(name, value)

@@ -185,7 +185,10 @@ class FaultyProxy(LoopbackServer):
                             begin, end = (k * len(body) // proxy.TRICKLE_PARTS for k in (number, number + 1))
                             self.wfile.write(body[begin:end])
                 elif fault != "lose":
-                    self._answer(status, headers, body[: len(body) // 2] if fault == "cut" else body, len(body))
+                    length = len(body)
+                    if self.command == "HEAD":
+                        length = int(next(value for name, value in headers if name.lower() == "content-length"))
+                    self._answer(status, headers, body[: len(body) // 2] if fault == "cut" else body, length)
 
             def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, length: int) -> None:
                 self.send_response_only(status)

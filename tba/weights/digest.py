@@ -24,6 +24,8 @@ from tba.wire.weight_manifest import TensorEntry, table_sha256
 
 RawTensor = tuple[str, tuple[int, ...], NDArray[np.uint8]]
 """Dtype as safetensors writes it, shape, raw little-endian bytes."""
+FileStamps = tuple[tuple[str, int, int], ...]
+"""Path, time of the last change in ns and bytes of each file: they change when a file does."""
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -146,6 +148,18 @@ def sha256_of_file(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise StoreError(f"file {path} cannot be read: {error.strerror}") from error
+
+
+def file_stamps(paths: Iterable[Path | str]) -> FileStamps:
+    """Return the stamps of files, each once, in a fixed order.
+
+    Raises:
+        StoreError: there is no such file.
+    """
+    try:
+        return tuple((path, (stat := os.stat(path)).st_mtime_ns, stat.st_size) for path in sorted(set(map(str, paths))))
+    except OSError as error:
+        raise StoreError(f"file {error.filename} cannot be read: {error.strerror}") from None
 
 
 def digest_of_file(path: Path) -> str:

@@ -8,18 +8,28 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 from pydantic import ValidationError
 
-from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError, StoreError
+from tba.errors import (
+    DigestError,
+    MalformedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnavailableError,
+)
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.weights.adapter import AdapterFile, merged_table
 from tba.weights.assembly import check_tensors_of, encode_changes
 from tba.weights.digest import (
+    FileStamps,
     describe_tensors,
     digest_of_file,
+    file_stamps,
     legacy_params_sha256,
     open_tensors,
     sha256_of_file,
@@ -71,6 +81,40 @@ class _Stored:
     changes: list[tuple[DeltaObject, Path]] = field(default_factory=list)
 
 
+class NewVersion(TypedDict):
+    """What `WeightVersions.publish` is told of a version."""
+
+    version: PolicyVersion
+    parent: PolicyVersion | None
+    dtype: str
+    """float32, bfloat16 or float16; what the tensors are stored as."""
+    tensors_paths: Sequence[Path] | AdapterFile
+    """safetensors files with `model.named_parameters()`, stored under their names; or an adapter, and `base` is the
+    starting model."""
+    files: Mapping[str, Path]
+    """File name -> path; `config.json` and the tokenizer's files."""
+    canary: Canary
+    torch_version: str
+    transformers_version: str
+    base: NotRequired[LocalVersion | None]
+    """An older version whose files are here, for a delta; None: the version is stored whole."""
+    deltas: NotRequired[DeltaSettings]
+    """When a version is stored as a delta; default: `DeltaSettings`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A version that can be uploaded: described, encoded where that pays."""
+
+    new: NewVersion
+    stamps: FileStamps
+    """Of its files, before they were read."""
+    manifest: Manifest
+    stored: _Stored
+    folder: tempfile.TemporaryDirectory[str]
+    """Of the encoded files."""
+
+
 class VersionWriter:
     """Writes versions of one run.
 
@@ -80,76 +124,115 @@ class VersionWriter:
 
     def __init__(self, store: ObjectStore, run: str, manifest: Callable[[PolicyVersion], Manifest]) -> None:
         self._store, self._run, self._manifest = store, run, manifest
+        self._interrupted: _Prepared | None = None
+        """The version whose upload the store broke off: the next attempt need not encode it again."""
+        self._known_files: tuple[str, FileStamps] | None = None
+        """`params_sha256` and stamps of the files that were last found to hold a version's tensors."""
 
-    def publish(
-        self,
-        *,
-        version: PolicyVersion,
-        parent: PolicyVersion | None,
-        dtype: str,
-        tensors_paths: Sequence[Path] | AdapterFile,
-        files: Mapping[str, Path],
-        canary: Canary,
-        torch_version: str,
-        transformers_version: str,
-        base: LocalVersion | None,
-        deltas: DeltaSettings,
-    ) -> Manifest:
+    def publish(self, new: NewVersion) -> Manifest:
         """Make a version exist (see `WeightVersions.publish`)."""
+        version, files = new["version"], new["files"]
         if MODEL_CONFIG_NAME not in files:
             raise MalformedError(f"weight version {version}: files hold no {MODEL_CONFIG_NAME}; got {sorted(files)}")
-        prefix = f"runs/{self._run}/weights/{version}/"
-        # asked first: while the store is away, the tensors are not hashed and encoded at each attempt
-        exists = self._store.size_bytes(f"{prefix}manifest.json") is not None
-        beside = tensors_paths.path if isinstance(tensors_paths, AdapterFile) else tensors_paths[0]
-        with tempfile.TemporaryDirectory(prefix=".delta-", dir=beside.parent) as folder:
-            try:
-                if isinstance(tensors_paths, AdapterFile):
-                    stored = self._describe_adapter(version, prefix, base, tensors_paths)
-                else:
-                    stored = self._describe_tensors(prefix, base, tensors_paths, Path(folder), deltas)
-                stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
-                manifest = Manifest(
-                    run=self._run,
-                    version=str(version),
-                    parent=None if parent is None else str(parent),
-                    dtype=dtype,  # pyright: ignore[reportArgumentType]  # the model checks it
-                    tensors=stored.tensors,
-                    full=[each for each, _ in stored.full],
-                    delta=stored.delta,
-                    adapter=stored.adapter,
-                    files=stored_files,
-                    model_config_sha256=next(f.sha256 for f in stored_files if f.name == MODEL_CONFIG_NAME),
-                    tokenizer_sha256=_tokenizer_sha256(stored_files),
-                    params_sha256=table_sha256((t.name, t.dtype, t.shape, t.digest) for t in stored.tensors),
-                    canary=canary,
-                    torch_version=torch_version,
-                    transformers_version=transformers_version,
-                    created_at_s=time.time(),
-                )
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"])
-                raise MalformedError(
-                    f"weight version {version}: {where} has the value {first['input']!r}: {first['msg']}"
-                ) from None
-            # to compare the manifests is cheap, and uploading the same tensors a second time is not
-            if exists and (found := self._existing(manifest, tensors_paths)) is not None:
+        # asked first: while the store is away, the tensors are not hashed and encoded
+        exists = self._store.size_bytes(f"{self._prefix(version)}manifest.json") is not None
+        prepared, self._interrupted = self._interrupted, None
+        stamps = file_stamps([*_paths_of(new), *files.values()])
+        if prepared is None or (prepared.new, prepared.stamps) != (new, stamps):
+            if prepared is not None:
+                prepared.folder.cleanup()
+            prepared = self._prepare(new, stamps)
+        try:
+            manifest = self._upload(prepared, exists=exists)
+        except StoreUnavailableError:
+            self._interrupted = prepared
+            raise
+        finally:
+            if self._interrupted is None:
+                prepared.folder.cleanup()
+        return manifest
+
+    def _prepare(self, new: NewVersion, stamps: FileStamps) -> _Prepared:
+        """Describe a version, and encode it in a folder beside its tensors."""
+        version, files, tensors_paths = new["version"], new["files"], new["tensors_paths"]
+        base, parent = new.get("base"), new["parent"]
+        prefix, paths = self._prefix(version), _paths_of(new)
+        known_stamps = file_stamps(paths)
+        folder = tempfile.TemporaryDirectory(prefix=".delta-", dir=paths[0].parent, ignore_cleanup_errors=True)
+        try:
+            if isinstance(tensors_paths, AdapterFile):
+                stored = self._describe_adapter(version, prefix, base, tensors_paths)
+            else:
+                settings = new.get("deltas", DeltaSettings())
+                stored = self._describe_tensors(prefix, base, tensors_paths, Path(folder.name), settings)
+            stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
+            manifest = Manifest(
+                run=self._run,
+                version=str(version),
+                parent=None if parent is None else str(parent),
+                dtype=new["dtype"],  # pyright: ignore[reportArgumentType]  # the model checks it
+                tensors=stored.tensors,
+                full=[each for each, _ in stored.full],
+                delta=stored.delta,
+                adapter=stored.adapter,
+                files=stored_files,
+                model_config_sha256=next(f.sha256 for f in stored_files if f.name == MODEL_CONFIG_NAME),
+                tokenizer_sha256=_tokenizer_sha256(stored_files),
+                params_sha256=table_sha256((t.name, t.dtype, t.shape, t.digest) for t in stored.tensors),
+                canary=new["canary"],
+                torch_version=new["torch_version"],
+                transformers_version=new["transformers_version"],
+                created_at_s=time.time(),
+            )
+        except ValidationError as error:
+            folder.cleanup()
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise MalformedError(
+                f"weight version {version}: {where} has the value {first['input']!r}: {first['msg']}"
+            ) from None
+        except BaseException:
+            folder.cleanup()
+            raise
+        if stored.adapter is None:  # the next version's base
+            self._known_files = manifest.params_sha256, known_stamps
+        return _Prepared(new=new, stamps=stamps, manifest=manifest, stored=stored, folder=folder)
+
+    def _upload(self, prepared: _Prepared, *, exists: bool) -> Manifest:
+        """Write objects, then the manifest; return the manifest that is in the store."""
+        manifest, stored, files = prepared.manifest, prepared.stored, prepared.new["files"]
+        tensors_paths = prepared.new["tensors_paths"]
+        # to compare the manifests is cheap, and uploading the same tensors a second time is not
+        if exists and (found := self._existing(manifest, tensors_paths)) is not None:
+            return found
+        for each in manifest.files:
+            self._put_file(each.key, each.size_bytes, files[each.name])
+        for each, path in stored.changes:
+            self._put_file(each.key, each.size_bytes, path)
+        for each, path in stored.full:
+            self._put_full(manifest, each, path)
+        try:
+            # two trainers may publish the same version at once: create-only decides which of them made it
+            key = f"{self._prefix(manifest.policy_version)}manifest.json"
+            self._store.put(key, encode_manifest(manifest), create_only=True)
+        except ObjectExistsError:
+            if (found := self._existing(manifest, tensors_paths)) is not None:
                 return found
-            for each in stored_files:
-                self._put_file(each.key, each.size_bytes, files[each.name])
-            for each, path in stored.changes:
-                self._put_file(each.key, each.size_bytes, path)
-            for each, path in stored.full:
-                self._put_full(manifest, each, path)
-            try:
-                # two trainers may publish the same version at once: create-only decides which of them made it
-                self._store.put(f"{prefix}manifest.json", encode_manifest(manifest), create_only=True)
-            except ObjectExistsError:
-                if (found := self._existing(manifest, tensors_paths)) is not None:
-                    return found
-                raise
-            return manifest
+            raise
+        return manifest
+
+    def _prefix(self, version: PolicyVersion) -> str:
+        return f"runs/{self._run}/weights/{version}/"
+
+    def _check_base(self, base: LocalVersion) -> None:
+        """Check that the files of a base hold its tensors; those that this process wrote, only if they have changed.
+
+        Raises: as `check_tensors_of`.
+        """
+        known = base.manifest.params_sha256, file_stamps(base.paths)
+        if known != self._known_files:
+            check_tensors_of(base.manifest, base.paths)
+            self._known_files = known
 
     def _describe_tensors(
         self,
@@ -177,7 +260,7 @@ class VersionWriter:
                 "known"
             )
         # else nobody could merge the adapter to what is merged here
-        check_tensors_of(base.manifest, base.paths)
+        self._check_base(base)
         stored = _describe_changes(prefix, file.path, stem="adapter")
         adapter = Adapter(
             base=str(base.version),
@@ -213,7 +296,7 @@ class VersionWriter:
         try:
             # a delta against files that are not the base that others have would be of no use to anyone
             if before.tensors:  # not known of a version that a release before deltas has published
-                check_tensors_of(before, base.paths)
+                self._check_base(base)
             paths = encode_changes(base.paths, tensors_paths, folder, max_bytes=settings.max_share * full_bytes)
         except (StoreError, MalformedError) as error:  # the version is stored whole, which needs none of it
             log.warning("delta_not_made", base=before.version, reason=str(error))
@@ -280,6 +363,11 @@ class VersionWriter:
                 f"({', '.join(different)} differ); versions are immutable: take a new lineage"
             )
         return found
+
+
+def _paths_of(new: NewVersion) -> Sequence[Path]:
+    tensors_paths = new["tensors_paths"]
+    return (tensors_paths.path,) if isinstance(tensors_paths, AdapterFile) else tensors_paths
 
 
 def _describe_changes(prefix: str, path: Path, *, stem: str) -> DeltaObject:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,13 +29,12 @@ from tba.errors import MalformedError, NewerManifestError, ObjectNotFoundError
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
-from tba.weights.adapter import AdapterFile
 from tba.weights.digest import tensor_header
 from tba.weights.node_cache import NodeCache
 from tba.weights.object_source import ObjectSource
-from tba.weights.publishing import DeltaSettings, VersionWriter
+from tba.weights.publishing import NewVersion, VersionWriter
 from tba.weights.routes import LocalVersion, RouteReader, damage_error
-from tba.wire.weight_manifest import MAX_DELTAS, MAX_MANIFEST_BYTES, Canary, Manifest, decode_manifest, sha256_hex
+from tba.wire.weight_manifest import MAX_DELTAS, MAX_MANIFEST_BYTES, Manifest, decode_manifest, sha256_hex
 
 MANIFEST_NAME, PIN_NAME = "manifest.json", "pin.json"
 MAX_REASON_CHARS = 1000
@@ -163,32 +163,12 @@ class WeightVersions:
         """What the read-through cache gave and how often it failed (`ObjectSource.counts`)."""
         return self._source.counts
 
-    def publish(
-        self,
-        *,
-        version: PolicyVersion,
-        parent: PolicyVersion | None,
-        dtype: str,
-        tensors_paths: Sequence[Path] | AdapterFile,
-        files: Mapping[str, Path],
-        canary: Canary,
-        torch_version: str,
-        transformers_version: str,
-        base: LocalVersion | None = None,
-        deltas: DeltaSettings | None = None,
-    ) -> Manifest:
+    def publish(self, **new: Unpack[NewVersion]) -> Manifest:
         """Make a version exist: objects first, manifest last. Publishing the same content again is accepted.
 
         Content is the tensors, the files, the dtype and the parent; of two canaries of the same content the first
-        stays. Whether it is stored whole or as a delta is not content.
-
-        Args:
-            dtype: float32, bfloat16 or float16; what the tensors are stored as.
-            tensors_paths: safetensors files with `model.named_parameters()`, stored under their names; or an adapter,
-                and `base` is the starting model.
-            files: file name -> path; `config.json` and the tokenizer's files.
-            base: an older version whose files are here, for a delta; None: the version is stored whole.
-            deltas: when a version is stored as a delta; None: the defaults.
+        stays. Whether it is stored whole or as a delta is not content. After a StoreUnavailableError the next call with
+        the same arguments uploads what this one has encoded, in a hidden folder beside the tensors until then.
 
         Returns:
             The manifest that is in the store.
@@ -200,19 +180,8 @@ class WeightVersions:
             StoreUnavailableError
             OSError: the local disk is full.
         """
-        manifest = self._writer.publish(
-            version=version,
-            parent=parent,
-            dtype=dtype,
-            tensors_paths=tensors_paths,
-            files=files,
-            canary=canary,
-            torch_version=torch_version,
-            transformers_version=transformers_version,
-            base=base,
-            deltas=deltas or DeltaSettings(),
-        )
-        self._needed_bases[version] = manifest.needed_base  # not read back by retention
+        manifest = self._writer.publish(new)
+        self._needed_bases[new["version"]] = manifest.needed_base  # not read back by retention
         return manifest
 
     def manifest(self, version: PolicyVersion) -> Manifest:
@@ -291,14 +260,21 @@ class WeightVersions:
         """
         return self.download_model(version, folder).manifest
 
-    def download_model(self, version: PolicyVersion, folder: Path, *, keeps_base: bool = False) -> LocalVersion:
+    def download_model(
+        self,
+        version: PolicyVersion,
+        folder: Path,
+        *,
+        held: Sequence[LocalVersion] = (),
+        keeps_base: bool = False,
+    ) -> LocalVersion:
         """Download as `download`, and say by which route.
 
         Args:
-            keeps_base: as in `download_tensors`.
+            held, keeps_base: as in `download_tensors`.
         """
         manifest = self.manifest(version)
-        local = self._reader.download(manifest, folder, held=(), files=manifest.files, keeps_base=keeps_base)
+        local = self._reader.download(manifest, folder, held=held, files=manifest.files, keeps_base=keeps_base)
         if len(local.paths) > 1:
             write_index(folder, local.paths)
         return local

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.store import ObjectStore
-from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.weights import DeltaSettings, LocalVersion, WeightVersions, params_sha256_of_files, publishing
 from tba.weights.digest import digest_of_file
 from tba.wire.weight_manifest import Manifest, encode_manifest
 from tests.support.weight_chain import RUN, Chain, publish, tensors_of, version
@@ -188,16 +188,16 @@ def test_a_gap_in_the_chain_is_named_and_routes_that_do_not_need_it_are_used(
 
 
 class Away:
-    """A store that fails from its `first` call on."""
+    """A store that fails after `num_left` more calls."""
 
-    def __init__(self, store: ObjectStore, first: int) -> None:
-        self._store, self._left = store, first
+    def __init__(self, store: ObjectStore, num_left: int) -> None:
+        self._store, self.num_left = store, num_left
         self.url = store.url
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            self._left -= 1
-            if self._left < 0:
+            self.num_left -= 1
+            if self.num_left < 0:
                 raise StoreUnavailableError("the store is away")
             return getattr(self._store, name)(*args, **options)
 
@@ -217,15 +217,82 @@ def test_a_store_that_is_away_at_any_moment_leaves_nothing_by_half(
         num_failed += 1
         assert not folder.exists() or list(folder.iterdir()) == []
     assert 4 < num_failed < 99
-    for first in range(100):
-        versions = WeightVersions(cast(ObjectStore, Away(store, first)), RUN)
+    flaky = Away(store, 0)
+    versions = WeightVersions(cast(ObjectStore, flaky), RUN)
+    for flaky.num_left in range(100):
         with suppress(StoreUnavailableError):
             publish(versions, 4, path, files, chain.local[3])
             break
-        assert first < 99
         assert not chain.versions.exists(version(4))
-        assert not list(path.parent.glob(".*"))
+    assert not list(path.parent.glob(".*"))
     check_tensors(chain.versions.download_tensors(version(4), tmp_path / "4", held=chain.local), 4)
+
+
+def test_a_deletion_that_is_broken_off_leaves_no_version_by_half(store: ObjectStore, tmp_path: Path) -> None:
+    chain = Chain(store, tmp_path / "models")
+    chain.extend(3)
+    flaky = Away(store, 0)
+    versions = WeightVersions(cast(ObjectStore, flaky), RUN)
+    for flaky.num_left in range(100):
+        with suppress(StoreUnavailableError):
+            versions.delete(version(2))
+            break
+        if chain.versions.exists(version(2)):
+            check_tensors(chain.versions.download_tensors(version(2), tmp_path / "got"), 2)
+    assert flaky.num_left < 99
+    check_tensors(chain.versions.download_tensors(version(1), tmp_path / "got"), 1)
+    # one that a killed trainer has begun to delete goes with the next lineage
+    store.delete(f"runs/{RUN}/weights/1-1/manifest.json")
+    assert chain.versions.delete_incomplete(before_lineage=2) == [version(1)]
+    assert not store.list(f"runs/{RUN}/weights/1-1/")
+
+
+def test_an_upload_that_was_broken_off_goes_on_with_the_files_that_were_encoded(
+    chain: Chain, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for name in ("encode_changes", "check_tensors_of", "describe_tensors"):
+        work = getattr(publishing, name)
+        monkeypatch.setattr(
+            publishing, name, lambda *args, name=name, work=work, **options: made.append(name) or work(*args, **options)
+        )
+    flaky = Away(store, 10**9)
+    versions = WeightVersions(cast(ObjectStore, flaky), RUN)
+    path, files = chain.files("next", tensors_of(4))
+    for left in range(1, 4):
+        flaky.num_left = left
+        with pytest.raises(StoreUnavailableError):
+            publish(versions, 4, path, files, chain.local[3])
+    assert len(list(path.parent.glob(".delta-*"))) == 1
+    flaky.num_left = 10**9
+    assert publish(versions, 4, path, files, chain.local[3]).delta is not None
+    assert sorted(made) == ["check_tensors_of", "describe_tensors", "encode_changes"]
+    assert not list(path.parent.glob(".*"))
+    check_tensors(chain.versions.download_tensors(version(4), tmp_path / "4", held=chain.local), 4)
+
+    # the files of 1-4 are what this process has just read: they are not read again as a base, unless they change
+    local = LocalVersion(version(4), (path,), versions.manifest(version(4)))
+    made.clear()
+    path_5, files_5 = chain.files("5", tensors_of(5))
+    assert publish(versions, 5, path_5, files_5, local).delta is not None
+    assert sorted(made) == ["describe_tensors", "encode_changes"]
+    changed = LocalVersion(version(5), (path_5,), versions.manifest(version(5)))
+    save_file(tensors_of(3), path_5)
+    assert publish(versions, 6, *chain.files("6", tensors_of(6)), changed).delta is None
+
+
+def test_another_version_or_other_files_are_encoded_anew_after_a_broken_upload(
+    chain: Chain, store: ObjectStore
+) -> None:
+    flaky = Away(store, 2)
+    versions = WeightVersions(cast(ObjectStore, flaky), RUN)
+    path, files = chain.files("next", tensors_of(4))
+    with pytest.raises(StoreUnavailableError):
+        publish(versions, 4, path, files, chain.local[3])
+    flaky.num_left = 10**9
+    save_file(tensors_of(5), path)
+    assert publish(versions, 4, path, files, chain.local[3]).params_sha256 == params_sha256_of_files([path])
+    assert publish(versions, 5, path, files, None).params_sha256 == params_sha256_of_files([path])
 
 
 @pytest.fixture

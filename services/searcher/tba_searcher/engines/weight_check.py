@@ -6,7 +6,6 @@ check_loaded     the model in memory: the digest of its parameters, and the log-
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.errors import DigestError, MalformedError, StoreError
-from tba.weights import tensor_header
-from tba.weights.digest import in_parallel, tensor_digest
+from tba.weights import digest, tensor_header
+from tba.weights.digest import FileStamps, in_parallel, tensor_digest
 from tba.wire import Manifest
 from tba.wire.weight_manifest import MAX_CANARY_TOLERANCE, table_sha256
 from tba_searcher.engines.engine import Engine, EngineCheckError, EngineError
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 DtypeAndShape = tuple[str, list[int]]
 """Of a tensor, as safetensors writes them."""
-FileStamps = tuple[tuple[str, int, int], ...]
-"""Path, time of the last change in ns, and size in bytes of each file: they tell whether a file is still the same."""
 _DTYPE_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 
 
@@ -159,8 +156,8 @@ def file_stamps(paths: Iterable[Path | str]) -> FileStamps:
         EngineError: there is no such file.
     """
     try:
-        return tuple((path, (stat := os.stat(path)).st_mtime_ns, stat.st_size) for path in sorted(set(map(str, paths))))
-    except OSError as error:
+        return digest.file_stamps(paths)
+    except StoreError as error:
         raise EngineError(f"weights: {error}") from None
 
 

@@ -14,8 +14,9 @@ from tba.config.searcher import OpenAiSection
 from tba.errors import ConfigError
 from tba.temporary_folders import temporary_folder
 from tba.weights import params_sha256_of_files
+from tba.weights.digest import FileStamps
 from tba_searcher.engines.engine import EngineError
-from tba_searcher.engines.weight_check import DtypeAndShape, FileStamps, check_tensors, file_stamps
+from tba_searcher.engines.weight_check import DtypeAndShape, check_tensors, file_stamps
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 from safetensors import safe_open
 from torch import Tensor
 
-from tba.weights.digest import in_parallel
-from tba_searcher.engines.weight_check import FileStamps, table_entry
+from tba.weights.digest import FileStamps, in_parallel
+from tba_searcher.engines.weight_check import table_entry
 
 Paths = Mapping[str, str]
 """Tensor name -> its safetensors file."""

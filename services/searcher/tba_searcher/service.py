@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -336,7 +336,7 @@ class Searcher:
     def _build(self, weights: LocalVersion, folder: Path) -> SearcherLoop:
         """Build engine and loop around one version (blocking: loads the model)."""
         recipe, settings = self._recipe, self._recipe.searcher
-        reference = self._reference()
+        reference = self._reference([each for each in (weights, weights.base) if each is not None])
         seed = engine_seed(recipe.run.seed, self._status.searcher_id)
         log.info("engine starts", engine=settings.engine, version=str(weights.version))
         engine = build_engine(recipe, folder, weights.version, weights.manifest, seed=seed)
@@ -384,8 +384,8 @@ class Searcher:
             tick_s=self._tick_s,
         )
 
-    def _reference(self) -> StartingModel | None:
-        """Load the starting model where rollouts or evaluations need its log-probs."""
+    def _reference(self, held: Sequence[LocalVersion]) -> StartingModel | None:
+        """Load the starting model where rollouts or evaluations need its log-probs; `held` is on this machine."""
         recipe = self._recipe
         if not recipe.searchers_hold_start:
             return None
@@ -394,6 +394,7 @@ class Searcher:
         reference = load_starting_model(
             self._versions,
             self._folder,
+            held=held,
             asked_by=recipe.why_searchers_hold_start,
             temperature=recipe.model.policy_temperature,
             device=recipe.searcher.device,

@@ -15,7 +15,7 @@ from tba_trainer.model.policy import load_policy
 from tba.errors import TbaError
 from tba.store import FileStore
 from tba.versions import START
-from tba.weights import WeightVersions
+from tba.weights import WeightVersions, params_sha256_of_files
 from tba.wire import Rollout
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import Architecture, make_tiny_model
@@ -89,6 +89,20 @@ def test_the_starting_model_is_version_0_0_of_the_store_checked_like_any_other(t
     model = load_starting_model(versions, tmp_path, **options)
     assert searcher_sums(model, rollouts) == pytest.approx(trainer_sums(folder, rollouts), abs=1e-4)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "store"}  # nothing is left behind
+    # tensors that are on this machine are not downloaded again
+    here = versions.download_tensors(START, tmp_path / "here")
+    fetched: list[str] = []
+
+    class Noting(FileStore):
+        def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
+            fetched.append(key.rpartition("/")[2])
+            super().get_file(key, path, max_bytes=max_bytes)
+
+    load_starting_model(WeightVersions(Noting(tmp_path / "store"), "demo"), tmp_path, held=[here], **options)
+    assert "config.json" in fetched
+    assert not [name for name in fetched if name.endswith(".safetensors")]
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "store", "here"}
+    assert params_sha256_of_files(here.paths) == here.manifest.params_sha256
     bad = WeightVersions(FileStore(tmp_path / "store"), "bad")
     publish_version(bad, folder, START, canary_shift=0.1)
     with pytest.raises(TbaError, match=r"cannot be used: weight version 0-0: canary log-probs are off"):

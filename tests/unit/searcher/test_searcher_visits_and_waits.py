@@ -342,7 +342,9 @@ class Versions:
         return LocalVersion(version, (path,), manifest)
 
 
-def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_nothing_here(tmp_path: Path) -> None:
+def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_the_starting_model_at_most(
+    tmp_path: Path,
+) -> None:
     versions = Versions()
     loader = WeightLoader(cast(Any, versions), tmp_path)
     first, second, third = (PolicyVersion(1, step) for step in (1, 2, 3))
@@ -355,29 +357,28 @@ def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_nothing_
     loader.retry_refused()
     loader.add(loader.download(third))
     loader.accept(third)
+    loader.add(loader.download(START))
+    loader.refuse(third)
     loader.download(third)
-    assert versions.held == [(), (first,), (), (second, third)]
+    loader.accept(third)
+    loader.download(third)
+    assert versions.held == [(), (first,), (), (second, third), (START,), (second, START)]
 
 
 def test_one_starting_model_is_kept_for_adapters_and_one_that_does_not_fit_is_replaced(tmp_path: Path) -> None:
     loader = WeightLoader(cast(Any, None), tmp_path)
 
-    def version_of(step: int, *, num_failed_routes: int = 0) -> tuple[LocalVersion, Path]:
+    def version_of(step: int) -> tuple[LocalVersion, Path]:
         paths = [tmp_path / f"{name}-{step}" for name in ("base", "model")]
         for path in paths:
             path.write_bytes(b"weights")
         base = LocalVersion(START, (paths[0],), cast(Any, SimpleNamespace(adapter=None)))
         manifest = cast(Any, SimpleNamespace(adapter=SimpleNamespace(base="0-0")))
-        made = LocalVersion(
-            PolicyVersion(1, step), (paths[1],), manifest, base=base, num_failed_routes=num_failed_routes
-        )
-        return made, paths[0]
+        return LocalVersion(PolicyVersion(1, step), (paths[1],), manifest, base=base), paths[0]
 
-    (first, kept), (second, superfluous) = version_of(1), version_of(2)
+    (first, kept), (third, fitting) = version_of(1), version_of(3)
     loader.add(first)
-    loader.add(second)  # a version that was refused is made anew, without what is here
-    assert (kept.exists(), superfluous.exists()) == (True, False)
-    third, fitting = version_of(3, num_failed_routes=1)
+    assert loader.get(START) == first.base
     loader.add(third)
     assert (kept.exists(), fitting.exists(), loader.get(START)) == (False, True, third.base)
     loader.add(third)  # the same file again

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from tba.errors import ConfigError, TbaError
 from tba.logs import get_logger
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, WeightVersions
 from tba_searcher.engines.engine import Engine, EngineCheckError, EngineDiedError, StagingEngine
 from tba_searcher.engines.weight_check import check_error, check_tensors, dtype_name, file_stamps, verification_error
@@ -116,13 +116,15 @@ class WeightLoader:
     def download(self, version: PolicyVersion) -> LocalVersion:
         """Download the tensors of a version, by deltas to a version that is kept where that is cheaper.
 
-        A version that was refused is made anew, from the nearest full one: what is wrong may be here.
+        A version that was refused is made anew, from whole ones alone: what is wrong may be here. The starting model is
+        one, and stays: every tensor that is made of it is verified, and where one is wrong it is downloaded as well.
 
         Raises:
             StoreError, MalformedError
         """
         with self._lend() as kept:
-            held = () if version in self._refusals else kept
+            is_refused = version in self._refusals
+            held = tuple(each for each in kept if each.version == START) if is_refused else kept
             folder = self._folder / f"tensors-{version}"
             return self._versions.download_tensors(version, folder, held=held, keeps_base=True)
 
@@ -131,11 +133,10 @@ class WeightLoader:
         with self._lock:
             self._weights[weights.version] = weights
             if (base := weights.base) is not None:
-                # a second one comes where the one that is kept did not fit (damaged), or was not asked (a refusal)
-                kept = self._weights.get(base.version, base)
-                new, old = (base, kept) if weights.num_failed_routes else (kept, base)
-                self._weights[base.version] = new
-                if new.paths != old.paths:
+                # a second one comes where the one that is kept did not fit (damaged), or does for the first time
+                old = self._weights.get(base.version)
+                self._weights[base.version] = base
+                if old is not None and old.paths != base.paths:
                     self._unneeded.append(old)
         self._delete_unneeded()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, TbaError
 from tba.versions import START
-from tba.weights import WeightVersions
+from tba.weights import LocalVersion, WeightVersions
 from tba_searcher.engines.engine import ReferenceRefusedError
 from tba_searcher.engines.weight_check import check_loaded, params_sha256
 from tba_searcher.engines.weight_loader import load_model
@@ -146,6 +146,7 @@ def load_starting_model(
     versions: WeightVersions,
     folder: Path,
     *,
+    held: Sequence[LocalVersion] = (),
     asked_by: Sequence[str],
     temperature: float,
     device: str,
@@ -155,6 +156,7 @@ def load_starting_model(
 
     Args:
         folder: holds its files until it is loaded.
+        held: versions whose files are on this machine: its tensors are not downloaded where they are among them.
         asked_by: the settings of the recipe that need it, for the error (`Recipe.why_searchers_hold_start`).
 
     Raises:
@@ -165,7 +167,7 @@ def load_starting_model(
     cannot = f"this run asks searchers for log-probs of the starting model ({' and '.join(asked_by)}), which cannot be"
     try:
         with tempfile.TemporaryDirectory(prefix="reference-", dir=folder) as name:
-            manifest = versions.download(START, Path(name))
+            manifest = versions.download_model(START, Path(name), held=held).manifest
             model = StartingModel(
                 Path(name),
                 temperature=temperature,

@@ -120,9 +120,9 @@ class LoraSection(StrictModel):
     """Train an adapter of low rank on the linear layers and leave the model's own weights as they are (arXiv
     2106.09685). Constant within a run."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=65_536)
     """Rank of every adapter."""
-    alpha: int = Field(default=32, ge=1)
+    alpha: int = Field(default=32, ge=1, le=2_147_483_648)
     """The adapter's output is scaled by alpha / rank."""
     target_modules: list[str] | None = Field(default=None, min_length=1)
     """Last parts of the names of the layers that get an adapter, for example `["q_proj", "v_proj"]`; none: every linear

@@ -402,7 +402,13 @@ def test_an_adapter_without_layers_or_with_dropout_is_refused() -> None:
     assert recipe.model.lora is not None
     assert (recipe.model.lora.rank, recipe.model.lora.alpha, recipe.model.lora.target_modules) == (8, 32, ["q_proj"])
     assert parse_recipe(recipe.model_dump(mode="json"), where="test") == recipe
-    for key, value in (("dropout", 0.1), ("target_modules", []), ("rank", 0)):
+    for key, value in (
+        ("dropout", 0.1),
+        ("target_modules", []),
+        ("rank", 0),
+        ("rank", 2**16 + 1),
+        ("alpha", 2**31 + 1),
+    ):
         with pytest.raises(ConfigError, match=rf"key 'model\.lora\.{key}' has the value"):
             parse_recipe(MINIMAL | {"model": {"path": "m", "lora": {key: value}}}, where="test")
 

@@ -2,7 +2,8 @@
 
 a process      kill -9, SIGTERM, SIGSTOP for some seconds           of redis, buffer, reward, store, trainer, searcher
 a link         cut, deaf (both ways, one way), slow, reset half-way  between each pair that talks
-the store      503, slow, answers lost, answers cut in half, bits of weights flipped   at its relay
+the store      503, slow, answers lost, answers cut in half; files of weights with a flipped bit, with bytes missing,
+               with the content of another delta; deltas or keyframes that are not there    at its relay
 Redis          refuses writes (maxmemory, no replica), disk full, appendonly switched off
 """
 
@@ -36,7 +37,7 @@ LINKS = (
     "buffer-redis",
     "buffer-reward",
 )
-STORE_FAULTS = ("503", "slow", "lose", "half", "flip")
+STORE_FAULTS = ("503", "slow", "lose", "half", "flip", "short", "other delta", "no delta", "no keyframe")
 FREE_BYTES = 20_000
 """Free space of the full disk."""
 Action = Callable[[], object]

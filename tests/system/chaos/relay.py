@@ -14,8 +14,9 @@ from typing import Literal
 from tests.system.chaos.links import reset
 
 HEAD_BYTES = 64 * 1024
-Spoil = Literal["503", "slow", "lose", "half", "flip"]
+Spoil = Literal["503", "slow", "lose", "half", "flip", "short", "other delta", "no delta", "no keyframe"]
 SLOW_S = 2.0
+SHORTER_BYTES = 10
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class Relay:
         self.port = 0
         self.spoil: Spoil | None = None
         """503: refuse without forwarding. slow: SLOW_S later. lose: forward, no answer. half: half of the answer.
-        flip: a bit of every file of weights that is read."""
+        flip: a bit of every file of weights that is read. short: such a file ends too early, and its length says so.
+        other delta: the one that was read before it. no delta, no keyframe: the version has no such file."""
         self.num_requests = self.num_spoiled = 0
         self.errors: list[str] = []
         """Messages that this relay could not read: a defect of the harness, never expected."""
         self._target_port, self._see = target_port, see
+        self._last_delta = b""
 
     async def start(self) -> None:
         """Listen on a free port."""
@@ -86,6 +89,11 @@ class Relay:
             writer.write(b"content-length: %d\r\n\r\n%s" % (len(text), b"" if request.method == "HEAD" else text))
             await writer.drain()
             return True
+        kind = _weights_read(request)
+        if kind and spoil == f"no {kind}":
+            writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+            await writer.drain()
+            return True
         if spoil == "slow":
             await asyncio.sleep(SLOW_S)
         answer = await self._ask(request, reader)
@@ -95,14 +103,29 @@ class Relay:
             self._see(request, answer)
         if spoil == "lose":
             return False
-        if spoil == "flip" and request.method == "GET" and _is_weights(request) and answer.body:
-            flipped = bytearray(answer.body)
-            flipped[len(flipped) // 2] ^= 1
-            answer = replace(answer, body=bytes(flipped))
+        if kind and answer.status in (200, 206):
+            answer = self._with_other_weights(request, answer, kind, spoil)
         writer.write(answer.head)
         writer.write(answer.body[: len(answer.body) // 2] if spoil == "half" else answer.body)
         await writer.drain()
         return spoil != "half" or not answer.body
+
+    def _with_other_weights(self, request: Request, answer: Answer, kind: str, spoil: Spoil | None) -> Answer:
+        """The answer about a file of weights, spoilt."""
+        body = answer.body
+        if spoil == "short":
+            return _with_length(replace(answer, body=body[:-SHORTER_BYTES]), less_bytes=SHORTER_BYTES)
+        if request.method == "HEAD":
+            return answer
+        if spoil == "flip" and body:
+            flipped = bytearray(body)
+            flipped[len(flipped) // 2] ^= 1
+            return replace(answer, body=bytes(flipped))
+        if kind == "delta":
+            before, self._last_delta = self._last_delta, body
+            if spoil == "other delta" and before:
+                return replace(answer, body=(before + bytes(len(body)))[: len(body)])
+        return answer
 
     async def _ask(self, request: Request, client: asyncio.StreamReader) -> Answer | None:
         """The service's answer; None when the client hung up before it came."""
@@ -129,9 +152,21 @@ class Relay:
             writer.close()
 
 
-def _is_weights(request: Request) -> bool:
-    # a listing names files in its query
-    return request.path.partition("?")[0].endswith(".safetensors")
+def _weights_read(request: Request) -> Literal["delta", "keyframe", "other", ""]:
+    """Which file of weights a request reads: of a version, another one (of a checkpoint), or none."""
+    folder, _, name = request.path.partition("?")[0].rpartition("/")  # a listing names files in its query
+    if not name.endswith(".safetensors") or request.method not in ("GET", "HEAD"):
+        return ""
+    if "/weights/" not in folder:
+        return "other"
+    return "delta" if name.startswith("delta-") else "keyframe"
+
+
+def _with_length(answer: Answer, *, less_bytes: int) -> Answer:
+    line, headers = _split(answer.head)
+    headers["content-length"] = str(int(headers["content-length"]) - less_bytes)
+    lines = [line, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    return replace(answer, head="\r\n".join(lines).encode("latin-1"))
 
 
 async def read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:

@@ -150,6 +150,16 @@ class Service(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     pushes: list[bytes] = []
 
+    def do_GET(self) -> None:
+        """A file: its content is its name, ten times."""
+        body = self.path.rpartition("/")[2].encode() * 10
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    do_HEAD = do_GET
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.path.endswith("/ack"):
@@ -183,14 +193,19 @@ def relay(loop: LoopThread) -> Iterator[tuple[Relay, Observer]]:
     server.server_close()
 
 
-def post(relay: Relay, path: str, body: bytes) -> tuple[int, bytes]:
+def ask(relay: Relay, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, int]:
+    """Return status, body, and the length that was announced."""
     connection = HTTPConnection("127.0.0.1", relay.port, timeout=30)
     try:
-        connection.request("POST", path, body)
+        connection.request(method, path, body)
         answer = connection.getresponse()
-        return answer.status, answer.read()
+        return answer.status, answer.read(), int(answer.headers.get("content-length") or 0)
     finally:
         connection.close()
+
+
+def post(relay: Relay, path: str, body: bytes) -> tuple[int, bytes]:
+    return ask(relay, "POST", path, body)[:2]
 
 
 def test_the_observer_notes_every_acknowledged_rollout_and_step(relay: tuple[Relay, Observer]) -> None:
@@ -227,3 +242,37 @@ def test_a_spoiled_request_does_what_its_name_says(relay: tuple[Relay, Observer]
     assert post(proxy, "/v1/rollouts", body)[0] == 200
     assert observer.outcomes == {"new": 1, "duplicate": 2}
     assert (proxy.num_requests, proxy.num_spoiled) == (4, 3)
+
+
+def test_files_of_weights_are_spoilt_as_the_fault_says_and_no_other_file_is(relay: tuple[Relay, Observer]) -> None:
+    proxy, _ = relay
+    folder = "/chaos/trial/runs/chaos/weights"
+    paths = {
+        "delta": f"{folder}/1-8/delta-00001-0a.safetensors",
+        "keyframe": f"{folder}/1-0/model.safetensors",
+        "checkpoint": "/chaos/trial/runs/chaos/checkpoints/objects/1-0b.safetensors",
+        "manifest": f"{folder}/1-8/manifest.json",
+    }
+    whole = {kind: ask(proxy, "GET", path) for kind, path in paths.items()}
+    assert {status for status, _, _ in whole.values()} == {200}
+    spoilt: dict[str, set[str]] = {}
+    for spoil in ("flip", "short", "other delta", "no delta", "no keyframe"):
+        ask(proxy, "GET", f"{folder}/1-7/delta-00001-07.safetensors")
+        proxy.spoil = spoil  # pyright: ignore[reportAttributeAccessIssue]
+        got = {kind: ask(proxy, "GET", path) for kind, path in paths.items()}
+        heads = {kind: ask(proxy, "HEAD", path) for kind, path in paths.items()}
+        proxy.spoil = None
+        spoilt[spoil] = {kind for kind in paths if got[kind] != whole[kind]}
+        for kind in paths:
+            assert got[kind][0] == heads[kind][0] == (404 if spoil == f"no {kind}" else 200)
+            # what is wrong with a file must be for the reader to find, and not a broken answer
+            assert got[kind][2] == heads[kind][2] == len(got[kind][1])
+    weights = {"delta", "keyframe", "checkpoint"}
+    assert spoilt == {
+        "flip": weights,
+        "short": weights,
+        "other delta": {"delta"},
+        "no delta": {"delta"},
+        "no keyframe": {"keyframe"},
+    }
+    assert proxy.errors == []

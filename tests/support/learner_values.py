@@ -1,4 +1,4 @@
-"""Learners of tiny models."""
+"""Learners of tiny models, and the state that a checkpoint has beside its tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_trainer.learner.learner import Learner
+from tba_trainer.learner.learner import Learner, TrainerState, encode_torch_rng
 from tba_trainer.model.policy import load_policy
 
 from tests.support.trainer_values import make_recipe
@@ -27,3 +27,19 @@ def move(learner: Learner, *, seed: int = 1) -> Learner:
         for parameter in learner.model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return learner
+
+
+def make_state(version: str, learner: Learner | None = None) -> TrainerState:
+    """The state of a checkpoint; of a learner that makes no random choice, if there is none."""
+    return TrainerState(
+        run="demo",
+        version=version,
+        train_s=0.0,
+        num_rollouts_trained=0,
+        reference_version="0-0" if learner is None else str(learner.reference.version),
+        rng={} if learner is None else dict(learner.rng.bit_generator.state),
+        torch_rng=encode_torch_rng(),
+        config_sha256="0" * 64,
+        model_config_sha256="0" * 64,
+        policy_temperature=1.0,
+    )

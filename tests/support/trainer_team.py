@@ -139,10 +139,10 @@ def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
     from tba_trainer.distributed.checkpoints import TeamCheckpoints
     from tba_trainer.distributed.leader import build
-    from tba_trainer.learner.learner import TrainerState, encode_torch_rng
     from tba_trainer.rehearsal.live_bytes import LiveBytes
 
     from tba.store import FileStore
+    from tests.support.learner_values import make_state
 
     folder = Path(job["folder"])
     _, learner, snapshots = build(recipe, team, folder=folder)
@@ -174,19 +174,7 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
         learner.apply(step=step, lineage=1)
     snapshot = snapshots.take(PolicyVersion(1, last), START)
     snapshot.write()
-    state = TrainerState(
-        run=recipe.run.name,
-        version=f"1-{last}",
-        train_s=0.0,
-        num_rollouts_trained=0,
-        reference_version=str(learner.reference.version),
-        rng=dict(learner.rng.bit_generator.state),
-        torch_rng=encode_torch_rng(),
-        config_sha256="0" * 64,
-        model_config_sha256="0" * 64,
-        policy_temperature=1.0,
-    )
-    checkpoints.save(state, learner.capture())
+    checkpoints.save(make_state(f"1-{last}", learner), learner.capture())
     result = {
         "metrics": metrics,
         "canary": snapshot.canary.logprobs,

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
 from tba_trainer.distributed.process_group import make_mesh
-from tba_trainer.learner.learner import TrainerState, encode_torch_rng
+from tba_trainer.learner.learner import TrainerState
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.sharding import shard
 from tba_trainer.model.slices import Layout, TensorSlice, written_slices
@@ -31,6 +31,7 @@ from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUn
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import sha256_of_file
+from tests.support.learner_values import make_state
 from tests.support.model_families import make_family_model
 from tests.support.stored_checkpoint import manifest_of, object_keys
 from tests.support.trainer_values import make_recipe
@@ -39,21 +40,6 @@ from tests.support.waits import until
 
 MAX_BYTES = 400
 Sections = dict[str, dict[str, torch.Tensor]]
-
-
-def state_of(version: str) -> TrainerState:
-    return TrainerState(
-        run="demo",
-        version=version,
-        train_s=0.0,
-        num_rollouts_trained=0,
-        reference_version="0-0",
-        rng={},
-        torch_rng=encode_torch_rng(),
-        config_sha256="0" * 64,
-        model_config_sha256="0" * 64,
-        policy_temperature=1.0,
-    )
 
 
 def sections_of(seed: int) -> Sections:
@@ -98,7 +84,7 @@ def save(folder: Path, sections: Sections, version: str, num: int = 1, known: st
             )
             part.upload()
             objects += part.objects
-    return store_of(folder).commit(state_of(version), objects)
+    return store_of(folder).commit(make_state(version), objects)
 
 
 def assert_holds(store: CheckpointStore, key: str, layout: Layout, expected: Sections) -> None:
@@ -180,7 +166,7 @@ def test_the_rows_are_those_that_torch_gives_each_process(replicas: int, monkeyp
 
 def test_a_checkpoint_of_an_older_release_is_read_by_any_number_of_processes(tmp_path: Path) -> None:
     sections, store, key = sections_of(2), FileStore(tmp_path / "store"), "runs/demo/checkpoints/1-4"
-    (tmp_path / "state.json").write_text(state_of("1-4").model_dump_json())
+    (tmp_path / "state.json").write_text(make_state("1-4").model_dump_json())
     for section, tensors in sections.items():
         save_file(tensors, tmp_path / f"{section}-00001.safetensors")
     objects = []
@@ -318,7 +304,7 @@ class Pair:
         self.restored = {section: dict(tensors) for section, tensors in sections.items()}
 
     def save(self, version: str) -> str:
-        return self.checkpoints.save(state_of(version), rows_of(self.sections, Layout(0, 2)))
+        return self.checkpoints.save(make_state(version), rows_of(self.sections, Layout(0, 2)))
 
 
 def test_a_leader_and_a_follower_write_and_read_their_own_rows(tmp_path: Path) -> None:
@@ -326,7 +312,7 @@ def test_a_leader_and_a_follower_write_and_read_their_own_rows(tmp_path: Path) -
     key = pair.save("1-1")
     assert_holds(store_of(tmp_path), key, Layout(), pair.sections)
     assert_holds(pair.checkpoints, key, Layout(0, 2), pair.sections)
-    pair.follower.restore(state_of("1-1"))
+    pair.follower.restore(make_state("1-1"))
     for name, tensor in pair.sections["optimizer"].items():
         begin, end = Layout(1, 2).rows(tensor.shape)
         expected = tensor[begin:end] if tensor.shape else tensor
@@ -363,7 +349,7 @@ def test_all_copy_at_the_same_time_and_stop_when_the_leader_has_no_room(tmp_path
         yield
 
     with pytest.raises(OSError, match="No space left"):
-        pair.checkpoints.begin(state_of(version), full(), known={}, in_background=True)
+        pair.checkpoints.begin(make_state(version), full(), known={}, in_background=True)
     assert [list(each) for each in jobs] == [[version]]
     assert pair.follower._jobs == {}
     assert jobs[0][version].part.is_given_up
@@ -390,7 +376,7 @@ def test_a_checkpoint_that_is_given_up_before_the_follower_is_ready_never_appear
 
     monkeypatch.setattr(FileStore, "put_file", hold)
     rows = rows_of(pair.sections, Layout(0, 2))
-    upload = pair.checkpoints.begin(state_of("1-1"), rows, known={}, in_background=True)
+    upload = pair.checkpoints.begin(make_state("1-1"), rows, known={}, in_background=True)
     assert not upload.wait(0.05)
     assert upload.missing() == "process 1"
     upload.give_up()

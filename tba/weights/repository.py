@@ -34,6 +34,7 @@ from tba.weights.node_cache import NodeCache
 from tba.weights.object_source import ObjectSource
 from tba.weights.publishing import DeltaSettings, VersionWriter
 from tba.weights.routes import LocalVersion, RouteReader, damage_error
+from tba.weights.shares import OtherShares
 from tba.wire.weight_manifest import MAX_DELTAS, MAX_MANIFEST_BYTES, Canary, Manifest, decode_manifest, sha256_hex
 
 MANIFEST_NAME, PIN_NAME = "manifest.json", "pin.json"
@@ -176,6 +177,7 @@ class WeightVersions:
         transformers_version: str,
         base: LocalVersion | None = None,
         deltas: DeltaSettings | None = None,
+        others: OtherShares | None = None,
     ) -> Manifest:
         """Make a version exist: objects first, manifest last. Publishing the same content again is accepted.
 
@@ -189,6 +191,7 @@ class WeightVersions:
             files: file name -> path; `config.json` and the tokenizer's files.
             base: an older version whose files are here, for a delta; None: the version is stored whole.
             deltas: when a version is stored as a delta; None: the defaults.
+            others: store the tensors that are not in `tensors_paths`; None: all are.
 
         Returns:
             The manifest that is in the store.
@@ -211,6 +214,7 @@ class WeightVersions:
             transformers_version=transformers_version,
             base=base,
             deltas=deltas or DeltaSettings(),
+            others=others,
         )
         self._needed_bases[version] = manifest.needed_base  # not read back by retention
         return manifest

@@ -6,6 +6,9 @@
              while the store is away; then the announcement, retried while the buffer is away; then the evaluation
              request; then, at most every few seconds, old versions are deleted
 
+Of a sharded model a snapshot is this process's share; a thread of each other process stores its own, and answers this
+one (`tba_trainer.distributed.shares`).
+
 The files of the last published version stay on the disk: the next one is stored as a delta against them. Versions that
 are adapters need those of the starting model in their place: the thread merges each, to know its digests. An error that
 no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises it at its next
@@ -114,7 +117,7 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Announce nothing more; a transfer in progress is left to end by itself."""
+        """Announce nothing more; a transfer in progress is left to end by itself, unless it waits for others."""
         self._closed.set()
         with self._changed:
             # those behind it may hold a copy of the model: a lineage after a rollback needs the memory

@@ -198,7 +198,7 @@ class _Usage:
             self.note()
             return follow(writer, *args)
 
-        WeightSnapshotWriter.follow = noted
+        WeightSnapshotWriter.follow = noted  # pyright: ignore[reportAttributeAccessIssue]
 
     def note(self) -> None:
         """Note the CPU time at a snapshot, and the memory before the first."""

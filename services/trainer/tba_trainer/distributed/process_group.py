@@ -114,7 +114,8 @@ class Team:
             team.mesh = make_mesh(torch.device(device).type, num_ranks, replicas=replicas, deadline=deadline)
             # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
             team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
-            team.beside._group = dist.new_group(backend="gloo", timeout=deadline)
+            group: Any = dist.new_group(backend="gloo", timeout=deadline)
+            team.beside._group = group
             dist.barrier()
         return team
 

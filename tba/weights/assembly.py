@@ -4,6 +4,7 @@
     assemble         files of a base and the delta files of one or more versions -> verified files of the last one
     merge            files of the starting model and an adapter -> verified files of a version
     check_tensors_of downloaded files -> the digest of every tensor is the manifest's
+    check_digests    files with some of a version's tensors -> each has its digest
 
 Tensors are independent: several threads work on one tensor each, and no more than these tensors are in memory at once.
 """
@@ -37,12 +38,13 @@ BATCH_BYTES = 4 * 1024**3
 
 
 def encode_changes(
-    old_paths: Sequence[Path], new_paths: Sequence[Path], folder: Path, *, max_bytes: float
+    old_paths: Sequence[Path], new_paths: Sequence[Path], folder: Path, *, max_bytes: float, stem: str = "delta"
 ) -> list[Path] | None:
     """Write what turns the tensors of `old_paths` into those of `new_paths` to delta files in `folder`.
 
     Args:
         max_bytes: of all delta files together.
+        stem: what their names begin with.
 
     Returns:
         The files, at least one; None when they would have more than `max_bytes`.
@@ -55,7 +57,7 @@ def encode_changes(
     total_bytes = pending_bytes = 0
 
     def flush() -> None:
-        path = folder / f"delta-{len(paths) + 1:05d}.safetensors"
+        path = folder / f"{stem}-{len(paths) + 1:05d}.safetensors"
         try:
             save_file(pending, path)
         except SafetensorError as error:
@@ -196,6 +198,23 @@ def check_tensors_of(manifest: Manifest, paths: Sequence[Path]) -> None:
                 f"{entry.dtype} {entry.shape}"
             )
     in_parallel(lambda entry: _check_digest(manifest, entry, found[entry.name][2]), manifest.tensors)
+
+
+def check_digests(digests: Mapping[str, str], paths: Sequence[Path]) -> None:
+    """Check that every tensor of some files has the digest that it is to have; there may be more tensors elsewhere.
+
+    Raises:
+        DigestError: a tensor differs, or has no digest.
+        MalformedError: not a safetensors file.
+        StoreError: a file cannot be read.
+    """
+
+    def check(item: tuple[str, RawTensor]) -> None:
+        name, (_, _, raw) = item
+        if (found := tensor_digest(raw)) != digests.get(name):
+            raise DigestError(f"tensor {name!r} has the digest {found} here, expected {digests.get(name)}")
+
+    in_parallel(check, open_tensors(paths).items())
 
 
 def _plan(

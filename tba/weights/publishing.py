@@ -1,5 +1,5 @@
 """Write a version to the store: describe its tensors (those of an adapter are merged for that), encode a delta where it
-pays, upload, manifest last."""
+pays, upload, manifest last. Several processes may each store a share of it (shares.py); one writes the manifest."""
 
 from __future__ import annotations
 
@@ -12,29 +12,22 @@ from typing import NotRequired, TypedDict
 
 from pydantic import ValidationError
 
-from tba.errors import (
-    DigestError,
-    MalformedError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StoreError,
-    StoreUnavailableError,
-)
+from tba.errors import MalformedError, ObjectExistsError, ObjectNotFoundError, StoreUnavailableError
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.weights.adapter import AdapterFile, merged_table
-from tba.weights.assembly import check_tensors_of, encode_changes
+from tba.weights.assembly import check_tensors_of
 from tba.weights.digest import (
     FileStamps,
     describe_tensors,
-    digest_of_file,
     file_stamps,
     legacy_params_sha256,
     open_tensors,
     sha256_of_file,
 )
 from tba.weights.routes import LocalVersion
+from tba.weights.shares import CheckedFiles, OtherShares, Share, ShareBase, ShareTable, describe_changes, put_file
 from tba.wire.weight_manifest import (
     MAX_DELTAS,
     Adapter,
@@ -58,6 +51,11 @@ _REPRESENTATION = {"tensors", "full", "delta", "adapter"}
 log = get_logger("weights")
 
 
+def version_prefix(run: str, version: PolicyVersion) -> str:
+    """Return what the keys of a version begin with."""
+    return f"runs/{run}/weights/{version}/"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSettings:
     """When versions are stored as deltas."""
@@ -72,13 +70,13 @@ class DeltaSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """The tensors of a version, and how they are stored: what is uploaded, with the file of each object."""
+    """The tensors of a version, how they are stored, and what uploads them."""
 
     tensors: list[TensorEntry]
-    full: list[tuple[TensorFile, Path]] = field(default_factory=list)
+    full: list[TensorFile] = field(default_factory=list)
     delta: Delta | None = None
     adapter: Adapter | None = None
-    changes: list[tuple[DeltaObject, Path]] = field(default_factory=list)
+    upload: Callable[[], None]
 
 
 class NewVersion(TypedDict):
@@ -100,6 +98,8 @@ class NewVersion(TypedDict):
     """An older version whose files are here, for a delta; None: the version is stored whole."""
     deltas: NotRequired[DeltaSettings]
     """When a version is stored as a delta; default: `DeltaSettings`."""
+    others: NotRequired[OtherShares | None]
+    """What stores the tensors that are not in `tensors_paths`; None: all are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,7 @@ class VersionWriter:
         self._store, self._run, self._manifest = store, run, manifest
         self._interrupted: _Prepared | None = None
         """The version whose upload the store broke off: the next attempt need not encode it again."""
-        self._known_files: tuple[str, FileStamps] | None = None
-        """`params_sha256` and stamps of the files that were last found to hold a version's tensors."""
+        self._checked = CheckedFiles()
 
     def publish(self, new: NewVersion) -> Manifest:
         """Make a version exist (see `WeightVersions.publish`)."""
@@ -135,7 +134,7 @@ class VersionWriter:
         if MODEL_CONFIG_NAME not in files:
             raise MalformedError(f"weight version {version}: files hold no {MODEL_CONFIG_NAME}; got {sorted(files)}")
         # asked first: while the store is away, the tensors are not hashed and encoded
-        exists = self._store.size_bytes(f"{self._prefix(version)}manifest.json") is not None
+        exists = self._store.size_bytes(f"{version_prefix(self._run, version)}manifest.json") is not None
         prepared, self._interrupted = self._interrupted, None
         stamps = file_stamps([*_paths_of(new), *files.values()])
         if prepared is None or (prepared.new, prepared.stamps) != (new, stamps):
@@ -156,15 +155,16 @@ class VersionWriter:
         """Describe a version, and encode it in a folder beside its tensors."""
         version, files, tensors_paths = new["version"], new["files"], new["tensors_paths"]
         base, parent = new.get("base"), new["parent"]
-        prefix, paths = self._prefix(version), _paths_of(new)
-        known_stamps = file_stamps(paths)
-        folder = tempfile.TemporaryDirectory(prefix=".delta-", dir=paths[0].parent, ignore_cleanup_errors=True)
+        prefix = version_prefix(self._run, version)
+        beside = _paths_of(new)[0].parent
+        folder = tempfile.TemporaryDirectory(prefix=".delta-", dir=beside, ignore_cleanup_errors=True)
         try:
             if isinstance(tensors_paths, AdapterFile):
                 stored = self._describe_adapter(version, prefix, base, tensors_paths)
             else:
+                share = Share(self._store, prefix, tensors_paths, Path(folder.name), checked=self._checked)
                 settings = new.get("deltas", DeltaSettings())
-                stored = self._describe_tensors(prefix, base, tensors_paths, Path(folder.name), settings)
+                stored = self._describe_tensors(share, prefix, base, tensors_paths, settings, new.get("others"))
             stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
             manifest = Manifest(
                 run=self._run,
@@ -172,7 +172,7 @@ class VersionWriter:
                 parent=None if parent is None else str(parent),
                 dtype=new["dtype"],  # pyright: ignore[reportArgumentType]  # the model checks it
                 tensors=stored.tensors,
-                full=[each for each, _ in stored.full],
+                full=stored.full,
                 delta=stored.delta,
                 adapter=stored.adapter,
                 files=stored_files,
@@ -194,26 +194,21 @@ class VersionWriter:
         except BaseException:
             folder.cleanup()
             raise
-        if stored.adapter is None:  # the next version's base
-            self._known_files = manifest.params_sha256, known_stamps
         return _Prepared(new=new, stamps=stamps, manifest=manifest, stored=stored, folder=folder)
 
     def _upload(self, prepared: _Prepared, *, exists: bool) -> Manifest:
         """Write objects, then the manifest; return the manifest that is in the store."""
-        manifest, stored, files = prepared.manifest, prepared.stored, prepared.new["files"]
+        manifest, files = prepared.manifest, prepared.new["files"]
         tensors_paths = prepared.new["tensors_paths"]
         # to compare the manifests is cheap, and uploading the same tensors a second time is not
         if exists and (found := self._existing(manifest, tensors_paths)) is not None:
             return found
         for each in manifest.files:
-            self._put_file(each.key, each.size_bytes, files[each.name])
-        for each, path in stored.changes:
-            self._put_file(each.key, each.size_bytes, path)
-        for each, path in stored.full:
-            self._put_full(manifest, each, path)
+            put_file(self._store, each.key, each.size_bytes, files[each.name])
+        prepared.stored.upload()
         try:
             # two trainers may publish the same version at once: create-only decides which of them made it
-            key = f"{self._prefix(manifest.policy_version)}manifest.json"
+            key = f"{version_prefix(self._run, manifest.policy_version)}manifest.json"
             self._store.put(key, encode_manifest(manifest), create_only=True)
         except ObjectExistsError:
             if (found := self._existing(manifest, tensors_paths)) is not None:
@@ -221,34 +216,69 @@ class VersionWriter:
             raise
         return manifest
 
-    def _prefix(self, version: PolicyVersion) -> str:
-        return f"runs/{self._run}/weights/{version}/"
-
-    def _check_base(self, base: LocalVersion) -> None:
-        """Check that the files of a base hold its tensors; those that this process wrote, only if they have changed.
-
-        Raises: as `check_tensors_of`.
-        """
-        known = base.manifest.params_sha256, file_stamps(base.paths)
-        if known != self._known_files:
-            check_tensors_of(base.manifest, base.paths)
-            self._known_files = known
-
     def _describe_tensors(
         self,
+        share: Share,
         prefix: str,
         base: LocalVersion | None,
-        tensors_paths: Sequence[Path],
-        folder: Path,
+        paths: Sequence[Path],
         settings: DeltaSettings,
+        others: OtherShares | None,
     ) -> _Stored:
-        """Describe a version that is stored whole, as a delta against `base` (encoded in `folder`), or as both."""
-        tensors = describe_tensors(tensors_paths)
-        delta, paths = self._encode(prefix, base, tensors_paths, folder, settings)
+        """Describe a version that is stored whole, as a delta against `base`, or as both, by all processes at once."""
+        total_bytes = sum(path.stat().st_size for path in paths) + (0 if others is None else others.size_bytes)
+        num_to_full = self._num_to_full(base, total_bytes, settings)
+        max_bytes = settings.max_share * total_bytes
+        against = None
+        if base is not None and num_to_full is not None:
+            against = ShareBase(base.paths, {each.name: each.digest for each in _tensors_of(base)})
+        if others is not None:
+            others.begin_describe(None if against is None else against.digests, max_bytes=max_bytes)
+        tables: list[ShareTable] = []
+        try:
+            tables.append(share.describe(against, max_bytes=max_bytes))
+        finally:  # whatever happens here: none may be busy with the version when it is tried again
+            if others is not None:
+                tables += others.wait_described()
+        tensors = [each for table in tables for each in table.tensors]
+        delta = None
+        if base is not None and num_to_full is not None:
+            delta = _delta(base, num_to_full, tables, max_bytes)
         is_full = delta is None or delta.num_to_full >= settings.keyframe_interval
-        full = [(_describe_full(prefix, path), path) for path in tensors_paths] if is_full else []
-        changes = list(zip(() if delta is None else delta.objects, paths, strict=True))
-        return _Stored(tensors=tensors, full=full, delta=delta, changes=changes)
+        full = [each for table in tables for each in table.full] if is_full else []
+        theirs = [each for table in tables[1:] for each in (table.full if is_full else [])]
+        theirs += [] if delta is None else [each for table in tables[1:] for each in table.changes or ()]
+
+        def upload() -> None:
+            if others is not None:
+                others.begin_upload(whole=is_full, changes=delta is not None)
+            try:
+                share.upload(whole=is_full, changes=delta is not None)
+            finally:
+                if others is not None:
+                    others.wait_uploaded()
+            self._check_stored(theirs)
+
+        return _Stored(tensors=tensors, full=full, delta=delta, upload=upload)
+
+    def _num_to_full(self, base: LocalVersion | None, total_bytes: int, settings: DeltaSettings) -> int | None:
+        """Return the deltas from the nearest full version if this one is a delta against `base`; None: it is none."""
+        if base is None or settings.keyframe_interval == 1 or total_bytes < settings.min_bytes:
+            return None
+        before = base.manifest
+        if before.run != self._run:  # its version is of another run
+            return None
+        num_to_full = 1 if before.is_full or before.delta is None else before.delta.num_to_full + 1
+        return None if num_to_full > MAX_DELTAS else num_to_full
+
+    def _check_stored(self, objects: Sequence[TensorFile | DeltaObject]) -> None:
+        """Check that what other processes have stored is in the store of this one."""
+        for each in objects:
+            if self._store.size_bytes(each.key) != each.size_bytes:
+                raise StoreUnavailableError(
+                    f"another process of this trainer has stored {each.key}, and it is not in {self._store.url}; all "
+                    "processes need the same store: a folder must be shared by their machines (store.url)"
+                )
 
     def _describe_adapter(
         self, version: PolicyVersion, prefix: str, base: LocalVersion | None, file: AdapterFile
@@ -260,8 +290,9 @@ class VersionWriter:
                 "known"
             )
         # else nobody could merge the adapter to what is merged here
-        self._check_base(base)
-        stored = _describe_changes(prefix, file.path, stem="adapter")
+        digests = {each.name: each.digest for each in base.manifest.tensors}
+        self._checked.ensure(digests, base.paths, lambda: check_tensors_of(base.manifest, base.paths))
+        stored = describe_changes(prefix, file.path, stem="adapter")
         adapter = Adapter(
             base=str(base.version),
             rank=file.rank,
@@ -272,71 +303,16 @@ class VersionWriter:
         started = time.monotonic()
         tensors = merged_table(base.manifest, open_tensors(base.paths), adapter, file.path)
         log.info("adapter_merged", version=str(version), merge_s=round(time.monotonic() - started, 3))
-        return _Stored(tensors=tensors, adapter=adapter, changes=[(stored, file.path)])
-
-    def _encode(
-        self,
-        prefix: str,
-        base: LocalVersion | None,
-        tensors_paths: Sequence[Path],
-        folder: Path,
-        settings: DeltaSettings,
-    ) -> tuple[Delta | None, list[Path]]:
-        """Encode the changes since `base` in `folder`; None where there is no base, or a delta does not pay."""
-        full_bytes = sum(path.stat().st_size for path in tensors_paths)
-        if base is None or settings.keyframe_interval == 1 or full_bytes < settings.min_bytes:
-            return None, []
-        before = base.manifest
-        if before.run != self._run:  # its version is of another run
-            return None, []
-        num_to_full = 1 if before.is_full or before.delta is None else before.delta.num_to_full + 1
-        if num_to_full > MAX_DELTAS:
-            return None, []
-        started = time.monotonic()
-        try:
-            # a delta against files that are not the base that others have would be of no use to anyone
-            if before.tensors:  # not known of a version that a release before deltas has published
-                self._check_base(base)
-            paths = encode_changes(base.paths, tensors_paths, folder, max_bytes=settings.max_share * full_bytes)
-        except (StoreError, MalformedError) as error:  # the version is stored whole, which needs none of it
-            log.warning("delta_not_made", base=before.version, reason=str(error))
-            return None, []
-        pays = paths is not None
-        log.info("delta_encoded", base=before.version, pays=pays, encode_s=round(time.monotonic() - started, 3))
-        if paths is None:
-            return None, []
-        objects = [_describe_changes(prefix, path, stem=path.stem) for path in paths]
-        return Delta(base=str(base.version), num_to_full=num_to_full, objects=objects), paths
+        return _Stored(
+            tensors=tensors,
+            adapter=adapter,
+            upload=lambda: put_file(self._store, stored.key, stored.size_bytes, file.path),
+        )
 
     def _describe_file(self, name: str, path: Path) -> StoredObject:
         sha256 = sha256_of_file(path)
         key = f"runs/{self._run}/files/{sha256}/{name}"
         return StoredObject(name=name, key=key, size_bytes=path.stat().st_size, sha256=sha256)
-
-    def _put_file(self, key: str, size_bytes: int, path: Path) -> None:
-        if self._store.size_bytes(key) != size_bytes:  # else it is there: the key names the content
-            self._store.put_file(key, path)
-
-    def _put_full(self, manifest: Manifest, stored: TensorFile, path: Path) -> None:
-        try:
-            self._store.put_file(stored.key, path, create_only=True)
-        except ObjectExistsError:
-            # a trainer killed after the upload leaves the same tensors, and they may be published; others never
-            members = [entry for entry in manifest.tensors if entry.file == stored.name]
-            with tempfile.TemporaryDirectory(prefix="tba-compare-") as folder:
-                found = Path(folder) / stored.name
-                self._store.get_file(stored.key, found)
-                try:
-                    check_tensors_of(manifest.model_copy(update={"tensors": members}), [found])
-                    is_same = found.stat().st_size == stored.size_bytes
-                except (DigestError, MalformedError):
-                    is_same = False
-            if not is_same:
-                raise ObjectExistsError(
-                    f"weight version {manifest.version} of run {self._run}: {stored.key} in {self._store.url} holds "
-                    "other tensors; another trainer published it, or was killed while it did: take a new lineage, or "
-                    "delete the object"
-                ) from None
 
     def _existing(self, manifest: Manifest, tensors_paths: Sequence[Path] | AdapterFile) -> Manifest | None:
         """Return the manifest of this version that is in the store, if its content is the same; None: there is none.
@@ -370,15 +346,21 @@ def _paths_of(new: NewVersion) -> Sequence[Path]:
     return (tensors_paths.path,) if isinstance(tensors_paths, AdapterFile) else tensors_paths
 
 
-def _describe_changes(prefix: str, path: Path, *, stem: str) -> DeltaObject:
-    # named by its content: what a killed trainer left under the version never stands in the way
-    digest = digest_of_file(path)
-    name = f"{stem}-{digest}{path.suffix}"
-    return DeltaObject(name=name, key=prefix + name, size_bytes=path.stat().st_size, digest=digest)
+def _tensors_of(base: LocalVersion) -> Sequence[TensorEntry]:
+    # not in the manifest of a starting model that a release before deltas has published; all its files are here
+    return base.manifest.tensors or describe_tensors(base.paths)
 
 
-def _describe_full(prefix: str, path: Path) -> TensorFile:
-    return TensorFile(name=path.name, key=prefix + path.name, size_bytes=path.stat().st_size)
+def _delta(base: LocalVersion, num_to_full: int, tables: Sequence[ShareTable], max_bytes: float) -> Delta | None:
+    """Return the delta of all shares; None where a process could not encode its own, or it does not pay."""
+    objects: list[DeltaObject] = []
+    for table in tables:
+        if table.changes is None:
+            return None
+        objects += table.changes
+    if len(tables) > 1 and sum(each.size_bytes for each in objects) > max_bytes:
+        return None
+    return Delta(base=str(base.version), num_to_full=num_to_full, objects=objects)
 
 
 def _tokenizer_sha256(files: Sequence[StoredObject]) -> str:

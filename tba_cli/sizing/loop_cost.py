@@ -59,9 +59,9 @@ def loop_costs(
     is_adapter = lora is not None and lora.publish == "adapter"
     version_bytes = F32 * num_trained(recipe, shape) if is_adapter else found.version_bytes
     return {
-        # one process has the whole version
+        # every process copies the tensors that it stores, about the same bytes; an adapter the leader alone
         "version": LoopCost(
-            device_s=version_bytes / DEVICE_BYTES_PER_S,
+            device_s=version_bytes / (1 if is_adapter else section.num_processes) / DEVICE_BYTES_PER_S,
             disk_s=version_bytes / disk_bytes_per_s if is_adapter else 0.0,
             interval_steps=section.sync_interval,
             step_s=load.step_s,

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.store import ObjectStore
-from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions, params_sha256_of_files, publishing
+from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions, params_sha256_of_files, shares
 from tba.weights.digest import digest_of_file
 from tba.wire.weight_manifest import Manifest, encode_manifest
 from tests.support.weight_chain import RUN, Chain, publish, tensors_of, version
@@ -252,10 +252,10 @@ def test_an_upload_that_was_broken_off_goes_on_with_the_files_that_were_encoded(
     chain: Chain, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    for name in ("encode_changes", "check_tensors_of", "describe_tensors"):
-        work = getattr(publishing, name)
+    for name in ("encode_changes", "check_digests", "describe_tensors"):
+        work = getattr(shares, name)
         monkeypatch.setattr(
-            publishing, name, lambda *args, name=name, work=work, **options: made.append(name) or work(*args, **options)
+            shares, name, lambda *args, name=name, work=work, **options: made.append(name) or work(*args, **options)
         )
     flaky = Away(store, 10**9)
     versions = WeightVersions(cast(ObjectStore, flaky), RUN)
@@ -267,7 +267,7 @@ def test_an_upload_that_was_broken_off_goes_on_with_the_files_that_were_encoded(
     assert len(list(path.parent.glob(".delta-*"))) == 1
     flaky.num_left = 10**9
     assert publish(versions, 4, path, files, chain.local[3]).delta is not None
-    assert sorted(made) == ["check_tensors_of", "describe_tensors", "encode_changes"]
+    assert sorted(made) == ["check_digests", "describe_tensors", "encode_changes"]
     assert not list(path.parent.glob(".*"))
     check_tensors(chain.versions.download_tensors(version(4), tmp_path / "4", held=chain.local), 4)
 

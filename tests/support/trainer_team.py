@@ -172,18 +172,39 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
         else:
             metrics.append(learner.gradients(batch, step=step, policy_ages=ages))
         learner.apply(step=step, lineage=1)
-    snapshot = snapshots.take(PolicyVersion(1, last), START)
-    snapshot.write()
+    canary, paths = _publish(snapshots, PolicyVersion(1, last), recipe, folder)
     checkpoints.save(make_state(f"1-{last}", learner), learner.capture())
     result = {
         "metrics": metrics,
-        "canary": snapshot.canary.logprobs,
-        "paths": [str(path) for path in snapshot.paths],
+        "canary": canary,
+        "paths": [str(path) for path in paths],
         "num_computed": learner.reference.num_computed,
         "peak_bytes": peak_bytes,
         "deadlines_s": _deadlines_s(team),
     }
     (folder / "result.json").write_text(json.dumps(result))
+
+
+def _publish(snapshots: Any, version: PolicyVersion, recipe: Recipe, folder: Path) -> tuple[list[float], list[Path]]:
+    """Publish the weights, all processes their shares of them; return the canary, and the files of a download. An
+    adapter is not published: its file is returned."""
+    from tba.store import FileStore
+    from tba.weights import WeightVersions
+
+    snapshot = snapshots.take(version, START)
+    snapshot.write()
+    if snapshot.adapter is not None:  # the leader has all of it
+        return snapshot.canary.logprobs, list(snapshot.paths)
+    versions = WeightVersions(FileStore(folder / "store"), recipe.run.name)
+    config = Path(recipe.model.path) / "config.json"
+    manifest = versions.publish(
+        version=version, parent=START, dtype=snapshot.dtype, tensors_paths=snapshot.paths,
+        files={"config.json": config}, canary=snapshot.canary, torch_version="", transformers_version="",
+        others=snapshot.others,
+    )  # fmt: skip
+    snapshot.close()
+    assert manifest.is_full
+    return manifest.canary.logprobs, list(versions.download_tensors(version, folder / "published").paths)
 
 
 def _deadlines_s(team: Any) -> list[float]:

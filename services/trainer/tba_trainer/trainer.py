@@ -157,6 +157,8 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         team=context.team,
         layout=learner.layout(),
         in_memory=recipe.trainer.checkpoint_staging == "memory",
+        retry_s=recipe.trainer.retry_s,
+        named_wait=context.status.named_wait,
     )
     start = snapshots.take(START, None)  # before a checkpoint replaces the starting weights
     start.write()

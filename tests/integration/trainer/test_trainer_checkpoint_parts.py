@@ -7,9 +7,11 @@ from __future__ import annotations
 import errno
 import json
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +22,7 @@ from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
 from tba_trainer.distributed.process_group import make_mesh
 from tba_trainer.learner.learner import TrainerState
+from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.sharding import shard
 from tba_trainer.model.slices import Layout, TensorSlice, written_slices
@@ -270,7 +273,10 @@ class Pair:
 
     num_ranks = 2
 
-    def __init__(self, folder: Path, sections: Sections, *, follower_store: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, sections: Sections, *, follower_store: Path | None = None, retry_s: float = 60.0
+    ) -> None:
+        self.waits: list[str] = []
         self.sections, self.answer = sections, b""
         recipe = make_recipe(
             folder, store={"url": f"file://{follower_store or folder / 'store'}", "shard_bytes": MAX_BYTES}
@@ -281,13 +287,19 @@ class Pair:
         self.follower = FollowerCheckpoints(recipe, self, self, folder=folder / "follower")  # type: ignore[arg-type]
         team, store = cast(Any, self), FileStore(folder / "store")
         self.checkpoints = TeamCheckpoints(
-            store, "demo", folder=folder, max_bytes=MAX_BYTES, team=team, layout=Layout(0, 2)
-        )
+            store, "demo", folder=folder, max_bytes=MAX_BYTES, team=team, layout=Layout(0, 2),
+            retry_s=retry_s, named_wait=self.named_wait,
+        )  # fmt: skip
 
     @contextmanager
     def lead(self, command: str, **arguments: Any) -> Iterator[None]:
         name = {"write_part": "write", "fetch_part": "fetch", "drop_part": "drop"}.get(command, command)
         getattr(self.follower, name)(**arguments)
+        yield
+
+    @contextmanager
+    def named_wait(self, name: str, _deadline_s: float) -> Iterator[None]:
+        self.waits.append(name)
         yield
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -402,6 +414,52 @@ def test_damage_that_only_a_follower_reads_is_found_before_anything_is_restored(
     with pytest.raises(ObjectNotFoundError if damage == "missing" else DigestError, match=f"process 1: object {name}"):
         pair.checkpoints.load(key)
     assert pair.restored is None
+
+
+def test_a_follower_that_does_not_fetch_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(tmp_path, sections_of(1), retry_s=0.05)
+    key, busy, fetch = pair.save("1-1"), threading.Event(), CheckpointStore.fetch
+
+    def late(self: CheckpointStore, key: str, manifest: bytes) -> Any:
+        if not isinstance(self, TeamCheckpoints):  # the follower's
+            assert busy.wait(10)
+        return fetch(self, key, manifest)
+
+    monkeypatch.setattr(CheckpointStore, "fetch", late)
+    with pytest.raises(StoreUnavailableError, match=r"process 1: did not fetch its part .* the wait checkpoint-down"):
+        pair.checkpoints.load(key)
+    assert pair.waits == ["checkpoint-download"]
+    busy.set()
+    pair.checkpoints.load(key).close()
+
+
+def test_a_follower_that_does_not_store_its_part_in_time_is_named_and_there_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of an end, which no step follows."""
+    pair, free, put_file = Pair(tmp_path, sections_of(1)), threading.Event(), FileStore.put_file
+
+    def hold(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if path.is_relative_to(tmp_path / "follower"):
+            assert free.wait(10)
+        put_file(self, key, path, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", hold)
+    writer = CheckpointWriter.__new__(CheckpointWriter)
+    recipe = make_recipe(tmp_path, trainer={"retry_s": 0.05})
+    writer._context = cast(Any, SimpleNamespace(recipe=recipe, status=pair))
+    rows = rows_of(pair.sections, Layout(0, 2))
+    monkeypatch.setattr(
+        writer, "_new", lambda in_background: pair.checkpoints.begin(
+            make_state("1-1"), rows, known={}, in_background=in_background
+        )
+    )  # fmt: skip
+    with pytest.raises(StoreUnavailableError, match=r"process 1 did not store its part of checkpoint 1-1 within"):
+        writer._store_now()
+    assert pair.waits == ["checkpoint-upload"]
+    free.set()
+    until("the follower has stopped", lambda: list((tmp_path / "follower").iterdir()) == [])
+    assert store_of(tmp_path).versions() == []
 
 
 # ---- A run ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tba_trainer.checkpoints.weight_files import WeightSnapshot
 from tba.errors import ConfigError, StoreUnavailableError, TbaError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import publishing, sha256_of_file
+from tba.weights import sha256_of_file, shares
 from tba.weights.digest import legacy_params_sha256, open_tensors
 from tests.support.stored_checkpoint import section_tensors
 from tests.support.tiny_model import make_tiny_model
@@ -33,7 +33,7 @@ def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_
 ) -> None:
     """The first delta is encoded when step 6 is done, so a loop that waited for it would wait for ever."""
     closed: list[PolicyVersion] = []
-    encode, close = publishing.encode_changes, WeightSnapshot.close
+    encode, close = shares.encode_changes, WeightSnapshot.close
 
     def late(*args: Any, **kwargs: Any) -> list[Path] | None:
         until("step 6 is done", lambda: world.buffer.step >= 6)
@@ -43,7 +43,7 @@ def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_
         closed.append(snapshot.version)
         close(snapshot)
 
-    monkeypatch.setattr(publishing, "encode_changes", late)
+    monkeypatch.setattr(shares, "encode_changes", late)
     monkeypatch.setattr(WeightSnapshot, "close", note)
     trainer = {"num_steps": 10, "sync_interval": 2, "checkpoint_interval": 99, "learning_rate": {"value": 1e-4}}
     store = {"keyframe_interval": 3, "delta_min_bytes": 0}
@@ -70,7 +70,7 @@ def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_
 def test_where_a_delta_does_not_pay_the_next_try_is_a_keyframe_later_and_a_failed_pointer_stops_nothing(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, put, tried = publishing.encode_changes, FileStore.put, []
+    encode, put, tried = shares.encode_changes, FileStore.put, []
 
     def note(*args: Any, **kwargs: Any) -> list[Path] | None:
         tried.append(world.buffer.marks[-1])
@@ -81,7 +81,7 @@ def test_where_a_delta_does_not_pay_the_next_try_is_a_keyframe_later_and_a_faile
             raise StoreUnavailableError("the store is away")
         put(self, key, data, create_only=create_only)
 
-    monkeypatch.setattr(publishing, "encode_changes", note)
+    monkeypatch.setattr(shares, "encode_changes", note)
     monkeypatch.setattr(FileStore, "put", no_pointer)
     trainer = {"num_steps": 7, "sync_interval": 1, "learning_rate": {"value": 1e-2}}  # float32: every bit changes
     world.train(make_recipe(model, trainer=trainer, store={"keyframe_interval": 3, "delta_min_bytes": 0}))

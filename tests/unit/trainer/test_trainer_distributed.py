@@ -16,7 +16,7 @@ import pytest
 import torch
 from tba_trainer import trainer
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter, write_model_files
-from tba_trainer.distributed import checkpoints, follower, leader
+from tba_trainer.distributed import checkpoints, follower, leader, shares
 from tba_trainer.distributed.launch import LAUNCHER_VARIABLE, launch, main
 from tba_trainer.distributed.leader import LeaderLearner, LeaderWeightSnapshotWriter, encode_drawn_batch
 from tba_trainer.distributed.process_group import BroadcastTensors, Team, _end_with_launcher
@@ -49,6 +49,10 @@ def test_every_command_of_the_leader_is_one_of_the_followers() -> None:
     assert led == followed
     assert len(led) == len(public_methods(LeaderLearner)) + 1 + 4  # a snapshot; the commands of checkpoints
     assert ".lead(BUILD)" in inspect.getsource(leader)
+    source = inspect.getsource(shares)
+    asked = set(re.findall(r"\.lead\(\"(\w+)\"", source))
+    assert asked == set(re.findall(r"^ {12}\"(\w+)\":", source, re.MULTILINE))
+    assert len(asked) == 4
 
 
 def test_a_batch_reaches_the_followers_as_it_is() -> None:

@@ -44,6 +44,7 @@ REMEDY_OF_WAIT = {
     "batch": "look at the buffer: it does not answer the trainer's request for a batch",
     "unpublished-versions": "look at the object store, or publish less often (`trainer.sync_interval`)",
     "object-store": "look at the object store (`tba doctor`)",
+    "checkpoint-download": "look at the object store (`tba doctor`)",
     "checkpoint-upload": "look at the object store (`tba doctor`)",
     "final-evaluation": "nothing: searchers evaluate the last version",
     "run-paused": "resume it when you like (`tba resume`)",

@@ -3,6 +3,9 @@
     theta --WeightSnapshotWriter.take--> WeightSnapshot: tensors and canary of a version, between two steps
                                              --write--> tensor files, beside training
 
+Of a sharded model every process takes a snapshot of the tensors that it stores: about the same bytes in each. The
+starting model, and adapters, are taken whole by the leader.
+
 The tensors of a snapshot are in memory until they are in files, and those of one snapshot at most. Others are written
 as they come and read one at a time: no more than one file's are in memory at once. The files lie in a temporary folder
 until they are in the store.
@@ -15,11 +18,11 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -28,9 +31,17 @@ from torch import Tensor
 from tba.config import Recipe
 from tba.versions import START, PolicyVersion
 from tba.weights.adapter import AdapterFile
+from tba.weights.shares import OtherShares
 from tba.wire import Canary
 from tba_trainer.checkpoints.canary import CanaryMaker
-from tba_trainer.model.parameters import adapter_tensors, assign, has_adapter, has_transposed_weights, published_tensors
+from tba_trainer.model.parameters import (
+    adapter_tensors,
+    assign,
+    has_adapter,
+    has_transposed_weights,
+    plain_parameters,
+    published_tensors,
+)
 from tba_trainer.model.policy import TORCH_DTYPES, frozen_copy
 from tba_trainer.model.sharding import rounds_weights
 
@@ -40,9 +51,24 @@ _ONE_FILE = 2**62
 Item = TypeVar("Item")
 
 
+class SharesOfTeam(OtherShares, Protocol):
+    """The shares of the other processes of a team, which they keep until they are told."""
+
+    base: SharesOfTeam | None
+    """Of the version that changes are encoded against."""
+
+    def give_up(self) -> None:
+        """End a wait for them."""
+        ...
+
+    def close(self) -> None:
+        """Have them delete their files."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class WeightSnapshot:
-    """The weights of one version, to be published once they are in files."""
+    """The weights of one version, or this process's share of them, to be published once they are in files."""
 
     version: PolicyVersion
     parent: PolicyVersion | None
@@ -54,9 +80,14 @@ class WeightSnapshot:
     """safetensors files with the named parameters in `dtype`, once `write` has returned; or the file of the adapter."""
     adapter: AdapterFile | None = None
     """What the version is, beside the starting model; None: it is `paths`."""
-    held: list[tuple[str, Tensor]] = field(default_factory=list)
+    held: dict[str, Tensor] = field(default_factory=dict)
     """Named parameters in memory, not in a file yet."""
-    max_file_bytes: int = _ONE_FILE
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """File -> the named parameters that go into it."""
+    others: SharesOfTeam | None = None
+    """What the other processes have taken; None: nothing."""
+    is_share: bool = False
+    """Whether the version is in `others` as well; otherwise all of it is here."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self) -> None:
@@ -67,18 +98,23 @@ class WeightSnapshot:
         """
         with self._lock:
             if self.held:
-                self.paths = tuple(write_model_files(self.held, self.folder, max_bytes=self.max_file_bytes))
-                self.held = []
+                paths = [
+                    _save({name: self.held[name] for name in names}, self.folder / file)
+                    for file, names in self.files.items()
+                ]
+                self.paths, self.held = tuple(paths), {}
 
     @property
     def tensors(self) -> TensorFiles:
-        """The named parameters, from files."""
+        """The named parameters that are here, from files."""
         self.write()
         return TensorFiles(self.paths)
 
     def close(self) -> None:
-        """Delete the files."""
+        """Delete the files, in all processes."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self.others is not None:
+            self.others.close()
 
 
 class WeightSnapshotWriter:
@@ -88,24 +124,30 @@ class WeightSnapshotWriter:
         model: theta.
         recipe: says the dtype and the size of the files, and how exact searchers must be.
         folder: for the files of snapshots until they are published.
+        rank, num_ranks: this process, and how many share the model.
     """
 
-    def __init__(self, model: Any, recipe: Recipe, *, folder: Path) -> None:
+    def __init__(self, model: Any, recipe: Recipe, *, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
         self._model, self._folder = model, folder
         self._dtype = recipe.model.dtype
-        self._max_bytes = recipe.store.shard_bytes
         # the canary is computed from the published tensors in the published dtype: where theta differs (another dtype,
         # an adapter that is not merged, weights that are rounded for a pass), a second copy of the model holds them
-        same = all(p.dtype == TORCH_DTYPES[self._dtype] for p in model.parameters())
+        dtype = TORCH_DTYPES[self._dtype]
+        same = all(p.dtype == dtype for p in model.parameters())
         same = same and not has_adapter(model) and not rounds_weights(model)
-        self._published = model if same else frozen_copy(model, TORCH_DTYPES[self._dtype])
+        self._published = model if same else frozen_copy(model, dtype)
         self._canary = CanaryMaker(model, self._published, recipe)
         lora = recipe.model.lora
         self._lora = lora if lora is not None and lora.publish == "adapter" else None
         self._is_transposed = self._lora is not None and has_transposed_weights(model)
+        self._sizes = {name: dtype.itemsize * each.numel() for name, each in plain_parameters(model).items()}
+        max_bytes = recipe.store.shard_bytes
+        [self._whole] = share_files(self._sizes, num_shares=1, max_bytes=max_bytes)
+        self._own = share_files(self._sizes, num_shares=num_ranks, max_bytes=max_bytes)[rank]
 
     def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
-        """Copy the current weights to memory; those of an adapter, which are few, to a file.
+        """Copy the current weights to memory, of a sharded model this process's share of them, the starting model
+        whole; those of an adapter, which are few, to a file.
 
         Args:
             version: the name of the weights.
@@ -114,7 +156,9 @@ class WeightSnapshotWriter:
         Raises:
             OSError: the local disk is full.
         """
-        folder = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._folder))
+        return self._take_into(self._new_folder(version), version, parent)
+
+    def _take_into(self, folder: Path, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
         if self._lora is not None and version != START:
             with closing(lockstep(self._adapter())) as tensors:
                 (path,) = write_tensor_files(tensors, folder, stem="adapter", max_bytes=_ONE_FILE)
@@ -130,30 +174,59 @@ class WeightSnapshotWriter:
                 canary=self._canary.make(),
                 adapter=adapter,
             )
-        # After an error here (no memory) the tensors that are left are still gathered: the followers gather them all.
-        with closing(lockstep(self._tensors())) as tensors:
-            held = list(tensors)
+        # searchers, adapters and the check of a resume need the starting model, once in a run
+        return self._take(self._whole if version == START else self._own, version, parent, folder)
+
+    def follow(self, version: PolicyVersion) -> WeightSnapshot | None:
+        """Take part in the exchanges of the leader's `take`, in the other processes of a sharded model.
+
+        Returns:
+            This process's share; None of an adapter, and where the leader alone needs the starting model.
+
+        Raises:
+            OSError: the local disk cannot be used; the exchanges are made.
+        """
+        if self._lora is None:
+            return self._take(self._own, version, None, None)
+        for _ in self._tensors(()) if version == START else self._adapter():
+            pass
+        self._canary.make()
+        return None
+
+    def _new_folder(self, version: PolicyVersion) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._folder))
+
+    def _take(
+        self,
+        files: Mapping[str, Sequence[str]],
+        version: PolicyVersion,
+        parent: PolicyVersion | None,
+        folder: Path | None,
+    ) -> WeightSnapshot:
+        names = {name for each in files.values() for name in each}
+        # After an error here (no memory) the tensors that are left are still gathered: the others gather them all.
+        with closing(lockstep(self._tensors(names))) as tensors:
+            held = {name: tensor for name, tensor in tensors if name in names}
+        canary = self._canary.make()
         return WeightSnapshot(
             version=version,
             parent=parent,
             dtype=self._dtype,
-            folder=folder,
-            canary=self._canary.make(),
+            folder=folder or self._new_folder(version),  # only after the exchanges an error is this process's own
+            canary=canary,
             held=held,
-            max_file_bytes=self._max_bytes,
+            files=files,
         )
 
-    def follow(self, version: PolicyVersion) -> None:
-        """Take part in the exchanges of the leader's `take`, in the other processes of a sharded model."""
-        for _ in self._tensors() if self._lora is None or version == START else self._adapter():
-            pass
-        self._canary.make()
+    def _tensors(self, kept: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the published tensors, gathered one at a time; copy each into the canary's model on its way.
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the published tensors, gathered one at a time; copy each into the canary's model on its way."""
+        Args:
+            kept: names of those that are copied off the device.
+        """
         # on the way: the canary is then that of exactly the tensors that are written, rounded as they are
         copies = {} if self._published is self._model else dict(self._published.named_parameters())
-        for name, tensor in published_tensors(self._model, TORCH_DTYPES[self._dtype]):
+        for name, tensor in published_tensors(self._model, TORCH_DTYPES[self._dtype], on_host=kept):
             if copies:
                 assign(copies[name], tensor)
             yield name, tensor
@@ -161,6 +234,44 @@ class WeightSnapshotWriter:
     def _adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the adapter, a layer at a time; merge each into the canary's model on its way."""
         return adapter_tensors(self._model, dict(self._published.named_parameters()))
+
+
+def share_files(sizes: Mapping[str, int], *, num_shares: int, max_bytes: int) -> list[dict[str, list[str]]]:
+    """Return which tensors each share has, by file: shares of about the same bytes, the same in every process.
+
+    Args:
+        sizes: bytes of the tensors; in this order they lie in files.
+        max_bytes: of tensors in one file; a single larger tensor gets a file of its own.
+
+    Returns:
+        File -> tensors, for each share; one file, perhaps empty, where there is one share.
+    """
+    # whole tensors, since a digest is of a whole one; the largest first, each to the share that is smallest by then
+    shares: list[set[str]] = [set() for _ in range(num_shares)]
+    filled = [0] * num_shares
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        index = filled.index(min(filled))
+        shares[index].add(name)
+        filled[index] += sizes[name]
+    cut: list[list[list[str]]] = []
+    for share in shares:
+        names: list[list[str]] = []
+        num_bytes = 0
+        for name in (name for name in sizes if name in share):
+            if not names or num_bytes + sizes[name] > max_bytes:
+                names.append([])
+                num_bytes = 0
+            names[-1].append(name)
+            num_bytes += sizes[name]
+        cut.append(names if names or num_shares > 1 else [[]])
+    total = sum(map(len, cut))
+    numbers = iter(range(1, total + 1))
+    return [{model_file_name(next(numbers), total): names for names in share} for share in cut]
+
+
+def model_file_name(number: int, total: int) -> str:
+    """Return the name of a file of a Hugging Face model: `model.safetensors`, or `model-00001-of-00003.safetensors`."""
+    return f"model{SUFFIX}" if total == 1 else f"model-{number:05d}-of-{total:05d}{SUFFIX}"
 
 
 def write_tensor_files(
@@ -192,14 +303,10 @@ def write_tensor_files(
 
 
 def write_model_files(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, max_bytes: int) -> list[Path]:
-    """Write tensors under the file names of a Hugging Face model.
-
-    That is `model.safetensors` for a single file, `model-00001-of-00003.safetensors` and so on for several.
-    """
+    """Write tensors under the file names of a Hugging Face model (`model_file_name`)."""
     paths = list(write_tensor_files(tensors, folder, stem="model", max_bytes=max_bytes))
-    if len(paths) == 1:
-        return [paths[0].rename(folder / f"model{SUFFIX}")]
-    return [path.rename(folder / f"{path.stem}-of-{len(paths):05d}{SUFFIX}") for path in paths]
+    names = [model_file_name(number, len(paths)) for number in range(1, len(paths) + 1)]
+    return [path.rename(folder / name) for path, name in zip(paths, names, strict=True)]
 
 
 def lockstep(items: Iterable[Item]) -> Generator[Item]:

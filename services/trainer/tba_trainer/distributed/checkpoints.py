@@ -15,10 +15,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
-
-import msgspec.msgpack
 
 from tba.config import Recipe
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
@@ -29,16 +27,15 @@ from tba.versions import PolicyVersion
 from tba.wire.checkpoint_manifest import CheckpointObject, object_key
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from tba_trainer.checkpoints.parts import Part, Rows
+from tba_trainer.distributed.jobs import Job, Reply, failure_of, give_reply, note_replies
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.learner import Learner, TrainerState
 from tba_trainer.model.slices import Layout
 
-Reply = dict[str, Any]
-"""Of one process: `error` and `kind` where it failed, else what it has done; empty while it is busy."""
 _POLL_S = 0.2
-_KINDS: Mapping[str, type[StoreError | MalformedError]] = {
-    kind.slug: kind for kind in (ObjectNotFoundError, DigestError, MalformedError)
-}
+NamedWait = Callable[[str, float], AbstractContextManager[object]]
+"""Reports the block as a wait with this name, at most so many seconds long."""
+_KINDS = (ObjectNotFoundError, DigestError, MalformedError)
 """Errors of a damaged checkpoint; any other means that the store or a disk cannot be used."""
 log = get_logger("checkpoint")
 
@@ -49,6 +46,8 @@ class TeamCheckpoints(CheckpointStore):
     Args:
         team: tells the followers.
         store, run, folder, max_bytes, layout, in_memory: as of `CheckpointStore`.
+        retry_s: how much longer than this process a follower may take to fetch its part.
+        named_wait: reports a wait (`Status.named_wait`).
     """
 
     def __init__(
@@ -61,9 +60,11 @@ class TeamCheckpoints(CheckpointStore):
         team: Team,
         layout: Layout,
         in_memory: bool = False,
+        retry_s: float = 120.0,
+        named_wait: NamedWait = lambda _name, _deadline_s: nullcontext(),
     ) -> None:
         super().__init__(store, run, folder=folder, max_bytes=max_bytes, layout=layout, in_memory=in_memory)
-        self.team = team
+        self.team, self._retry_s, self._named_wait = team, retry_s, named_wait
 
     def of_run(self, run: str) -> TeamCheckpoints:
         """Return the checkpoints of another run in the same store."""
@@ -75,6 +76,8 @@ class TeamCheckpoints(CheckpointStore):
             team=self.team,
             layout=self._layout,
             in_memory=self._in_memory,
+            retry_s=self._retry_s,
+            named_wait=self._named_wait,
         )
 
     def begin(self, state: TrainerState, rows: Rows, *, known: Mapping[str, int], in_background: bool) -> Upload:
@@ -120,11 +123,13 @@ class TeamCheckpoints(CheckpointStore):
         """See `CheckpointStore.load`. The followers keep their rows for `Learner.restore`.
 
         Raises:
+            StoreUnavailableError: a follower did not fetch its part in time.
             TeamError: a follower is gone.
         """
         manifest = self.manifest_of(key)
         with self.team.lead("fetch_part", key=key, manifest=manifest):
             pass
+        begin = time.monotonic()
         own: Checkpoint | None = None
         failure: Exception | None = None
         try:
@@ -132,19 +137,35 @@ class TeamCheckpoints(CheckpointStore):
         except (StoreError, MalformedError) as error:
             failure = error
         # the others are waited for in any case: none may be busy with this one when an older one is asked for
-        replies: dict[int, Reply] = {}
-        while len(replies) < self.team.num_ranks - 1:
-            self.collect(key, replies)
-            if len(replies) < self.team.num_ranks - 1:
-                time.sleep(_POLL_S)
+        replies = self._wait_fetched(key, max(self._retry_s, time.monotonic() - begin))
         if failure is None:
-            failure = failure_of(replies)
+            failure = failure_of(replies, _KINDS, StoreUnavailableError)
         if failure is not None:
             if own is not None:
                 own.close()
             raise failure
         assert own is not None
         return own
+
+    def _wait_fetched(self, key: str, wait_s: float) -> dict[int, Reply]:
+        """Return the replies of all followers; those that are missing after `wait_s` are replies that name an error."""
+        replies: dict[int, Reply] = {}
+        deadline = time.monotonic() + wait_s
+        with self._named_wait("checkpoint-download", wait_s):
+            while len(replies) < self.team.num_ranks - 1:
+                self.collect(key, replies)
+                if time.monotonic() >= deadline:
+                    break
+                if len(replies) < self.team.num_ranks - 1:
+                    time.sleep(_POLL_S)
+        if late := [rank for rank in range(1, self.team.num_ranks) if rank not in replies]:
+            self.drop(key)
+            error = (
+                f"did not fetch its part of {key} within {wait_s:g} s, once that of process 0 was here "
+                "(trainer.retry_s, or as long as that took; the wait checkpoint-download)"
+            )
+            replies |= {rank: {"error": error, "kind": ""} for rank in late}
+        return replies
 
     def collect(self, job: str, replies: dict[int, Reply]) -> None:
         """Ask the followers how far they are, and note those that have ended.
@@ -156,10 +177,7 @@ class TeamCheckpoints(CheckpointStore):
         if len(replies) == self.team.num_ranks - 1:
             return
         with self.team.lead("reply", job=job):
-            found = self.team.gather(b"")
-        for rank, data in enumerate(found):
-            if data:
-                replies[rank] = msgspec.msgpack.decode(data)
+            note_replies(self.team, replies)
 
     def drop(self, job: str) -> None:
         """Tell the followers that a checkpoint will not be made."""
@@ -252,7 +270,7 @@ class Upload:
             self.give_up()
             return
         self._checkpoints.collect(str(self.version), self._replies)
-        if (failure := failure_of(self._replies)) is not None:
+        if (failure := failure_of(self._replies, _KINDS, StoreUnavailableError)) is not None:
             self.error = failure
             self.give_up()
         elif len(self._replies) == self._checkpoints.team.num_ranks - 1:
@@ -282,14 +300,6 @@ class Upload:
             self.error = TbaError(f"the checkpoint was not stored: {error!r}")
 
 
-def failure_of(replies: Mapping[int, Reply]) -> StoreError | MalformedError | None:
-    """Return the error of the first process that has failed."""
-    for rank, reply in sorted(replies.items()):
-        if "error" in reply:
-            return _KINDS.get(reply["kind"], StoreUnavailableError)(f"process {rank}: {reply['error']}")
-    return None
-
-
 class FollowerCheckpoints:
     """A follower's side: its part of each checkpoint.
 
@@ -300,7 +310,7 @@ class FollowerCheckpoints:
     def __init__(self, recipe: Recipe, learner: Learner, team: Team, *, folder: Path) -> None:
         self._recipe, self._learner, self._team, self._folder = recipe, learner, team, folder
         self._store: CheckpointStore | None = None
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._fetched: Checkpoint | None = None
 
     def write(self, *, version: str, known: Mapping[str, int], staged: bool) -> None:
@@ -311,7 +321,7 @@ class FollowerCheckpoints:
                 PolicyVersion.parse(version), self._learner.capture(), known=known, staged=staged
             )
 
-        job = self._jobs[version] = _Job()
+        job = self._jobs[version] = Job("checkpoint-part")
         has_room = True
         try:
             try:
@@ -338,19 +348,19 @@ class FollowerCheckpoints:
         self.close()
 
         def fetch() -> Reply:
-            self._fetched = self._checkpoints().fetch(key, manifest)
+            found = self._checkpoints().fetch(key, manifest)
+            if self._jobs.get(key) is not job:  # the leader waits for it no more
+                found.close()
+            else:
+                self._fetched = found
             return {"fetched": True}
 
-        job = self._jobs[key] = _Job()
+        job = self._jobs[key] = Job("checkpoint-part")
         job.start(fetch)
 
     def reply(self, *, job: str) -> None:
         """Say what came of a job, or that it is busy."""
-        found = self._jobs.get(job)
-        reply = None if found is None else found.reply
-        if reply is not None:
-            del self._jobs[job]
-        self._team.gather(b"" if reply is None else msgspec.msgpack.encode(reply))
+        give_reply(self._team, self._jobs, job)
 
     def drop(self, *, job: str) -> None:
         """Stop a job; nobody asks for it any more."""
@@ -382,27 +392,3 @@ class FollowerCheckpoints:
                 in_memory=recipe.trainer.checkpoint_staging == "memory",
             )
         return self._store
-
-
-class _Job:
-    """Something that a follower does beside its commands."""
-
-    def __init__(self) -> None:
-        self.reply: Reply | None = None
-        self.part: Part | None = None
-
-    def start(self, work: Callable[[], Reply]) -> None:
-        """Do it in a thread."""
-        threading.Thread(target=self.run, args=(work,), name="checkpoint-part", daemon=True).start()
-
-    def run(self, work: Callable[[], Reply]) -> None:
-        """Do it now."""
-        try:
-            self.reply = work()
-        except Exception as error:  # the leader says it: there is no checkpoint
-            self.fail(error)
-
-    def fail(self, error: Exception) -> None:
-        """Note why it was not done."""
-        log.warning("checkpoint_part_failed", error=str(error))
-        self.reply = {"error": str(error) or repr(error), "kind": getattr(error, "slug", "")}

@@ -14,6 +14,7 @@ from tba.wire import decode_batch
 from tba_trainer.distributed.checkpoints import FollowerCheckpoints
 from tba_trainer.distributed.leader import BUILD, build_follower
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
+from tba_trainer.distributed.shares import KeptShares
 from tba_trainer.learner.learner import TrainerState
 from tba_trainer.learner.schedules import StepValues
 
@@ -31,18 +32,28 @@ def follow(recipe: Recipe, team: Team) -> None:
     log.info("follows", rank=team.rank, num_ranks=team.num_ranks, device=team.device)
     commands: dict[str, Callable[[Arguments], object]] = {}
     with temporary_folder("tba-trainer-") as folder:
+        assert team.beside is not None
+        shares = KeptShares(recipe, team.beside, folder=folder, deadline_s=recipe.trainer.collective_timeout_s)
+        shares.start()
         for command, arguments in team.commands():
             if command == BUILD:
                 commands = {}  # a rollback builds everything again: release the old model before there is a new one
-                commands = _commands(recipe, team, folder)
+                shares.clear()
+                commands = _commands(recipe, team, shares, folder)
             else:
                 commands[command](arguments)
+        shares.join()
     log.info("followed_to_the_end", rank=team.rank)
 
 
-def _commands(recipe: Recipe, team: Team, folder: Path) -> dict[str, Callable[[Arguments], object]]:
-    learner, snapshots = build_follower(recipe, team)
+def _commands(recipe: Recipe, team: Team, shares: KeptShares, folder: Path) -> dict[str, Callable[[Arguments], object]]:
+    learner, snapshots = build_follower(recipe, team, folder=folder)
     checkpoints = FollowerCheckpoints(recipe, learner, team, folder=folder)
+
+    def snapshot(*, version: str, share: str) -> None:
+        shares.make_room()
+        shares.keep(share, snapshots.follow(PolicyVersion.parse(version)))
+
     return {
         "gradients": lambda a: learner.gradients(
             decode_batch(a["batch"]),
@@ -63,7 +74,7 @@ def _commands(recipe: Recipe, team: Team, folder: Path) -> dict[str, Callable[[A
         "fetch_part": lambda a: checkpoints.fetch(**a),
         "reply": lambda a: checkpoints.reply(**a),
         "drop_part": lambda a: checkpoints.drop(**a),
-        "snapshot": lambda a: snapshots.follow(PolicyVersion.parse(a["version"])),
+        "snapshot": lambda a: snapshot(**a),
     }
 
 

@@ -6,7 +6,6 @@ themselves. Every method here has its command in follower.py; a new one needs bo
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +15,12 @@ import torch
 from torch import Tensor
 
 from tba.config import Recipe
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
+from tba.weights.publishing import version_prefix
 from tba.wire import Batch, DrawnGroup, encode_batch, encode_rollout
 from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
+from tba_trainer.distributed.shares import FollowersShares
 from tba_trainer.learner.learner import Learner, TrainerState, trainer_rng
 from tba_trainer.learner.schedules import StepValues
 from tba_trainer.model.policy import empty_policy, load_policy
@@ -54,8 +55,11 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, We
         return model, LeaderLearner(model, recipe, team), LeaderWeightSnapshotWriter(model, recipe, team, folder=folder)
 
 
-def build_follower(recipe: Recipe, team: Team) -> tuple[Learner, WeightSnapshotWriter]:
+def build_follower(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Learner, WeightSnapshotWriter]:
     """Build the learner and the snapshots of a follower, whose shard of the model the leader sends.
+
+    Args:
+        folder: for the files of snapshots.
 
     Raises:
         ConfigError: there is no model at model.path here.
@@ -65,7 +69,7 @@ def build_follower(recipe: Recipe, team: Team) -> tuple[Learner, WeightSnapshotW
     assert team.mesh is not None
     shard(model, team.mesh, compute_dtype=recipe.trainer.compute_dtype, section=recipe.trainer.sharding)
     learner = Learner(model, recipe, trainer_rng(recipe), ranks=team.ranks())
-    return learner, WeightSnapshotWriter(model, recipe, folder=Path(tempfile.gettempdir()))  # nothing is written there
+    return learner, WeightSnapshotWriter(model, recipe, folder=folder, rank=team.rank, num_ranks=team.num_ranks)
 
 
 class LeaderLearner(Learner):
@@ -133,16 +137,27 @@ class LeaderLearner(Learner):
 
 
 class LeaderWeightSnapshotWriter(WeightSnapshotWriter):
-    """Snapshots of a sharded model: all processes gather, the leader writes."""
+    """Snapshots of a sharded model: all processes gather, each keeps its share."""
 
     def __init__(self, model: Any, recipe: Recipe, team: Team, *, folder: Path) -> None:
-        super().__init__(model, recipe, folder=folder)
-        self._team = team
+        super().__init__(model, recipe, folder=folder, rank=team.rank, num_ranks=team.num_ranks)
+        self._team, self._run = team, recipe.run.name
 
     def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
-        """See `WeightSnapshotWriter.take`."""
-        with self._team.lead("snapshot", version=str(version)):
-            return super().take(version, parent)
+        """See `WeightSnapshotWriter.take`. The followers keep their shares under the name of the folder."""
+        folder = self._new_folder(version)  # before the others begin to wait
+        with self._team.lead("snapshot", version=str(version), share=folder.name):
+            snapshot = self._take_into(folder, version, parent)
+        if self._lora is None and self._team.beside is not None:
+            own = sum(self._sizes[name] for name in snapshot.held)
+            snapshot.is_share = version != START
+            snapshot.others = FollowersShares(
+                self._team.beside,
+                folder.name,
+                prefix=version_prefix(self._run, version),
+                size_bytes=sum(self._sizes.values()) - own,
+            )
+        return snapshot
 
 
 def encode_drawn_batch(batch: Batch) -> bytes:

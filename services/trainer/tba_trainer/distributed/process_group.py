@@ -54,9 +54,13 @@ class Team:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.mesh: DeviceMesh | None = None
         """The mesh that models are sharded over; None in a team of one."""
+        self.beside: Team | None = None
+        """The same processes, with a group of their own for a thread beside training; None in a team of one."""
         self.run_is_over = False
         """Whether the run is done; the leader tells the followers with its last command."""
         self._deadline_s = deadline_s
+        self._group: dist.ProcessGroup | None = None
+        """None: the group of all that torch knows."""
         self._lock = threading.RLock()
         self._broken = False
         self._last_sent = time.monotonic()
@@ -108,6 +112,10 @@ class Team:
             deadline = timedelta(seconds=deadline_s)
             dist.init_process_group(backend, timeout=deadline)
             team.mesh = make_mesh(torch.device(device).type, num_ranks, replicas=replicas, deadline=deadline)
+            # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
+            team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
+            group: Any = dist.new_group(backend="gloo", timeout=deadline)
+            team.beside._group = group
             dist.barrier()
         return team
 
@@ -136,6 +144,9 @@ class Team:
         if self.num_ranks > 1:
             self._beats = threading.Thread(target=self._beat, args=(on_loss,), name="team-beats", daemon=True)
             self._beats.start()
+            if self.beside is not None:
+                # whoever asks for what is done beside training finds the loss
+                self.beside.start_beats(on_loss=lambda: None)
 
     @contextmanager
     def lead(self, command: str, **arguments: Any) -> Iterator[None]:
@@ -152,6 +163,8 @@ class Team:
             return
         # The lock keeps the thread that sends beats out: two collectives of one rank must never interleave.
         with self._lock, self._exchange(command):
+            if self._closed.is_set():
+                raise TeamError(f"the team has ended before the command {command!r}")
             self._send(command, arguments)
             yield
 
@@ -205,18 +218,18 @@ class Team:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         tensor = tensor.detach().cpu().contiguous()
         if tensor.numel():  # as bytes, because gloo does not know every dtype
-            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=self._group)
         return tensor
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return what each process gives, by rank; all processes call it."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
-        dist.all_gather(lengths, torch.tensor([len(data)]))
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._group)
         padded = torch.zeros(max(int(length) for length in lengths) or 1, dtype=torch.uint8)
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = [torch.empty_like(padded) for _ in range(self.num_ranks)]
-        dist.all_gather(found, padded)
+        dist.all_gather(found, padded, group=self._group)
         return [content[: int(length)].numpy().tobytes() for content, length in zip(found, lengths, strict=True)]
 
     def __enter__(self) -> Team:
@@ -234,12 +247,16 @@ class Team:
         self._closed.set()
         if self._beats is not None:
             self._beats.join()
+        if self.beside is not None:  # first: its followers' threads use what is destroyed below
+            self.beside._broken = self.beside._broken or self._broken
+            self.beside._close()
         if self.num_ranks == 1 or self._broken:
             return
         if self.is_leader:
             with self._lock, self._exchange("the end"):
                 self._send(STOP, {"over": self.run_is_over})
-        dist.destroy_process_group()
+        if self._group is None:
+            dist.destroy_process_group()
 
     def _send(self, command: str, arguments: Mapping[str, Any]) -> None:
         self._broadcast_bytes(msgspec.msgpack.encode([command, arguments]))
@@ -248,11 +265,11 @@ class Team:
     def _broadcast_bytes(self, data: bytes) -> bytes:
         # the length first: a broadcast needs a buffer of the right size in every process
         length = torch.tensor([len(data)])
-        dist.broadcast(length, src=0)
+        dist.broadcast(length, src=0, group=self._group)
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         if not self.is_leader:
             content = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(content, src=0)
+        dist.broadcast(content, src=0, group=self._group)
         return content.numpy().tobytes()
 
     @contextmanager

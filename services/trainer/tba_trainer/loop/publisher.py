@@ -6,6 +6,9 @@
              while the store is away; then the announcement, retried while the buffer is away; then the evaluation
              request; then, at most every few seconds, old versions are deleted
 
+Of a sharded model a snapshot is this process's share; a thread of each other process stores its own, and answers this
+one (`tba_trainer.distributed.shares`).
+
 The files of the last published version stay on the disk: the next one is stored as a delta against them. Versions that
 are adapters need those of the starting model in their place: the thread merges each, to know its digests. An error that
 no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises it at its next
@@ -114,13 +117,17 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Announce nothing more; a transfer in progress is left to end by itself."""
+        """Announce nothing more; a transfer in progress is left to end by itself, unless it waits for others."""
         self._closed.set()
         with self._changed:
             # those behind it may hold a copy of the model: a lineage after a rollback needs the memory
-            while len(self._pending) > 1:
-                self._discard(self._pending.pop()[0])
+            discarded = [self._pending.pop()[0] for _ in range(len(self._pending) - 1)]
+            under_way = self._pending[0][0] if self._pending else None
             self._changed.notify_all()
+        for snapshot in discarded:
+            self._discard(snapshot)
+        if under_way is not None and under_way.others is not None:
+            under_way.others.give_up()
 
     def check(self) -> None:
         """Raise the error that ended the thread, if there is one.
@@ -257,6 +264,9 @@ class Publisher:
             self.delete_old_versions()
 
     def _put(self, snapshot: WeightSnapshot) -> Manifest:
+        others = snapshot.others if snapshot.is_share else None
+        if others is not None:
+            others.base = None if self._base is None else self._base[0].others
         return self._versions.publish(
             version=snapshot.version,
             parent=snapshot.parent,
@@ -268,6 +278,7 @@ class Publisher:
             transformers_version=transformers.__version__,
             base=self._base_of(snapshot),
             deltas=self._deltas,
+            others=others,
         )
 
     def _base_of(self, snapshot: WeightSnapshot) -> LocalVersion | None:

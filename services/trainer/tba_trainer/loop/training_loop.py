@@ -12,6 +12,7 @@
     loop           the store, for a small           -                       store.timeout_s, then at the next sync
                    checkpoint; a large one is uploaded by a thread of its own
     loop (end)     a large checkpoint under way     checkpoint-upload       trainer.retry_s
+    start          the others' parts of one         checkpoint-download     trainer.retry_s, or as long as its own took
     loop (end)     the last checkpoint, the export  object-store            trainer.retry_s
     loop (end)     the final evaluation             final-evaluation        eval.timeout_s
     prefetch       permission to draw one more      -                       until the loop takes a batch

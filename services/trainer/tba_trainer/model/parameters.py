@@ -7,7 +7,7 @@ tensors are whole, have their names in Hugging Face format, and have the adapter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,13 +77,17 @@ def plain_parameters(model: Any) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def published_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def published_tensors(
+    model: Any, dtype: torch.dtype | None = None, *, on_host: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield names and weights for publishing: gathered and merged one at a time, as copies on the CPU.
 
     Every process of a sharded model must exhaust the iterator, in step with the others.
 
     Args:
         dtype: of the result; the sum of weight and adapter is rounded once. None: the parameter's own.
+        on_host: names of those that are copied; the others stay where they were gathered, valid until the next one.
+            None: all are copied.
 
     Yields:
         Hugging Face parameter name and tensor; a tied output head appears once.
@@ -95,6 +99,9 @@ def published_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[
         if layer in adapted and leaf == "weight":
             # merged in the weight's dtype (float32 master weights), so the cast below is the only rounding
             weight = weight + full(adapted[layer].get_delta_weight(ADAPTER)).to(weight.dtype)
+        if on_host is not None and name not in on_host:
+            yield name, weight.to(dtype or weight.dtype)
+            continue
         # pinned memory, which torch keeps for the next snapshot, takes a GPU's tensor many times faster than new pages
         host = torch.empty(weight.shape, dtype=dtype or weight.dtype, pin_memory=weight.is_cuda)
         yield name, host.copy_(weight)

@@ -1,0 +1,86 @@
+"""What a follower does beside its commands, and how the leader learns what came of it.
+
+leader                                followers
+a command that begins a job    -->    start a thread
+"reply", now and then          -->    say what came of it, or nothing while it is busy
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec.msgpack
+
+from tba.errors import TbaError
+from tba.logs import get_logger
+from tba_trainer.checkpoints.parts import Part
+from tba_trainer.distributed.process_group import Team
+
+Reply = dict[str, Any]
+"""Of one process: `error` and `kind` where it failed, else what it has done; empty while it is busy."""
+log = get_logger("jobs")
+
+
+class Job:
+    """Something that a follower does beside its commands.
+
+    Args:
+        name: of its thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reply: Reply | None = None
+        self.part: Part | None = None
+
+    def start(self, work: Callable[[], Reply]) -> None:
+        """Do it in a thread."""
+        threading.Thread(target=self.run, args=(work,), name=self.name, daemon=True).start()
+
+    def run(self, work: Callable[[], Reply]) -> None:
+        """Do it now."""
+        try:
+            self.reply = work()
+        except Exception as error:  # the leader says it
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Note why it was not done."""
+        log.warning("part_failed", part=self.name, error=str(error))
+        self.reply = {"error": str(error) or repr(error), "kind": getattr(error, "slug", "")}
+
+
+def note_replies(team: Team, replies: dict[int, Reply]) -> None:
+    """Note which followers have ended (leader, while they `give_reply`).
+
+    Args:
+        replies: rank -> reply.
+    """
+    for rank, data in enumerate(team.gather(b"")):
+        if data:
+            replies[rank] = msgspec.msgpack.decode(data)
+
+
+def give_reply(team: Team, jobs: dict[str, Job], name: str) -> None:
+    """Say what came of a job, once, or that it is busy (followers)."""
+    found = jobs.get(name)
+    reply = None if found is None else found.reply
+    if reply is not None:
+        del jobs[name]
+    team.gather(b"" if reply is None else msgspec.msgpack.encode(reply))
+
+
+def failure_of(replies: Mapping[int, Reply], kinds: Sequence[type[TbaError]], other: type[TbaError]) -> TbaError | None:
+    """Return the error of the first process that has failed.
+
+    Args:
+        kinds: the errors that keep their type.
+        other: any other's.
+    """
+    known = {kind.slug: kind for kind in kinds}
+    for rank, reply in sorted(replies.items()):
+        if "error" in reply:
+            return known.get(reply["kind"], other)(f"process {rank}: {reply['error']}")
+    return None

@@ -1,0 +1,246 @@
+"""The shares of a weight version: every process of a team hashes, encodes and uploads its own tensors.
+
+    leader's publisher                        a thread of every follower
+    "describe_share", "upload_share"   -->    a job in another thread
+    "share_reply", now and then        -->    whether it is done, and what the share is
+             manifest, once all are stored
+    "drop_share"                       -->    delete its files
+
+All of it is exchanged over a group of its own (`Team.beside`): no step waits for a version, and no version for a step.
+A process that cannot do its part says why, one that is gone breaks the team: either way there is no manifest.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tba.config import Recipe
+from tba.errors import DigestError, MalformedError, ObjectExistsError, StoreUnavailableError, TbaError, TeamError
+from tba.logs import get_logger
+from tba.store import ObjectStore, open_store
+from tba.weights.shares import CheckedFiles, Share, ShareBase, ShareTable
+from tba_trainer.checkpoints.weight_files import SharesOfTeam, WeightSnapshot
+from tba_trainer.distributed.jobs import Job, Reply, failure_of, give_reply, note_replies
+from tba_trainer.distributed.process_group import Team
+
+_POLL_S = 0.1
+_KINDS = (StoreUnavailableError, ObjectExistsError, DigestError, MalformedError)
+"""Errors of a follower that mean the same for the leader; after the first of them it tries again."""
+log = get_logger("shares")
+
+
+class FollowersShares(SharesOfTeam):
+    """The shares of the followers in one version (leader only).
+
+    A wait here has no deadline of its own: the loop's wait `unpublished-versions` has one, each exchange the team's.
+
+    Args:
+        team: the processes beside training.
+        name: of the shares, as in the command that took them.
+        prefix: what the keys of the version begin with.
+        size_bytes: of the tensors.
+    """
+
+    def __init__(self, team: Team, name: str, *, prefix: str, size_bytes: int) -> None:
+        self.base: SharesOfTeam | None = None
+        self._team, self.name, self._prefix, self._size_bytes = team, name, prefix, size_bytes
+        self._given_up = threading.Event()
+
+    @property
+    def size_bytes(self) -> int:
+        """See `OtherShares`."""
+        return self._size_bytes
+
+    def begin_describe(self, base: Mapping[str, str] | None, *, max_bytes: float) -> None:
+        """See `OtherShares`."""
+        of = None if base is None or not isinstance(self.base, FollowersShares) else self.base.name
+        arguments = {"base": of, "digests": None if of is None else dict(base or {}), "max_bytes": max_bytes}
+        with self._team.lead("describe_share", share=self.name, prefix=self._prefix, **arguments):
+            pass
+
+    def wait_described(self) -> list[ShareTable]:
+        """See `OtherShares`.
+
+        Raises:
+            StoreUnavailableError, ObjectExistsError, MalformedError, TbaError: of the first process that has failed.
+            TeamError: a follower is gone.
+        """
+        return [ShareTable.model_validate(reply["table"]) for _, reply in sorted(self._wait().items())]
+
+    def begin_upload(self, *, whole: bool, changes: bool) -> None:
+        """See `OtherShares`."""
+        with self._team.lead("upload_share", share=self.name, whole=whole, changes=changes):
+            pass
+
+    def wait_uploaded(self) -> None:
+        """See `OtherShares`. Raises as `wait_described`."""
+        self._wait()
+
+    def give_up(self) -> None:
+        """End the wait for the followers, which is in another thread."""
+        self._given_up.set()
+
+    def close(self) -> None:
+        """See `SharesOfTeam`. Where followers are gone, so are their files."""
+        try:
+            with self._team.lead("drop_share", share=self.name):
+                pass
+        except TeamError as error:
+            log.info("share_not_dropped", share=self.name, reason=str(error))
+
+    def _wait(self) -> dict[int, Reply]:
+        replies: dict[int, Reply] = {}
+        while len(replies) < self._team.num_ranks - 1:
+            if self._given_up.is_set():
+                raise TbaError(f"the shares {self.name} of the other processes are given up")
+            with self._team.lead("share_reply", share=self.name):
+                note_replies(self._team, replies)
+            # all of them are waited for: none may be busy with this version when it is tried again
+            if len(replies) < self._team.num_ranks - 1:
+                self._given_up.wait(_POLL_S)
+        if (failure := failure_of(replies, _KINDS, TbaError)) is not None:
+            raise failure
+        return replies
+
+
+class KeptShares:
+    """A follower's side: its share of each version that the leader may still publish, or encode against.
+
+    Args:
+        team: the processes beside training.
+        folder: for encoded changes.
+        deadline_s: how long the leader's publisher may be ahead of the loop of this process.
+    """
+
+    def __init__(self, recipe: Recipe, team: Team, *, folder: Path, deadline_s: float) -> None:
+        self._recipe, self._team, self._folder, self._deadline_s = recipe, team, folder, deadline_s
+        self._store: ObjectStore | None = None
+        self._kept: dict[str, _Kept] = {}
+        self._changed = threading.Condition()
+        self._jobs: dict[str, Job] = {}
+        self._checked = CheckedFiles()
+        self.commands: dict[str, Callable[..., None]] = {
+            "describe_share": self._describe,
+            "upload_share": self._upload,
+            "share_reply": lambda share: give_reply(self._team, self._jobs, share),
+            "drop_share": self._drop,
+        }
+        self._thread = threading.Thread(target=self._run, name="shares", daemon=True)
+
+    def start(self) -> None:
+        """Follow the commands of the leader's publisher in a thread."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the leader has ended them; a leader that is gone is no longer waited for after the deadline."""
+        self._thread.join(self._deadline_s)
+
+    def make_room(self) -> None:
+        """Write what was kept before to files: no more than one share is in memory."""
+        with self._changed:
+            kept = list(self._kept.values())
+        for each in kept:
+            try:
+                each.snapshot.write()
+            except OSError as error:  # its job finds the same, and says it
+                log.warning("share_not_written", version=str(each.snapshot.version), error=str(error))
+
+    def keep(self, name: str, snapshot: WeightSnapshot | None) -> None:
+        """Keep a share until it is dropped; None: this process has none."""
+        if snapshot is not None:
+            with self._changed:
+                self._kept[name] = _Kept(snapshot)
+                self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Drop all shares: the leader begins a new lineage."""
+        self._jobs.clear()
+        for name in list(self._kept):
+            self._drop(share=name)
+
+    def _run(self) -> None:
+        try:
+            for command, arguments in self._team.commands():
+                self.commands[command](**arguments)
+        except TeamError as error:  # training finds it too, and says it
+            log.info("leader_is_gone", reason=str(error))
+
+    def _describe(
+        self, *, share: str, prefix: str, base: str | None, digests: dict[str, str] | None, max_bytes: float
+    ) -> None:
+        def describe() -> Reply:
+            kept = self._wait_for(share)
+            kept.snapshot.write()
+            kept.forget_changes()
+            kept.changes = Path(tempfile.mkdtemp(prefix=".delta-", dir=self._folder))
+            # named by the process: two that have no changes would write the same file
+            kept.share = Share(
+                self._store_of_run(),
+                prefix,
+                kept.snapshot.paths,
+                kept.changes,
+                checked=self._checked,
+                stem=f"delta-{self._team.rank}",
+            )
+            against = None
+            if base is not None and digests is not None:
+                against = ShareBase(self._wait_for(base).snapshot.paths, digests)
+            table = kept.share.describe(against, max_bytes=max_bytes)
+            return {"table": table.model_dump()}
+
+        self._start(share, describe)
+
+    def _upload(self, *, share: str, whole: bool, changes: bool) -> None:
+        def upload() -> Reply:
+            kept = self._wait_for(share)
+            if kept.share is None:
+                raise TbaError(f"share {share} is to be uploaded, and was not described")
+            kept.share.upload(whole=whole, changes=changes)
+            kept.forget_changes()
+            return {"stored": True}
+
+        self._start(share, upload)
+
+    def _start(self, share: str, work: Callable[[], Reply]) -> None:
+        job = self._jobs[share] = Job("share")
+        job.start(work)
+
+    def _drop(self, *, share: str) -> None:
+        with self._changed:
+            kept = self._kept.pop(share, None)
+        if kept is not None:
+            kept.forget_changes()
+            kept.snapshot.close()
+
+    def _store_of_run(self) -> ObjectStore:
+        if self._store is None:
+            self._store = open_store(self._recipe.store)
+        return self._store
+
+    def _wait_for(self, share: str) -> _Kept:
+        # the leader has its own share, and asks, before all other processes have left the exchanges that made theirs
+        with self._changed:
+            if not self._changed.wait_for(lambda: share in self._kept, self._deadline_s):
+                raise TbaError(
+                    f"this process took no share {share} within {self._deadline_s:g} s (trainer.collective_timeout_s)"
+                )
+            return self._kept[share]
+
+
+class _Kept:
+    """One share, and what was made of it."""
+
+    def __init__(self, snapshot: WeightSnapshot) -> None:
+        self.snapshot = snapshot
+        self.share: Share | None = None
+        self.changes: Path | None = None
+
+    def forget_changes(self) -> None:
+        """Delete encoded changes; they are in the store, or made again."""
+        if self.changes is not None:
+            shutil.rmtree(self.changes, ignore_errors=True)
+            self.changes = None

@@ -31,6 +31,7 @@ CASES: dict[str, str] = {
     f"{GOOD},objectstore.enabled=true,store.credentialsSecret=w": "deploy/make-secrets --kubernetes NAMESPACE |",
     f"{GOOD},store.credentialsSecret=w": "store.credentialsSecret w is for services that write",
     f"{GOOD},fullnameOverride=1.run": 'objects would be called "1.run"',
+    f"{GOOD},image.registry=": "image.registry is empty, and nobody publishes tba-",
     f"{GOOD},image.tag=latest": "the tag of image tba-",
     f"{GOOD},searcher.image.tag=latest": "the tag of image tba-searcher is latest",
     f"{GOOD},redis.image.tag=latest": "the tag of image redis is latest",

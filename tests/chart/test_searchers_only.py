@@ -12,6 +12,7 @@ from tests.support.chart import (
     NAMESPACE,
     NEWEST,
     OLDEST,
+    REGISTRY,
     SEARCHERS,
     arguments,
     helm,
@@ -108,7 +109,7 @@ def test_the_run_lets_them_in_where_its_values_say() -> None:
 
 def test_the_notes_speak_of_searchers_and_of_nothing_that_is_not_there(tmp_path: Path) -> None:
     with cluster_with([], tmp_path) as kubeconfig:
-        words = (*arguments(SEARCHERS), "--dry-run=client", "--kubeconfig", str(kubeconfig))
+        words = (*arguments(SEARCHERS), *REGISTRY, "--dry-run=client", "--kubeconfig", str(kubeconfig))
         done = helm("install", "t", str(CHART), "-n", NAMESPACE, *words)
     assert done.returncode == 0, done.stderr
     notes = done.stdout.partition("NOTES:")[2]

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.chart import CHART, KUBERNETES_API, NAMESPACE, Rendering, helm, needs_helm, render_file, value_files
+from tests.support.chart import (
+    CHART,
+    KUBERNETES_API,
+    NAMESPACE,
+    REGISTRY,
+    Rendering,
+    helm,
+    needs_helm,
+    render_file,
+    value_files,
+)
 
 pytestmark = needs_helm
 QUICKSTART = next(path for path in value_files() if path.name == "values-cpu-quickstart.yaml")
@@ -40,6 +50,7 @@ def test_a_newer_chart_that_changes_nothing_restarts_nothing(tmp_path: Path) -> 
         "-f",
         str(QUICKSTART),
         *KUBERNETES_API,
+        *REGISTRY,
     )
     assert done.returncode == 0, done.stderr
     newer = Rendering([x for x in yaml.safe_load_all(done.stdout) if x])
@@ -98,7 +109,7 @@ def test_what_cannot_be_changed_later_stays_the_same() -> None:
 @pytest.mark.parametrize("path", [QUICKSTART, NODES], ids=lambda path: path.stem)
 def test_the_longest_name_of_a_release_fits(path: Path) -> None:
     release = "r" * 53
-    args = ("-f", str(path), *KUBERNETES_API, "--kube-version", "1.37.0")
+    args = ("-f", str(path), *KUBERNETES_API, *REGISTRY, "--kube-version", "1.37.0")
     done = helm("template", release, str(CHART), "--namespace", NAMESPACE, *args)
     assert done.returncode == 0, done.stderr
     for found in yaml.safe_load_all(done.stdout):
@@ -112,7 +123,7 @@ def test_the_longest_name_of_a_release_fits(path: Path) -> None:
 
 def test_two_renderings_are_the_same() -> None:
     """Nothing random, nothing of the time: tools that compare them would restart everything."""
-    args = ("template", "t", str(CHART), "-f", str(NODES), *KUBERNETES_API)
+    args = ("template", "t", str(CHART), "-f", str(NODES), *KUBERNETES_API, *REGISTRY)
     assert helm(*args).stdout == helm(*args).stdout
 
 

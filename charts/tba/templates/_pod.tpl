@@ -79,7 +79,7 @@ podAntiAffinity:
 {{- $pod := include "tba.podValues" . | fromYaml -}}
 {{- $fence := dict "readOnlyRootFilesystem" true "allowPrivilegeEscalation" false "capabilities" (dict "drop" (list "ALL")) -}}
 image: {{ include "tba.image" (dict "root" .root "image" .image "foreign" (.foreign | default false)) | quote }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+imagePullPolicy: {{ and .root.Values.image.present (not .foreign) | ternary "Never" .root.Values.image.pullPolicy }}
 securityContext: {{- toYaml (mergeOverwrite $fence $pod.securityContext) | nindent 2 }}
 # the last lines of the log become the reason in the status of the pod
 terminationMessagePolicy: FallbackToLogsOnError

@@ -99,6 +99,9 @@ def test_names_are_unique_and_labels_say_whose_an_object_is(path: Path) -> None:
         assert labels["app.kubernetes.io/name"] == "tba"
         assert labels["app.kubernetes.io/instance"] == "t"
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
+        if found["kind"] == "PriorityClass":  # of the whole cluster
+            assert NAMESPACE in found["metadata"]["name"].split(".")
+            continue
         assert found["metadata"]["namespace"] == NAMESPACE, "what applies it without Helm would take the default one"
 
 

@@ -18,7 +18,7 @@ STORE = "store.credentialsSecret=w,store.readOnlyCredentialsSecret=r"
 BUNDLED = f"{GOOD},{STORE},objectstore.enabled=true"
 OWN_ACCOUNTS = ",".join(
     f"{part}.serviceAccount.name=mine"
-    for part in ("buffer", "reward", "searcher", "trainer", "setup", "check", "redis", "test")
+    for part in ("buffer", "reward", "searcher", "trainer", "setup", "check", "stop", "redis", "test")
 )
 CASES: dict[str, str] = {
     REDIS: "recipe is required",

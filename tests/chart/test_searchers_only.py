@@ -31,7 +31,7 @@ def test_nothing_is_installed_but_searchers() -> None:
     for kube in (OLDEST, NEWEST):
         made = render_file(SEARCHERS, kube=kube)
         assert Counter(x["kind"] for x in made.objects) == {
-            "ConfigMap": 1, "Deployment": 1, "NetworkPolicy": 1, "ServiceAccount": 1,
+            "ConfigMap": 1, "Deployment": 1, "NetworkPolicy": 1, "PriorityClass": 1, "ServiceAccount": 1,
         }  # fmt: skip
         assert {x["metadata"]["name"] for x in made.objects} == {"t-recipe", "t-searcher"}
     assert [problem for x in made.objects if (problem := problems(x, "1.33"))] == []

@@ -55,11 +55,19 @@ topologySpreadConstraints:
   - {{ toYaml (merge (dict) . $selector) | nindent 4 | trim }}
   {{- end }}
 {{- end }}
-{{- with $pod.priorityClassName }}
+{{- with $pod.priorityClassName | default (include "tba.ownPriorityClass" .) }}
 priorityClassName: {{ . }}
 {{- end }}
 {{- with $pod.runtimeClassName }}
 runtimeClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* The PriorityClass that the chart makes for a component, if any; its name is of the whole cluster: dict root, component. */}}
+{{- define "tba.ownPriorityClass" -}}
+{{- $named := (include "tba.podValues" . | fromYaml).priorityClassName -}}
+{{- if and (eq .component "searcher") .root.Values.searcher.priorityClass.create (not $named) -}}
+searcher.{{ .root.Release.Namespace }}.{{ include "tba.fullname" .root }}
 {{- end }}
 {{- end }}
 

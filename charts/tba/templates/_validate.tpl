@@ -202,7 +202,7 @@
 {{- if and (not .Values.setup.prepare) .Values.setup.hubToken.existingSecret }}
 {{- fail "setup.hubToken is for setup.prepare, which is false: nothing would use the token; set setup.prepare to true or remove it" }}
 {{- end }}
-{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" }}
+{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" "stop" }}
 {{- range (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraVolumes }}
 {{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script" "weight-cache") }}
 {{- fail (printf "extraVolumes of %s has a volume %s, as the chart has; give it another name" $component .name) }}

@@ -33,7 +33,7 @@ def test_nothing_is_installed_but_searchers() -> None:
         assert Counter(x["kind"] for x in made.objects) == {
             "ConfigMap": 1, "Deployment": 1, "NetworkPolicy": 1, "PriorityClass": 1, "ServiceAccount": 1,
         }  # fmt: skip
-        assert {x["metadata"]["name"] for x in made.objects} == {"t-recipe", "t-searcher"}
+        assert {x["metadata"]["name"] for x in made.objects} == {"t-recipe", "t-searcher", "searcher.lab.t"}
     assert [problem for x in made.objects if (problem := problems(x, "1.33"))] == []
     assert helm("lint", "--strict", str(CHART), *arguments(SEARCHERS)).returncode == 0
 
@@ -91,7 +91,9 @@ def test_the_authorities_of_the_run_are_trusted() -> None:
 def test_keda_may_scale_them_by_a_query_of_the_runs_prometheus() -> None:
     sets = "scaling.backend=keda,scaling.keda.serverAddress=http://p:9090,scaling.keda.query=tba_wait"
     made = render_file(SEARCHERS, "--set", sets)
-    assert made.of("ScaledObject")[0]["spec"]["triggers"][0]["metadata"]["query"] == "tba_wait"
+    (trigger,) = made.of("ScaledObject")[0]["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == "tba_wait"
+    assert "idleReplicaCount" not in made.of("ScaledObject")[0]["spec"], "the run's end is not known here"
     assert "replicas" not in made.one("Deployment", "t-searcher")["spec"]
 
 

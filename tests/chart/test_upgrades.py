@@ -145,6 +145,21 @@ def test_a_cluster_that_learns_of_failure_policies_gets_another_job() -> None:
     assert old["metadata"]["name"] != new["metadata"]["name"]
 
 
+def test_a_tool_that_prunes_nothing_replaces_the_job_of_one_name() -> None:
+    fixed = ("--set", "trainer.fixedJobName=true")
+    old, new = (
+        render_file(QUICKSTART, *fixed, "--set", f"trainer.resources.requests.cpu={cpu}").one("Job", "t-trainer")
+        for cpu in (1, 2)
+    )
+    assert old["metadata"]["name"] == new["metadata"]["name"] == "t-trainer"
+    assert old["spec"] != new["spec"]
+    assert new["metadata"]["annotations"] == {"argocd.argoproj.io/sync-options": "Force=true,Replace=true"}
+    assert "annotations" not in render_file(QUICKSTART).one("Job", "t-trainer")["metadata"]
+    made = render_file(QUICKSTART, *fixed)
+    (rights,) = (role["rules"] for role in made.of("Role") if role["metadata"]["name"] == "t-stop")
+    assert rights[0]["resourceNames"] == ["t-trainer"]
+
+
 def test_the_budget_of_the_trainer_is_one_that_kubernetes_understands_for_jobs() -> None:
     made = render_file(NODES, "--set", "trainer.pdb.enabled=true")
     budget = made.one("PodDisruptionBudget", "t-trainer")["spec"]

@@ -148,6 +148,9 @@
 {{- if and (gt (int $trainer.gpu.count) 0) (lt $processes (int $trainer.gpu.count)) }}
 {{- fail (printf "trainer.processesPerNode %d is less than trainer.gpu.count %d: GPUs would lie idle; lower the count, or leave processesPerNode 0" $processes (int $trainer.gpu.count)) }}
 {{- end }}
+{{- if and $trainer.fixedJobName .Release.IsUpgrade }}
+{{- fail "trainer.fixedJobName is true, and Kubernetes does not let Helm change a Job; it is for Argo CD, which replaces the Job: set it to false" }}
+{{- end }}
 {{- if lt (int $trainer.terminationGracePeriodSeconds) 20 }}
 {{- fail (printf "trainer.terminationGracePeriodSeconds is %d, too short for a checkpoint; give at least 20" (int $trainer.terminationGracePeriodSeconds)) }}
 {{- end }}

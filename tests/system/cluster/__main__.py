@@ -5,7 +5,7 @@
     -> installations that cannot work
 and in the middle of two runs side by side (midrun.py), with values of our own (own.py):
     searchers alone elsewhere -> another recipe -> what is refused -> rollback -> evictions, a drain -> reinstall on
-    kept claims -> kubectl apply --prune -> uninstall
+    kept claims -> kubectl apply --prune -> kubectl replace --force -> uninstall
 and with GPUs that are a mere number (scarce.py):
     one too few -> an upgrade of the trainer -> uninstall, which loses no step
 

@@ -91,7 +91,7 @@ def script() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.PAUSE_S = 0.01
+    vars(module)["PAUSE_S"] = 0.01
     return module
 
 

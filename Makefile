@@ -7,7 +7,7 @@ SERVICES := services/buffer services/reward services/searcher services/trainer
 EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -97,16 +97,27 @@ LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git describ
 BUILD = docker buildx build $(LABELS) $(IMAGE_ARGS)
 
 ##@ Images and deployments
-images: wheels/.torch  ## the five images, for a CPU: REGISTRY=host/path/, IMAGE_ARGS='--build-arg BASE_IMAGE=...'
-	for s in buffer reward trainer searcher; do \
+images: wheels/.torch images-common  ## the five images, for a CPU: REGISTRY=host/path/, IMAGE_ARGS='--build-arg BASE_IMAGE=...'
+	for s in trainer searcher; do \
+		$(BUILD) -f services/$$s/Dockerfile -t $(REGISTRY)tba-$$s:$(VERSION) . || exit 1; done
+
+# those without torch, which a run on GPUs has too
+images-common:
+	for s in buffer reward; do \
 		$(BUILD) -f services/$$s/Dockerfile -t $(REGISTRY)tba-$$s:$(VERSION) . || exit 1; done
 	$(BUILD) -f deploy/objectstore/Dockerfile -t $(REGISTRY)tba-objectstore:$(VERSION) .
 
-images-gpu:  ## trainer and searcher for GPUs, the searcher on vLLM's own image (tag VERSION-gpu)
+images-gpu: images-common  ## the five images for GPUs, the searcher on vLLM's own image (trainer and searcher: tag VERSION-gpu)
 	@if ls wheels/*+cpu* >/dev/null 2>&1; then \
 		echo "error: ./wheels has a CPU build of torch, which the trainer would get; remove it first"; exit 1; fi
 	$(BUILD) -f services/trainer/Dockerfile --build-arg APT_PACKAGES='gcc libc6-dev' -t $(REGISTRY)tba-trainer:$(VERSION)-gpu .
 	$(BUILD) -f services/searcher/Dockerfile --target vllm -t $(REGISTRY)tba-searcher:$(VERSION)-gpu .
+
+images-push:  ## push those that `make images` and `make images-gpu` have built here: REGISTRY=host/path/
+	@test -n "$(REGISTRY)" || { echo "error: REGISTRY is empty: name the one that the cluster pulls from, REGISTRY=host/path/, here and when building"; exit 1; }
+	@built=; for image in $(foreach s,buffer reward trainer searcher objectstore,tba-$s:$(VERSION) tba-$s:$(VERSION)-gpu); do \
+		if docker image inspect "$(REGISTRY)$$image" >/dev/null 2>&1; then built=yes; docker push "$(REGISTRY)$$image" || exit 1; fi; done; \
+	test -n "$$built" || { echo "error: no image of $(VERSION) with the prefix $(REGISTRY) is here: make images REGISTRY=$(REGISTRY)"; exit 1; }
 
 test-compose: $(VENV)/.test  ## docker compose on a real engine: train, kill -9 every service, recover (needs `make images`)
 	$(BIN)/python -m tests.system.compose --json test-compose.json

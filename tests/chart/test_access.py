@@ -24,11 +24,11 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_only_the_buffer_is_given_a_token_of_the_api_and_only_to_scale(path: Path) -> None:
+def test_only_who_scales_and_who_stops_is_given_a_token_of_the_api(path: Path) -> None:
     made = render_file(path)
-    scales = any(x["kind"] == "Role" for x in made.objects)
+    scales = any(x["metadata"]["name"] == "t-scale" for x in made.of("Role"))
     for pod in made.pods():
-        wanted = scales and pod.component == "buffer"
+        wanted = pod.component == "stop" or (scales and pod.component == "buffer")
         assert pod.spec["automountServiceAccountToken"] is wanted, pod.name
     for account in made.of("ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
@@ -69,14 +69,14 @@ def test_every_pod_sees_its_own_secrets_alone(needs_models: bool, tmp_path: Path
         other = "password of Redis" if others else "none"
         seen[component] = Seen(sends, checks, store_seen(pairs), other)
     assert seen == {component: SEEN[component] for component in seen}
-    assert len(seen) == len(list(made.pods())) == 9
+    assert len(seen) == len(list(made.pods())) == 10
 
 
 def test_keys_of_the_store_are_those_that_the_values_name() -> None:
     named = {pod.component: secrets_named(pod).keys() for pod in render_file(EXTERNAL).pods()}
     assert {component for component, names in named.items() if "s3" in names} == {"buffer", "trainer", "setup"}
     assert {component for component, names in named.items() if "s3-read" in names} == {"searcher", "check"}
-    tokens = {pod.component: secrets_named(pod)["tokens"] for pod in render_file(EXTERNAL).pods()}
+    tokens = {pod.component: secrets_named(pod).get("tokens", set()) for pod in render_file(EXTERNAL).pods()}
     assert tokens == {
         "buffer": {"of-the-buffer"},
         "reward": {"reward.json"},
@@ -85,12 +85,13 @@ def test_keys_of_the_store_are_those_that_the_values_name() -> None:
         "setup": {"operator.json"},
         "check": {"viewer.json"},
         "test": {"of-searchers", "viewer.json"},
+        "stop": set(),
     }
 
 
 def test_the_role_is_the_scale_of_one_deployment() -> None:
     made = render_file(QUICKSTART)
-    (role,) = made.of("Role")
+    (role,) = (x for x in made.of("Role") if x["metadata"]["name"] == "t-scale")
     assert role["rules"] == [
         {
             "apiGroups": ["apps"],
@@ -99,7 +100,7 @@ def test_the_role_is_the_scale_of_one_deployment() -> None:
             "verbs": ["get", "patch"],
         }
     ]
-    (binding,) = made.of("RoleBinding")
+    (binding,) = (x for x in made.of("RoleBinding") if x["metadata"]["name"] == "t-scale")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     (subject,) = binding["subjects"]
     assert subject["name"] == made.pod("buffer").spec["serviceAccountName"]
@@ -109,7 +110,8 @@ def test_the_role_is_the_scale_of_one_deployment() -> None:
 def test_nothing_is_allowed_where_nothing_scales() -> None:
     for path in (EXTERNAL, BARE):
         made = render_file(path)
-        assert made.of("Role") == made.of("RoleBinding") == []
+        for kind in ("Role", "RoleBinding"):
+            assert {x["metadata"]["name"] for x in made.of(kind)} <= {"t-stop"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)

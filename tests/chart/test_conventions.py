@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.chart.test_access import peers, policies
-from tests.support.chart import CHART, NAMESPACE, OLDEST, Rendering, helm, needs_helm, render
+from tests.support.chart import CHART, NAMESPACE, OLDEST, REGISTRY, Rendering, helm, needs_helm, render
 from tests.support.installed_objects import cluster_with
 from tests.support.kube_schemas import FOREIGN, VERSIONS, problems
 
@@ -26,7 +26,7 @@ WORKLOADS = {
     "redis": "StatefulSet",
     "objectstore": "StatefulSet",
 }
-ENDS = {"trainer", "setup", "check", "test"}
+ENDS = {"trainer", "setup", "check", "test", "stop"}
 
 
 def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rendering:
@@ -129,7 +129,7 @@ def notes(tmp_path: Path, *words: str) -> str:
     with cluster_with([], tmp_path) as kubeconfig:
         sets = ("--set", "networkPolicy.kubernetesApi.to[0].ipBlock.cidr=192.0.2.10/32", *words)
         flags = ("--dry-run=client", "--kubeconfig", str(kubeconfig))
-        done = helm("install", "t", str(CHART), "-n", NAMESPACE, "-f", str(QUICKSTART), *sets, *flags)
+        done = helm("install", "t", str(CHART), "-n", NAMESPACE, "-f", str(QUICKSTART), *REGISTRY, *sets, *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout.partition("NOTES:")[2]
 

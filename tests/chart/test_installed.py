@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.chart import CHART, KUBERNETES_API, NAMESPACE, Rendering, helm, needs_helm, render_file
+from tests.support.chart import CHART, KUBERNETES_API, NAMESPACE, REGISTRY, Rendering, helm, needs_helm, render_file
 from tests.support.installed_objects import ENDPOINTS, SERVICE, cluster_with
 
 pytestmark = needs_helm
@@ -28,7 +28,7 @@ def asked(folder: Path, objects: list[dict[str, Any]], *args: str, upgrade: bool
     """(what Helm says, what it renders) of the quickstart where these objects are."""
     how = ["--is-upgrade"] if upgrade else []
     with cluster_with(objects, folder) as kubeconfig:
-        done = helm("template", "t", str(CHART), "-n", NAMESPACE, "-f", str(QUICKSTART), "--dry-run=server",
+        done = helm("template", "t", str(CHART), "-n", NAMESPACE, "-f", str(QUICKSTART), "--dry-run=server", *REGISTRY,
                     "--disable-openapi-validation", "--kubeconfig", str(kubeconfig), *how, *args)  # fmt: skip
     assert (done.returncode == 0) == (not done.stderr), done.stderr
     return " ".join(done.stderr.split()), Rendering([x for x in yaml.safe_load_all(done.stdout) if x])

@@ -15,6 +15,7 @@ from tests.support.chart import (
     NAMESPACE,
     NEWEST,
     OLDEST,
+    REGISTRY,
     SCENARIOS,
     SEARCHERS,
     Rendering,
@@ -49,7 +50,7 @@ def test_there_are_values_for_each_promised_deployment() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_it_lints(path: Path) -> None:
-    done = helm("lint", "--strict", str(CHART), *arguments(path), *KUBERNETES_API, "--kube-version", NEWEST)
+    done = helm("lint", "--strict", str(CHART), *arguments(path), *KUBERNETES_API, *REGISTRY, "--kube-version", NEWEST)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -98,6 +99,9 @@ def test_names_are_unique_and_labels_say_whose_an_object_is(path: Path) -> None:
         assert labels["app.kubernetes.io/name"] == "tba"
         assert labels["app.kubernetes.io/instance"] == "t"
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
+        if found["kind"] == "PriorityClass":  # of the whole cluster
+            assert NAMESPACE in found["metadata"]["name"].split(".")
+            continue
         assert found["metadata"]["namespace"] == NAMESPACE, "what applies it without Helm would take the default one"
 
 
@@ -114,7 +118,7 @@ def test_selectors_find_the_pods_that_they_are_meant_for(path: Path) -> None:
         assert chosen == {found["metadata"]["labels"]["app.kubernetes.io/component"]}, found["metadata"]["name"]
 
 
-TWO_APIS = [f"--set=tba.{KUBERNETES_API[1]}", f"--set=second.{KUBERNETES_API[1]}"]
+TWO_APIS = [f"--set={run}.{value}" for run in ("tba", "second") for value in (KUBERNETES_API[1], REGISTRY[1])]
 
 
 def test_a_chart_of_several_turns_runs_on_and_off_and_tells_them_apart(tmp_path: Path) -> None:
@@ -180,7 +184,9 @@ def test_what_the_chart_brings_along_is_what_lies_in_the_repository() -> None:
 
     assert chart["appVersion"] == __version__
     assert (
-        helm("template", "t", str(CHART), "-f", str(CHART / "values-cpu-quickstart.yaml"), *KUBERNETES_API).returncode
+        helm(
+            "template", "t", str(CHART), "-f", str(CHART / "values-cpu-quickstart.yaml"), *KUBERNETES_API, *REGISTRY
+        ).returncode
         == 0
     )
 

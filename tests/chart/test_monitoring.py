@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from charts.tools.dashboard import FILE, build, text
 from charts.tools.panels import ROWS
+from tba.fields import RunState
 from tests.support.chart import CHART, needs_helm, render_file, value_files
 from tests.support.promql import (
     OF_PROMETHEUS,
@@ -84,7 +86,7 @@ def test_keda_scales_by_a_wait_that_exists() -> None:
     scaled = made.one("ScaledObject", "t-searcher")["spec"]
     assert scaled["scaleTargetRef"]["name"] == made.pod("searcher").name
     assert "replicas" not in made.one("Deployment", "t-searcher")["spec"]
-    (trigger,) = scaled["triggers"]
+    trigger = scaled["triggers"][0]
     query = trigger["metadata"]["query"]
     known = documented_metrics()
     assert metrics_in(query) == {"tba_trainer_wait_seconds_total"}
@@ -93,6 +95,29 @@ def test_keda_scales_by_a_wait_that_exists() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     for wait in query.partition('name=~"')[2].partition('"')[0].split("|"):
         assert f"| `{wait}` | trainer |" in page
+
+
+def test_keda_frees_the_gpus_once_the_run_is_over_and_not_before() -> None:
+    scaled = render_file(EXTERNAL).one("ScaledObject", "t-searcher")["spec"]
+    assert scaled["idleReplicaCount"] == 0 < scaled["minReplicaCount"], "KEDA takes no other"
+    assert scaled["cooldownPeriod"] == 60
+    of_the_run = scaled["triggers"][1]
+    known, query = documented_metrics(), of_the_run["metadata"]["query"]
+    assert metrics_in(query) == {"tba_run_state"}
+    assert labels_in(query) <= OF_PROMETHEUS | known["tba_run_state"]
+    over = query.partition('state!~"')[2].partition('"')[0].split("|")
+    assert set(get_args(RunState)) - set(over) == {"running", "paused", "stopping"}
+    # desired = value / threshold = 1, never more than minReplicas; without an answer KEDA leaves the number alone
+    assert (of_the_run["metricType"], of_the_run["metadata"]["threshold"]) == ("AverageValue", "1")
+    assert of_the_run["metadata"]["activationThreshold"] == "0"
+    assert of_the_run["metadata"]["ignoreNullValues"] == "false"
+    assert all(isinstance(value, str) for trigger in scaled["triggers"] for value in trigger["metadata"].values())
+
+
+def test_keda_leaves_the_searchers_of_a_run_that_is_over_where_told_to() -> None:
+    scaled = render_file(EXTERNAL, "--set", "scaling.scaleDownOnRunEnd=false").one("ScaledObject", "t-searcher")["spec"]
+    assert len(scaled["triggers"]) == 1
+    assert "idleReplicaCount" not in scaled
 
 
 @pytest.mark.parametrize("path", [QUICKSTART, BARE], ids=lambda path: path.stem)

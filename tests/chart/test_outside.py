@@ -49,12 +49,13 @@ def test_cilium_has_no_policies_unless_it_is_asked_for() -> None:
     assert reached(quickstart()) == {}
 
 
-def test_with_cilium_only_the_buffer_reaches_the_kubernetes_api_and_no_address_is_needed() -> None:
+def test_with_cilium_buffer_and_stop_alone_reach_the_kubernetes_api_and_no_address_is_needed() -> None:
     made = render("-f", str(QUICKSTART), *CILIUM)
     found = reached(made)
     api = {(("kube-apiserver",), port) for port in ("443", "6443")}
     assert found == {pod.component: set() for pod in made.pods() if pod.component not in ("redis", "objectstore")} | {
-        "buffer": api
+        "buffer": api,
+        "stop": api,
     }
     others = policies(made)
     # inside of the release nothing changes, and DNS is said once: without what Cilium reads there would be no names

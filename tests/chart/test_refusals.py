@@ -18,7 +18,7 @@ STORE = "store.credentialsSecret=w,store.readOnlyCredentialsSecret=r"
 BUNDLED = f"{GOOD},{STORE},objectstore.enabled=true"
 OWN_ACCOUNTS = ",".join(
     f"{part}.serviceAccount.name=mine"
-    for part in ("buffer", "reward", "searcher", "trainer", "setup", "check", "redis", "test")
+    for part in ("buffer", "reward", "searcher", "trainer", "setup", "check", "stop", "redis", "test")
 )
 CASES: dict[str, str] = {
     REDIS: "recipe is required",
@@ -31,6 +31,7 @@ CASES: dict[str, str] = {
     f"{GOOD},objectstore.enabled=true,store.credentialsSecret=w": "deploy/make-secrets --kubernetes NAMESPACE |",
     f"{GOOD},store.credentialsSecret=w": "store.credentialsSecret w is for services that write",
     f"{GOOD},fullnameOverride=1.run": 'objects would be called "1.run"',
+    f"{GOOD},image.registry=": "image.registry is empty, and nobody publishes tba-",
     f"{GOOD},image.tag=latest": "the tag of image tba-",
     f"{GOOD},searcher.image.tag=latest": "the tag of image tba-searcher is latest",
     f"{GOOD},redis.image.tag=latest": "the tag of image redis is latest",
@@ -100,6 +101,7 @@ CASES |= {
 OF_OLD_CLUSTERS = {
     f"{GOOD},trainer.nodes=2": "trainer.nodes is 2, which needs indexed Jobs of Kubernetes 1.22 or newer"
 }
+OF_UPGRADES = {f"{GOOD},trainer.fixedJobName=true": "Kubernetes does not let Helm change a Job; it is for Argo CD"}
 OF_NAMES = {"2nd.run": 'objects would be called "2nd.run", and a Service has small letters'}
 """Name of the release -> sentence."""
 RENAMED = {"scaling.releaseWhenOver"}
@@ -113,12 +115,13 @@ def said() -> dict[str, str]:
     """Helm's message for each case."""
     found = {values: refusal("--set", values) for values in CASES}
     found |= {values: refusal("--set", values, kube=OLDEST) for values in OF_OLD_CLUSTERS}
+    found |= {values: refusal("--set", values, "--is-upgrade") for values in OF_UPGRADES}
     return found | {name: refusal("--set", GOOD, release=name) for name in OF_NAMES}
 
 
-@pytest.mark.parametrize("values", [*CASES, *OF_OLD_CLUSTERS, *OF_NAMES])
+@pytest.mark.parametrize("values", [*CASES, *OF_OLD_CLUSTERS, *OF_UPGRADES, *OF_NAMES])
 def test_impossible_values_are_refused_with_a_sentence(values: str, said: dict[str, str]) -> None:
-    assert (CASES | OF_OLD_CLUSTERS | OF_NAMES)[values] in said[values]
+    assert (CASES | OF_OLD_CLUSTERS | OF_UPGRADES | OF_NAMES)[values] in said[values]
     assert "specifications of the schema" not in said[values], "the schema came first: the sentence is never seen"
 
 

@@ -12,6 +12,7 @@ from tests.support.chart import (
     NAMESPACE,
     NEWEST,
     OLDEST,
+    REGISTRY,
     SEARCHERS,
     arguments,
     helm,
@@ -30,9 +31,9 @@ def test_nothing_is_installed_but_searchers() -> None:
     for kube in (OLDEST, NEWEST):
         made = render_file(SEARCHERS, kube=kube)
         assert Counter(x["kind"] for x in made.objects) == {
-            "ConfigMap": 1, "Deployment": 1, "NetworkPolicy": 1, "ServiceAccount": 1,
+            "ConfigMap": 1, "Deployment": 1, "NetworkPolicy": 1, "PriorityClass": 1, "ServiceAccount": 1,
         }  # fmt: skip
-        assert {x["metadata"]["name"] for x in made.objects} == {"t-recipe", "t-searcher"}
+        assert {x["metadata"]["name"] for x in made.objects} == {"t-recipe", "t-searcher", "searcher.lab.t"}
     assert [problem for x in made.objects if (problem := problems(x, "1.33"))] == []
     assert helm("lint", "--strict", str(CHART), *arguments(SEARCHERS)).returncode == 0
 
@@ -91,7 +92,9 @@ def test_the_authorities_of_the_run_are_trusted() -> None:
 def test_keda_may_scale_them_by_a_query_of_the_runs_prometheus() -> None:
     sets = "scaling.backend=keda,scaling.keda.serverAddress=http://p:9090,scaling.keda.query=tba_wait"
     made = render_file(SEARCHERS, "--set", sets)
-    assert made.of("ScaledObject")[0]["spec"]["triggers"][0]["metadata"]["query"] == "tba_wait"
+    (trigger,) = made.of("ScaledObject")[0]["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == "tba_wait"
+    assert "idleReplicaCount" not in made.of("ScaledObject")[0]["spec"], "the run's end is not known here"
     assert "replicas" not in made.one("Deployment", "t-searcher")["spec"]
 
 
@@ -109,7 +112,7 @@ def test_the_run_lets_them_in_where_its_values_say() -> None:
 
 def test_the_notes_speak_of_searchers_and_of_nothing_that_is_not_there(tmp_path: Path) -> None:
     with cluster_with([], tmp_path) as kubeconfig:
-        words = (*arguments(SEARCHERS), "--dry-run=client", "--kubeconfig", str(kubeconfig))
+        words = (*arguments(SEARCHERS), *REGISTRY, "--dry-run=client", "--kubeconfig", str(kubeconfig))
         done = helm("install", "t", str(CHART), "-n", NAMESPACE, *words)
     assert done.returncode == 0, done.stderr
     notes = done.stdout.partition("NOTES:")[2]

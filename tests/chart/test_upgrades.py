@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.chart import CHART, KUBERNETES_API, NAMESPACE, Rendering, helm, needs_helm, render_file, value_files
+from tests.support.chart import (
+    CHART,
+    KUBERNETES_API,
+    NAMESPACE,
+    REGISTRY,
+    Rendering,
+    helm,
+    needs_helm,
+    render_file,
+    value_files,
+)
 
 pytestmark = needs_helm
 QUICKSTART = next(path for path in value_files() if path.name == "values-cpu-quickstart.yaml")
@@ -40,6 +50,7 @@ def test_a_newer_chart_that_changes_nothing_restarts_nothing(tmp_path: Path) -> 
         "-f",
         str(QUICKSTART),
         *KUBERNETES_API,
+        *REGISTRY,
     )
     assert done.returncode == 0, done.stderr
     newer = Rendering([x for x in yaml.safe_load_all(done.stdout) if x])
@@ -98,7 +109,7 @@ def test_what_cannot_be_changed_later_stays_the_same() -> None:
 @pytest.mark.parametrize("path", [QUICKSTART, NODES], ids=lambda path: path.stem)
 def test_the_longest_name_of_a_release_fits(path: Path) -> None:
     release = "r" * 53
-    args = ("-f", str(path), *KUBERNETES_API, "--kube-version", "1.37.0")
+    args = ("-f", str(path), *KUBERNETES_API, *REGISTRY, "--kube-version", "1.37.0")
     done = helm("template", release, str(CHART), "--namespace", NAMESPACE, *args)
     assert done.returncode == 0, done.stderr
     for found in yaml.safe_load_all(done.stdout):
@@ -106,13 +117,14 @@ def test_the_longest_name_of_a_release_fits(path: Path) -> None:
             continue
         name = found["metadata"]["name"]
         assert len(name) <= (52 if found["kind"] == "StatefulSet" else 63), name
-        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name)
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name.replace(".", "-")), name
+        assert "." not in name or found["kind"] == "PriorityClass"
         assert all(len(str(value)) <= 63 for value in found["metadata"]["labels"].values())
 
 
 def test_two_renderings_are_the_same() -> None:
     """Nothing random, nothing of the time: tools that compare them would restart everything."""
-    args = ("template", "t", str(CHART), "-f", str(NODES), *KUBERNETES_API)
+    args = ("template", "t", str(CHART), "-f", str(NODES), *KUBERNETES_API, *REGISTRY)
     assert helm(*args).stdout == helm(*args).stdout
 
 
@@ -133,6 +145,21 @@ def test_a_cluster_that_learns_of_failure_policies_gets_another_job() -> None:
     assert old["metadata"]["name"] != new["metadata"]["name"]
 
 
+def test_a_tool_that_prunes_nothing_replaces_the_job_of_one_name() -> None:
+    fixed = ("--set", "trainer.fixedJobName=true")
+    old, new = (
+        render_file(QUICKSTART, *fixed, "--set", f"trainer.resources.requests.cpu={cpu}").one("Job", "t-trainer")
+        for cpu in (1, 2)
+    )
+    assert old["metadata"]["name"] == new["metadata"]["name"] == "t-trainer"
+    assert old["spec"] != new["spec"]
+    assert new["metadata"]["annotations"] == {"argocd.argoproj.io/sync-options": "Force=true,Replace=true"}
+    assert "annotations" not in render_file(QUICKSTART).one("Job", "t-trainer")["metadata"]
+    made = render_file(QUICKSTART, *fixed)
+    (rights,) = (role["rules"] for role in made.of("Role") if role["metadata"]["name"] == "t-stop")
+    assert rights[0]["resourceNames"] == ["t-trainer"]
+
+
 def test_the_budget_of_the_trainer_is_one_that_kubernetes_understands_for_jobs() -> None:
     made = render_file(NODES, "--set", "trainer.pdb.enabled=true")
     budget = made.one("PodDisruptionBudget", "t-trainer")["spec"]
@@ -145,6 +172,7 @@ def test_the_run_is_asked_before_an_upgrade_by_what_needs_nothing_of_the_release
     made = render_file(QUICKSTART)
     job = made.one("Job", "t-check")
     hooks = {x["kind"]: x for x in made.objects if "helm.sh/hook" in x["metadata"].get("annotations", {})}
+    hooks["Job"] = job
     assert hooks.keys() == {"Job", "ConfigMap", "ServiceAccount", "Pod"}
     for kind in ("Job", "ConfigMap", "ServiceAccount"):
         annotations = hooks[kind]["metadata"]["annotations"]

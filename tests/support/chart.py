@@ -28,6 +28,8 @@ API_VERSIONS = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1")
 RELEASE, NAMESPACE = "t", "lab"
 KUBERNETES_API = ("--set", "networkPolicy.kubernetesApi.to[0].ipBlock.cidr=192.0.2.10/32")
 """The address of the Kubernetes API; Helm asks the cluster for it, and here is none."""
+REGISTRY = ("--set", "image.registry=registry.example/tba")
+"""Where images come from, which no values file of the chart says."""
 SEARCHERS = CHART / "values-searchers.yaml"
 OF_A_RUN = "recipeName=quickstart,searchersOnly.bufferUrl=http://run-buffer.far:8700,searchersOnly.rewardUrl=https://rewards.far"
 _FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -100,7 +102,17 @@ def template(*args: str, kube: str = NEWEST, release: str = RELEASE) -> subproce
     """`helm template` as on a cluster of this version that knows the operators' kinds."""
     apis = [part for api in API_VERSIONS for part in ("--api-versions", api)]
     return helm(
-        "template", release, str(CHART), "--namespace", NAMESPACE, "--kube-version", kube, *apis, *KUBERNETES_API, *args
+        "template",
+        release,
+        str(CHART),
+        "--namespace",
+        NAMESPACE,
+        "--kube-version",
+        kube,
+        *apis,
+        *KUBERNETES_API,
+        *REGISTRY,
+        *args,
     )
 
 

@@ -17,8 +17,11 @@ KINDS = {
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
+    "scheduling.k8s.io/v1": ("PriorityClass",),
 }
 """Group version -> what the chart makes or looks up of it."""
+OF_CLUSTER = {"PriorityClass"}
+"""Kinds that have no namespace."""
 SERVICE = {
     "apiVersion": "v1",
     "kind": "Service",
@@ -83,7 +86,10 @@ def _answers(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for group, kinds in KINDS.items():
         root = f"/api/{group}" if group == "v1" else f"/apis/{group}"
         plurals = {kind: _plural(kind) for kind in kinds}
-        resources = [{"name": p, "namespaced": True, "kind": k, "verbs": ["get", "list"]} for k, p in plurals.items()]
+        resources = [
+            {"name": plural, "namespaced": kind not in OF_CLUSTER, "kind": kind, "verbs": ["get", "list"]}
+            for kind, plural in plurals.items()
+        ]
         found[root] = {"kind": "APIResourceList", "groupVersion": group, "resources": resources}
         if group != "v1":
             version = {"groupVersion": group, "version": group.partition("/")[2]}
@@ -99,4 +105,6 @@ def _answers(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _plural(kind: str) -> str:
-    return {"NetworkPolicy": "networkpolicies", "Endpoints": "endpoints"}.get(kind, f"{kind.lower()}s")
+    return {"NetworkPolicy": "networkpolicies", "Endpoints": "endpoints", "PriorityClass": "priorityclasses"}.get(
+        kind, f"{kind.lower()}s"
+    )

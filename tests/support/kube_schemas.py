@@ -24,6 +24,7 @@ OLD_KINDS = {
     ("policy/v1beta1", "PodDisruptionBudget"),
     ("rbac.authorization.k8s.io/v1", "Role"),
     ("rbac.authorization.k8s.io/v1", "RoleBinding"),
+    ("scheduling.k8s.io/v1", "PriorityClass"),
 }
 """The API versions that a cluster of 1.20 serves and the chart uses."""
 NEW_FIELDS = {

@@ -11,7 +11,7 @@
 searcher
 {{- else -}}
 buffer reward searcher trainer test
-{{- range $part := list "setup" "check" "redis" "objectstore" }}{{ if (index $.Values $part).enabled }} {{ $part }}{{ end }}{{ end }}
+{{- range $part := list "setup" "check" "stop" "redis" "objectstore" }}{{ if (index $.Values $part).enabled }} {{ $part }}{{ end }}{{ end }}
 {{- end -}}
 {{- end }}
 
@@ -30,7 +30,7 @@ buffer reward searcher trainer test
 {{- define "tba.workloadMetadata" -}}
 {{- $own := index .root.Values .component -}}
 labels: {{- merge (include "tba.labels" . | fromYaml) $own.labels | toYaml | nindent 2 }}
-{{- with $own.annotations }}
+{{- with merge (dict) $own.annotations (.annotations | default dict) }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
@@ -48,10 +48,14 @@ app.kubernetes.io/component: {{ .component }}
 {{ toYaml $labels }}
 {{- end }}
 
+{{/* The name of an image: dict root, image, foreign (not of tba). */}}
 {{- define "tba.image" -}}
 {{- $root := .root -}}
 {{- $own := .image -}}
 {{- $registry := $root.Values.global.imageRegistry | default $own.registry | default (.foreign | ternary "" $root.Values.image.registry) -}}
+{{- if not (or .foreign $registry (contains "/" $own.repository) $root.Values.image.present) }}
+{{- fail (printf "image.registry is empty, and nobody publishes %s: push the images to a registry of yours (`make images images-push REGISTRY=HOST/PATH/`) and set image.registry to HOST/PATH, or bring them onto every node (`kind load docker-image`) and set image.present to true" $own.repository) }}
+{{- end -}}
 {{- $tag := $own.tag | default (.foreign | ternary "" $root.Values.image.tag) | default $root.Chart.AppVersion -}}
 {{- if and (eq (toString $tag) "latest") (not $own.digest) }}
 {{- fail (printf "the tag of image %s is latest, which may be a different image every day and on every node; name a version" $own.repository) }}

@@ -55,7 +55,7 @@ topologySpreadConstraints:
   - {{ toYaml (merge (dict) . $selector) | nindent 4 | trim }}
   {{- end }}
 {{- end }}
-{{- with $pod.priorityClassName }}
+{{- with $pod.priorityClassName | default (include "tba.ownPriorityClass" .) }}
 priorityClassName: {{ . }}
 {{- end }}
 {{- with $pod.schedulerName }}
@@ -76,6 +76,14 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/* The PriorityClass that the chart makes for a component, if any; its name is of the whole cluster: dict root, component. */}}
+{{- define "tba.ownPriorityClass" -}}
+{{- $named := (include "tba.podValues" . | fromYaml).priorityClassName -}}
+{{- if and (eq .component "searcher") .root.Values.searcher.priorityClass.create (not $named) -}}
+searcher.{{ .root.Release.Namespace }}.{{ include "tba.fullname" .root }}
+{{- end }}
+{{- end }}
+
 {{/* Affinity by which the pods of a component share no node where there is another: dict root, component. */}}
 {{- define "tba.apart" -}}
 podAntiAffinity:
@@ -92,7 +100,7 @@ podAntiAffinity:
 {{- $pod := include "tba.podValues" . | fromYaml -}}
 {{- $fence := dict "readOnlyRootFilesystem" true "allowPrivilegeEscalation" false "capabilities" (dict "drop" (list "ALL")) -}}
 image: {{ include "tba.image" (dict "root" .root "image" .image "foreign" (.foreign | default false)) | quote }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+imagePullPolicy: {{ and .root.Values.image.present (not .foreign) | ternary "Never" .root.Values.image.pullPolicy }}
 securityContext: {{- toYaml (mergeOverwrite $fence $pod.securityContext) | nindent 2 }}
 # the last lines of the log become the reason in the status of the pod
 terminationMessagePolicy: FallbackToLogsOnError

@@ -150,6 +150,9 @@
 {{- if and (gt (int $trainer.gpu.count) 0) (lt $processes (int $trainer.gpu.count)) }}
 {{- fail (printf "trainer.processesPerNode %d is less than trainer.gpu.count %d: GPUs would lie idle; lower the count, or leave processesPerNode 0" $processes (int $trainer.gpu.count)) }}
 {{- end }}
+{{- if and $trainer.fixedJobName .Release.IsUpgrade }}
+{{- fail "trainer.fixedJobName is true, and Kubernetes does not let Helm change a Job; it is for Argo CD, which replaces the Job: set it to false" }}
+{{- end }}
 {{- if lt (int $trainer.terminationGracePeriodSeconds) 20 }}
 {{- fail (printf "trainer.terminationGracePeriodSeconds is %d, too short for a checkpoint; give at least 20" (int $trainer.terminationGracePeriodSeconds)) }}
 {{- end }}
@@ -233,12 +236,12 @@
 {{- if and (not .Values.setup.prepare) .Values.setup.hubToken.existingSecret }}
 {{- fail "setup.hubToken is for setup.prepare, which is false: nothing would use the token; set setup.prepare to true or remove it" }}
 {{- end }}
-{{- range $component := list "trainer" "setup" "check" "test" }}
+{{- range $component := list "trainer" "setup" "check" "test" "stop" }}
 {{- if (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraContainers }}
 {{- fail (printf "extraContainers of %s: it is done when all its containers are, and a sidecar never is; give it in %s.pod.extraInitContainers with restartPolicy Always (Kubernetes 1.29), and [] here" $component $component) }}
 {{- end }}
 {{- end }}
-{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" }}
+{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" "stop" }}
 {{- range (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraVolumes }}
 {{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script" "weight-cache") }}
 {{- fail (printf "extraVolumes of %s has a volume %s, as the chart has; give it another name" $component .name) }}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from tba.clients import BufferClient
 from tba.errors import ConfigError
 from tests.support.buffer import start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.certificates import make_certificate
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
 
@@ -30,16 +30,6 @@ NAME, NAMESPACE = "demo-searcher", "rl"
 PATH = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{NAME}/scale"
 USER = "system:serviceaccount:rl:demo-buffer"
 REASONS = {401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 409: "Conflict", 429: "TooManyRequests"}
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """(certificate, key) of a server on 127.0.0.1, its own authority."""
-    folder.mkdir(parents=True, exist_ok=True)
-    certificate, key = folder / "ca.crt", folder / "server.key"
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    words += ["-days", "2", "-subj", "/CN=kubernetes", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*words, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    return certificate, key
 
 
 @dataclass

@@ -5,7 +5,9 @@
     -> installations that cannot work
 and in the middle of two runs side by side (midrun.py), with values of our own (own.py):
     searchers alone elsewhere -> another recipe -> what is refused -> rollback -> evictions, a drain -> reinstall on
-    kept claims -> kubectl apply --prune -> uninstall
+    kept claims -> kubectl apply --prune -> kubectl replace --force -> uninstall
+and with GPUs that are a mere number (scarce.py):
+    one too few -> an upgrade of the trainer -> uninstall, which loses no step
 
 It takes helm and kubectl from PATH and the cluster of the current context; images come from a registry
 (TBA_CLUSTER_SETS="image.registry=..."), or are brought in by TBA_CLUSTER_LOAD (kube.py). Exit code 0 also where there
@@ -23,7 +25,7 @@ import time
 from pathlib import Path
 
 import tba
-from tests.system.cluster import faults, midrun, stages
+from tests.system.cluster import faults, midrun, scarce, stages
 from tests.system.cluster.kube import LOAD, PREFIX, ClusterError, load, run, why_not
 from tests.system.cluster.release import CHART, Release
 
@@ -37,7 +39,9 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write what was found here")
     parser.add_argument("--keep", action="store_true", help="leave a failed release in place, to look at it")
     parser.add_argument(
-        "--only", choices=["shipped", "own"], help="with the shipped values alone, or with our own alone"
+        "--only",
+        choices=["shipped", "own", "scarce"],
+        help="with the shipped values, with our own, or with too few GPUs",
     )
     args = parser.parse_args()
     if reason := why_not():
@@ -52,11 +56,13 @@ def main() -> int:
         if LOAD:
             with report.stage("load images"):
                 load(release.images())
-        if args.only != "own":
+        if args.only in (None, "shipped"):
             release.make_namespace()
             everything(release, report)
-        if args.only != "shipped":
+        if args.only in (None, "own"):
             midrun.everything(f"{release.namespace}-own", extra, report)
+        if args.only in (None, "scarce"):
+            scarce.everything(f"{release.namespace}-scarce", extra, report)
     except ClusterError as error:
         print(f"FAILED: {error}\n\n{release.why()}", file=sys.stderr, flush=True)
         return 1

@@ -44,7 +44,8 @@ def side_by_side(alpha: Release, beta: Release, report: Report) -> None:
         beta.share_secrets_of(alpha)
         own.make_outside(alpha)
         for release in (alpha, beta):
-            release.helm("install", "--timeout", "5m")
+            # as Flux with disableWaitForJobs: not until the end of the run
+            release.helm("install", "--timeout", "5m", "--wait")
         for release in (alpha, beta):
             release.until_step(11, deadline_s=600)
             found[release.name] = f"run {release.status()['run']['run']}"
@@ -143,12 +144,31 @@ def gitops(folder: Path, beta: Release, sets: list[str], report: Report) -> str:
         if uids_of(beta) != uids:
             raise ClusterError("pods were replaced, and nothing had changed")
     with restarted(beta, "... with another recipe", report):
-        applied = apply(own.beta(folder, beta.namespace, sets, file="applied", sync_interval="6"))
+        apply(own.beta(folder, beta.namespace, sets, file="applied", sync_interval="6"))
         jobs = get(beta.namespace, "jobs", "-l", f"app.kubernetes.io/instance={beta.name}")["items"]
         until("the former trainer is pruned", lambda: len(jobs_of(beta, "trainer")) == 1, deadline_s=120)
         if not jobs:
             raise ClusterError("no Job is left")
-    return applied
+    return one_name(folder, beta, sets, report)
+
+
+def one_name(folder: Path, beta: Release, sets: list[str], report: Report) -> str:
+    """A tool that prunes nothing and replaces the Job of the trainer, of one name. Returns what it applied last."""
+    fixed = [*sets, "trainer.fixedJobName=true"]
+    with restarted(beta, "a Job of one name", report):
+        apply(own.beta(folder, beta.namespace, fixed, file="fixed", sync_interval="6"))
+        until("the former trainer is pruned", lambda: len(jobs_of(beta, "trainer")) == 1, deadline_s=120)
+    with restarted(beta, "... replaced, nothing is pruned", report):
+        changed = own.beta(folder, beta.namespace, fixed, file="replaced", sync_interval="7")
+        text, place = changed.helm("template", "--dry-run=server", "--no-hooks"), ("-n", beta.namespace)
+        job, others = [], []
+        for document in text.split("\n---"):
+            (job if "sync-options: Force=true,Replace=true" in document else others).append(document)
+        run("kubectl", *place, "apply", "-f", "-", stdin="\n---".join(others))
+        run("kubectl", *place, "replace", "--force", "-f", "-", stdin=job[0])
+        if (names := jobs_of(beta, "trainer")) != ["lab-beta-of-the-company-trainer"]:
+            raise ClusterError(f"the trainer has the Jobs {names}")
+    return text
 
 
 def apply(release: Release) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.system.cluster.kube import ClusterError, get, run, until
+from tests.system.cluster.kube import LOAD, ClusterError, get, run, until
 
 CHART = Path("charts/tba")
 SECRETS = ("tba-tokens", "tba-redis", "tba-store", "tba-store-read")
@@ -28,7 +28,7 @@ class Release:
 
     def __init__(self, name: str, namespace: str, values: Sequence[Path], sets: Sequence[str]) -> None:
         self.name, self.namespace = name, namespace
-        self._values, self._sets = values, list(sets)
+        self._values, self._sets = values, [*(["image.present=true"] if LOAD else []), *sets]
         self._selector = f"app.kubernetes.io/instance={name}"
         self._operator = ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tba
 from tba import __version__
@@ -45,9 +47,58 @@ def test_a_dockerfile_is_hardened_labelled_and_builds_with_an_old_buildkit(path:
         assert "constraints" in line or "build-requirements" in line or "--no-deps" in line, line
 
 
+def built(folder: Path, *targets: str, **variables: str) -> tuple[list[str], str]:
+    """(each image that `make TARGETS` tags or pushes, what was said); docker only writes down how it is called."""
+    docker, log = folder / "docker", folder / "log"
+    log.write_text("")
+    docker.write_text(f'#!/bin/sh\necho "$@" >>{log}\n[ "$1" = buildx ] || grep -qF -- "-t ${{3:-$2}} " {log}\n')
+    docker.chmod(0o755)
+    words = ["make", "-s", "-o", "wheels/.torch", *targets, *(f"{name}={value}" for name, value in variables.items())]
+    # a copy, so that ./wheels of this checkout, which may hold a CPU build, is not looked at
+    for name in ("Makefile", "tba/__init__.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text((ROOT / name).read_text())
+    done = subprocess.run(words, cwd=folder, env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    lines = log.read_text().splitlines()
+    return [m[1] for line in lines if (m := re.search(r"(?:^push | -t )(\S+)", line))], done.stdout + done.stderr
+
+
+def named(*files: str) -> set[str]:
+    """Images of tba that Compose files name, of those in which a later file puts another one in the place of it."""
+    found = {}
+    for file in files:
+        found |= {
+            name: service["image"]
+            for name, service in yaml.safe_load(
+                (ROOT / file).read_text().replace("!override", "").replace("!reset", "")
+            )["services"].items()
+            if "tba-" in service.get("image", "")
+        }
+    return {re.sub(r"\$\{TBA_REGISTRY:-\}|\$\{TBA_TAG:-|(?<=\d)\}", "", image) for image in found.values()}
+
+
+def test_what_is_built_is_what_compose_names(tmp_path: Path):
+    assert set(built(tmp_path, "images-gpu")[0]) == named("docker-compose.yml")
+    assert set(built(tmp_path, "images")[0]) >= named("docker-compose.yml", "compose.cpu.yml")
+
+
+def test_what_was_built_is_pushed_and_nothing_else(tmp_path: Path):
+    made, _ = built(tmp_path, "images", REGISTRY="r.example/tba/")
+    assert len(made) == 5
+    both, _ = built(tmp_path, "images", "images-push", REGISTRY="r.example/tba/")
+    assert sorted(both) == sorted([*made, *made])
+    for variables, sentence in (
+        ({}, "REGISTRY is empty"),
+        ({"REGISTRY": "r.example/"}, f"no image of {__version__} with the prefix"),
+    ):
+        pushed, said = built(tmp_path, "images-push", **variables)
+        assert (pushed, sentence in said) == ([], True), said
+
+
 def test_the_gpu_image_of_the_trainer_has_a_c_compiler_and_finds_the_driver():
     """Triton builds its launchers with gcc; GKE mounts the driver where the linker does not look."""
-    recipe = re.search(r"(?m)^images-gpu:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text())
+    recipe = re.search(r"(?m)^images-gpu: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text())
     assert recipe is not None
     assert "-f services/trainer/Dockerfile --build-arg APT_PACKAGES='gcc libc6-dev' " in recipe[1]
     trainer, reward = (

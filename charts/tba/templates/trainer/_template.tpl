@@ -89,5 +89,5 @@ podFailurePolicy:
 {{/* Made of all that nobody may change in a Job: a cluster that is upgraded to 1.26 gets another Job with the next release. */}}
 {{- define "tba.trainer.jobName" -}}
 {{- $fixed := printf "%s %v %s" (include "tba.trainer.template" .) .Values.trainer.nodes (include "tba.trainer.failurePolicy" .) -}}
-{{ include "tba.fullname" . }}-trainer-{{ $fixed | sha256sum | trunc 8 }}
+{{ include "tba.fullname" . }}-trainer{{ if not .Values.trainer.fixedJobName }}-{{ $fixed | sha256sum | trunc 8 }}{{ end }}
 {{- end }}

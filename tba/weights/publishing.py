@@ -133,6 +133,7 @@ class VersionWriter:
                 raise MalformedError(
                     f"weight version {version}: {where} has the value {first['input']!r}: {first['msg']}"
                 ) from None
+            data = encode_manifest(manifest)  # before an upload: it may be too large
             # to compare the manifests is cheap, and uploading the same tensors a second time is not
             if exists and (found := self._existing(manifest, tensors_paths)) is not None:
                 return found
@@ -144,7 +145,7 @@ class VersionWriter:
                 self._put_full(manifest, each, path)
             try:
                 # two trainers may publish the same version at once: create-only decides which of them made it
-                self._store.put(f"{prefix}manifest.json", encode_manifest(manifest), create_only=True)
+                self._store.put(f"{prefix}manifest.json", data, create_only=True)
             except ObjectExistsError:
                 if (found := self._existing(manifest, tensors_paths)) is not None:
                     return found

@@ -1,7 +1,7 @@
 """Checkpoints of a team: every process writes and reads its own rows, the leader makes them one checkpoint.
 
     leader                                     followers
-    begin    --"write_part"-->                 copy their rows to the local disk, upload in a thread
+    begin    --"write_part"-->                 copy their rows off the device, upload in a thread
     wait     --"reply", now and then-->        say whether their part is stored, and what it is
              manifest, once all are stored
     load     --"fetch_part"--> "reply"         fetch and verify their rows; `restore` takes them
@@ -28,10 +28,10 @@ from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
 from tba.wire.checkpoint_manifest import CheckpointObject, object_key
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from tba_trainer.checkpoints.parts import Part, Rows
+from tba_trainer.checkpoints.parts import ON_DISK, Part, Place, Staging
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.learner import Learner, TrainerState
-from tba_trainer.model.slices import Layout
+from tba_trainer.model.slices import Layout, Rows
 
 Reply = dict[str, Any]
 """Of one process: `error` and `kind` where it failed, else what it has done; empty while it is busy."""
@@ -43,12 +43,17 @@ _KINDS: Mapping[str, type[StoreError | MalformedError]] = {
 log = get_logger("checkpoint")
 
 
+def staging_of(recipe: Recipe, team: Team) -> Staging:
+    """Return where the checkpoints of a recipe are copied to first."""
+    return Staging(place=recipe.trainer.checkpoint_staging, num_sharers=team.num_local_ranks)
+
+
 class TeamCheckpoints(CheckpointStore):
     """The checkpoints of one run, of all processes of a team (leader only).
 
     Args:
         team: tells the followers.
-        store, run, folder, max_bytes, layout, in_memory: as of `CheckpointStore`.
+        store, run, folder, max_bytes, layout, staging: as of `CheckpointStore`.
     """
 
     def __init__(
@@ -60,9 +65,9 @@ class TeamCheckpoints(CheckpointStore):
         max_bytes: int,
         team: Team,
         layout: Layout,
-        in_memory: bool = False,
+        staging: Staging = ON_DISK,
     ) -> None:
-        super().__init__(store, run, folder=folder, max_bytes=max_bytes, layout=layout, in_memory=in_memory)
+        super().__init__(store, run, folder=folder, max_bytes=max_bytes, layout=layout, staging=staging)
         self.team = team
 
     def of_run(self, run: str) -> TeamCheckpoints:
@@ -74,7 +79,7 @@ class TeamCheckpoints(CheckpointStore):
             max_bytes=self._max_bytes,
             team=self.team,
             layout=self._layout,
-            in_memory=self._in_memory,
+            staging=self.staging,
         )
 
     def begin(self, state: TrainerState, rows: Rows, *, known: Mapping[str, int], in_background: bool) -> Upload:
@@ -232,6 +237,11 @@ class Upload:
             if time.monotonic() >= deadline:
                 return False
 
+    @property
+    def place(self) -> Place | None:
+        """Where the part of this process was copied to."""
+        return self._part.place
+
     def missing(self) -> str:
         """Return who has not stored its part, for a message."""
         ranks = range(1, self._checkpoints.team.num_ranks)
@@ -379,7 +389,7 @@ class FollowerCheckpoints:
                 folder=self._folder,
                 max_bytes=recipe.store.shard_bytes,
                 layout=self._learner.layout(),
-                in_memory=recipe.trainer.checkpoint_staging == "memory",
+                staging=staging_of(recipe, self._team),
             )
         return self._store
 

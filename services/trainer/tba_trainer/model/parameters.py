@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tba.errors import ConfigError
 from tba.weights.adapter import A_SUFFIX, B_SUFFIX, PEFT_PREFIX, exact_bits
+from tba_trainer.model.host_memory import host_copy
 from tba_trainer.model.slices import TensorSlice, put_rows
 
 ADAPTER = "default"
@@ -95,9 +96,7 @@ def published_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[
         if layer in adapted and leaf == "weight":
             # merged in the weight's dtype (float32 master weights), so the cast below is the only rounding
             weight = weight + full(adapted[layer].get_delta_weight(ADAPTER)).to(weight.dtype)
-        # pinned memory, which torch keeps for the next snapshot, takes a GPU's tensor many times faster than new pages
-        host = torch.empty(weight.shape, dtype=dtype or weight.dtype, pin_memory=weight.is_cuda)
-        yield name, host.copy_(weight)
+        yield name, host_copy(weight, dtype)
 
 
 @torch.no_grad()

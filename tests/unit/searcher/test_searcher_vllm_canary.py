@@ -68,7 +68,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("answers_at", [1, len(PROMPT) + len(RESPONSE)])
 def test_a_canary_may_take_a_step_for_each_of_its_tokens(answers_at: int) -> None:
     vllm = Vllm(answers_at)
-    np.testing.assert_array_equal(engine_of(vllm).canary_logprobs(PROMPT, RESPONSE), np.float32([-3, -4]))
+    np.testing.assert_array_equal(engine_of(vllm).canary_logprobs(PROMPT, RESPONSE), np.array([-3, -4], np.float32))
     assert vllm.num_steps == answers_at
 
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from tba_searcher.engines.engine import EngineDiedError
 from tba_searcher.engines.vllm.workers import Workers
 

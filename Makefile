@@ -157,7 +157,7 @@ bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, ag
 bench-cpu: $(VENV)/.test  ## CPU seconds of the quickstart by process and step, beside bare loops (about 2 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu_per_step.py --json bench-cpu.json
 
-bench-weights: $(VENV)/.test  ## how small and fast deltas of weights are, and how soon searchers have a version (half an hour or so, not timed)
+bench-weights: $(VENV)/.test $(VENV)/.vllm  ## how small and fast deltas of weights are, and how soon searchers have a version (half an hour or so, not timed)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/weights.py --json bench-weights.json
 
 gpu-smoke: $(VENV)/.test  ## is everything right on a GPU? minutes; without one: tiny sizes on the CPU (docs/gpu.md). GPU_ARGS='--only attention fsdp'

@@ -1,7 +1,7 @@
 """How far the log-probs of a canary are apart by rounding alone, and how far when an engine holds wrong weights.
 
     python benchmarks/canary.py run [--folder build/canary] [--canaries 200] [--models FOLDER ...]
-    python benchmarks/canary.py report [--folder build/canary]
+    python benchmarks/canary.py report [--folder build/canary]      # or docs/canary, what was measured
 
 `run` makes models (most are trained for a minute), takes those of `--models` too (Hugging Face folders in float32, such
 as the starting models of the small recipes), and measures each in a process of its own; models that have a result in
@@ -98,7 +98,8 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.action == "report":
-        print(report_text([json.loads(path.read_text()) for path in sorted(args.folder.glob("*.json"))]))
+        paths = sorted([*args.folder.glob("*.json"), *args.folder.glob("*.jsonl")])
+        print(report_text([json.loads(line) for path in paths for line in path.read_text().splitlines()]))
         return 0
     if args.one is not None:
         measure_one(args.one, args)

@@ -83,7 +83,10 @@ def measure_torch(
         num_signal: of them, the first so many for the signal of every defect.
     """
     right = Weights.of(folder)
-    measured = Measured(name, folder, Canaries.make(right.config["vocab_size"], num_canaries))
+    # by the names that the wrong ones have: files that transformers saves call GPT-NeoX's head otherwise
+    measured = Measured(
+        name, right.write(scratch / "right", folder), Canaries.make(right.config["vocab_size"], num_canaries)
+    )
     first = measured.canaries.first(num_signal)
     for defect, weights in wrong_weights(folder):
         target = scratch / f"wrong-{len(measured.wrong_folders)}"

@@ -229,6 +229,10 @@ class TrackingSection(StrictModel):
     """At its end the trainer waits this long for trackers to write what they have."""
 
 
+STAGING_FREE_SHARE = 0.75
+"""Of the free memory, what copies of a checkpoint may take: the rest is for versions, and for what begins meanwhile."""
+
+
 class TrainerSection(StrictModel):
     """The training loop."""
 
@@ -288,10 +292,11 @@ class TrainerSection(StrictModel):
     background_checkpoint_bytes: int = Field(default=64 * 1024**2, ge=0)
     """Checkpoints of at least so many bytes are copied off the device and uploaded beside training; smaller ones,
     and the last one, are uploaded before the next step."""
-    checkpoint_staging: Literal["disk", "memory"] = "disk"
-    """Where those are copied to: files on the local disk, or memory of the host (12 bytes for each trained parameter
-    in all, up to twice that on a GPU, where torch rounds pinned memory up and keeps it): training goes on sooner
-    (`tba sizing`)."""
+    checkpoint_staging: Literal["auto", "memory", "disk"] = "auto"
+    """Where those are copied to: memory of the host, with which training goes on sooner (12 bytes for each trained
+    parameter in all, up to twice that on a GPU, where torch rounds pinned memory up and keeps it), or files on the
+    local disk. `auto`: memory where three quarters of what is free, within the limit of the container, hold the copies,
+    else disk (`tba sizing`). With either the disk takes what memory cannot."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
     keep_versions: int = Field(default=8, ge=2)

@@ -200,6 +200,7 @@ class VersionWriter:
         """Write objects, then the manifest; return the manifest that is in the store."""
         manifest, files = prepared.manifest, prepared.new["files"]
         tensors_paths = prepared.new["tensors_paths"]
+        data = encode_manifest(manifest)  # before an upload: it may be too large
         # to compare the manifests is cheap, and uploading the same tensors a second time is not
         if exists and (found := self._existing(manifest, tensors_paths)) is not None:
             return found
@@ -209,7 +210,7 @@ class VersionWriter:
         try:
             # two trainers may publish the same version at once: create-only decides which of them made it
             key = f"{version_prefix(self._run, manifest.policy_version)}manifest.json"
-            self._store.put(key, encode_manifest(manifest), create_only=True)
+            self._store.put(key, data, create_only=True)
         except ObjectExistsError:
             if (found := self._existing(manifest, tensors_paths)) is not None:
                 return found

@@ -25,7 +25,7 @@ from tba.store.file import check_key
 from tba.versions import PolicyVersion
 
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
-"""A manifest has about 150 bytes per tensor; a mixture of experts with 100,000 tensors fits."""
+"""About 150 bytes for each of 110,000 tensors. A manifest is parsed whole, so a reader does not take any size."""
 MAX_CANARY_TOKENS = 64
 """Prompt and response together; every engine can take so many."""
 MAX_CANARY_TOLERANCE = 2.0
@@ -271,10 +271,20 @@ class Manifest(_Strict):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode as JSON, keys in a fixed order."""
+    """Encode as JSON, keys in a fixed order.
+
+    Raises:
+        MalformedError: it would be larger than what is read; the model has too many tensors.
+    """
     # left out where there is none: releases before it read the others
     without = {"adapter"} if manifest.adapter is None else None
-    return manifest.model_dump_json(by_alias=True, exclude=without).encode() + b"\n"
+    data = manifest.model_dump_json(by_alias=True, exclude=without).encode() + b"\n"
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise MalformedError(
+            f"weight manifest: {len(data)} bytes for {len(manifest.tensors)} tensors, the limit is "
+            f"{MAX_MANIFEST_BYTES}: hold the parts of a layer in one tensor, as transformers does with experts"
+        )
+    return data
 
 
 def decode_manifest(data: bytes) -> Manifest:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Recipe, load_recipe
+from tba.config.trainer import STAGING_FREE_SHARE
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import shape_on_hub
 from tba_cli.sizing import (
@@ -188,11 +189,23 @@ def _lines(recipe: Recipe, shape: ModelShape, load: Load, found: Estimate, costs
         f"{section.keep_checkpoints} checkpoints, and what is being written)",
         f"  store traffic           {size_text(found.publish_bytes_per_s)}/s written by the trainer, "
         f"{size_text(found.pull_bytes_per_s)}/s read by all searchers",
+        *_staging_lines(recipe, found),
         *(
-            f"  loop waits: {name:<10}  {cost.total_s:.3g} s ({cost.device_s:.2g} off the device, {cost.disk_s:.3g} to "
+            f"  loop waits: {name:<17}  {cost.total_s:.3g} s ({cost.device_s:.2g} off the device, {cost.disk_s:.3g} to "
             f"the local disk), {cost.step_share:.2g} of a step, {cost.loop_share:.1%} of all time"
             for name, cost in costs.items()
         ),
+    ]
+
+
+def _staging_lines(recipe: Recipe, found: Estimate) -> list[str]:
+    """Return where a checkpoint is copied to, where that depends on the machine."""
+    if recipe.trainer.checkpoint_staging != "auto":
+        return []
+    needed = size_text(found.checkpoint_bytes / STAGING_FREE_SHARE)
+    return [
+        f"  checkpoint is copied    to memory where {needed} are free for all trainer processes together (pinned, with "
+        "GPUs: up to twice that), else to the local disk"
     ]
 
 

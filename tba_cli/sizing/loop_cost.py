@@ -1,8 +1,8 @@
 """How long the trainer's loop stands still for a version or a checkpoint.
 
     version      its copy from the device to memory; files, deltas, digests and the transfer come beside training
-    checkpoint   its copy from the devices to memory or to files on the local disk (`trainer.checkpoint_staging`);
-                 digests and the transfer come beside training
+    checkpoint   its copy from the devices to memory or to files on the local disk (`trainer.checkpoint_staging`;
+                 with "auto" the memory that is free then decides); digests and the transfer come beside training
 
 Not counted: the canary of a version, one pass through the weights; with several processes the gathering of its
 tensors; the files of the version before, where its turn to be published has not come yet; the first allocation of
@@ -11,7 +11,7 @@ pinned memory. Only a checkpoint of at least `trainer.background_checkpoint_byte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tba.config import Recipe
 from tba_cli.sizing.estimate import F32, Estimate, Load, num_trained
@@ -49,7 +49,7 @@ class LoopCost:
 def loop_costs(
     recipe: Recipe, shape: ModelShape, found: Estimate, load: Load, *, disk_bytes_per_s: float
 ) -> dict[str, LoopCost]:
-    """Return the cost of a version and of a checkpoint.
+    """Return the cost of a version and of a checkpoint, this by where its copy may be.
 
     Args:
         found: for this recipe.
@@ -58,6 +58,16 @@ def loop_costs(
     section, lora = recipe.trainer, recipe.model.lora
     is_adapter = lora is not None and lora.publish == "adapter"
     version_bytes = F32 * num_trained(recipe, shape) if is_adapter else found.version_bytes
+    memory = LoopCost(
+        device_s=found.checkpoint_bytes / section.num_processes / DEVICE_BYTES_PER_S,
+        disk_s=0.0,
+        interval_steps=section.checkpoint_interval,
+        step_s=load.step_s,
+    )
+    disk = replace(memory, disk_s=found.checkpoint_bytes / disk_bytes_per_s)
+    places = {"memory": memory, "disk": disk}
+    staging = section.checkpoint_staging
+    checkpoints = {f"checkpoint_{name}": cost for name, cost in places.items() if staging in ("auto", name)}
     return {
         # every process copies the tensors that it stores, about the same bytes; an adapter the leader alone
         "version": LoopCost(
@@ -66,10 +76,4 @@ def loop_costs(
             interval_steps=section.sync_interval,
             step_s=load.step_s,
         ),
-        "checkpoint": LoopCost(
-            device_s=found.checkpoint_bytes / section.num_processes / DEVICE_BYTES_PER_S,
-            disk_s=0.0 if section.checkpoint_staging == "memory" else found.checkpoint_bytes / disk_bytes_per_s,
-            interval_steps=section.checkpoint_interval,
-            step_s=load.step_s,
-        ),
-    }
+    } | checkpoints

@@ -22,7 +22,7 @@ from tba.tokens import client_token
 from tba.versions import START
 from tba.weights import DeltaSettings, WeightVersions, sha256_of_file
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
-from tba_trainer.distributed.checkpoints import TeamCheckpoints
+from tba_trainer.distributed.checkpoints import TeamCheckpoints, staging_of
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
 from tba_trainer.distributed.process_group import Team
@@ -156,7 +156,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         max_bytes=recipe.store.shard_bytes,
         team=context.team,
         layout=learner.layout(),
-        in_memory=recipe.trainer.checkpoint_staging == "memory",
+        staging=staging_of(recipe, context.team),
         retry_s=recipe.trainer.retry_s,
         named_wait=context.status.named_wait,
     )

@@ -25,7 +25,7 @@ from tba_trainer.learner.learner import TrainerState
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.sharding import shard
-from tba_trainer.model.slices import Layout, TensorSlice, written_slices
+from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_slices
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -57,8 +57,12 @@ def sections_of(seed: int) -> Sections:
     return {"model": weights, "optimizer": {**moments, **steps}, "ref_logprobs": cache, "reference": reference}
 
 
-def rows_of(sections: Sections, layout: Layout) -> Iterator[tuple[str, str, TensorSlice]]:
+def rows_of(sections: Sections, layout: Layout) -> Rows:
     """What a process of a sharded model writes."""
+    return Rows(lambda: copies_of(sections, layout), 0)
+
+
+def copies_of(sections: Sections, layout: Layout) -> Iterator[tuple[str, str, TensorSlice]]:
     for section, tensors in sections.items():
         for name, tensor in tensors.items():
             if section == "ref_logprobs" or not tensor.shape:
@@ -271,7 +275,7 @@ def test_a_manifest_that_lacks_rows_is_refused(tmp_path: Path, rank: int) -> Non
 class Pair:
     """A team of two whose follower is an object of this process."""
 
-    num_ranks = 2
+    num_ranks = num_local_ranks = 2
 
     def __init__(
         self, folder: Path, sections: Sections, *, follower_store: Path | None = None, retry_s: float = 60.0
@@ -306,7 +310,7 @@ class Pair:
         self.answer, answer = data, self.answer  # the follower's comes first
         return [b"", answer]
 
-    def capture(self) -> Iterator[tuple[str, str, TensorSlice]]:  # as the follower's learner
+    def capture(self) -> Rows:  # as the follower's learner
         return rows_of(self.sections, self.layout())
 
     def layout(self) -> Layout:
@@ -361,7 +365,7 @@ def test_all_copy_at_the_same_time_and_stop_when_the_leader_has_no_room(tmp_path
         yield
 
     with pytest.raises(OSError, match="No space left"):
-        pair.checkpoints.begin(make_state(version), full(), known={}, in_background=True)
+        pair.checkpoints.begin(make_state(version), Rows(full, 0), known={}, in_background=True)
     assert [list(each) for each in jobs] == [[version]]
     assert pair.follower._jobs == {}
     assert jobs[0][version].part.is_given_up

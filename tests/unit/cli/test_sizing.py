@@ -50,6 +50,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("sizing") / "model", hidden_size=32)
 
 
+@pytest.mark.parametrize(
+    ("staging", "places"), [("auto", ["memory", "disk"]), ("memory", ["memory"]), ("disk", ["disk"])]
+)
+def test_the_loop_waits_for_the_disk_only_where_a_checkpoint_is_copied_there(
+    staging: str, places: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sizing", str(ROOT / "recipes/math.toml"), "--model", "7b", "--disk-gb-s", "2"]
+    arguments += ["--set", f"trainer.checkpoint_staging={staging}"]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    costs, num_bytes = document["loop_costs"], document["estimate"]["checkpoint_bytes"]
+    assert list(costs) == ["version", *(f"checkpoint_{place}" for place in places)]
+    for place in places:
+        expected_s = num_bytes / 2e9 if place == "disk" else 0.0
+        assert costs[f"checkpoint_{place}"]["disk_s"] == pytest.approx(expected_s)
+        assert costs[f"checkpoint_{place}"]["device_s"] == pytest.approx(num_bytes / 4 / 55e9)  # 4 processes copy
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out
+    assert [place for place in ("memory", "disk") if f"loop waits: checkpoint_{place}" in lines] == places
+    assert ("to memory where 113 GiB are free" in lines) == (staging == "auto")
+
+
 PUBLISHED = {
     "1b": 1_100_048_384,
     "7b": 7_615_616_512,

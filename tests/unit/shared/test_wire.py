@@ -35,6 +35,7 @@ from tba.wire import (
     encode_rollout,
     new_rollout_id,
     storable_parts,
+    weight_manifest,
 )
 from tba.wire.codec import pack
 from tba.wire.rollout import MAX_REWARD_PARTS
@@ -331,6 +332,17 @@ def test_a_manifest_has_a_largest_size() -> None:
     decode_manifest(good + b" " * (MAX_MANIFEST_BYTES - len(good)))
     with pytest.raises(MalformedError, match=f"weight manifest: {MAX_MANIFEST_BYTES + 1} bytes, the limit is"):
         decode_manifest(good + b" " * (MAX_MANIFEST_BYTES - len(good) + 1))
+
+
+def test_a_manifest_that_nobody_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = manifest()
+    size = len(encode_manifest(value))
+    monkeypatch.setattr(weight_manifest, "MAX_MANIFEST_BYTES", size)
+    assert len(encode_manifest(value)) == size
+    monkeypatch.setattr(weight_manifest, "MAX_MANIFEST_BYTES", size - 1)
+    message = f"weight manifest: {size} bytes for {len(value.tensors)} tensors, the limit is {size - 1}"
+    with pytest.raises(MalformedError, match=message):
+        encode_manifest(value)
 
 
 def test_rollout_ids_are_unique_and_sort_by_time() -> None:

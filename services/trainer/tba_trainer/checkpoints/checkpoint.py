@@ -43,10 +43,10 @@ from tba.wire.checkpoint_manifest import (
     object_name,
 )
 from tba.wire.weight_manifest import sha256_hex
-from tba_trainer.checkpoints.parts import Part, PartStaging, Rows, SliceFiles, fetch_objects
+from tba_trainer.checkpoints.parts import ON_DISK, Part, PartStaging, SliceFiles, Staging, fetch_objects
 from tba_trainer.checkpoints.weight_files import SUFFIX
 from tba_trainer.learner.learner import MODEL, SHARDED_SECTIONS, TrainerState
-from tba_trainer.model.slices import Layout
+from tba_trainer.model.slices import Layout, Rows
 
 MANIFEST, STATE = "manifest.json", "state.json"
 AnyManifest = CheckpointManifest | OldCheckpointManifest
@@ -74,7 +74,7 @@ class CheckpointStore:
         folder: for files on their way to and from the store.
         max_bytes: of tensors in one file.
         layout: which rows this process holds; None: all.
-        in_memory: stage in memory and not in `folder` what is uploaded beside training.
+        staging: where what is uploaded beside training is copied to first.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CheckpointStore:
         folder: Path,
         max_bytes: int,
         layout: Layout | None = None,
-        in_memory: bool = False,
+        staging: Staging = ON_DISK,
     ) -> None:
         self._store, self._run = store, run
         self.folder, self._max_bytes = folder, max_bytes
@@ -93,8 +93,8 @@ class CheckpointStore:
         self._prefix = checkpoint_prefix(run)
         self._committed: tuple[PolicyVersion, dict[str, int]] | None = None
         """The last checkpoint that was made here, and its objects."""
-        self._in_memory = in_memory
-        self._staging = PartStaging(store, folder=folder, max_bytes=max_bytes, layout=self._layout, in_memory=in_memory)
+        self.staging = staging
+        self._staging = PartStaging(store, folder=folder, max_bytes=max_bytes, layout=self._layout, staging=staging)
 
     def key(self, version: PolicyVersion) -> str:
         """Return the key of the checkpoint of a version, whether there is one or not."""
@@ -107,7 +107,7 @@ class CheckpointStore:
             version: the name of the weights.
             rows: what this process writes (`Learner.capture`).
             known: digest -> lineage of the objects that need not be written again (`known_objects`).
-            staged: copy all rows to the local disk now; otherwise they are read while the part is uploaded.
+            staged: copy all rows off the device now; otherwise they are read while the part is uploaded.
 
         Raises:
             OSError: the local disk is full.

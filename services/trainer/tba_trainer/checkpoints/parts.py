@@ -1,6 +1,9 @@
 """The part of a checkpoint that one process writes, and the rows of one that it reads.
 
-    rows on the device --copy--> files on the local disk --digest--> objects in the store, if they are not there
+    rows on the device --copy--> memory --> files on the local disk --digest--> objects in the store, if they are
+                                            not there
+
+Where a part is copied to before the next step is `trainer.checkpoint_staging`: memory of the host, or the files.
 
 Files hold the rows of one section, at most `store.shard_bytes` of them. What other processes need as well, or what
 changes at another time, has files of its own: scalars of a sharded model, and each copy of the old policy.
@@ -11,23 +14,29 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
 
+from tba.config.trainer import STAGING_FREE_SHARE
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError
+from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.weights.digest import digest_of_file, tensor_header
 from tba.wire.checkpoint_manifest import CheckpointObject, Slice, object_key
 from tba_trainer.checkpoints.weight_files import write_tensor_files
-from tba_trainer.model.slices import Layout, TensorSlice
+from tba_trainer.model import host_memory
+from tba_trainer.model.host_memory import HostMemoryError, free_bytes
+from tba_trainer.model.slices import Layout, Rows, TensorSlice
 
-Rows = Iterable[tuple[str, str, TensorSlice]]
-"""Section, name and rows, section after section."""
+Place = Literal["memory", "disk"]
+log = get_logger("checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +48,13 @@ class PartFile:
     slices: Mapping[str, Slice]
 
 
-def write_part_files(rows: Rows, folder: Path, *, max_bytes: int, layout: Layout) -> Iterator[PartFile]:
+def write_part_files(
+    rows: Iterable[tuple[str, str, TensorSlice]], folder: Path, *, max_bytes: int, layout: Layout
+) -> Iterator[PartFile]:
     """Write rows to files, one after another; the caller may delete each.
 
     Args:
-        rows: as `Learner.capture` yields them; no more than one file's are held at once.
+        rows: section, name and rows, section after section; no more than one file's are held at once.
         max_bytes: of rows in one file.
         layout: of the model.
 
@@ -65,7 +76,9 @@ def write_part_files(rows: Rows, folder: Path, *, max_bytes: int, layout: Layout
             yield PartFile(path, section, {name: piece for name, piece in slices.items() if name in names})
 
 
-def _noted(rows: Rows, slices: dict[str, Slice]) -> Iterator[tuple[str, torch.Tensor]]:
+def _noted(
+    rows: Iterable[tuple[str, str, TensorSlice]], slices: dict[str, Slice]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors, and note which rows they are."""
     for _, name, piece in rows:
         slices[name] = Slice(begin=piece.begin, end=piece.end, shape=list(piece.shape))
@@ -81,6 +94,7 @@ class Part:
         key: of the checkpoint.
         lineage: of this trainer.
         known: digest -> lineage of the objects that the checkpoint before this one has in the store.
+        place: where all of it was copied to; None: nowhere yet.
     """
 
     def __init__(
@@ -92,7 +106,9 @@ class Part:
         key: str,
         lineage: int,
         known: Mapping[str, int],
+        place: Place | None = None,
     ) -> None:
+        self.place: Place | None = place
         self.objects: list[CheckpointObject] = []
         """Those that are in the store."""
         self._store, self._files, self._folder = store, files, folder
@@ -141,6 +157,30 @@ class Part:
         return stored
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """Where parts that are uploaded beside training are copied to first."""
+
+    place: Literal["auto", "memory", "disk"] = "disk"
+    """`trainer.checkpoint_staging`."""
+    num_sharers: int = 1
+    """Processes of the trainer on this machine: they copy at the same time."""
+
+    def choose(self, num_bytes: int) -> Place:
+        """Return where copies of so many bytes go now."""
+        if self.place != "auto":
+            return self.place
+        free = free_bytes()
+        place: Place = "disk" if free is None or num_bytes > STAGING_FREE_SHARE * free / self.num_sharers else "memory"
+        log.info(
+            "checkpoint_staging", place=place, num_bytes=num_bytes, free_bytes=free, num_processes=self.num_sharers
+        )
+        return place
+
+
+ON_DISK = Staging()
+
+
 class PartStaging:
     """Makes the parts of one process.
 
@@ -148,14 +188,11 @@ class PartStaging:
         folder: for files on their way.
         max_bytes: of rows in one file.
         layout: of the model.
-        in_memory: where a part is staged; False: on the local disk.
     """
 
-    def __init__(
-        self, store: ObjectStore, *, folder: Path, max_bytes: int, layout: Layout, in_memory: bool = False
-    ) -> None:
+    def __init__(self, store: ObjectStore, *, folder: Path, max_bytes: int, layout: Layout, staging: Staging) -> None:
         self._store, self._folder, self._max_bytes, self._layout = store, folder, max_bytes, layout
-        self._in_memory = in_memory
+        self._staging = staging
 
     def begin(self, rows: Rows, *, key: str, lineage: int, known: Mapping[str, int], staged: bool) -> Part:
         """Return the part that the rows are.
@@ -167,17 +204,30 @@ class PartStaging:
         Raises:
             OSError: the local disk is full.
         """
-        if staged and self._in_memory:
-            rows, staged = list(rows), False
+        place = self._staging.choose(rows.num_bytes) if staged else None
+        copies: Iterable[tuple[str, str, TensorSlice]] = rows
+        if place == "memory":
+            try:
+                copies = _emptied(deque(rows))
+            except HostMemoryError as error:
+                host_memory.counts["checkpoint_on_disk"] += 1
+                log.warning("checkpoint_staged_on_disk", num_bytes=rows.num_bytes, error=str(error))
+                place = "disk"
         folder = Path(tempfile.mkdtemp(prefix=f"{key.rpartition('/')[2]}-", dir=self._folder))
-        files: Iterable[PartFile] = write_part_files(rows, folder, max_bytes=self._max_bytes, layout=self._layout)
+        files: Iterable[PartFile] = write_part_files(copies, folder, max_bytes=self._max_bytes, layout=self._layout)
         try:
-            if staged:
+            if place == "disk":
                 files = list(files)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Part(self._store, files, folder, key=key, lineage=lineage, known=known)
+        return Part(self._store, files, folder, key=key, lineage=lineage, known=known, place=place)
+
+
+def _emptied(rows: deque[tuple[str, str, TensorSlice]]) -> Iterator[tuple[str, str, TensorSlice]]:
+    """Yield rows, and hold none that was yielded: their memory is free once they are in a file."""
+    while rows:
+        yield rows.popleft()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Checkpoints of a team: every process writes and reads its own rows, the leader makes them one checkpoint.
 
     leader                                     followers
-    begin    --"write_part"-->                 copy their rows to the local disk, upload in a thread
+    begin    --"write_part"-->                 copy their rows off the device, upload in a thread
     wait     --"reply", now and then-->        say whether their part is stored, and what it is
              manifest, once all are stored
     load     --"fetch_part"--> "reply"         fetch and verify their rows; `restore` takes them
@@ -26,11 +26,11 @@ from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
 from tba.wire.checkpoint_manifest import CheckpointObject, object_key
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from tba_trainer.checkpoints.parts import Part, Rows
+from tba_trainer.checkpoints.parts import ON_DISK, Part, Place, Staging
 from tba_trainer.distributed.jobs import Job, Reply, failure_of, give_reply, note_replies
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.learner import Learner, TrainerState
-from tba_trainer.model.slices import Layout
+from tba_trainer.model.slices import Layout, Rows
 
 _POLL_S = 0.2
 NamedWait = Callable[[str, float], AbstractContextManager[object]]
@@ -40,12 +40,17 @@ _KINDS = (ObjectNotFoundError, DigestError, MalformedError)
 log = get_logger("checkpoint")
 
 
+def staging_of(recipe: Recipe, team: Team) -> Staging:
+    """Return where the checkpoints of a recipe are copied to first."""
+    return Staging(place=recipe.trainer.checkpoint_staging, num_sharers=team.num_local_ranks)
+
+
 class TeamCheckpoints(CheckpointStore):
     """The checkpoints of one run, of all processes of a team (leader only).
 
     Args:
         team: tells the followers.
-        store, run, folder, max_bytes, layout, in_memory: as of `CheckpointStore`.
+        store, run, folder, max_bytes, layout, staging: as of `CheckpointStore`.
         retry_s: how much longer than this process a follower may take to fetch its part.
         named_wait: reports a wait (`Status.named_wait`).
     """
@@ -59,11 +64,11 @@ class TeamCheckpoints(CheckpointStore):
         max_bytes: int,
         team: Team,
         layout: Layout,
-        in_memory: bool = False,
+        staging: Staging = ON_DISK,
         retry_s: float = 120.0,
         named_wait: NamedWait = lambda _name, _deadline_s: nullcontext(),
     ) -> None:
-        super().__init__(store, run, folder=folder, max_bytes=max_bytes, layout=layout, in_memory=in_memory)
+        super().__init__(store, run, folder=folder, max_bytes=max_bytes, layout=layout, staging=staging)
         self.team, self._retry_s, self._named_wait = team, retry_s, named_wait
 
     def of_run(self, run: str) -> TeamCheckpoints:
@@ -75,7 +80,7 @@ class TeamCheckpoints(CheckpointStore):
             max_bytes=self._max_bytes,
             team=self.team,
             layout=self._layout,
-            in_memory=self._in_memory,
+            staging=self.staging,
             retry_s=self._retry_s,
             named_wait=self._named_wait,
         )
@@ -250,6 +255,11 @@ class Upload:
             if time.monotonic() >= deadline:
                 return False
 
+    @property
+    def place(self) -> Place | None:
+        """Where the part of this process was copied to."""
+        return self._part.place
+
     def missing(self) -> str:
         """Return who has not stored its part, for a message."""
         ranks = range(1, self._checkpoints.team.num_ranks)
@@ -389,6 +399,6 @@ class FollowerCheckpoints:
                 folder=self._folder,
                 max_bytes=recipe.store.shard_bytes,
                 layout=self._learner.layout(),
-                in_memory=recipe.trainer.checkpoint_staging == "memory",
+                staging=staging_of(recipe, self._team),
             )
         return self._store

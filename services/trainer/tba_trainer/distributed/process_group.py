@@ -127,7 +127,12 @@ class Team:
     @property
     def is_on_one_machine(self) -> bool:
         """Whether one launcher started all processes."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks)) == self.num_ranks
+        return self.num_local_ranks == self.num_ranks
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Processes of this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
 
     def ranks(self) -> Ranks:
         """Return the team as forward and backward passes need it."""

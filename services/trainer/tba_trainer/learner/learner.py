@@ -33,7 +33,7 @@ from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.parameters import assign, full, has_adapter, trainable
 from tba_trainer.model.policy import compile_layers, load_tensors
 from tba_trainer.model.sharding import before_backward, device_of
-from tba_trainer.model.slices import Layout, TensorSlice, written_slices
+from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_bytes, written_slices
 from tba_trainer.objectives import resolve
 
 MODEL, OPTIMIZER, REFERENCE, REF_LOGPROBS = "model", "optimizer", "reference", "ref_logprobs"
@@ -213,8 +213,8 @@ class Learner:
             )
         load_tensors(dict(self.model.named_parameters()), tensors, what=what)
 
-    def capture(self) -> Iterator[tuple[str, str, TensorSlice]]:
-        """Yield what this process writes of all that `restore` needs: section, name and rows, one tensor at a time.
+    def capture(self) -> Rows:
+        """Return what this process writes of all that `restore` needs, copied as it is read, one tensor at a time.
 
         Nothing is exchanged: the processes need not be in step.
         """
@@ -232,9 +232,13 @@ class Learner:
         if self._log_z is not None:
             sections[LOG_Z] = self._log_z.tensors()
         layout = self.layout()
-        for section, tensors in sections.items():
-            for name, rows in written_slices(tensors, layout):
-                yield section, name, rows
+
+        def copies() -> Iterator[tuple[str, str, TensorSlice]]:
+            for section, tensors in sections.items():
+                for name, rows in written_slices(tensors, layout):
+                    yield section, name, rows
+
+        return Rows(copies, sum(written_bytes(tensors, layout) for tensors in sections.values()))
 
     def layout(self) -> Layout:
         """Return how theta is cut over the processes."""

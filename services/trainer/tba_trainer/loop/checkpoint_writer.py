@@ -1,7 +1,7 @@
 """Write checkpoints of one lineage to the store, and tell the buffer from which one a resume starts.
 
     small    loop     write    copy, upload, register
-    large    loop     write    copy to the local disk, or to memory (`trainer.checkpoint_staging`)
+    large    loop     write    copy to memory, or to the local disk (`trainer.checkpoint_staging`)
              thread            upload, manifest last
              loop     settle   after a later step: register it, delete old ones
 
@@ -125,7 +125,7 @@ class CheckpointWriter:
         return context.checkpoints.begin(self._state(), rows, known=known, in_background=in_background)
 
     def _begin(self) -> None:
-        """Copy a checkpoint of the current weights to the local disk, and upload it beside training."""
+        """Copy a checkpoint of the current weights off the device, and upload it beside training."""
         if self._progress.step == self.saved.step:
             return
         try:
@@ -136,7 +136,7 @@ class CheckpointWriter:
             log.warning("checkpoint_not_staged", reason=full)
             self.save()  # file by file, which needs room for one
             return
-        log.info("checkpoint_staged", version=str(self._upload.version))
+        log.info("checkpoint_staged", version=str(self._upload.version), place=self._upload.place)
 
     def settle(self) -> None:
         """Register the checkpoint whose upload has ended since the last call, if one has.

@@ -16,6 +16,7 @@ from tba_trainer.learner.schedules import Schedules
 from tba_trainer.loop.batches import Prefetcher, Requirements
 from tba_trainer.loop.publisher import Evaluations, Publisher
 from tba_trainer.loop.status import Progress, Session, Status
+from tba_trainer.model import host_memory
 from tba_trainer.tracking import TrackerGroup
 
 
@@ -55,6 +56,8 @@ class LineageContext(TrainerContext):
         return {
             **self.publisher.gauges(),
             "num_damaged_batches": float(self.prefetcher.num_damaged),
+            "unpinned_copies_total": float(host_memory.counts["unpinned"]),
+            "checkpoints_on_disk_total": float(host_memory.counts["checkpoint_on_disk"]),
             **self.progress.guards.gauges(),
             **self.trackers.gauges(),
         }

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tba.errors import ConfigError
 from tba.weights.adapter import A_SUFFIX, B_SUFFIX, PEFT_PREFIX, exact_bits
+from tba_trainer.model.host_memory import host_copy
 from tba_trainer.model.slices import TensorSlice, put_rows
 
 ADAPTER = "default"
@@ -102,9 +103,7 @@ def published_tensors(
         if on_host is not None and name not in on_host:
             yield name, weight.to(dtype or weight.dtype)
             continue
-        # pinned memory, which torch keeps for the next snapshot, takes a GPU's tensor many times faster than new pages
-        host = torch.empty(weight.shape, dtype=dtype or weight.dtype, pin_memory=weight.is_cuda)
-        yield name, host.copy_(weight)
+        yield name, host_copy(weight, dtype)
 
 
 @torch.no_grad()

@@ -7,12 +7,14 @@ process writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tba_trainer.model.host_memory import host_copy, host_copy_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +42,18 @@ class TensorSlice:
         if tuple(self.tensor.shape) != self.shape:
             raise ValueError(f"rows {self.begin} to {self.end} are not a whole tensor of shape {list(self.shape)}")
         return self.tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Section, name and rows of all that a process writes, section after section; copied anew by each iteration."""
+
+    copies: Callable[[], Iterator[tuple[str, str, TensorSlice]]]
+    num_bytes: int
+    """Of memory that all copies take at most."""
+
+    def __iter__(self) -> Iterator[tuple[str, str, TensorSlice]]:
+        return self.copies()
 
 
 def num_rows(shape: Sequence[int]) -> int:
@@ -88,12 +102,26 @@ def written_slices(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tu
     Args:
         tensors: sharded ones and others.
         layout: of the sharded ones.
+
+    Raises:
+        HostMemoryError
     """
+    for name, rows, begin, shape in _written(tensors, layout):
+        yield name, TensorSlice(host_copy(rows), begin, shape)
+
+
+def written_bytes(tensors: Mapping[str, Tensor], layout: Layout) -> int:
+    """Return how many bytes of memory the copies of `written_slices` take at most, all together."""
+    return sum(host_copy_bytes(rows) for _, rows, _, _ in _written(tensors, layout))
+
+
+def _written(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, int, tuple[int, ...]]]:
+    """Yield name, rows on the device, number of the first one, and whole shape."""
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             if layout.is_first_replica and layout.index == 0:
-                yield name, TensorSlice(_copy(tensor), 0, shape)
+                yield name, tensor, 0, shape
             continue
         begin, end = layout.rows(shape)
         # a tensor without rows is written by the first, so that it is in the checkpoint
@@ -101,7 +129,7 @@ def written_slices(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tu
             local = tensor.to_local()
             if num_rows(local.shape) != end - begin:
                 raise ValueError(f"{name} has {num_rows(local.shape)} rows here, not rows {begin} to {end}")
-            yield name, TensorSlice(_copy(local), begin, shape)
+            yield name, local, begin, shape
 
 
 @torch.no_grad()
@@ -115,9 +143,3 @@ def put_rows(target: Tensor, source: TensorSlice) -> None:
     if local.shape != source.tensor.shape:
         raise ValueError(f"rows of shape {list(source.tensor.shape)} for a shard of shape {list(local.shape)}")
     local.copy_(source.tensor)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    # pinned memory, which torch keeps for the next file, takes a GPU's tensor many times faster than new pages
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor.detach())

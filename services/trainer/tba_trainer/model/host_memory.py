@@ -1,0 +1,115 @@
+"""Memory of the host: copies of tensors in it, and how much of it this process can still take."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tba.errors import TbaError
+from tba.logs import get_logger
+
+counts: Counter[str] = Counter()
+"""Of this process. `unpinned`: copies of a GPU's tensors for which there was no pinned memory."""
+log = get_logger("host_memory")
+
+
+class HostMemoryError(TbaError):
+    """There is no memory for a copy of a tensor."""
+
+
+def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy on the CPU; of a GPU's tensor in pinned memory, or in other memory where there is none.
+
+    Args:
+        dtype: of the result; None: the tensor's own.
+
+    Raises:
+        HostMemoryError
+    """
+    dtype = dtype or tensor.dtype
+    # pinned memory, which torch keeps for the next copy, takes a GPU's tensor many times faster than new pages
+    try:
+        host = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
+    except RuntimeError as error:  # torch has no narrower one for either kind of memory
+        if not tensor.is_cuda:
+            raise _no_memory(tensor, dtype) from error
+        if not counts["unpinned"]:  # said once, counted always
+            log.warning("no_pinned_memory", num_bytes=_num_bytes(tensor, dtype), error=str(error).partition("\n")[0])
+        counts["unpinned"] += 1
+        try:
+            host = torch.empty(tensor.shape, dtype=dtype)
+        except RuntimeError as unpinned_error:
+            raise _no_memory(tensor, dtype) from unpinned_error
+    return host.copy_(tensor.detach())
+
+
+def host_copy_bytes(tensor: Tensor) -> int:
+    """Return how many bytes `host_copy` takes at most: torch rounds pinned memory up to a power of two."""
+    num_bytes = _num_bytes(tensor, tensor.dtype)
+    return 1 << (num_bytes - 1).bit_length() if tensor.is_cuda and num_bytes else num_bytes
+
+
+def free_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return how many bytes copies can still take, the least of what the machine and the control groups of this process
+    have, and what torch keeps pinned for the next copies. None: the system does not say.
+
+    Args:
+        proc, cgroups: where Linux says so.
+    """
+    try:
+        available = re.search(r"^MemAvailable:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    if available is None:
+        return None
+    return max(0, min([1024 * int(available[1]), *_group_rooms(proc, cgroups)])) + _kept_pinned_bytes()
+
+
+def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Yield what is left to each control group with a limit that this process is in, of either version."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # those above have limits, too; in a container only the own one may be there, as `base`
+        for each in (folder, *folder.parents):
+            if not each.is_relative_to(base):
+                break
+            with suppress(OSError, ValueError):  # no such group here; "max": no limit
+                limit, used = (int((each / name).read_text()) for name in names[:2])
+                # files that were read or written fill a group to its limit, and go when memory is needed
+                files = re.search(rf"^{names[2]} (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE)
+                yield limit - used + (int(files[1]) if files else 0)
+
+
+def _kept_pinned_bytes() -> int:
+    if not torch.cuda.is_initialized():
+        return 0
+    stats = torch.cuda.host_memory_stats()
+    return max(0, stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0))
+
+
+def _num_bytes(tensor: Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() * dtype.itemsize
+
+
+def _no_memory(tensor: Tensor, dtype: torch.dtype) -> HostMemoryError:
+    return HostMemoryError(
+        f"there is no memory for {_num_bytes(tensor, dtype)} bytes, a copy of a tensor of shape {list(tensor.shape)}; "
+        "give the trainer's machine or container more, or its checkpoints less (trainer.checkpoint_staging = 'disk')"
+    )

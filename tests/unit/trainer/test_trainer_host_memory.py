@@ -1,0 +1,169 @@
+"""Memory of the host: how much is free, what happens where there is none, and where a checkpoint is copied to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tba_trainer.checkpoints import parts
+from tba_trainer.checkpoints.parts import PartStaging, Staging
+from tba_trainer.model.host_memory import HostMemoryError, counts, free_bytes, host_copy, host_copy_bytes
+from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_bytes, written_slices
+
+from tba.store import FileStore
+
+MIB = 1024**2
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU. Without one torch refuses pinned memory, as where there is none left."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A machine with 100 MiB available, and the process in group /pod/container of either version."""
+    write(tmp_path / "proc" / "meminfo", "MemTotal:  999999 kB\nMemAvailable:  102400 kB\nBuffers:  7 kB\n")
+    write(tmp_path / "proc" / "self" / "cgroup", "5:cpu,cpuacct:/\n4:memory:/pod/container\n0::/pod/container\n")
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def group(folder: Path, *, limit: str, used_mib: int, files_mib: int, old: bool = False) -> None:
+    """Write what Linux says of a control group."""
+    write(folder / ("memory.limit_in_bytes" if old else "memory.max"), f"{limit}\n")
+    write(folder / ("memory.usage_in_bytes" if old else "memory.current"), f"{used_mib * MIB}\n")
+    name = "total_inactive_file" if old else "inactive_file"
+    write(folder / "memory.stat", f"anon 5\n{name} {files_mib * MIB}\nshmem 0\n")
+
+
+def free_mib(machine: Path) -> float:
+    found = free_bytes(proc=machine / "proc", cgroups=machine / "cgroup")
+    assert found is not None
+    return found / MIB
+
+
+def test_free_memory_is_the_least_of_the_machine_s_and_its_groups(machine: Path) -> None:
+    assert free_mib(machine) == 100
+    groups = machine / "cgroup"
+    group(groups / "pod" / "container", limit="max", used_mib=10, files_mib=0)
+    assert free_mib(machine) == 100
+    group(groups / "pod", limit=str(80 * MIB), used_mib=70, files_mib=20)  # 20 of the 70 go when memory is needed
+    assert free_mib(machine) == 30
+    group(groups / "memory" / "pod" / "container", limit=str(50 * MIB), used_mib=40, files_mib=5, old=True)
+    assert free_mib(machine) == 15
+    group(groups / "pod" / "container", limit=str(8 * MIB), used_mib=9, files_mib=0)
+    assert free_mib(machine) == 0
+
+
+def test_in_a_container_the_own_group_is_at_the_top(machine: Path) -> None:
+    group(machine / "cgroup", limit=str(60 * MIB), used_mib=40, files_mib=0)  # its path is the host's, and not there
+    assert free_mib(machine) == 20
+
+
+def test_a_system_that_does_not_say_has_no_known_free_memory(tmp_path: Path) -> None:
+    assert free_bytes(proc=tmp_path) is None
+
+
+def test_without_pinned_memory_a_copy_is_in_other_memory_and_counted() -> None:
+    tensor, before = torch.arange(6.0).view(2, 3), counts["unpinned"]
+    found = host_copy(tensor.as_subclass(OnGpu), torch.bfloat16)
+    assert torch.equal(found, tensor.bfloat16())
+    assert counts["unpinned"] == before + 1
+    host_copy(tensor)
+    assert counts["unpinned"] == before + 1
+
+
+def test_without_any_memory_the_error_says_for_what() -> None:
+    huge = torch.zeros(1).expand(2**50)
+    for tensor in (huge, huge.as_subclass(OnGpu)):
+        with pytest.raises(HostMemoryError, match=rf"{2**52} bytes, a copy of a tensor of shape \[{2**50}\]"):
+            host_copy(tensor)
+
+
+def test_pinned_copies_are_counted_as_torch_rounds_them() -> None:
+    tensor = torch.zeros(5, 100)
+    assert host_copy_bytes(tensor) == 2000
+    assert host_copy_bytes(tensor.as_subclass(OnGpu)) == 2048
+    assert host_copy_bytes(torch.zeros(512).as_subclass(OnGpu)) == 2048
+    assert host_copy_bytes(torch.zeros(0).as_subclass(OnGpu)) == 0
+    assert written_bytes({"a": tensor, "b": torch.zeros(3)}, Layout()) == 2012
+    assert written_bytes({"a": tensor}, Layout(index=1, num=2)) == 0  # the first process writes it
+
+
+@pytest.mark.parametrize(
+    ("place", "free", "num_sharers", "expected"),
+    [
+        ("auto", 400, 1, "memory"),
+        ("auto", 399, 1, "disk"),
+        ("auto", 800, 2, "memory"),
+        ("auto", 799, 2, "disk"),
+        ("auto", None, 1, "disk"),
+        ("memory", 0, 1, "memory"),
+        ("disk", 10**9, 1, "disk"),
+    ],
+)
+def test_a_checkpoint_is_copied_to_memory_where_three_quarters_of_what_is_free_hold_it(
+    monkeypatch: pytest.MonkeyPatch, place: str, free: int | None, num_sharers: int, expected: str
+) -> None:
+    monkeypatch.setattr(parts, "free_bytes", lambda: free)
+    assert Staging(place=place, num_sharers=num_sharers).choose(300) == expected  # type: ignore[arg-type]
+
+
+def test_where_memory_ends_amid_the_copies_the_disk_takes_them_all(tmp_path: Path) -> None:
+    tensors = {name: torch.full((4,), float(i)) for i, name in enumerate("abc")}
+    tries: list[int] = []
+
+    def copies() -> Iterator[tuple[str, str, TensorSlice]]:
+        tries.append(len(list(tmp_path.glob("*/*.safetensors"))))
+        for name, rows in written_slices(tensors, Layout()):
+            if len(tries) == 1 and name == "c":
+                raise HostMemoryError("no memory for c")
+            yield "model", name, rows
+
+    store, before = FileStore(tmp_path / "store"), counts["checkpoint_on_disk"]
+    staging = PartStaging(store, folder=tmp_path, max_bytes=16, layout=Layout(), staging=Staging(place="memory"))
+    part = staging.begin(Rows(copies, 48), key="runs/demo/checkpoints/1-4", lineage=1, known={}, staged=True)
+    assert part.place == "disk"
+    assert counts["checkpoint_on_disk"] == before + 1
+    assert len(list(tmp_path.glob("1-4-*/*.safetensors"))) == 3  # before the next step
+    part.upload()
+    assert [name for each in part.objects for name in each.slices] == ["a", "b", "c"]
+    assert len(tries) == 2
+
+
+def test_a_part_in_memory_is_in_no_file_before_it_is_uploaded_and_leaves_memory_as_it_is_written(
+    tmp_path: Path,
+) -> None:
+    copied: list[weakref.ref[torch.Tensor]] = []
+
+    def copies() -> Iterator[tuple[str, str, TensorSlice]]:
+        for name in "abc":
+            tensor = torch.zeros(4)
+            copied.append(weakref.ref(tensor))
+            yield "model", name, TensorSlice(tensor, 0, (4,))
+
+    store, num_held = FileStore(tmp_path / "store"), []
+    staging = PartStaging(store, folder=tmp_path, max_bytes=16, layout=Layout(), staging=Staging(place="memory"))
+    part = staging.begin(Rows(copies, 48), key="runs/demo/checkpoints/1-4", lineage=1, known={}, staged=True)
+    assert part.place == "memory"
+    assert len(copied) == 3
+    assert not list(tmp_path.glob("1-4-*/*.safetensors"))
+    digest_of_file = parts.digest_of_file
+
+    def noted(path: Path) -> str:
+        num_held.append(sum(each() is not None for each in copied))
+        return digest_of_file(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "digest_of_file", noted)
+        part.upload()
+    assert num_held == [3, 2, 1]

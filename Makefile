@@ -113,7 +113,7 @@ images-gpu: images-common  ## the five images for GPUs, the searcher on vLLM's o
 	$(BUILD) -f services/trainer/Dockerfile --build-arg APT_PACKAGES='gcc libc6-dev' -t $(REGISTRY)tba-trainer:$(VERSION)-gpu .
 	$(BUILD) -f services/searcher/Dockerfile --target vllm -t $(REGISTRY)tba-searcher:$(VERSION)-gpu .
 
-images-push:  ## push those that `make images` and `make images-gpu` have built here: REGISTRY=host/path/
+images-push: $(filter images images-gpu,$(MAKECMDGOALS))  ## push those that `make images` and `make images-gpu` have built here: REGISTRY=host/path/
 	@test -n "$(REGISTRY)" || { echo "error: REGISTRY is empty: name the one that the cluster pulls from, REGISTRY=host/path/, here and when building"; exit 1; }
 	@built=; for image in $(foreach s,buffer reward trainer searcher objectstore,tba-$s:$(VERSION) tba-$s:$(VERSION)-gpu); do \
 		if docker image inspect "$(REGISTRY)$$image" >/dev/null 2>&1; then built=yes; docker push "$(REGISTRY)$$image" || exit 1; fi; done; \

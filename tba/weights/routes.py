@@ -295,7 +295,7 @@ class RouteReader:
                 for source, path in zip(base_paths, paths, strict=True):
                     link_or_copy(source, path)
                 check_tensors_of(target, paths)
-            except TbaError:
+            except BaseException:
                 for path in paths:  # the next route would write into the file that is here
                     path.unlink(missing_ok=True)
                 raise

@@ -109,6 +109,18 @@ def test_entries_under_other_names_are_found_by_the_digests_of_tensors(chain: Ch
     check_tensors(got, 2)
 
 
+def test_files_that_are_here_in_part_are_never_written_to(chain: Chain, tmp_path: Path) -> None:
+    path = chain.local[2].paths[0]
+    torn = LocalVersion(version(2), (path, path.with_name("gone.safetensors")), chain.local[2].manifest)
+    before = path.stat()
+    got = chain.versions.download_tensors(version(2), tmp_path / "got", held=[torn, chain.local[1]])
+    assert (got.route, got.num_failed_routes) == ("delta", 1)
+    check_tensors(got, 2)
+    # a version is assembled in place: in a file that had two names, under an engine that reads the other one
+    assert not got.paths[0].samefile(path)
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
 @pytest.mark.parametrize("fault", ["other bytes", "cut", "deleted", "other tensors"])
 def test_files_of_this_machine_that_are_not_what_they_were_cost_a_fall_back(
     chain: Chain, tmp_path: Path, fault: str

@@ -198,7 +198,9 @@ class VersionWriter:
 
     def _upload(self, prepared: _Prepared, *, exists: bool) -> Manifest:
         """Write objects, then the manifest; return the manifest that is in the store."""
-        manifest, files = prepared.manifest, prepared.new["files"]
+        files = prepared.new["files"]
+        # it may have been prepared hours ago: the store was away
+        manifest = prepared.manifest.model_copy(update={"created_at_s": time.time()})
         tensors_paths = prepared.new["tensors_paths"]
         data = encode_manifest(manifest)  # before an upload: it may be too large
         # to compare the manifests is cheap, and uploading the same tensors a second time is not

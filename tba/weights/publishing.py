@@ -96,8 +96,8 @@ class NewVersion(TypedDict):
     transformers_version: str
     base: NotRequired[LocalVersion | None]
     """An older version whose files are here, for a delta; None: the version is stored whole."""
-    deltas: NotRequired[DeltaSettings]
-    """When a version is stored as a delta; default: `DeltaSettings`."""
+    deltas: NotRequired[DeltaSettings | None]
+    """When a version is stored as a delta; None: the defaults."""
     others: NotRequired[OtherShares | None]
     """What stores the tensors that are not in `tensors_paths`; None: all are."""
 
@@ -163,7 +163,7 @@ class VersionWriter:
                 stored = self._describe_adapter(version, prefix, base, tensors_paths)
             else:
                 share = Share(self._store, prefix, tensors_paths, Path(folder.name), checked=self._checked)
-                settings = new.get("deltas", DeltaSettings())
+                settings = new.get("deltas") or DeltaSettings()
                 stored = self._describe_tensors(share, prefix, base, tensors_paths, settings, new.get("others"))
             stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
             manifest = Manifest(

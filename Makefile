@@ -75,7 +75,7 @@ test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types
 # one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
 # once, folders of whole runs first; bytecode is kept, since every test that starts processes would compile the product again
 unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 \
 		tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
 
 ##@ Faults (minutes to hours)

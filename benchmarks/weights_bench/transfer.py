@@ -154,8 +154,8 @@ def fleet(
                 "cache_failures": sum(
                     count
                     for client in clients
-                    for reason, count in client.read_through_counts.items()
-                    if reason != "bytes"
+                    for name, count in client.counts.items()
+                    if name.startswith("read_through_") and name != "read_through_bytes"
                 ),
             }
     return found

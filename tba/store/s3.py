@@ -11,6 +11,7 @@ import filecmp
 import os
 import secrets
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -164,7 +165,8 @@ T = TypeVar("T")
 
 _PART_BYTES = 32 << 20
 """Files above twice this size are sent and read in parts. S3 allows 10,000 parts, hence 312 GiB."""
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+"""Written at once of what is read. What came of a chunk is lost when its other bytes do not come."""
 _NUM_CONNECTIONS = 4
 _MAX_NUM_PARTS = 10_000
 
@@ -309,13 +311,21 @@ class S3Store:
             raise StoreUnavailableError(f"{self._endpoint} answers HEAD of {key} without Content-Length")
         check_size(key, size_bytes, max_bytes, url=self.url)
         part_bytes = self._part_bytes if size_bytes > 2 * self._part_bytes else max(size_bytes, 1)
+        has_failed = threading.Event()
         with new_file(path) as out:
 
             def receive_part(begin: int) -> None:
                 place, end = begin, min(begin + part_bytes, size_bytes)
-                while place < end:
-                    span = place, end, size_bytes
-                    place = self._call("read", key, lambda span=span: self._receive(found, where, out.fileno(), *span))
+                try:
+                    # a part that begins when another one has failed would have a deadline of its own
+                    while place < end and not has_failed.is_set():
+                        span = place, end, size_bytes
+                        place = self._call(
+                            "read", key, lambda span=span: self._receive(found, where, out.fileno(), *span)
+                        )
+                except BaseException:
+                    has_failed.set()
+                    raise
 
             with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="store-download") as pool:
                 builtins.list(pool.map(receive_part, range(0, size_bytes, part_bytes)))
@@ -337,9 +347,12 @@ class S3Store:
         place = begin
         try:
             answer = self._client.get_object(**where, **span, **same)
-            if span and not str(answer.get("ContentRange", "")).startswith(f"bytes {begin}-"):
-                raise StoreUnavailableError(f"{self._endpoint} answers {where['Key']} without the range that was asked")
             with contextlib.closing(answer["Body"]) as body:
+                if span and not str(answer.get("ContentRange", "")).startswith(f"bytes {begin}-"):
+                    raise StoreUnavailableError(
+                        f"{self._endpoint} answers {where['Key']} without the range that was asked for; a store and "
+                        "its cache must serve ranges"
+                    )
                 while place < end:
                     # never more than was announced, whatever is sent
                     data = body.read(min(_CHUNK_BYTES, end - place))

@@ -52,6 +52,8 @@ class NodeCache:
         on_wait: Callable[[float | None], object] = lambda wait_s: None,
     ) -> None:
         self._folder, self._max_bytes, self._wait_s, self._on_wait = folder, max_bytes, wait_s, on_wait
+        self.num_not_cached = 0
+        """Files that could not be kept, since the start: no room on the disk, or no folder."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in (*folder.glob(".tmp-*"), *folder.glob(".lock-*")):
@@ -131,6 +133,7 @@ class NodeCache:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             reason = explain_full_disk(error, self._folder, size_bytes=size_bytes) or str(error)
+            self.num_not_cached += 1
             log.warning("weight_not_cached", name=name, reason=reason)
 
     def discard(self, name: str) -> None:

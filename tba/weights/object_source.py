@@ -36,8 +36,8 @@ class ObjectSource:
         self._num_files = 0
         """That came from the cache, empty ones too."""
         self.counts: Counter[str] = Counter()
-        """Since the start: `bytes` that the cache gave, and how often it failed, by reason: missing, unavailable,
-        damaged."""
+        """Since the start: `read_through_bytes` that the cache gave, and how often it failed, by reason:
+        `read_through_missing`, `read_through_unavailable`, `read_through_damaged`."""
 
     def get_file(self, key: str, path: Path, *, max_bytes: int) -> None:
         """Read an object into a file, as `ObjectStore.get_file`.
@@ -49,7 +49,7 @@ class ObjectSource:
             try:
                 self._cache.get_file(key, path, max_bytes=max_bytes)
                 self._num_files += 1
-                self.counts["bytes"] += path.stat().st_size
+                self.counts["read_through_bytes"] += path.stat().st_size
                 return
             except (StoreError, ValueError) as error:  # ValueError: a header that boto3 cannot read
                 reason: Reason = "missing" if isinstance(error, ObjectNotFoundError) else "unavailable"
@@ -83,7 +83,7 @@ class ObjectSource:
 
     def _note_failure(self, reason: Reason, detail: str) -> None:
         """Count a failure of the cache, and leave it alone for a while unless it only lacks an object."""
-        self.counts[reason] += 1
+        self.counts[f"read_through_{reason}"] += 1
         log.warning("weights_read_through_failed", reason=reason, detail=detail)
         if reason != "missing":
             self._rests_until_s = time.monotonic() + REST_S

@@ -96,8 +96,8 @@ class NewVersion(TypedDict):
     transformers_version: str
     base: NotRequired[LocalVersion | None]
     """An older version whose files are here, for a delta; None: the version is stored whole."""
-    deltas: NotRequired[DeltaSettings]
-    """When a version is stored as a delta; default: `DeltaSettings`."""
+    deltas: NotRequired[DeltaSettings | None]
+    """When a version is stored as a delta; None: the defaults."""
     others: NotRequired[OtherShares | None]
     """What stores the tensors that are not in `tensors_paths`; None: all are."""
 
@@ -163,7 +163,7 @@ class VersionWriter:
                 stored = self._describe_adapter(version, prefix, base, tensors_paths)
             else:
                 share = Share(self._store, prefix, tensors_paths, Path(folder.name), checked=self._checked)
-                settings = new.get("deltas", DeltaSettings())
+                settings = new.get("deltas") or DeltaSettings()
                 stored = self._describe_tensors(share, prefix, base, tensors_paths, settings, new.get("others"))
             stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
             manifest = Manifest(
@@ -198,7 +198,9 @@ class VersionWriter:
 
     def _upload(self, prepared: _Prepared, *, exists: bool) -> Manifest:
         """Write objects, then the manifest; return the manifest that is in the store."""
-        manifest, files = prepared.manifest, prepared.new["files"]
+        files = prepared.new["files"]
+        # it may have been prepared hours ago: the store was away
+        manifest = prepared.manifest.model_copy(update={"created_at_s": time.time()})
         tensors_paths = prepared.new["tensors_paths"]
         data = encode_manifest(manifest)  # before an upload: it may be too large
         # to compare the manifests is cheap, and uploading the same tensors a second time is not

@@ -156,12 +156,14 @@ class WeightVersions:
         self._needed_bases: dict[PolicyVersion, PolicyVersion | None] = {}
         self._writer = VersionWriter(store, run, self.manifest)
         self._source = ObjectSource(store, read_through)
-        self._reader = RouteReader(store, self._cached_manifest, cache, self._source)
+        self._reader, self._cache = RouteReader(store, self._cached_manifest, cache, self._source), cache
 
     @property
-    def read_through_counts(self) -> Mapping[str, int]:
-        """What the read-through cache gave and how often it failed (`ObjectSource.counts`)."""
-        return self._source.counts
+    def counts(self) -> Mapping[str, int]:
+        """Of the downloads since the start: `routes_failed`, those of downloads that failed too; `not_cached`, files
+        that the cache of this machine could not keep; and those of the read-through cache (`ObjectSource.counts`)."""
+        num_not_cached = 0 if self._cache is None else self._cache.num_not_cached
+        return {"routes_failed": self._reader.num_failed, "not_cached": num_not_cached, **self._source.counts}
 
     def publish(self, **new: Unpack[NewVersion]) -> Manifest:
         """Make a version exist: objects first, manifest last. Publishing the same content again is accepted.

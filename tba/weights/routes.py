@@ -89,6 +89,8 @@ class RouteReader:
     ) -> None:
         self._store, self._manifest, self._cache = store, manifest, cache
         self._source = source or ObjectSource(store, None)
+        self.num_failed = 0
+        """Routes that failed since the start, those of downloads for which none was left too."""
 
     def download(
         self,
@@ -258,6 +260,7 @@ class RouteReader:
             except (StoreError, MalformedError, FileNotFoundError) as error:  # files that were here may be gone
                 log.warning("weights_route_failed", version=target.version, start=_name(route), reason=str(error))
                 first_error, num_failed = first_error or error, num_failed + 1
+                self.num_failed += 1
         if first_error is not None:
             raise first_error
         kind = MalformedError if gaps and isinstance(gaps[0], MalformedError) else ObjectNotFoundError
@@ -295,7 +298,7 @@ class RouteReader:
                 for source, path in zip(base_paths, paths, strict=True):
                     link_or_copy(source, path)
                 check_tensors_of(target, paths)
-            except TbaError:
+            except BaseException:
                 for path in paths:  # the next route would write into the file that is here
                     path.unlink(missing_ok=True)
                 raise

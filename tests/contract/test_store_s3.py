@@ -203,6 +203,18 @@ def test_a_server_that_is_silent_about_a_file_costs_one_deadline(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_came_before_a_server_fell_silent_counts(
+    proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
+) -> None:
+    data = os.urandom(300_000)
+    open_store(s3_section).put("a", data)
+    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 1.0}))
+    proxy.STALL_S, proxy.faults = 1.5, [None, "pause"]
+    store.get_file("a", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == data
+    assert proxy.counts["pause"] == 1
+
+
 def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(
     proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
 ) -> None:
@@ -214,6 +226,24 @@ def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(
     assert proxy.num_requests >= 3 + 5, "three failures; then create, three parts, complete"
     store.get_file("big", target)
     assert target.read_bytes() == source.read_bytes()
+
+
+def test_a_part_that_fails_ends_the_others(proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path) -> None:
+    open_store(s3_section).put("big", bytes(100))
+    store = S3Store(
+        bucket=BUCKET,
+        prefix=s3_section.url.partition(BUCKET + "/")[2],
+        endpoint_url=proxy.url,
+        region="us-east-1",
+        timeout_s=5.0,
+        part_bytes=1,
+    )
+    proxy.STALL_S = 1.0
+    proxy.faults = [None, "stall", *[403] * 99]
+    with pytest.raises(StoreUnavailableError, match="access denied"):
+        store.get_file("big", tmp_path / "target")
+    assert proxy.num_requests <= 1 + 4 + 1, "HEAD, one of each connection, and the one that stalled again"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_create_only_holds_for_a_file_in_parts_and_leaves_no_upload(

@@ -84,6 +84,7 @@ def test_a_damaged_delta_falls_back_to_a_full_version_or_is_named(
     (folder / "model.safetensors").write_bytes(b"old")
     with pytest.raises((DigestError, ObjectNotFoundError), match=f"{delta_key(chain, 2)}|{delta_key(chain, 3)}"):
         chain.versions.download_tensors(version(3), folder, held=chain.local[:2])
+    assert chain.versions.counts["routes_failed"] > 2, "those of the download that failed as well"
     assert [path.read_bytes() for path in folder.iterdir()] == [b"old"]
     chain.extend(1, deltas=EVERY_OTHER_FULL)  # the next full version repairs it
     check_tensors(chain.versions.download_tensors(version(4), folder, held=chain.local[:2]), 4)
@@ -107,6 +108,18 @@ def test_entries_under_other_names_are_found_by_the_digests_of_tensors(chain: Ch
     got = chain.versions.download_tensors(version(2), tmp_path / "got", held=[chain.local[1]])
     assert (got.route, got.num_failed_routes) == ("full", 1)
     check_tensors(got, 2)
+
+
+def test_files_that_are_here_in_part_are_never_written_to(chain: Chain, tmp_path: Path) -> None:
+    path = chain.local[2].paths[0]
+    torn = LocalVersion(version(2), (path, path.with_name("gone.safetensors")), chain.local[2].manifest)
+    before = path.stat()
+    got = chain.versions.download_tensors(version(2), tmp_path / "got", held=[torn, chain.local[1]])
+    assert (got.route, got.num_failed_routes) == ("delta", 1)
+    check_tensors(got, 2)
+    # a version is assembled in place: in a file that had two names, under an engine that reads the other one
+    assert not got.paths[0].samefile(path)
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
 @pytest.mark.parametrize("fault", ["other bytes", "cut", "deleted", "other tensors"])
@@ -346,7 +359,7 @@ def test_a_full_disk_of_the_cache_of_a_machine_costs_the_cache_alone(
     with structlog.testing.capture_logs() as lines:
         check_tensors(versions.download_tensors(version(2), tmp_path / "full"), 2)
     reasons = [line["reason"] for line in lines if line["event"] == "weight_not_cached"]
-    assert reasons
+    assert len(reasons) == versions.counts["not_cached"] > 0
     assert all(f"the disk at {small_disk} is full" in reason for reason in reasons)
     assert not [path for path in (small_disk / "cache").iterdir() if not path.name.startswith(".lock-")]
     ballast.unlink()

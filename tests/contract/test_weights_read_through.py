@@ -14,6 +14,8 @@ from tba.weights import LocalVersion, WeightVersions, object_source, params_sha2
 from tests.support.read_through import ReadThroughCache
 from tests.support.weight_chain import RUN, Chain, version
 
+NONE = {"routes_failed": 0, "not_cached": 0}
+
 
 @pytest.fixture
 def cache(s3_section: StoreSection) -> Iterator[ReadThroughCache]:
@@ -53,7 +55,7 @@ def test_the_store_gives_each_file_once_and_what_a_cache_spoils_lacks_or_refuses
         base = reader.get(0)
         change = reader.get(1, base)
         assert (base.route, change.route) == ("full", "delta")
-        assert reader.versions.read_through_counts == {"bytes": cache.store_bytes}
+        assert reader.versions.counts == {**NONE, "read_through_bytes": cache.store_bytes}
         assert base.downloaded_bytes + change.downloaded_bytes == cache.store_bytes
 
     # one bit of the tensors, a file that is cut short, and one without an end
@@ -65,7 +67,7 @@ def test_the_store_gives_each_file_once_and_what_a_cache_spoils_lacks_or_refuses
         if number == 2:
             assert cache.num_requests - num_before == 1, "HEAD says that it is too large: it is not read"
         num_before = cache.num_requests
-        assert reader.versions.read_through_counts["damaged"] == 1
+        assert reader.versions.counts["read_through_damaged"] == 1
         reader.get(1, base)
         assert cache.num_requests == num_before  # it is left alone for a while
         # a version takes longer to download than the cache is left alone; its config is a file of the cache, too
@@ -74,24 +76,24 @@ def test_the_store_gives_each_file_once_and_what_a_cache_spoils_lacks_or_refuses
             reader = Reader(store, client, tmp_path / f"spoilt-model-{number}")
             local = reader.versions.download_model(version(0), tmp_path / f"spoilt-model-{number}")
             assert local.num_failed_routes == 0
-            assert reader.versions.read_through_counts["damaged"] == 2
+            assert reader.versions.counts["read_through_damaged"] == 2
 
     cache.spoil, cache.trailer = lambda body: body, bytes(10**6)
     endless = Reader(store, client, tmp_path / "endless")
     size_bytes = endless.get(0).downloaded_bytes
-    assert endless.versions.read_through_counts == {"bytes": size_bytes}, "cut at what HEAD says"
+    assert endless.versions.counts == {**NONE, "read_through_bytes": size_bytes}, "cut at what HEAD says"
     cache.spoil, cache.trailer = flip, b""
     cache.sends_length = False
     unsized = Reader(store, client, tmp_path / "unsized")
     unsized.get(0)
-    assert unsized.versions.read_through_counts == {"unavailable": 1}
+    assert unsized.versions.counts == {**NONE, "read_through_unavailable": 1}
     cache.sends_length = True
     lacking = Reader(store, through(s3_section, f"{cache.url}/elsewhere"), tmp_path / "lacking")
     lacking.get(1, lacking.get(0))
-    assert lacking.versions.read_through_counts == {"missing": 2}
+    assert lacking.versions.counts == {**NONE, "read_through_missing": 2}
     away = Reader(store, through(s3_section, "http://127.0.0.1:9"), tmp_path / "away")
     away.get(2, away.get(1))
-    assert away.versions.read_through_counts == {"unavailable": 1}
+    assert away.versions.counts == {**NONE, "read_through_unavailable": 1}
 
 
 def test_a_cache_that_cannot_be_used_is_refused_at_the_start(s3_section: StoreSection) -> None:

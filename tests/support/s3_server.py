@@ -66,11 +66,14 @@ class S3Server:
         raise AssertionError(f"the S3 server did not answer on port {self.port} within {timeout_s} s")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL, and remove the sockets that it leaves in a folder that is not ours to choose."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=30)
             self._process = None
+            for port in (str(self.port), *self._environ["INTERNAL_PORTS"].split(",")):
+                for socket in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                    socket.unlink(missing_ok=True)
 
     def create_bucket(self, name: str) -> None:
         """Create a bucket."""
@@ -120,7 +123,8 @@ class FaultyProxy(LoopbackServer):
     """Forwards to an S3 server; `faults` holds what to do with the next requests, one each.
 
     An int: answer this status without forwarding. "lose": forward, then close the connection without an answer.
-    "cut": forward, then send half of the body. "stall": forward, then send nothing for STALL_S. "trickle": forward,
+    "cut": forward, then send half of the body. "stall": forward, then send nothing for STALL_S. "pause": forward, send
+    half of the body, then nothing for STALL_S. "trickle": forward,
     then send the body in TRICKLE_PARTS parts over TRICKLE_S. None: pass. Requests beyond the list pass. `drop_headers`
     are not forwarded. `counts` has the faults that were served, `sent_bytes` is of bodies (without those that trickle).
     """
@@ -188,7 +192,9 @@ class FaultyProxy(LoopbackServer):
                     length = len(body)
                     if self.command == "HEAD":
                         length = int(next(value for name, value in headers if name.lower() == "content-length"))
-                    self._answer(status, headers, body[: len(body) // 2] if fault == "cut" else body, length)
+                    self._answer(status, headers, body[: len(body) // 2] if fault in ("cut", "pause") else body, length)
+                    if fault == "pause":
+                        time.sleep(proxy.STALL_S)
 
             def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, length: int) -> None:
                 self.send_response_only(status)

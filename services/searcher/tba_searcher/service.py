@@ -257,8 +257,7 @@ class Searcher:
             if version is None:
                 return None
             try:
-                weights, folder = await in_thread(lambda version=version: self._loader.download_model(version))
-                self._status.count_download(weights, self._loader.read_through_counts)
+                weights, folder = await self._download_model(version)
                 self._waits.end("pulling")
                 return await in_thread(lambda weights=weights, folder=folder: self._build(weights, folder))
             except (DigestError, MalformedError, EngineCheckError) as error:
@@ -272,6 +271,14 @@ class Searcher:
                     raise
                 log.warning("version not pulled", version=str(version), detail=str(error))
                 await asyncio.sleep(1.0)
+
+    async def _download_model(self, version: PolicyVersion) -> tuple[LocalVersion, Path]:
+        try:
+            weights, folder = await in_thread(lambda: self._loader.download_model(version))
+        finally:
+            self._status.note_weight_counts(self._loader.counts)
+        self._status.count_download(weights)
+        return weights, folder
 
     async def _first_version(self) -> PolicyVersion | None:
         """Wait for a version; it and the reference must not be refused. Return None when the run is over."""

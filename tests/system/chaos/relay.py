@@ -164,7 +164,7 @@ def _weights_read(request: Request) -> Literal["delta", "keyframe", "other", ""]
 
 def _with_length(answer: Answer, *, less_bytes: int) -> Answer:
     line, headers = _split(answer.head)
-    headers["content-length"] = str(int(headers["content-length"]) - less_bytes)
+    headers["content-length"] = str(max(int(headers["content-length"]) - less_bytes, 0))
     lines = [line, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     return replace(answer, head="\r\n".join(lines).encode("latin-1"))
 

@@ -99,9 +99,9 @@ class WeightLoader:
         return self._versions.latest(etag)
 
     @property
-    def read_through_counts(self) -> Mapping[str, int]:
-        """What the read-through cache of the store gave, and how often it failed (`WeightVersions`)."""
-        return self._versions.read_through_counts
+    def counts(self) -> Mapping[str, int]:
+        """What downloads cost and how their ways failed since the start (`WeightVersions.counts`)."""
+        return self._versions.counts
 
     def download_model(self, version: PolicyVersion) -> tuple[LocalVersion, Path]:
         """Download tensors, config and tokenizer; return the version and the folder of its files.

@@ -32,6 +32,7 @@ COUNTERS = (
     "weight_downloads_cache",
     "weight_download_bytes",
     "weight_routes_failed",
+    "weight_not_cached",
     "weight_read_through_bytes",
     "weight_read_through_missing",
     "weight_read_through_unavailable",
@@ -108,16 +109,14 @@ class SearcherStatus:
             gauges=gauges,
         )
 
-    def count_download(self, weights: LocalVersion, read_through: Mapping[str, int]) -> None:
-        """Count a version whose files have come, by its route.
+    def note_weight_counts(self, counts: Mapping[str, int]) -> None:
+        """Note what `WeightVersions.counts` says after a download, one that failed too."""
+        self.counts |= {f"weight_{name}": count for name, count in counts.items()}
 
-        Args:
-            read_through: what the read-through cache of the store gave and how often it failed, since the start.
-        """
-        self.counts |= {f"weight_read_through_{name}": count for name, count in read_through.items()}
+    def count_download(self, weights: LocalVersion) -> None:
+        """Count a version whose files have come, by its route."""
         self.counts[f"weight_downloads_{weights.route}"] += 1
         self.counts["weight_download_bytes"] += weights.downloaded_bytes
-        self.counts["weight_routes_failed"] += weights.num_failed_routes
 
     def record_heartbeat(self, error: Exception | None) -> None:
         """Record how a heartbeat ended. Log a refusal once, until a heartbeat is accepted."""

@@ -96,7 +96,7 @@ class VersionPulls:
                 self.refuse(target, error)
         else:
             self._status.waits.end("pulling")
-            self._status.count_download(weights, self._loader.read_through_counts)
+            self._status.count_download(weights)
             await in_thread(lambda: stage_weights(self._engine, weights))
             self._loader.add(weights)
             self._has_work.set()
@@ -111,6 +111,7 @@ class VersionPulls:
             return await task
         finally:
             task.cancel()
+            self._status.note_weight_counts(self._loader.counts)
 
     def _wait_for_store(self, detail: str) -> None:
         """Begin or continue the wait for the store; the version before is used meanwhile."""

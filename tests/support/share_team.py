@@ -63,7 +63,8 @@ def publish(versions: WeightVersions, snapshot: WeightSnapshot, base: LocalVersi
     """Publish, as the publisher does, all processes their shares."""
     snapshot.write()
     config = snapshot.folder.parent / "config.json"
-    config.write_text('{"model_type": "tiny"}')
+    if not config.exists():  # the same file at every try: the version is then not described a second time
+        config.write_text('{"model_type": "tiny"}')
     manifest: Manifest = versions.publish(
         version=snapshot.version, parent=START, dtype="bfloat16", tensors_paths=snapshot.paths,
         files={"config.json": config}, canary=CANARY, torch_version="1", transformers_version="1",

@@ -159,6 +159,44 @@ def test_a_follower_that_cannot_upload_is_named_nothing_is_registered_and_the_ne
     assert_holds(team.versions.download_tensors(PolicyVersion(1, 1), tmp_path / "afresh"), 1)
 
 
+def test_changes_that_the_store_has_lost_before_the_next_try_are_stored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader does not describe the version a second time, so a follower must still have what it has encoded."""
+    team, put = ShareTeam(tmp_path), FileStore.put
+    first = team.take(1)
+    base = publish(team.versions, first)
+    second = team.take(2, base=first)
+
+    def refuse(self: FileStore, key: str, data: bytes, *, create_only: bool = False) -> None:
+        if key.endswith("manifest.json"):
+            raise StoreUnavailableError("the store is away")
+        put(self, key, data, create_only=create_only)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put", refuse)
+        with pytest.raises(StoreUnavailableError, match="the store is away"):
+            publish(team.versions, second, base)
+    [lost] = [name for name in objects_of(tmp_path) if name.startswith("delta-1-")]
+    FileStore(tmp_path / "store").delete(f"runs/demo/weights/1-2/{lost}")
+    publish(team.versions, second, base)
+    assert lost in objects_of(tmp_path)
+    assert_holds(team.versions.download_tensors(PolicyVersion(1, 2), tmp_path / "afresh"), 2)
+    second.close()
+    first.close()
+    assert list((tmp_path / "follower-1").iterdir()) == []
+
+
+def test_a_share_that_is_dropped_before_a_slow_follower_has_taken_it_is_not_kept(tmp_path: Path) -> None:
+    team = ShareTeam(tmp_path)
+    [follower] = team.followers
+    follower.commands["drop_share"](share="1-1")
+    team.take(1)
+    assert (follower._kept, list((tmp_path / "follower-1").iterdir())) == ({}, [])
+    team.take(2)
+    assert list(follower._kept) == ["1-2"]
+
+
 def test_a_leader_that_fails_waits_for_the_followers_before_the_next_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,8 @@ class KeptShares:
         self._recipe, self._team, self._folder, self._deadline_s = recipe, team, folder, deadline_s
         self._store: ObjectStore | None = None
         self._kept: dict[str, _Kept] = {}
+        self._dropped: set[str] = set()
+        """Shares that were dropped before this process, which is slower than the leader, had taken them."""
         self._changed = threading.Condition()
         self._jobs: dict[str, Job] = {}
         self._checked = CheckedFiles()
@@ -151,16 +153,23 @@ class KeptShares:
 
     def keep(self, name: str, snapshot: WeightSnapshot | None) -> None:
         """Keep a share until it is dropped; None: this process has none."""
-        if snapshot is not None:
-            with self._changed:
+        if snapshot is None:
+            return
+        with self._changed:
+            if is_dropped := name in self._dropped:
+                self._dropped.remove(name)
+            else:
                 self._kept[name] = _Kept(snapshot)
                 self._changed.notify_all()
+        if is_dropped:
+            snapshot.close()
 
     def clear(self) -> None:
         """Drop all shares: the leader begins a new lineage."""
         self._jobs.clear()
         for name in list(self._kept):
             self._drop(share=name)
+        self._dropped.clear()
 
     def _run(self) -> None:
         try:
@@ -175,7 +184,10 @@ class KeptShares:
         def describe() -> Reply:
             kept = self._wait_for(share)
             kept.snapshot.write()
-            kept.forget_changes()
+            with self._changed:
+                others = list(self._kept.values())
+            for each in others:  # only now: a version that is uploaded again may need them, if the store has lost them
+                each.forget_changes()
             kept.changes = Path(tempfile.mkdtemp(prefix=".delta-", dir=self._folder))
             # named by the process: two that have no changes would write the same file
             kept.share = Share(
@@ -200,7 +212,6 @@ class KeptShares:
             if kept.share is None:
                 raise TbaError(f"share {share} is to be uploaded, and was not described")
             kept.share.upload(whole=whole, changes=changes)
-            kept.forget_changes()
             return {"stored": True}
 
         self._start(share, upload)
@@ -212,6 +223,8 @@ class KeptShares:
     def _drop(self, *, share: str) -> None:
         with self._changed:
             kept = self._kept.pop(share, None)
+            if kept is None:
+                self._dropped.add(share)
         if kept is not None:
             kept.forget_changes()
             kept.snapshot.close()
@@ -240,7 +253,7 @@ class _Kept:
         self.changes: Path | None = None
 
     def forget_changes(self) -> None:
-        """Delete encoded changes; they are in the store, or made again."""
+        """Delete encoded changes; their version is published, or they are made again."""
         if self.changes is not None:
             shutil.rmtree(self.changes, ignore_errors=True)
             self.changes = None

@@ -88,9 +88,7 @@ class ShareTeam:
         for rank in range(1, num_ranks):
             (folder / f"follower-{rank}").mkdir()
             follower = _Follower(self, rank)
-            self.followers.append(
-                KeptShares(recipe, cast(Team, follower), folder=folder / f"follower-{rank}", deadline_s=0.2)
-            )
+            self.followers.append(KeptShares(recipe, cast(Team, follower), deadline_s=0.2))
 
     @contextmanager
     def lead(self, command: str, **arguments: Any) -> Iterator[None]:
@@ -140,7 +138,7 @@ def main() -> None:
             (folder / "result.json").write_text(json.dumps(_lead(folder, team.beside)))
             os._exit(0)  # the team is broken
         recipe = make_recipe(folder, store={"url": f"file://{folder / 'store'}"})
-        shares = KeptShares(recipe, team.beside, folder=folder, deadline_s=60.0)
+        shares = KeptShares(recipe, team.beside, deadline_s=60.0)
         for step in (1, 2, 3):
             version = PolicyVersion(1, step)
             shares.keep(str(version), take(folder / "follower", version, tensors_of(step), rank=1, num_ranks=2))

@@ -112,12 +112,11 @@ class KeptShares:
 
     Args:
         team: the processes beside training.
-        folder: for encoded changes.
         deadline_s: how long the leader's publisher may be ahead of the loop of this process.
     """
 
-    def __init__(self, recipe: Recipe, team: Team, *, folder: Path, deadline_s: float) -> None:
-        self._recipe, self._team, self._folder, self._deadline_s = recipe, team, folder, deadline_s
+    def __init__(self, recipe: Recipe, team: Team, *, deadline_s: float) -> None:
+        self._recipe, self._team, self._deadline_s = recipe, team, deadline_s
         self._store: ObjectStore | None = None
         self._kept: dict[str, _Kept] = {}
         self._dropped: set[str] = set()
@@ -188,7 +187,8 @@ class KeptShares:
                 others = list(self._kept.values())
             for each in others:  # only now: a version that is uploaded again may need them, if the store has lost them
                 each.forget_changes()
-            kept.changes = Path(tempfile.mkdtemp(prefix=".delta-", dir=self._folder))
+            # beside the tensors: a share that is dropped meanwhile leaves nothing
+            kept.changes = Path(tempfile.mkdtemp(prefix=".delta-", dir=kept.snapshot.folder))
             # named by the process: two that have no changes would write the same file
             kept.share = Share(
                 self._store_of_run(),
@@ -226,7 +226,6 @@ class KeptShares:
             if kept is None:
                 self._dropped.add(share)
         if kept is not None:
-            kept.forget_changes()
             kept.snapshot.close()
 
     def _store_of_run(self) -> ObjectStore:

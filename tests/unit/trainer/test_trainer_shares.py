@@ -19,6 +19,7 @@ from tba.weights import LocalVersion, WeightVersions, shares
 from tba_cli.ports import PortRequest, choose_ports
 from tests.support.share_team import ShareTeam, publish, take, tensors_of
 from tests.support.trainer_team import rank_environ
+from tests.support.waits import until
 
 SIZES = {"embedding": 1000, "a": 300, "b": 300, "c": 300, "d": 300, "norm": 10}
 
@@ -243,12 +244,14 @@ def test_a_follower_that_took_no_share_and_one_that_is_given_up_are_errors(
     with pytest.raises(TbaError, match=r"process 1: this process took no share 1-1 within 0\.2 s"):
         publish(team.versions, team.take(1, keep=False))
     snapshot, busy = team.take(2), threading.Event()
+    others = snapshot.others
+    assert others is not None
     describe = shares.describe_tensors
 
     def hang(paths: list[Path]) -> object:
         if paths and paths[0].is_relative_to(tmp_path / "follower-1"):
-            assert snapshot.others is not None
-            snapshot.others.give_up()
+            until("the leader waits for it", lambda: others.missing() == "process 1")
+            others.give_up()
             assert busy.wait(10)
         return describe(paths)
 

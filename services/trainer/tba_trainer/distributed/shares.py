@@ -49,6 +49,7 @@ class FollowersShares(SharesOfTeam):
         self.base: SharesOfTeam | None = None
         self._team, self.name, self._prefix, self._size_bytes = team, name, prefix, size_bytes
         self._given_up = threading.Event()
+        self._missing: list[int] = []
 
     @property
     def size_bytes(self) -> int:
@@ -84,6 +85,10 @@ class FollowersShares(SharesOfTeam):
         """End the wait for the followers, which is in another thread."""
         self._given_up.set()
 
+    def missing(self) -> str:
+        """See `SharesOfTeam`."""
+        return ", ".join(f"process {rank}" for rank in self._missing)
+
     def close(self) -> None:
         """See `SharesOfTeam`. Where followers are gone, so are their files."""
         try:
@@ -95,6 +100,7 @@ class FollowersShares(SharesOfTeam):
     def _wait(self) -> dict[int, Reply]:
         replies: dict[int, Reply] = {}
         while len(replies) < self._team.num_ranks - 1:
+            self._missing = [rank for rank in range(1, self._team.num_ranks) if rank not in replies]
             if self._given_up.is_set():
                 raise TbaError(f"the shares {self.name} of the other processes are given up")
             with self._team.lead("share_reply", share=self.name):
@@ -102,6 +108,7 @@ class FollowersShares(SharesOfTeam):
             # all of them are waited for: none may be busy with this version when it is tried again
             if len(replies) < self._team.num_ranks - 1:
                 self._given_up.wait(_POLL_S)
+        self._missing = []
         if (failure := failure_of(replies, _KINDS, TbaError)) is not None:
             raise failure
         return replies

@@ -1,7 +1,7 @@
 """Publishes versions of a few tensors that a leader and followers each store a share of.
 
-`ShareTeam` has all of them in one process. `python -m tests.support.share_team FOLDER` is one of two real processes
-over gloo, the second of which is killed while it uploads the last version.
+`ShareTeam` has all of them in one process. `python -m tests.support.share_team FOLDER PORT` forks two real processes
+over gloo, the second of which is killed while it uploads the last version, and prints how each has ended.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tba.weights import LocalVersion, WeightVersions
 from tba.weights.publishing import version_prefix
 from tba.weights.shares import Share
 from tba.wire import Canary, Manifest
+from tests.support.trainer_team import rank_environ
 from tests.support.trainer_values import make_recipe
 from tests.support.weight_chain import ALWAYS
 
@@ -129,8 +130,19 @@ class _Follower:
 
 
 def main() -> None:
-    """One of two processes."""
-    folder = Path(sys.argv[1])
+    """Start two processes and wait for them."""
+    folder, port = Path(sys.argv[1]), int(sys.argv[2])
+    pids: list[int] = []
+    for rank in range(2):  # forked, and before torch has threads: each would import it for seconds
+        if not (pid := os.fork()):
+            os.environ.update(rank_environ(rank, 2, port))
+            _run(folder)
+            os._exit(0)
+        pids.append(pid)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+
+
+def _run(folder: Path) -> None:
     with Team.join(device="cpu", deadline_s=60.0) as team:
         assert team.beside is not None
         if team.is_leader:

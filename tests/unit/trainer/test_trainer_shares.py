@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -266,20 +267,10 @@ def test_two_processes_publish_over_gloo_and_one_that_is_killed_in_its_upload_re
     tmp_path: Path,
 ) -> None:
     [port] = choose_ports([PortRequest("master", "127.0.0.1", 0)])
-    command = [sys.executable, "-m", "tests.support.share_team", str(tmp_path)]
-    logs = [(tmp_path / f"{rank}.log").open("wb") for rank in range(2)]
-    processes = [
-        subprocess.Popen(command, env=rank_environ(rank, 2, port), stdout=log, stderr=subprocess.STDOUT)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        assert processes[0].wait(240) == 0, (tmp_path / "0.log").read_text()
-        assert processes[1].wait(240) < 0
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
+    command = [sys.executable, "-m", "tests.support.share_team", str(tmp_path), str(port)]
+    ended = subprocess.run(command, env=rank_environ(0, 2, port), capture_output=True, text=True, timeout=240)
+    *log, codes = ended.stdout.splitlines()
+    assert json.loads(codes) == [0, -signal.SIGKILL], (log, ended.stderr)
     result = json.loads((tmp_path / "result.json").read_text())
     assert "process 0 of 2 has lost another process of this trainer during 'share_reply'" in result["error"]
     assert result["seconds"] < 60

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
@@ -25,6 +27,7 @@ from benchmarks.gpu_bench.models import make_batch, qwen2_config, random_model, 
 from tba.config import Recipe
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
+from tba.weights import WeightVersions
 from tba_cli.ports import PortRequest, choose_ports
 
 ALONE = 0
@@ -70,7 +73,9 @@ def _compare(
         found.at_most(
             f"{name}_{metric}_error", max(abs(b[metric] - a[metric]) / abs(a[metric]) for a, b in pairs), limit
         )
-    ours, theirs = (load_file(result["path"]) for result in (one, two))
+    ours, theirs = (
+        {name: tensor for path in result["paths"] for name, tensor in load_file(path).items()} for result in (one, two)
+    )
     # AdamW's first steps have the sign of the gradient: where that is nearly 0, any rounding turns it
     moves = [torch.cat([(t[key] - before[key]).flatten() for key in before]) for t in (ours, theirs)]
     found.at_most(f"{name}_movement_error", relative_error(moves[1], moves[0]), math.sqrt(limit))
@@ -151,16 +156,36 @@ def _train(bench: Bench, recipe: Recipe, team: Team, folder: Path) -> dict[str, 
         synchronize(bench.device)
         step_s = perf_counter() - begin
     peak = torch.cuda.max_memory_allocated() / 2**20 if bench.device == "cuda" else 0.0
-    snapshot = snapshots.take(PolicyVersion(1, NUM_STEPS), START)
-    snapshot.write()
+    paths = _publish(snapshots, recipe, folder)
     restored = _restores(bench, learner, recipe, team, folder, vocab_size)
     return {
         "metrics": [{name: values[name] for name in ("loss", "grad_norm")} for values in metrics],
-        "path": str(snapshot.paths[0]),
+        "paths": [str(path) for path in paths],
         "step_s": step_s,
         "peak_mib": peak,
         "restored": restored,
     }
+
+
+def _publish(snapshots: WeightSnapshotWriter, recipe: Recipe, folder: Path) -> Sequence[Path]:
+    """Publish the weights, every process its share; return the files of a download."""
+    version = PolicyVersion(1, NUM_STEPS)
+    snapshot = snapshots.take(version, START)
+    snapshot.write()
+    versions = WeightVersions(FileStore(folder / "store"), recipe.run.name)
+    versions.publish(
+        version=version,
+        parent=START,
+        dtype=snapshot.dtype,
+        tensors_paths=snapshot.paths,
+        files={"config.json": Path(recipe.model.path) / "config.json"},
+        canary=snapshot.canary,
+        torch_version=torch.__version__,
+        transformers_version="",
+        others=snapshot.others,
+    )
+    snapshot.close()
+    return versions.download_tensors(version, folder / "published").paths
 
 
 def _restores(bench: Bench, learner: Learner, recipe: Recipe, team: Team, folder: Path, vocab_size: int) -> bool:

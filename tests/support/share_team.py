@@ -1,7 +1,7 @@
 """Publishes versions of a few tensors that a leader and followers each store a share of.
 
-`ShareTeam` has all of them in one process. `python -m tests.support.share_team FOLDER` is one of two real processes
-over gloo, the second of which is killed while it uploads the last version.
+`ShareTeam` has all of them in one process. `python -m tests.support.share_team FOLDER PORT` forks two real processes
+over gloo, the second of which is killed while it uploads the last version, and prints how each has ended.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tba.weights import LocalVersion, WeightVersions
 from tba.weights.publishing import version_prefix
 from tba.weights.shares import Share
 from tba.wire import Canary, Manifest
+from tests.support.trainer_team import rank_environ
 from tests.support.trainer_values import make_recipe
 from tests.support.weight_chain import ALWAYS
 
@@ -63,7 +64,8 @@ def publish(versions: WeightVersions, snapshot: WeightSnapshot, base: LocalVersi
     """Publish, as the publisher does, all processes their shares."""
     snapshot.write()
     config = snapshot.folder.parent / "config.json"
-    config.write_text('{"model_type": "tiny"}')
+    if not config.exists():  # the same file at every try: the version is then not described a second time
+        config.write_text('{"model_type": "tiny"}')
     manifest: Manifest = versions.publish(
         version=snapshot.version, parent=START, dtype="bfloat16", tensors_paths=snapshot.paths,
         files={"config.json": config}, canary=CANARY, torch_version="1", transformers_version="1",
@@ -87,9 +89,7 @@ class ShareTeam:
         for rank in range(1, num_ranks):
             (folder / f"follower-{rank}").mkdir()
             follower = _Follower(self, rank)
-            self.followers.append(
-                KeptShares(recipe, cast(Team, follower), folder=folder / f"follower-{rank}", deadline_s=0.2)
-            )
+            self.followers.append(KeptShares(recipe, cast(Team, follower), deadline_s=0.2))
 
     @contextmanager
     def lead(self, command: str, **arguments: Any) -> Iterator[None]:
@@ -130,8 +130,19 @@ class _Follower:
 
 
 def main() -> None:
-    """One of two processes."""
-    folder = Path(sys.argv[1])
+    """Start two processes and wait for them."""
+    folder, port = Path(sys.argv[1]), int(sys.argv[2])
+    pids: list[int] = []
+    for rank in range(2):  # forked, and before torch has threads: each would import it for seconds
+        if not (pid := os.fork()):
+            os.environ.update(rank_environ(rank, 2, port))
+            _run(folder)
+            os._exit(0)
+        pids.append(pid)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+
+
+def _run(folder: Path) -> None:
     with Team.join(device="cpu", deadline_s=60.0) as team:
         assert team.beside is not None
         if team.is_leader:
@@ -139,7 +150,7 @@ def main() -> None:
             (folder / "result.json").write_text(json.dumps(_lead(folder, team.beside)))
             os._exit(0)  # the team is broken
         recipe = make_recipe(folder, store={"url": f"file://{folder / 'store'}"})
-        shares = KeptShares(recipe, team.beside, folder=folder, deadline_s=60.0)
+        shares = KeptShares(recipe, team.beside, deadline_s=60.0)
         for step in (1, 2, 3):
             version = PolicyVersion(1, step)
             shares.keep(str(version), take(folder / "follower", version, tensors_of(step), rank=1, num_ranks=2))

@@ -239,6 +239,7 @@ def main() -> None:
     recipe = Recipe.model_validate(job["recipe"])
     with Team.join(device="cpu", deadline_s=120.0, replicas=recipe.trainer.sharding.replicas) as team:
         if team.is_leader:
+            team.start_beats(on_loss=lambda: None)  # a slow machine may train longer than the deadline of a share
             _train(job, recipe, team)
         else:
             follow(recipe, team)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from tba.weights import LocalVersion, WeightVersions, shares
 from tba_cli.ports import PortRequest, choose_ports
 from tests.support.share_team import ShareTeam, publish, take, tensors_of
 from tests.support.trainer_team import rank_environ
+from tests.support.waits import until
 
 SIZES = {"embedding": 1000, "a": 300, "b": 300, "c": 300, "d": 300, "norm": 10}
 
@@ -159,6 +161,44 @@ def test_a_follower_that_cannot_upload_is_named_nothing_is_registered_and_the_ne
     assert_holds(team.versions.download_tensors(PolicyVersion(1, 1), tmp_path / "afresh"), 1)
 
 
+def test_changes_that_the_store_has_lost_before_the_next_try_are_stored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader does not describe the version a second time, so a follower must still have what it has encoded."""
+    team, put = ShareTeam(tmp_path), FileStore.put
+    first = team.take(1)
+    base = publish(team.versions, first)
+    second = team.take(2, base=first)
+
+    def refuse(self: FileStore, key: str, data: bytes, *, create_only: bool = False) -> None:
+        if key.endswith("manifest.json"):
+            raise StoreUnavailableError("the store is away")
+        put(self, key, data, create_only=create_only)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put", refuse)
+        with pytest.raises(StoreUnavailableError, match="the store is away"):
+            publish(team.versions, second, base)
+    [lost] = [name for name in objects_of(tmp_path) if name.startswith("delta-1-")]
+    FileStore(tmp_path / "store").delete(f"runs/demo/weights/1-2/{lost}")
+    publish(team.versions, second, base)
+    assert lost in objects_of(tmp_path)
+    assert_holds(team.versions.download_tensors(PolicyVersion(1, 2), tmp_path / "afresh"), 2)
+    second.close()
+    first.close()
+    assert list((tmp_path / "follower-1").iterdir()) == []
+
+
+def test_a_share_that_is_dropped_before_a_slow_follower_has_taken_it_is_not_kept(tmp_path: Path) -> None:
+    team = ShareTeam(tmp_path)
+    [follower] = team.followers
+    follower.commands["drop_share"](share="1-1")
+    team.take(1)
+    assert (follower._kept, list((tmp_path / "follower-1").iterdir())) == ({}, [])
+    team.take(2)
+    assert list(follower._kept) == ["1-2"]
+
+
 def test_a_leader_that_fails_waits_for_the_followers_before_the_next_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,12 +245,14 @@ def test_a_follower_that_took_no_share_and_one_that_is_given_up_are_errors(
     with pytest.raises(TbaError, match=r"process 1: this process took no share 1-1 within 0\.2 s"):
         publish(team.versions, team.take(1, keep=False))
     snapshot, busy = team.take(2), threading.Event()
+    others = snapshot.others
+    assert others is not None
     describe = shares.describe_tensors
 
     def hang(paths: list[Path]) -> object:
         if paths and paths[0].is_relative_to(tmp_path / "follower-1"):
-            assert snapshot.others is not None
-            snapshot.others.give_up()
+            until("the leader waits for it", lambda: others.missing() == "process 1")
+            others.give_up()
             assert busy.wait(10)
         return describe(paths)
 
@@ -225,20 +267,10 @@ def test_two_processes_publish_over_gloo_and_one_that_is_killed_in_its_upload_re
     tmp_path: Path,
 ) -> None:
     [port] = choose_ports([PortRequest("master", "127.0.0.1", 0)])
-    command = [sys.executable, "-m", "tests.support.share_team", str(tmp_path)]
-    logs = [(tmp_path / f"{rank}.log").open("wb") for rank in range(2)]
-    processes = [
-        subprocess.Popen(command, env=rank_environ(rank, 2, port), stdout=log, stderr=subprocess.STDOUT)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        assert processes[0].wait(240) == 0, (tmp_path / "0.log").read_text()
-        assert processes[1].wait(240) < 0
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
+    command = [sys.executable, "-m", "tests.support.share_team", str(tmp_path), str(port)]
+    ended = subprocess.run(command, env=rank_environ(0, 2, port), capture_output=True, text=True, timeout=240)
+    *log, codes = ended.stdout.splitlines()
+    assert json.loads(codes) == [0, -signal.SIGKILL], (log, ended.stderr)
     result = json.loads((tmp_path / "result.json").read_text())
     assert "process 0 of 2 has lost another process of this trainer during 'share_reply'" in result["error"]
     assert result["seconds"] < 60

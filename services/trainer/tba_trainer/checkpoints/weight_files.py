@@ -61,6 +61,10 @@ class SharesOfTeam(OtherShares, Protocol):
         """End a wait for them."""
         ...
 
+    def missing(self) -> str:
+        """Return which processes are waited for now, for a message; empty: none."""
+        ...
+
     def close(self) -> None:
         """Have them delete their files."""
         ...

@@ -33,7 +33,7 @@ def follow(recipe: Recipe, team: Team) -> None:
     commands: dict[str, Callable[[Arguments], object]] = {}
     with temporary_folder("tba-trainer-") as folder:
         assert team.beside is not None
-        shares = KeptShares(recipe, team.beside, folder=folder, deadline_s=recipe.trainer.collective_timeout_s)
+        shares = KeptShares(recipe, team.beside, deadline_s=recipe.trainer.collective_timeout_s)
         shares.start()
         for command, arguments in team.commands():
             if command == BUILD:

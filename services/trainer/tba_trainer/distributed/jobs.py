@@ -68,7 +68,7 @@ def give_reply(team: Team, jobs: dict[str, Job], name: str) -> None:
     found = jobs.get(name)
     reply = None if found is None else found.reply
     if reply is not None:
-        del jobs[name]
+        jobs.pop(name, None)  # a new lineage clears them in another thread
     team.gather(b"" if reply is None else msgspec.msgpack.encode(reply))
 
 

@@ -49,6 +49,7 @@ class FollowersShares(SharesOfTeam):
         self.base: SharesOfTeam | None = None
         self._team, self.name, self._prefix, self._size_bytes = team, name, prefix, size_bytes
         self._given_up = threading.Event()
+        self._missing: list[int] = []
 
     @property
     def size_bytes(self) -> int:
@@ -84,6 +85,10 @@ class FollowersShares(SharesOfTeam):
         """End the wait for the followers, which is in another thread."""
         self._given_up.set()
 
+    def missing(self) -> str:
+        """See `SharesOfTeam`."""
+        return ", ".join(f"process {rank}" for rank in self._missing)
+
     def close(self) -> None:
         """See `SharesOfTeam`. Where followers are gone, so are their files."""
         try:
@@ -95,6 +100,7 @@ class FollowersShares(SharesOfTeam):
     def _wait(self) -> dict[int, Reply]:
         replies: dict[int, Reply] = {}
         while len(replies) < self._team.num_ranks - 1:
+            self._missing = [rank for rank in range(1, self._team.num_ranks) if rank not in replies]
             if self._given_up.is_set():
                 raise TbaError(f"the shares {self.name} of the other processes are given up")
             with self._team.lead("share_reply", share=self.name):
@@ -102,6 +108,7 @@ class FollowersShares(SharesOfTeam):
             # all of them are waited for: none may be busy with this version when it is tried again
             if len(replies) < self._team.num_ranks - 1:
                 self._given_up.wait(_POLL_S)
+        self._missing = []
         if (failure := failure_of(replies, _KINDS, TbaError)) is not None:
             raise failure
         return replies
@@ -112,14 +119,15 @@ class KeptShares:
 
     Args:
         team: the processes beside training.
-        folder: for encoded changes.
         deadline_s: how long the leader's publisher may be ahead of the loop of this process.
     """
 
-    def __init__(self, recipe: Recipe, team: Team, *, folder: Path, deadline_s: float) -> None:
-        self._recipe, self._team, self._folder, self._deadline_s = recipe, team, folder, deadline_s
+    def __init__(self, recipe: Recipe, team: Team, *, deadline_s: float) -> None:
+        self._recipe, self._team, self._deadline_s = recipe, team, deadline_s
         self._store: ObjectStore | None = None
         self._kept: dict[str, _Kept] = {}
+        self._dropped: set[str] = set()
+        """Shares that were dropped before this process, which is slower than the leader, had taken them."""
         self._changed = threading.Condition()
         self._jobs: dict[str, Job] = {}
         self._checked = CheckedFiles()
@@ -151,16 +159,23 @@ class KeptShares:
 
     def keep(self, name: str, snapshot: WeightSnapshot | None) -> None:
         """Keep a share until it is dropped; None: this process has none."""
-        if snapshot is not None:
-            with self._changed:
+        if snapshot is None:
+            return
+        with self._changed:
+            if is_dropped := name in self._dropped:
+                self._dropped.remove(name)
+            else:
                 self._kept[name] = _Kept(snapshot)
                 self._changed.notify_all()
+        if is_dropped:
+            snapshot.close()
 
     def clear(self) -> None:
         """Drop all shares: the leader begins a new lineage."""
         self._jobs.clear()
         for name in list(self._kept):
             self._drop(share=name)
+        self._dropped.clear()
 
     def _run(self) -> None:
         try:
@@ -175,8 +190,12 @@ class KeptShares:
         def describe() -> Reply:
             kept = self._wait_for(share)
             kept.snapshot.write()
-            kept.forget_changes()
-            kept.changes = Path(tempfile.mkdtemp(prefix=".delta-", dir=self._folder))
+            with self._changed:
+                others = list(self._kept.values())
+            for each in others:  # only now: a version that is uploaded again may need them, if the store has lost them
+                each.forget_changes()
+            # beside the tensors: a share that is dropped meanwhile leaves nothing
+            kept.changes = Path(tempfile.mkdtemp(prefix=".delta-", dir=kept.snapshot.folder))
             # named by the process: two that have no changes would write the same file
             kept.share = Share(
                 self._store_of_run(),
@@ -200,7 +219,6 @@ class KeptShares:
             if kept.share is None:
                 raise TbaError(f"share {share} is to be uploaded, and was not described")
             kept.share.upload(whole=whole, changes=changes)
-            kept.forget_changes()
             return {"stored": True}
 
         self._start(share, upload)
@@ -212,8 +230,9 @@ class KeptShares:
     def _drop(self, *, share: str) -> None:
         with self._changed:
             kept = self._kept.pop(share, None)
+            if kept is None:
+                self._dropped.add(share)
         if kept is not None:
-            kept.forget_changes()
             kept.snapshot.close()
 
     def _store_of_run(self) -> ObjectStore:
@@ -240,7 +259,7 @@ class _Kept:
         self.changes: Path | None = None
 
     def forget_changes(self) -> None:
-        """Delete encoded changes; they are in the store, or made again."""
+        """Delete encoded changes; their version is published, or they are made again."""
         if self.changes is not None:
             shutil.rmtree(self.changes, ignore_errors=True)
             self.changes = None

@@ -206,9 +206,16 @@ class Publisher:
                 if time.monotonic() > deadline:
                     raise WaitTimeoutError(
                         f"{len(self._pending)} weight versions could not be published within {wait_s:g} s "
-                        f"({self._retried_error or 'the transfer is still in progress'}); training stopped, and its "
+                        f"({self._retried_error or self._under_way()}); training stopped, and its "
                         "last checkpoint is kept: fix the cause and start the trainer again"
                     )
+
+    def _under_way(self) -> str:
+        """Say what publishing waits for, where it does not fail."""
+        with self._changed:
+            others = self._pending[0][0].others if self._pending else None
+        missing = "" if others is None else others.missing()
+        return f"the share of {missing} is not stored yet" if missing else "the transfer is still in progress"
 
     def _run(self) -> None:
         try:

@@ -75,7 +75,7 @@ test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types
 # one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
 # once, folders of whole runs first; bytecode is kept, since every test that starts processes would compile the product again
 unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 \
 		tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
 
 ##@ Faults (minutes to hours)
@@ -113,7 +113,7 @@ images-gpu: images-common  ## the five images for GPUs, the searcher on vLLM's o
 	$(BUILD) -f services/trainer/Dockerfile --build-arg APT_PACKAGES='gcc libc6-dev' -t $(REGISTRY)tba-trainer:$(VERSION)-gpu .
 	$(BUILD) -f services/searcher/Dockerfile --target vllm -t $(REGISTRY)tba-searcher:$(VERSION)-gpu .
 
-images-push:  ## push those that `make images` and `make images-gpu` have built here: REGISTRY=host/path/
+images-push: $(filter images images-gpu,$(MAKECMDGOALS))  ## push those that `make images` and `make images-gpu` have built here: REGISTRY=host/path/
 	@test -n "$(REGISTRY)" || { echo "error: REGISTRY is empty: name the one that the cluster pulls from, REGISTRY=host/path/, here and when building"; exit 1; }
 	@built=; for image in $(foreach s,buffer reward trainer searcher objectstore,tba-$s:$(VERSION) tba-$s:$(VERSION)-gpu); do \
 		if docker image inspect "$(REGISTRY)$$image" >/dev/null 2>&1; then built=yes; docker push "$(REGISTRY)$$image" || exit 1; fi; done; \

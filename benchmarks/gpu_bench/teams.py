@@ -22,9 +22,11 @@ from tba_trainer.learner.learner import Learner, TrainerState, encode_torch_rng
 
 from benchmarks.gpu_bench.check import Bench, Findings, synchronize
 from benchmarks.gpu_bench.models import make_batch, qwen2_config, random_model, recipe_of, relative_error
+from benchmarks.gpu_bench.weight_path import publish
 from tba.config import Recipe
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
+from tba.weights import WeightVersions
 from tba_cli.ports import PortRequest, choose_ports
 
 ALONE = 0
@@ -70,7 +72,7 @@ def _compare(
         found.at_most(
             f"{name}_{metric}_error", max(abs(b[metric] - a[metric]) / abs(a[metric]) for a, b in pairs), limit
         )
-    ours, theirs = (load_file(result["path"]) for result in (one, two))
+    ours, theirs = ({k: t for path in result["paths"] for k, t in load_file(path).items()} for result in (one, two))
     # AdamW's first steps have the sign of the gradient: where that is nearly 0, any rounding turns it
     moves = [torch.cat([(t[key] - before[key]).flatten() for key in before]) for t in (ours, theirs)]
     found.at_most(f"{name}_movement_error", relative_error(moves[1], moves[0]), math.sqrt(limit))
@@ -153,10 +155,13 @@ def _train(bench: Bench, recipe: Recipe, team: Team, folder: Path) -> dict[str, 
     peak = torch.cuda.max_memory_allocated() / 2**20 if bench.device == "cuda" else 0.0
     snapshot = snapshots.take(PolicyVersion(1, NUM_STEPS), START)
     snapshot.write()
+    versions = WeightVersions(FileStore(folder / "store"), "gpu")
+    publish(versions, bench.folder, snapshot, None)
+    local = versions.download_tensors(snapshot.version, folder / "local")
     restored = _restores(bench, learner, recipe, team, folder, vocab_size)
     return {
         "metrics": [{name: values[name] for name in ("loss", "grad_norm")} for values in metrics],
-        "path": str(snapshot.paths[0]),
+        "paths": [str(path) for path in local.paths],
         "step_s": step_s,
         "peak_mib": peak,
         "restored": restored,

@@ -63,9 +63,9 @@ def check_weight_path(bench: Bench, found: Findings) -> None:
     second.write()
     versions = WeightVersions(FileStore(bench.folder / "store"), "gpu")
     learner.model.config.save_pretrained(bench.folder / "model")
-    whole = _timed(found, "publish_whole_s", lambda: _publish(versions, bench.folder, first, None))
+    whole = _timed(found, "publish_whole_s", lambda: publish(versions, bench.folder, first, None))
     held = LocalVersion(START, first.paths, whole)
-    delta = _timed(found, "publish_delta_s", lambda: _publish(versions, bench.folder, second, held))
+    delta = _timed(found, "publish_delta_s", lambda: publish(versions, bench.folder, second, held))
     found.note("delta_share", delta.delta_bytes / num_bytes if delta.delta is not None else 1.0)
     local = _timed(found, "fetch_delta_s", lambda: versions.download_tensors(NEXT, bench.folder / "local", held=[held]))
     if local.route != "delta":
@@ -73,7 +73,8 @@ def check_weight_path(bench: Bench, found: Findings) -> None:
     _load(bench, found, first, whole, local)
 
 
-def _publish(versions: WeightVersions, folder: Path, snapshot: WeightSnapshot, base: LocalVersion | None) -> Manifest:
+def publish(versions: WeightVersions, folder: Path, snapshot: WeightSnapshot, base: LocalVersion | None) -> Manifest:
+    """Publish a snapshot as the trainer does, every process of it its share."""
     return versions.publish(
         version=snapshot.version,
         parent=snapshot.parent,
@@ -85,6 +86,7 @@ def _publish(versions: WeightVersions, folder: Path, snapshot: WeightSnapshot, b
         transformers_version="gpu",
         base=base,
         deltas=DeltaSettings(min_bytes=0),
+        others=snapshot.others if snapshot.is_share else None,
     )
 
 

@@ -31,17 +31,21 @@ PARTS = (
 """What listens on INTERNAL_PORTS, in this order."""
 INTERNAL_PORTS = "9333,19333,9340,19340,8888,18888,18333"
 MIN_VOLUME_MB, MAX_VOLUME_MB, VOLUMES = 64, 1024, 32
-"""A disk is divided into so many files of objects, or more; one is copied when deleted objects are removed from it; a
-disk with room for none would take no object at all."""
+"""A disk is divided into so many files of objects, or more. Deleted objects are removed from a file by copying the rest
+of it, for which as much as it holds has to be free: a disk without that room would stay full whatever is deleted."""
+RESERVED = 16
+"""One part in so many of the disk stays free, and room for two files at least."""
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Control groups of version 2 and 1."""
 SETTINGS = {
     "ip": "127.0.0.1",
     "ip.bind": "127.0.0.1",
     "master.telemetry": "false",  # it is on by default
-    "master.electionTimeout": "500ms",  # there is one master: 10 s would be spent at each start in waiting for others
+    # there is one master: 10 s would be spent at each start in waiting for others; with "master.peers": "none" no time
+    # would, but then SIGTERM does not end the server
+    "master.electionTimeout": "500ms",
     "master.heartbeatInterval": "100ms",
-    "volume.max": "0",  # as many as the disk has room for
+    "master.vacuumIntervalSeconds": "60",  # 14 minutes, the default, are long for a writer that waits for room
     "volume.preStopSeconds": "1",
     "filer": "true",
     "s3": "true",
@@ -88,6 +92,12 @@ def volume_mb(disk_bytes: int) -> int:
     return min(MAX_VOLUME_MB, max(MIN_VOLUME_MB, (disk_bytes >> 20) // VOLUMES))
 
 
+def num_volumes(disk_bytes: int, room_bytes: int) -> int:
+    """Return how many files may hold objects; `room_bytes` is free on the disk or is in such files now."""
+    size_bytes = volume_mb(disk_bytes) << 20
+    return max(1, (room_bytes - max(2 * size_bytes, disk_bytes // RESERVED)) // size_bytes)
+
+
 def command(environ: Mapping[str, str], *, folder: Path, keys_file: Path) -> list[str]:
     """Return the command of the server.
 
@@ -97,11 +107,14 @@ def command(environ: Mapping[str, str], *, folder: Path, keys_file: Path) -> lis
     ports = environ.get("INTERNAL_PORTS", INTERNAL_PORTS).split(",")
     if len(ports) != len(PARTS) or not all(port.isdecimal() for port in ports):
         raise ValueError(f"INTERNAL_PORTS is {','.join(ports)}; give {len(PARTS)} ports with commas between them")
+    disk = shutil.disk_usage(folder)
+    held_bytes = sum(file.stat().st_blocks * 512 for file in folder.glob("*.dat"))
     flags = {
         **SETTINGS,
         **dict(zip(PARTS, ports, strict=True)),
         "dir": str(folder),
-        "master.volumeSizeLimitMB": str(volume_mb(shutil.disk_usage(folder).total)),
+        "master.volumeSizeLimitMB": str(volume_mb(disk.total)),
+        "volume.max": str(num_volumes(disk.total, disk.free + held_bytes)),
         "s3.config": str(keys_file),
         "s3.port": environ.get("PORT", "9000"),
         "s3.ip.bind": environ.get("BIND_HOST", "127.0.0.1"),

@@ -101,7 +101,9 @@ def test_keda_frees_the_gpus_once_the_run_is_over_and_not_before() -> None:
     scaled = render_file(EXTERNAL).one("ScaledObject", "t-searcher")["spec"]
     assert scaled["idleReplicaCount"] == 0 < scaled["minReplicaCount"], "KEDA takes no other"
     assert scaled["cooldownPeriod"] == 60
-    of_the_run = scaled["triggers"][1]
+    by_the_wait, of_the_run = scaled["triggers"]
+    # else a query of one's own that is never 0 would keep the searchers of a run that is over
+    assert float(by_the_wait["metadata"]["activationThreshold"]) == 1e300
     known, query = documented_metrics(), of_the_run["metadata"]["query"]
     assert metrics_in(query) == {"tba_run_state"}
     assert labels_in(query) <= OF_PROMETHEUS | known["tba_run_state"]

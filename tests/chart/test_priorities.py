@@ -11,12 +11,20 @@ FOUR_GPUS = CHART / "values-gsm8k-4gpu.yaml"
 def test_searchers_are_below_the_trainer_and_take_nothing_from_others() -> None:
     made = render_file(FOUR_GPUS)
     (made_class,) = made.of("PriorityClass")
-    assert made.pod("searcher").spec["priorityClassName"] == made_class["metadata"]["name"] == "searcher.lab.t"
+    assert made.pod("searcher").spec["priorityClassName"] == made_class["metadata"]["name"] == "searcher-1.lab.t"
     assert -10 < made_class["value"] < 0, "pods without a class have 0; from -10 on no autoscaler adds a node for them"
     assert made_class["preemptionPolicy"] == "Never"
     assert "globalDefault" not in made_class
     for pod in made.pods():
         assert pod.component == "searcher" or "priorityClassName" not in pod.spec, pod.name
+
+
+def test_another_value_is_another_class() -> None:
+    """Kubernetes lets nobody change the value of a class: an upgrade would end in its refusal."""
+    made = render_file(FOUR_GPUS, "--set", "searcher.priorityClass.value=-5")
+    (made_class,) = made.of("PriorityClass")
+    assert made_class["value"] == -5
+    assert made.pod("searcher").spec["priorityClassName"] == made_class["metadata"]["name"] == "searcher-5.lab.t"
 
 
 def test_classes_of_the_cluster_are_named_instead() -> None:

@@ -33,7 +33,7 @@ def test_nothing_is_installed_but_searchers() -> None:
         assert Counter(x["kind"] for x in made.objects) == {
             "ConfigMap": 1, "Deployment": 1, "NetworkPolicy": 1, "PriorityClass": 1, "ServiceAccount": 1,
         }  # fmt: skip
-        assert {x["metadata"]["name"] for x in made.objects} == {"t-recipe", "t-searcher", "searcher.lab.t"}
+        assert {x["metadata"]["name"] for x in made.objects} == {"t-recipe", "t-searcher", "searcher-1.lab.t"}
     assert [problem for x in made.objects if (problem := problems(x, "1.33"))] == []
     assert helm("lint", "--strict", str(CHART), *arguments(SEARCHERS)).returncode == 0
 

@@ -19,6 +19,7 @@ from tests.support.chart import CHART, needs_helm, render_file
 QUICKSTART = CHART / "values-cpu-quickstart.yaml"
 SCRIPT = CHART / "files" / "stop_trainer.py"
 JOB = "t-trainer-0123abcd"
+NO_HTTP = 0
 
 
 @needs_helm
@@ -43,6 +44,14 @@ def test_the_hook_ends_the_trainer_of_this_release_and_may_do_nothing_else() -> 
     for found in (script, role, made.one("ServiceAccount", "t-stop"), made.one("NetworkPolicy", "t-stop")):
         assert "annotations" not in found["metadata"]
     assert [volume["name"] for volume in pod["volumes"]] == ["script"], "it needs no secret"
+
+
+@needs_helm
+def test_the_hook_has_the_init_containers_that_are_named_for_it_alone() -> None:
+    of = "pod.extraInitContainers[0].name"
+    made = render_file(QUICKSTART, "--set", f"{of}=waits-for-the-network,stop.{of}=own")
+    assert [container["name"] for container in made.pod("stop").spec["initContainers"]] == ["own"]
+    assert made.pod("buffer").spec["initContainers"][0]["name"] == "waits-for-the-network"
 
 
 @needs_helm
@@ -73,6 +82,10 @@ class Answer(BaseHTTPRequestHandler):
         assert isinstance(self.server, Jobs)
         self.server.calls.append((self.command, self.path, self.headers["authorization"], body))
         statuses = self.server.statuses
+        if statuses[0] == NO_HTTP:
+            statuses.pop(0)
+            self.wfile.write(b"nonsense\r\n\r\n")
+            return
         self.send_response(statuses.pop(0) if len(statuses) > 1 else statuses[0])
         self.send_header("content-length", "0")
         self.end_headers()
@@ -114,9 +127,10 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
         ([200, 200, 200, 404], f"ok: {JOB} is gone", ["DELETE", "GET", "GET", "GET"]),
         ([404], f"ok: {JOB} is gone", ["DELETE"]),
         ([503, 429, 202, 404], f"ok: {JOB} is gone", ["DELETE", "DELETE", "DELETE", "GET"]),
+        ([NO_HTTP, 200, 404], f"ok: {JOB} is gone", ["DELETE", "DELETE", "GET"]),
         ([403], "warning: t-trainer-0123abcd was not stopped: this pod may not DELETE it (403)", ["DELETE"]),
     ],
-    ids=["stops", "nothing there", "busy", "forbidden"],
+    ids=["stops", "nothing there", "busy", "no HTTP", "forbidden"],
 )
 def test_the_job_is_deleted_once_and_waited_for(
     jobs: Jobs, script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path,

@@ -6,7 +6,9 @@ import datetime
 import http.client
 import json
 import runpy
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import botocore.auth
@@ -156,9 +158,26 @@ def test_only_s3_leaves_the_container_and_nothing_is_told_to_anybody(tmp_path: P
         SERVE["command"]({"INTERNAL_PORTS": "1,2"}, folder=tmp_path, keys_file=Path("/keys"))
 
 
-@pytest.mark.parametrize(("disk_gib", "volume_mb"), [(1, 64), (20, 640), (300, 1024)])
-def test_a_small_disk_has_room_for_several_files_of_objects(disk_gib: int, volume_mb: int) -> None:
+@pytest.mark.parametrize(
+    ("disk_gib", "room_gib", "volume_mb", "num_volumes"),
+    [(1, 1, 64, 14), (20, 20, 640, 30), (300, 300, 1024, 281), (300, 30, 1024, 11), (20, 0.1, 640, 1)],
+)
+def test_a_disk_has_files_of_objects_and_room_to_copy_one(
+    disk_gib: int, room_gib: float, volume_mb: int, num_volumes: int
+) -> None:
+    """Without that room the store would stay full: deleted objects go by copying the others."""
     assert SERVE["volume_mb"](disk_gib << 30) == volume_mb
+    assert SERVE["num_volumes"](disk_gib << 30, int(room_gib * (1 << 30))) == num_volumes
+
+
+def test_what_is_stored_takes_no_files_from_a_store_that_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tba_1.dat").write_bytes(b"x" * (1 << 20))
+    held_bytes = (tmp_path / "tba_1.dat").stat().st_blocks * 512
+    disk = SimpleNamespace(total=1 << 30, free=(1 << 30) - held_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    assert "-volume.max=14" in SERVE["command"]({}, folder=tmp_path, keys_file=Path("/keys"))
 
 
 def test_the_limit_of_the_container_bounds_the_heap(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ _RANDOM = random.SystemRandom()
 """Not seeded by a test: processes that test at the same time must not draw the same ports."""
 _given: set[int] = set()
 """Ports that this process has been given."""
+_claims = os.open(f"{tempfile.gettempdir()}/tba-test-ports-{os.getuid()}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+"""One byte for each port, locked by the process that has been given it until that process ends."""
 
 
 def redis_server_path() -> str:
@@ -39,13 +43,15 @@ def redis_server_path() -> str:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, and that the system gives to no connection meanwhile."""
+    """A port that was free a moment ago. Until this process ends the system gives it to no connection, and no other
+    process of the tests is given it, however long its server needs to start."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     others = [port for port in range(10_240, 65_536) if not first <= port <= last] or range(first, last + 1)
     while True:
         port = _RANDOM.choice(others)
         with socket.socket() as sock, contextlib.suppress(OSError):
             if port not in _given:
+                fcntl.lockf(_claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
                 sock.bind(("127.0.0.1", port))
                 _given.add(port)
                 return port

@@ -66,11 +66,14 @@ class S3Server:
         raise AssertionError(f"the S3 server did not answer on port {self.port} within {timeout_s} s")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL, and remove the sockets that it leaves in a folder that is not ours to choose."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=30)
             self._process = None
+            for port in (str(self.port), *self._environ["INTERNAL_PORTS"].split(",")):
+                for socket in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                    socket.unlink(missing_ok=True)
 
     def create_bucket(self, name: str) -> None:
         """Create a bucket."""

@@ -8,6 +8,7 @@ release. The last line says what happened.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import ssl
@@ -45,7 +46,7 @@ class Api:
         """Return the status of GET or DELETE of a Job, which when deleted stays until its pods are gone.
 
         Raises:
-            OSError: no answer.
+            OSError, HTTPException: no answer, or one that is not HTTP.
         """
         body = json.dumps({"propagationPolicy": "Foreground"}).encode() if method == "DELETE" else None
         headers = {"authorization": f"Bearer {(self._account / 'token').read_text().strip()}"}
@@ -65,7 +66,7 @@ def stop(api: Api, job: str, wait_s: float) -> str:
     while time.monotonic() < begun_s + wait_s:
         try:
             status = api.call(method, job)
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             last = str(error)
         else:
             if status == 404:

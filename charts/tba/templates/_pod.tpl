@@ -76,11 +76,12 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* The PriorityClass that the chart makes for a component, if any; its name is of the whole cluster: dict root, component. */}}
+{{/* The PriorityClass that the chart makes for a component, if any: dict root, component. Its name is of the whole cluster, and has
+the value in it, which nobody may change in a class. */}}
 {{- define "tba.ownPriorityClass" -}}
 {{- $named := (include "tba.podValues" . | fromYaml).priorityClassName -}}
 {{- if and (eq .component "searcher") .root.Values.searcher.priorityClass.create (not $named) -}}
-searcher.{{ .root.Release.Namespace }}.{{ include "tba.fullname" .root }}
+searcher{{ int .root.Values.searcher.priorityClass.value }}.{{ .root.Release.Namespace }}.{{ include "tba.fullname" .root }}
 {{- end }}
 {{- end }}
 

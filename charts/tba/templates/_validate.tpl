@@ -241,7 +241,7 @@
 {{- fail (printf "extraContainers of %s: it is done when all its containers are, and a sidecar never is; give it in %s.pod.extraInitContainers with restartPolicy Always (Kubernetes 1.29), and [] here" $component $component) }}
 {{- end }}
 {{- end }}
-{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" "stop" }}
+{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" "check" "stop" }}
 {{- range (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraVolumes }}
 {{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script" "weight-cache") }}
 {{- fail (printf "extraVolumes of %s has a volume %s, as the chart has; give it another name" $component .name) }}

@@ -88,6 +88,8 @@ def test_what_was_built_is_pushed_and_nothing_else(tmp_path: Path):
     assert len(made) == 5
     both, _ = built(tmp_path, "images", "images-push", REGISTRY="r.example/tba/")
     assert sorted(both) == sorted([*made, *made])
+    pushed_last, _ = built(tmp_path, "images-push", "images", REGISTRY="r.example/tba/")
+    assert pushed_last == both, "the order of the words, or make -j, must not push what was built before"
     for variables, sentence in (
         ({}, "REGISTRY is empty"),
         ({"REGISTRY": "r.example/"}, f"no image of {__version__} with the prefix"),

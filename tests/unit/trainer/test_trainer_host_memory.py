@@ -10,6 +10,7 @@ import pytest
 import torch
 from tba_trainer.checkpoints import parts
 from tba_trainer.checkpoints.parts import PartStaging, Staging
+from tba_trainer.model import parameters
 from tba_trainer.model.host_memory import HostMemoryError, counts, free_bytes, host_copy, host_copy_bytes
 from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_bytes, written_slices
 
@@ -95,6 +96,26 @@ def test_without_any_memory_the_error_says_for_what() -> None:
     for tensor in (huge, huge.as_subclass(OnGpu)):
         with pytest.raises(HostMemoryError, match=rf"{2**52} bytes, a copy of a tensor of shape \[{2**50}\]"):
             host_copy(tensor)
+
+
+def test_tensors_after_one_without_memory_are_still_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    gathered: list[tuple[int, ...]] = []
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        gathered.append(tuple(tensor.shape))
+        return tensor
+
+    def copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        if tensor.shape == (3,):
+            raise HostMemoryError("no memory")
+        return host_copy(tensor, dtype)
+
+    monkeypatch.setattr(parameters, "full", gather)
+    monkeypatch.setattr(parameters, "host_copy", copy)
+    with pytest.raises(HostMemoryError, match="no memory"):
+        list(parameters.published_tensors(model))
+    assert gathered == [(3, 2), (3,), (4, 3), (4,)]
 
 
 def test_pinned_copies_are_counted_as_torch_rounds_them() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tba_trainer.checkpoints import parts
 from tba_trainer.checkpoints.parts import PartStaging, Staging
+from tba_trainer.model import parameters
 from tba_trainer.model.host_memory import HostMemoryError, counts, free_bytes, host_copy, host_copy_bytes
 from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_bytes, written_slices
 
@@ -37,8 +38,12 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def group(folder: Path, *, limit: str, used_mib: int, files_mib: int, old: bool = False) -> None:
+def group(
+    folder: Path, *, limit: str, used_mib: int, files_mib: int, old: bool = False, high: str | None = None
+) -> None:
     """Write what Linux says of a control group."""
+    if high is not None:
+        write(folder / "memory.high", f"{high}\n")
     write(folder / ("memory.limit_in_bytes" if old else "memory.max"), f"{limit}\n")
     write(folder / ("memory.usage_in_bytes" if old else "memory.current"), f"{used_mib * MIB}\n")
     name = "total_inactive_file" if old else "inactive_file"
@@ -57,6 +62,10 @@ def test_free_memory_is_the_least_of_the_machine_s_and_its_groups(machine: Path)
     group(groups / "pod" / "container", limit="max", used_mib=10, files_mib=0)
     assert free_mib(machine) == 100
     group(groups / "pod", limit=str(80 * MIB), used_mib=70, files_mib=20)  # 20 of the 70 go when memory is needed
+    assert free_mib(machine) == 30
+    group(groups / "pod", limit="max", used_mib=70, files_mib=20, high=str(75 * MIB))  # above it crawls
+    assert free_mib(machine) == 25
+    group(groups / "pod", limit=str(80 * MIB), used_mib=70, files_mib=20, high="max")
     assert free_mib(machine) == 30
     group(groups / "memory" / "pod" / "container", limit=str(50 * MIB), used_mib=40, files_mib=5, old=True)
     assert free_mib(machine) == 15
@@ -89,6 +98,26 @@ def test_without_any_memory_the_error_says_for_what() -> None:
             host_copy(tensor)
 
 
+def test_tensors_after_one_without_memory_are_still_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    gathered: list[tuple[int, ...]] = []
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        gathered.append(tuple(tensor.shape))
+        return tensor
+
+    def copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        if tensor.shape == (3,):
+            raise HostMemoryError("no memory")
+        return host_copy(tensor, dtype)
+
+    monkeypatch.setattr(parameters, "full", gather)
+    monkeypatch.setattr(parameters, "host_copy", copy)
+    with pytest.raises(HostMemoryError, match="no memory"):
+        list(parameters.published_tensors(model))
+    assert gathered == [(3, 2), (3,), (4, 3), (4,)]
+
+
 def test_pinned_copies_are_counted_as_torch_rounds_them() -> None:
     tensor = torch.zeros(5, 100)
     assert host_copy_bytes(tensor) == 2000
@@ -116,6 +145,31 @@ def test_a_checkpoint_is_copied_to_memory_where_three_quarters_of_what_is_free_h
 ) -> None:
     monkeypatch.setattr(parts, "free_bytes", lambda: free)
     assert Staging(place=place, num_sharers=num_sharers).choose(300) == expected  # type: ignore[arg-type]
+
+
+def test_memory_that_is_kept_pinned_for_a_checkpoint_is_not_shared_with_other_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    staging = Staging(place="auto", num_sharers=4)
+    monkeypatch.setattr(parts, "free_bytes", lambda: 600)
+    monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 0)
+    monkeypatch.setitem(counts, "checkpoint_bytes", 0)
+    rows = Rows(lambda: iter(()), 100)
+    stages = PartStaging(FileStore(tmp_path), folder=tmp_path, max_bytes=16, layout=Layout(), staging=staging)
+
+    def place() -> str | None:
+        return stages.begin(rows, key="runs/demo/checkpoints/1-4", lineage=1, known={}, staged=True).place
+
+    assert place() == "memory"
+    # each of the four has taken its 100 of the 600, and torch keeps them
+    monkeypatch.setattr(parts, "free_bytes", lambda: 200)
+    monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 100)
+    assert place() == "memory"
+    monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 60)
+    assert place() == "disk"
+    monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 100)  # not of a checkpoint, but of snapshots
+    monkeypatch.setitem(counts, "checkpoint_bytes", 0)
+    assert place() == "disk"
 
 
 def test_where_memory_ends_amid_the_copies_the_disk_takes_them_all(tmp_path: Path) -> None:

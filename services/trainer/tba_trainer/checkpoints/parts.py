@@ -32,7 +32,7 @@ from tba.weights.digest import digest_of_file, tensor_header
 from tba.wire.checkpoint_manifest import CheckpointObject, Slice, object_key
 from tba_trainer.checkpoints.weight_files import write_tensor_files
 from tba_trainer.model import host_memory
-from tba_trainer.model.host_memory import HostMemoryError, free_bytes
+from tba_trainer.model.host_memory import HostMemoryError, free_bytes, kept_pinned_bytes
 from tba_trainer.model.slices import Layout, Rows, TensorSlice
 
 Place = Literal["memory", "disk"]
@@ -170,10 +170,18 @@ class Staging:
         """Return where copies of so many bytes go now."""
         if self.place != "auto":
             return self.place
-        free = free_bytes()
-        place: Place = "disk" if free is None or num_bytes > STAGING_FREE_SHARE * free / self.num_sharers else "memory"
+        # What torch keeps pinned from the checkpoint before is this process's own, and takes nothing from the others.
+        # Of more than that checkpoint had, a snapshot's say, the pieces may have other sizes.
+        kept = min(kept_pinned_bytes(), host_memory.counts["checkpoint_bytes"])
+        free, needed = free_bytes(), max(0, num_bytes - kept)
+        place: Place = "disk" if free is None or needed > STAGING_FREE_SHARE * free / self.num_sharers else "memory"
         log.info(
-            "checkpoint_staging", place=place, num_bytes=num_bytes, free_bytes=free, num_processes=self.num_sharers
+            "checkpoint_staging",
+            place=place,
+            num_bytes=num_bytes,
+            kept_bytes=kept,
+            free_bytes=free,
+            num_processes=self.num_sharers,
         )
         return place
 
@@ -209,6 +217,8 @@ class PartStaging:
         if place == "memory":
             try:
                 copies = _emptied(deque(rows))
+                largest = host_memory.counts["checkpoint_bytes"]
+                host_memory.counts["checkpoint_bytes"] = max(largest, rows.num_bytes)
             except HostMemoryError as error:
                 host_memory.counts["checkpoint_on_disk"] += 1
                 log.warning("checkpoint_staged_on_disk", num_bytes=rows.num_bytes, error=str(error))

@@ -15,7 +15,8 @@ from tba.errors import TbaError
 from tba.logs import get_logger
 
 counts: Counter[str] = Counter()
-"""Of this process. `unpinned`: copies of a GPU's tensors for which there was no pinned memory."""
+"""Of this process. `unpinned`: copies of a GPU's tensors for which there was no pinned memory; `checkpoint_on_disk`:
+checkpoints for which memory did not last; `checkpoint_bytes`: of the largest checkpoint that was copied to memory."""
 log = get_logger("host_memory")
 
 
@@ -56,8 +57,8 @@ def host_copy_bytes(tensor: Tensor) -> int:
 
 
 def free_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return how many bytes copies can still take, the least of what the machine and the control groups of this process
-    have, and what torch keeps pinned for the next copies. None: the system does not say.
+    """Return how many bytes new copies can take: the least of what the machine and the control groups of this process
+    have. None: the system does not say.
 
     Args:
         proc, cgroups: where Linux says so.
@@ -68,7 +69,15 @@ def free_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
         return None
     if available is None:
         return None
-    return max(0, min([1024 * int(available[1]), *_group_rooms(proc, cgroups)])) + _kept_pinned_bytes()
+    return max(0, min([1024 * int(available[1]), *_group_rooms(proc, cgroups)]))
+
+
+def kept_pinned_bytes() -> int:
+    """Return how many bytes torch keeps pinned for the next copies of this process, and no other process can take."""
+    if not torch.cuda.is_initialized():
+        return 0
+    stats = torch.cuda.host_memory_stats()
+    return max(0, stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0))
 
 
 def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
@@ -80,9 +89,11 @@ def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            base, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+            # past "high" the kernel kills nobody, and lets the group crawl
+            base, limits, names = cgroups, ("memory.max", "memory.high"), ("memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            base, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base, limits = cgroups / "memory", ("memory.limit_in_bytes",)
+            names = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
         folder = base / path.lstrip("/")
@@ -90,18 +101,13 @@ def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
         for each in (folder, *folder.parents):
             if not each.is_relative_to(base):
                 break
-            with suppress(OSError, ValueError):  # no such group here; "max": no limit
-                limit, used = (int((each / name).read_text()) for name in names[:2])
+            with suppress(OSError):  # no such group here
+                used = int((each / names[0]).read_text())
                 # files that were read or written fill a group to its limit, and go when memory is needed
-                files = re.search(rf"^{names[2]} (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE)
-                yield limit - used + (int(files[1]) if files else 0)
-
-
-def _kept_pinned_bytes() -> int:
-    if not torch.cuda.is_initialized():
-        return 0
-    stats = torch.cuda.host_memory_stats()
-    return max(0, stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0))
+                files = re.search(rf"^{names[1]} (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE)
+                for limit in limits:
+                    with suppress(OSError, ValueError):  # "max": no limit
+                        yield int((each / limit).read_text()) - used + (int(files[1]) if files else 0)
 
 
 def _num_bytes(tensor: Tensor, dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tba.errors import ConfigError
 from tba.weights.adapter import A_SUFFIX, B_SUFFIX, PEFT_PREFIX, exact_bits
-from tba_trainer.model.host_memory import host_copy
+from tba_trainer.model.host_memory import HostMemoryError, host_copy
 from tba_trainer.model.slices import TensorSlice, put_rows
 
 ADAPTER = "default"
@@ -92,8 +92,11 @@ def published_tensors(
 
     Yields:
         Hugging Face parameter name and tensor; a tied output head appears once.
+
+    Raises:
+        HostMemoryError: after the last tensor.
     """
-    adapted = _adapted_layers(model)
+    adapted, no_memory = _adapted_layers(model), None
     for name, parameter in plain_parameters(model).items():
         weight = full(parameter.detach())
         layer, _, leaf = name.rpartition(".")
@@ -103,7 +106,14 @@ def published_tensors(
         if on_host is not None and name not in on_host:
             yield name, weight.to(dtype or weight.dtype)
             continue
-        yield name, host_copy(weight, dtype)
+        try:
+            copy = host_copy(weight, dtype)
+        except HostMemoryError as error:  # raised once all are gathered: the other processes gather them, too
+            no_memory = no_memory or error
+            continue
+        yield name, copy
+    if no_memory is not None:
+        raise no_memory
 
 
 @torch.no_grad()

@@ -55,7 +55,8 @@ class Team:
         self.mesh: DeviceMesh | None = None
         """The mesh that models are sharded over; None in a team of one."""
         self.beside: Team | None = None
-        """The same processes, with a group of their own for a thread beside training; None in a team of one."""
+        """The same processes, with a group of their own for a thread beside training; None in a team of one,
+        and where nothing is done beside it."""
         self.run_is_over = False
         """Whether the run is done; the leader tells the followers with its last command."""
         self._deadline_s = deadline_s
@@ -73,7 +74,7 @@ class Team:
         return cls(rank=0, num_ranks=1, device=device, deadline_s=0.0)
 
     @classmethod
-    def join(cls, *, device: str, deadline_s: float, replicas: int = 1) -> Team:
+    def join(cls, *, device: str, deadline_s: float, replicas: int = 1, has_beside: bool = True) -> Team:
         """Join the team that torchrun has started this process in; without torchrun, a team of one.
 
         Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
@@ -81,6 +82,7 @@ class Team:
         Args:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
             replicas: `trainer.sharding.replicas`.
+            has_beside: whether a thread of every follower follows the commands of `Team.beside`.
 
         Raises:
             ConfigError: the device has a number, so all processes would share it; or the processes are not a multiple
@@ -112,10 +114,11 @@ class Team:
             deadline = timedelta(seconds=deadline_s)
             dist.init_process_group(backend, timeout=deadline)
             team.mesh = make_mesh(torch.device(device).type, num_ranks, replicas=replicas, deadline=deadline)
-            # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
-            team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
-            group: Any = dist.new_group(backend="gloo", timeout=deadline)
-            team.beside._group = group
+            if has_beside:
+                # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
+                team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
+                group: Any = dist.new_group(backend="gloo", timeout=deadline)
+                team.beside._group = group
             dist.barrier()
         return team
 

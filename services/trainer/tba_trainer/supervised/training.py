@@ -71,7 +71,8 @@ def train_item(
     torch.set_num_threads(section.num_threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    with Team.join(device=section.device, deadline_s=recipe.trainer.collective_timeout_s) as team:
+    deadline_s = recipe.trainer.collective_timeout_s
+    with Team.join(device=section.device, deadline_s=deadline_s, has_beside=False) as team:
         with team.together("supervised training"):
             is_made = _train(recipe, section, examples, heldout, out, team)
         if not team.is_leader:

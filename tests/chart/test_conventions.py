@@ -112,6 +112,25 @@ def test_the_page_and_the_api_are_reached_from_outside_and_nothing_else(tmp_path
     assert rule["backendRefs"] == [{"name": "t-buffer", "port": service["spec"]["ports"][0]["port"]}]
 
 
+def test_a_gateway_is_told_that_the_buffer_speaks_https(tmp_path: Path) -> None:
+    tls = {"tls": {"existingSecret": "cert"}}
+    trusted = {"buffer": {"httpRoute": ROUTES["buffer"]["httpRoute"] | {"caConfigMap": "authorities"}}}
+    made = rendered(tls | trusted, tmp_path)
+    policy, service = made.one("BackendTLSPolicy", "t-buffer")["spec"], made.one("Service", "t-buffer")["metadata"]
+    assert policy == {
+        "targetRefs": [{"group": "", "kind": "Service", "name": service["name"]}],
+        "validation": {
+            "hostname": service["name"],
+            "caCertificateRefs": [{"group": "", "kind": "ConfigMap", "name": "authorities"}],
+        },
+    }
+    route = "buffer.httpRoute.enabled=true,buffer.httpRoute.hosts[0]=a.example,buffer.httpRoute.parentRefs[0].name=p"
+    for values, is_warned in ((route, False), (f"{route},tls.existingSecret=cert", True)):
+        assert ("buffer.httpRoute.caConfigMap is empty" in notes(tmp_path, "--set", values)) is is_warned
+        made = render("-f", str(QUICKSTART), "--set", values)
+        assert {"HTTPRoute", "BackendTLSPolicy"} & {x["kind"] for x in made.objects} == {"HTTPRoute"}
+
+
 @pytest.mark.parametrize("peer", [{}, {"matchLabels": {"name": "ingress"}}], ids=["any", "named"])
 def test_the_controller_reaches_the_buffer_alone(peer: dict[str, Any], tmp_path: Path) -> None:
     named = {"networkPolicy": {"routesFrom": [{"namespaceSelector": peer}]}} if peer else {}

@@ -76,6 +76,7 @@ CASES: dict[str, str] = {
     f"{GOOD},pod.extraContainers[0].name=x": "extraContainers of trainer: it is done when all its containers are",
     f"{GOOD},buffer.ingress.enabled=true": "buffer.ingress.enabled is true and buffer.ingress.hosts is empty",
     f"{GOOD},buffer.httpRoute.enabled=true,buffer.httpRoute.hosts[0]=a.example": "httpRoute.parentRefs is empty; name",
+    f"{GOOD},buffer.httpRoute.caConfigMap=ca": "the Gateway would speak https to a buffer that speaks http",
     f"{GOOD},pod.extraVolumes[0].name=tmp": "extraVolumes of buffer has a volume tmp, as the chart has",
 }
 CILIUM = f"{GOOD},networkPolicy.flavor=cilium"

@@ -199,6 +199,9 @@
 {{- if and .Values.buffer.httpRoute.enabled (not .Values.buffer.httpRoute.parentRefs) }}
 {{- fail "buffer.httpRoute.enabled is true and buffer.httpRoute.parentRefs is empty; name the Gateway, {name: NAME, namespace: NAMESPACE}" }}
 {{- end }}
+{{- if and .Values.buffer.httpRoute.caConfigMap (not .Values.tls.existingSecret) }}
+{{- fail (printf "buffer.httpRoute.caConfigMap is %s and tls.existingSecret is empty: the Gateway would speak https to a buffer that speaks http; set tls.existingSecret, or remove it" .Values.buffer.httpRoute.caConfigMap) }}
+{{- end }}
 {{- end }}
 
 {{- define "tba.validate.pods" -}}

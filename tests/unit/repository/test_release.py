@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 import tba
 
 ROOT = Path(__file__).parents[3]
@@ -18,8 +20,8 @@ def test_what_a_release_calls_exists() -> None:
     assert {"tools/check_wheels.py", "requirements-release.txt", "deploy/build-requirements.txt"} <= files
     assert {name for name in files if not (ROOT / name).is_file()} == set()
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("test", "images"):
-        assert f"make {target}" in text
+    for target in ("test", "images", "images-gpu", "images-push"):
+        assert re.search(rf"\b{target}\b", text)
         assert re.search(rf"(?m)^{target}:", makefile)
     pins = (ROOT / "requirements-release.txt").read_text() + (ROOT / "deploy" / "build-requirements.txt").read_text()
     lines = [line for line in pins.splitlines() if not line.startswith("#")]
@@ -43,34 +45,85 @@ def release(folder: Path, *words: str, **environ: str) -> subprocess.CompletedPr
     )
 
 
-def test_a_release_is_refused_where_anything_would_be_missing(tmp_path: Path) -> None:
-    for name in ("deploy", "tba"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "deploy" / "release").write_bytes((ROOT / "deploy" / "release").read_bytes())
-    (tmp_path / "deploy" / "release").chmod(0o755)
-    (tmp_path / "tba" / "__init__.py").write_text(f'__version__ = "{tba.__version__}"\n')
-    (tmp_path / "CHANGELOG.md").write_text("")
-    flags = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+STUB = """#!/bin/bash
+echo "${0##*/} $*" >>"$LOG"
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin"; for name in pip python twine cyclonedx-py sigstore; do cp "$0" "$3/bin/$name"; done ;;
+  "buildx inspect") echo "Driver: docker-container" ;;
+  *imagetools*) echo "sha256:of $4" ;;
+esac
+"""
 
-    def git(*words: str) -> None:
-        subprocess.run(["git", *flags, *words], cwd=tmp_path, check=True, capture_output=True)
+
+def checkout(folder: Path) -> None:
+    """A repository of nothing but the script, tagged as a release."""
+    for name in ("deploy", "tba"):
+        (folder / name).mkdir()
+    (folder / "deploy" / "release").write_bytes((ROOT / "deploy" / "release").read_bytes())
+    (folder / "deploy" / "release").chmod(0o755)
+    (folder / "tba" / "__init__.py").write_text(f'__version__ = "{tba.__version__}"\n')
+    (folder / "CHANGELOG.md").write_text(f"## [{tba.__version__}] - today\n")
+    (folder / ".gitignore").write_text("dist\nbuild\nwheels\n")
+    git(folder, "init")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "all")
+    git(folder, "tag", f"v{tba.__version__}")
+
+
+def git(folder: Path, *words: str) -> None:
+    flags = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *flags, *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("gpu", ["", "1"], ids=["cpu", "gpu"])
+def test_the_images_for_gpus_are_published_where_the_runner_can(gpu: str, tmp_path: Path) -> None:
+    folder, programs, log = tmp_path / "checkout", tmp_path / "programs", tmp_path / "log"
+    folder.mkdir()
+    programs.mkdir()
+    checkout(folder)
+    for name in ("python3", "make", "docker", "helm"):
+        (programs / name).write_text(STUB)
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    where = {"REGISTRY": "r.example/", "TWINE_REPOSITORY_URL": "https://index.example/", "PATH": path, "LOG": str(log)}
+    done = release(folder, "--no-tests", GPU_IMAGES=gpu, PYTHON="python3", **where)
+    assert done.returncode == 0, done.stderr
+    built = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("make ") and "--push" in line]
+    images = (folder / "dist" / tba.__version__ / "images.txt").read_text()
+    pushed = {line.split("@")[0] for line in images.splitlines()}
+    assert len(pushed) == len(images.splitlines())
+    own = {
+        f"r.example/tba-{part}:{tba.__version__}" for part in ("buffer", "reward", "trainer", "searcher", "objectstore")
+    }
+    for_gpus = {f"r.example/tba-{part}:{tba.__version__}-gpu" for part in ("trainer", "searcher")}
+    # a CPU build of torch that `make images` brings must not be there before
+    assert (built, pushed) == ((["images-gpu", "images"], own | for_gpus) if gpu else (["images"], own))
+    assert ("make images-gpu images-push REGISTRY=r.example/" in done.stderr) is (gpu == "")
+
+
+def test_a_release_is_refused_where_anything_would_be_missing(tmp_path: Path) -> None:
+    checkout(tmp_path)
 
     def refusal(*words: str, **environ: str) -> str:
         done = release(tmp_path, *words, **environ)
         assert done.returncode == 2, done.stderr
         return done.stderr
 
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "all")
+    git(tmp_path, "tag", "--delete", f"v{tba.__version__}")
     assert f"HEAD has no tag v{tba.__version__}" in refusal()
-    git("tag", f"v{tba.__version__}")
-    (tmp_path / "CHANGELOG.md").write_text(f"## [{tba.__version__}] - today\n")
+    git(tmp_path, "tag", f"v{tba.__version__}")
+    (tmp_path / "CHANGELOG.md").write_text("")
     assert "not committed" in refusal()
-    git("commit", "-am", "more")
-    git("tag", "--force", f"v{tba.__version__}")
+    git(tmp_path, "commit", "-am", "more")
+    git(tmp_path, "tag", "--force", f"v{tba.__version__}")
+    assert "CHANGELOG.md has no section" in refusal()
+    git(tmp_path, "reset", "--hard", "HEAD^")
+    git(tmp_path, "tag", "--force", f"v{tba.__version__}")
     assert "REGISTRY is not set" in refusal()
     assert "TWINE_REPOSITORY_URL is not set" in refusal(REGISTRY="registry.example/")
     away = {"REGISTRY": "registry.example/", "TWINE_REPOSITORY_URL": "https://index.example/"}
     assert "--no-images is for dry runs" in refusal("--no-images", **away)
     assert "--fast is no flag" in refusal("--fast")
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "torch-2+cpu-x.whl").touch()
+    assert "./wheels has a CPU build of torch" in refusal(GPU_IMAGES="1", **away)

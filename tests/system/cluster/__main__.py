@@ -10,7 +10,8 @@ and with GPUs that are a mere number (scarce.py):
     one too few -> an upgrade of the trainer -> uninstall, which loses no step
 
 It takes helm and kubectl from PATH and the cluster of the current context; images come from a registry
-(TBA_CLUSTER_SETS="image.registry=..."), or are brought in by TBA_CLUSTER_LOAD (kube.py). Exit code 0 also where there
+(TBA_CLUSTER_SETS="image.registry=..."), or are brought in by TBA_CLUSTER_LOAD (kube.py). TBA_CLUSTER_PATIENCE=3 gives
+every deadline three times as long. Exit code 0 also where there
 is no cluster: then it says why it was skipped.
 """
 

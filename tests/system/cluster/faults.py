@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.system.cluster.kube import run, until
+from tests.system.cluster.kube import minutes, run, until
 from tests.system.cluster.release import CHART, Release
 from tests.system.cluster.stages import Report
 
@@ -39,7 +39,7 @@ def everything(namespace: str, report: Report) -> None:
         release = Release(f"bad{number}", namespace, [Path(CHART / "values-cpu-quickstart.yaml")], sets)
         with report.stage(name):
             try:
-                release.helm("install", "--timeout", "2m")
+                release.helm("install", "--timeout", minutes(2))
                 until("a pod says why", lambda check=is_told, r=release: check(r), deadline_s=DEADLINE_S)
             finally:
                 run("helm", "uninstall", release.name, "-n", namespace, "--ignore-not-found", check=False)

@@ -16,6 +16,8 @@ PREFIX = shlex.split(os.environ.get("TBA_CLUSTER_PREFIX", ""))
 """For example `ssh node`, or a script that enters the namespace of a test cluster."""
 LOAD = shlex.split(os.environ.get("TBA_CLUSTER_LOAD", ""))
 """Takes names of images and brings them into the cluster, for example `kind load docker-image`."""
+PATIENCE = float(os.environ.get("TBA_CLUSTER_PATIENCE", "1"))
+"""What every deadline is multiplied by, for a node that other work keeps busy."""
 
 
 class ClusterError(Exception):
@@ -42,18 +44,23 @@ def run(
     """
     try:
         done = subprocess.run(
-            [*PREFIX, *command], capture_output=True, text=True, timeout=timeout_s, input=stdin, check=False
+            [*PREFIX, *command], capture_output=True, text=True, timeout=timeout_s * PATIENCE, input=stdin, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"{' '.join(command)} did not end within {timeout_s:g} s") from None
+        raise ClusterError(f"{' '.join(command)} did not end within {timeout_s * PATIENCE:g} s") from None
     if check and done.returncode != 0:
         raise ClusterError(f"{' '.join(command)} (exit code {done.returncode}):\n{done.stdout}{done.stderr}")
     return done
 
 
+def minutes(number: float) -> str:
+    """So many minutes as helm and kubectl take them."""
+    return f"{number * 60 * PATIENCE:.0f}s"
+
+
 def load(images: Sequence[str]) -> None:
     """Bring images into the cluster with LOAD."""
-    subprocess.run([*LOAD, *images], check=True, timeout=900, stdout=subprocess.DEVNULL)
+    subprocess.run([*LOAD, *images], check=True, timeout=900 * PATIENCE, stdout=subprocess.DEVNULL)
 
 
 def get(namespace: str, kind: str, *args: str) -> Any:
@@ -67,6 +74,7 @@ def until(what: str, condition: Callable[[], T | None], *, deadline_s: float, ev
     Raises:
         ClusterError: never within the deadline; with the last error.
     """
+    deadline_s *= PATIENCE
     end_s, last = time.monotonic() + deadline_s, ""
     while time.monotonic() < end_s:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.system.cluster import own
-from tests.system.cluster.kube import ClusterError, get, run, until
+from tests.system.cluster.kube import ClusterError, get, minutes, run, until
 from tests.system.cluster.release import CHART, Release
 from tests.system.cluster.stages import RECOVERY_DEADLINE_S, STEPS_AFTER_A_KILL, Report
 
@@ -45,7 +45,7 @@ def side_by_side(alpha: Release, beta: Release, report: Report) -> None:
         own.make_outside(alpha)
         for release in (alpha, beta):
             # as Flux with disableWaitForJobs: not until the end of the run
-            release.helm("install", "--timeout", "5m", "--wait")
+            release.helm("install", "--timeout", minutes(5), "--wait")
         for release in (alpha, beta):
             release.until_step(11, deadline_s=600)
             found[release.name] = f"run {release.status()['run']['run']}"
@@ -55,7 +55,7 @@ def searchers_alone(more: Release, alpha: Release, report: Report) -> None:
     """Searchers in another namespace generate for alpha's run while it has none of its own."""
     with report.stage("searchers alone, elsewhere") as found:
         own.make_place_for_searchers(more.namespace, alpha)
-        more.helm("install", "--timeout", "5m")
+        more.helm("install", "--timeout", minutes(5))
         found["objects"] = ", ".join(sorted(kinds_of(more)))
         until("they are heard of", lambda: searchers_of(alpha, "more-"), deadline_s=RECOVERY_DEADLINE_S)
         alpha.tba("scale", "0")
@@ -79,7 +79,9 @@ def searchers_alone(more: Release, alpha: Release, report: Report) -> None:
 def changed_recipes(folder: Path, alpha: Release, beta: Release, sets: list[str], report: Report) -> None:
     """A recipe that may change, then those and other values that may not; then back to the first."""
     with restarted(beta, "helm upgrade, another recipe", report):
-        own.beta(folder, beta.namespace, sets, file="changed", sync_interval="5").helm("upgrade", "--timeout", "5m")
+        own.beta(folder, beta.namespace, sets, file="changed", sync_interval="5").helm(
+            "upgrade", "--timeout", minutes(5)
+        )
     odd = own.beta(folder, beta.namespace, sets, file="odd", policy_temperature="0.9")
     both = {"policy_temperature": "0.9", "sampling_temperature": "0.9"}
     colder = own.beta(folder, beta.namespace, sets, file="colder", **both)
@@ -98,10 +100,10 @@ def changed_recipes(folder: Path, alpha: Release, beta: Release, sets: list[str]
         # the last revision is a refused one, and a rollback prunes by it: first an upgrade to what is installed (docs)
         uids, revision, place = uids_of(beta), deployed(beta), ("-n", beta.namespace)
         installed = run("helm", "get", "values", beta.name, "--revision", revision, "-o", "yaml", *place).stdout
-        run("helm", "upgrade", beta.name, str(CHART), "--values", "-", "--timeout", "5m", *place, stdin=installed)
+        run("helm", "upgrade", beta.name, str(CHART), "--values", "-", "--timeout", minutes(5), *place, stdin=installed)
         if uids_of(beta) != uids:
             raise ClusterError("pods were replaced, and nothing had changed")
-        run("helm", "rollback", beta.name, "1", "--timeout", "5m", *place)
+        run("helm", "rollback", beta.name, "1", "--timeout", minutes(5), *place)
         until("the former trainer is pruned", lambda: len(jobs_of(beta, "trainer")) == 1, deadline_s=120)
 
 
@@ -118,8 +120,8 @@ def moved_pods(alpha: Release, beta: Release, report: Report) -> None:
         before = {release: release.status() for release in (alpha, beta)}
         selector = "app.kubernetes.io/name=tba"
         try:
-            run("kubectl", "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=240s",
-                "--pod-selector", selector)  # fmt: skip
+            run("kubectl", "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force",
+                f"--timeout={minutes(4)}", "--pod-selector", selector)  # fmt: skip
         finally:
             run("kubectl", "uncordon", node)
         for release, then in before.items():
@@ -130,7 +132,7 @@ def reinstall(alpha: Release, report: Report) -> None:
     """helm uninstall and helm install, on the claims that stay."""
     with restarted(alpha, "reinstall on kept claims", report):
         run("helm", "uninstall", alpha.name, "-n", alpha.namespace, "--wait", "--cascade", "foreground")
-        alpha.helm("install", "--timeout", "5m")
+        alpha.helm("install", "--timeout", minutes(5))
 
 
 def gitops(folder: Path, beta: Release, sets: list[str], report: Report) -> str:
@@ -206,7 +208,7 @@ def refused(release: Release, name: str, sentence: str, report: Report, *args: s
     with report.stage(f"refused: {name}") as found:
         before, uids = release.status(), uids_of(release)
         try:
-            release.helm("upgrade", "--timeout", "3m", *args)
+            release.helm("upgrade", "--timeout", minutes(3), *args)
         except ClusterError as error:
             text = f"{error}\n{words_of_the_check(release)}"
         else:

@@ -15,7 +15,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from tests.system.cluster.kube import get, run, until
+from tests.system.cluster.kube import get, minutes, run, until
 from tests.system.cluster.release import CHART, Release
 
 HERE = Path(__file__).parent
@@ -129,7 +129,7 @@ def make_outside(release: Release) -> None:
     text = (HERE / "outside.yaml").read_text().replace("REDIS_IMAGE", redis).replace("STORE_IMAGE", store)
     run("kubectl", "-n", release.namespace, "apply", "-f", "-", stdin=text)
     for name in ("company-redis", "company-s3"):
-        run("kubectl", "-n", release.namespace, "rollout", "status", f"deployment/{name}", "--timeout=120s")
+        run("kubectl", "-n", release.namespace, "rollout", "status", f"deployment/{name}", f"--timeout={minutes(2)}")
 
 
 def make_place_for_searchers(namespace: str, run_of: Release) -> None:

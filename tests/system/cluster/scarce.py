@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.system.cluster import own
-from tests.system.cluster.kube import ClusterError, run, until
+from tests.system.cluster.kube import ClusterError, minutes, run, until
 from tests.system.cluster.midrun import until_it_continues
 from tests.system.cluster.release import Release
 from tests.system.cluster.stages import RECOVERY_DEADLINE_S, Report
@@ -33,7 +33,7 @@ def everything(namespace: str, sets: list[str], report: Report) -> None:
             with suppress(ClusterError):  # the first error says what is wrong
                 own.delete_outside([namespace])
             raise error from None
-        run("helm", "uninstall", release.name, "-n", namespace, "--timeout", "4m")
+        run("helm", "uninstall", release.name, "-n", namespace, "--timeout", minutes(4))
         own.delete_outside([namespace])
 
 
@@ -71,7 +71,7 @@ def too_few(release: Release, report: Report) -> None:
     """Searchers are there first, and the trainer takes the GPU of one of them."""
     with report.stage("one GPU too few") as found:
         release.make_namespace()
-        release.helm("install", "--timeout", "5m")
+        release.helm("install", "--timeout", minutes(5))
         release.until_step(5, deadline_s=600)
         found |= until_one_searcher_is_left(release)
 
@@ -80,7 +80,7 @@ def upgrade(release: Release, report: Report) -> None:
     """Another trainer gets a GPU at once, though a searcher has waited for one since long before."""
     with report.stage("... and an upgrade of the trainer") as found:
         before = release.status()
-        release.helm("upgrade", "--timeout", "5m", "--set", "trainer.resources.requests.cpu=60m")
+        release.helm("upgrade", "--timeout", minutes(5), "--set", "trainer.resources.requests.cpu=60m")
         found |= until_it_continues(release, before, is_restarted=True)
         found |= until_one_searcher_is_left(release)
 
@@ -101,11 +101,11 @@ def reinstall(release: Release, report: Report) -> None:
     """`helm uninstall` ends the trainer before its buffer and store: the run continues where it was."""
     with report.stage("helm uninstall loses no step") as found:
         before, begun_s = release.status()["run"], time.monotonic()
-        run("helm", "uninstall", release.name, "-n", release.namespace, "--timeout", "4m", "--wait", "--cascade",
+        run("helm", "uninstall", release.name, "-n", release.namespace, "--timeout", minutes(4), "--wait", "--cascade",
             "foreground")  # fmt: skip
         found["uninstall_s"] = round(time.monotonic() - begun_s, 1)
         until("no pod is left", lambda: not release.pods(), deadline_s=120)
-        release.helm("install", "--timeout", "5m")
+        release.helm("install", "--timeout", minutes(5))
 
         def parent() -> str | None:
             now = release.status()["run"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.system.cluster.kube import ClusterError, get, run, until
+from tests.system.cluster.kube import ClusterError, get, minutes, run, until
 from tests.system.cluster.release import KINDS, Release
 
 FIRST_STEP_LIMIT_S = 180.0
@@ -45,7 +45,7 @@ def install(release: Release, report: Report) -> None:
     """helm install, to the first optimizer step."""
     begun_s = time.monotonic()
     with report.stage("helm install") as found:
-        release.helm("install", "--timeout", "5m")
+        release.helm("install", "--timeout", minutes(5))
         found["objects"] = run("helm", "get", "manifest", release.name, "-n", release.namespace).stdout.count("\nkind:")
     with report.stage("to the first optimizer step") as found:
         release.until_step(1, deadline_s=600)
@@ -110,9 +110,9 @@ def change(release: Release, report: Report, *, values: Path, observe: Callable[
     for name, verb in (("helm upgrade", "upgrade"), ("helm rollback", "rollback")):
         with report.stage(name) as found:
             if verb == "upgrade":
-                release.helm("upgrade", "--timeout", "5m", "--values", str(values))
+                release.helm("upgrade", "--timeout", minutes(5), "--values", str(values))
             else:
-                run("helm", "rollback", release.name, "1", "-n", release.namespace, "--timeout", "5m")
+                run("helm", "rollback", release.name, "1", "-n", release.namespace, "--timeout", minutes(5))
             wanted = verb == "upgrade"
             until(f"the changed value is {'there' if wanted else 'gone'}", lambda w=wanted: observe() is w,
                   deadline_s=RECOVERY_DEADLINE_S)  # fmt: skip
@@ -125,7 +125,7 @@ def change(release: Release, report: Report, *, values: Path, observe: Callable[
 def helm_test(release: Release, report: Report) -> None:
     """The chart's own tests."""
     with report.stage("helm test") as found:
-        out = run("helm", "test", release.name, "-n", release.namespace, "--timeout", "3m").stdout
+        out = run("helm", "test", release.name, "-n", release.namespace, "--timeout", minutes(3)).stdout
         found["succeeded"] = out.count("Phase:          Succeeded")
 
 

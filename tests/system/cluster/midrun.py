@@ -162,7 +162,7 @@ def one_name(folder: Path, beta: Release, sets: list[str], report: Report) -> st
         until("the former trainer is pruned", lambda: len(jobs_of(beta, "trainer")) == 1, deadline_s=120)
     with restarted(beta, "... replaced, nothing is pruned", report):
         changed = own.beta(folder, beta.namespace, fixed, file="replaced", sync_interval="7")
-        text, place = changed.helm("template", "--dry-run=server", "--no-hooks"), ("-n", beta.namespace)
+        text, place = rendered(changed), ("-n", beta.namespace)
         job, others = [], []
         for document in text.split("\n---"):
             (job if "sync-options: Force=true,Replace=true" in document else others).append(document)
@@ -175,20 +175,30 @@ def one_name(folder: Path, beta: Release, sets: list[str], report: Report) -> st
 
 def apply(release: Release) -> str:
     """Apply the manifests of a release as a GitOps tool does, and return them."""
-    text = release.helm("template", "--dry-run=server", "--no-hooks")
+    text = rendered(release)
     kinds = [word for kind in PRUNED for word in ("--prune-allowlist", kind)]
     run("kubectl", "-n", release.namespace, "apply", "--prune", *kinds, "-l",
         f"app.kubernetes.io/instance={release.name}", "-f", "-", stdin=text)  # fmt: skip
     return text
 
 
+def rendered(release: Release) -> str:
+    """Render a release as Argo CD does, which asks the cluster for its version alone: a Helm that looks there refuses
+    objects that it has not made itself."""
+    version = json.loads(run("kubectl", "version", "-o", "json").stdout)["serverVersion"]["gitVersion"]
+    return release.helm("template", "--kube-version", version, "--no-hooks")
+
+
 def uninstall(alpha: Release, beta: Release, applied: str, report: Report) -> None:
     """Nothing of either is left but the claims that alpha has."""
     with report.stage("helm uninstall, kubectl delete") as found:
-        # first what was applied by the tool, which Helm knows nothing of, then Helm's own
+        # first what was applied by the tool, which Helm knows nothing of, and of that the trainer, as the docs say; then
+        # Helm's own, of beta without the hook, whose account and script the tool has deleted
+        trainer = "app.kubernetes.io/instance=beta,app.kubernetes.io/component=trainer"
+        run("kubectl", "-n", beta.namespace, "delete", "job", "-l", trainer, "--cascade=foreground")
         run("kubectl", "-n", beta.namespace, "delete", "--ignore-not-found", "-f", "-", stdin=applied)
-        for release in (alpha, beta):
-            run("helm", "uninstall", release.name, "-n", release.namespace, "--wait", "--cascade", "foreground")
+        for release, more in ((alpha, ()), (beta, ("--no-hooks",))):
+            run("helm", "uninstall", release.name, "-n", release.namespace, "--wait", "--cascade", "foreground", *more)
             until(f"no pod of {release.name} is left", lambda r=release: not r.pods(), deadline_s=120)
         claims = get(alpha.namespace, "pvc")["items"]
         found["claims"] = ", ".join(sorted(claim["metadata"]["name"] for claim in claims))

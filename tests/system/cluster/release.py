@@ -92,8 +92,15 @@ class Release:
                    timeout_s=timeout_s, stdin=self._operator).stdout  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """Return the output of `tba status --json`."""
-        return json.loads(self.tba("status", "--json"))
+        """Return the output of `tba status --json`.
+
+        Raises:
+            ClusterError: it failed, or brought nothing three times: kubectl loses output now and then on a busy node.
+        """
+        for _ in range(3):
+            if text := self.tba("status", "--json").strip():
+                return json.loads(text)
+        raise ClusterError("kubectl exec ended well three times and brought no output of tba status")
 
     def step(self) -> int:
         """The run's optimizer step."""

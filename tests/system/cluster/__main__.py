@@ -1,8 +1,8 @@
 """`make test-cluster`: the chart on a real Kubernetes, from helm install to nothing left.
 
     install (time to the first optimizer step) -> kill the pods of each kind -> scale 1, 4, 1 through the REST API
-    -> upgrade with a changed value -> rollback -> helm test -> stop, result, ledger -> uninstall, nothing is left
-    -> installations that cannot work
+    -> upgrade with changed values -> a trainer that hangs -> rollback -> helm test -> stop, result, ledger
+    -> uninstall, nothing is left -> installations that cannot work
 and in the middle of two runs side by side (midrun.py), with values of our own (own.py):
     searchers alone elsewhere -> another recipe -> what is refused -> rollback -> evictions, a drain -> reinstall on
     kept claims -> kubectl apply --prune -> kubectl replace --force -> uninstall
@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 import tba
-from tests.system.cluster import faults, midrun, scarce, stages
+from tests.system.cluster import faults, hung, midrun, scarce, stages
 from tests.system.cluster.kube import LOAD, PREFIX, ClusterError, load, run, why_not
 from tests.system.cluster.release import CHART, Release
 
@@ -82,7 +82,13 @@ def everything(release: Release, report: stages.Report) -> None:
     stages.install(release, report)
     stages.kill_every_kind(release, report)
     stages.scale(release, report)
-    stages.change(release, report, values=HERE / "changed.yaml", observe=lambda: len(release.ready("reward")) == 2)
+    stages.change(
+        release,
+        report,
+        values=HERE / "changed.yaml",
+        observe=lambda: len(release.ready("reward")) == 2,
+        between=lambda: hung.trainer(release, report),
+    )
     stages.helm_test(release, report)
     with report.stage("as many steps as the quickstart"):
         release.until_step(NUM_STEPS_OF_THE_QUICKSTART, deadline_s=900)

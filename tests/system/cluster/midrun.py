@@ -192,8 +192,8 @@ def rendered(release: Release) -> str:
 def uninstall(alpha: Release, beta: Release, applied: str, report: Report) -> None:
     """Nothing of either is left but the claims that alpha has."""
     with report.stage("helm uninstall, kubectl delete") as found:
-        # first what was applied by the tool, which Helm knows nothing of, and of that the trainer, as the docs say; then
-        # Helm's own, of beta without the hook, whose account and script the tool has deleted
+        # first what was applied by the tool, which Helm knows nothing of, and of that the trainer, as the docs say;
+        # then Helm's own, of beta without the hook, whose account and script the tool has deleted
         trainer = "app.kubernetes.io/instance=beta,app.kubernetes.io/component=trainer"
         run("kubectl", "-n", beta.namespace, "delete", "job", "-l", trainer, "--cascade=foreground")
         run("kubectl", "-n", beta.namespace, "delete", "--ignore-not-found", "-f", "-", stdin=applied)

@@ -59,7 +59,7 @@ def main() -> int:
                 load(release.images())
         if args.only in (None, "shipped"):
             release.make_namespace()
-            everything(release, report)
+            everything(release, extra, report)
         if args.only in (None, "own"):
             midrun.everything(f"{release.namespace}-own", extra, report)
         if args.only in (None, "scarce"):
@@ -77,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def everything(release: Release, report: stages.Report) -> None:
+def everything(release: Release, extra: list[str], report: stages.Report) -> None:
     """All stages on one release."""
     stages.install(release, report)
     stages.kill_every_kind(release, report)
@@ -95,7 +95,7 @@ def everything(release: Release, report: stages.Report) -> None:
     release.tba("stop", "--reason", "the cluster test has seen enough")
     stages.finish(release, report, deadline_s=300)
     stages.uninstall(release, report)
-    faults.everything(release.namespace, report)
+    faults.everything(release.namespace, extra, report)
 
 
 def versions() -> str:

@@ -14,8 +14,8 @@ from tests.system.cluster.stages import Report
 DEADLINE_S = 180.0
 
 
-def everything(namespace: str, report: Report) -> None:
-    """Every fault in a release of its own, in the namespace that has the Secrets."""
+def everything(namespace: str, more: list[str], report: Report) -> None:
+    """Every fault in a release of its own, in the namespace that has the Secrets; `more` says where images are."""
     cases: dict[str, tuple[list[str], Callable[[Release], bool]]] = {
         "a missing Secret of tokens": (
             ["auth.existingSecret=nowhere"],
@@ -26,7 +26,7 @@ def everything(namespace: str, report: Report) -> None:
             lambda release: "nowhere.invalid" in last_words(release),
         ),
         "more GPUs than any node has": (
-            ["searcher.gpu.count=64"],
+            ["trainer.gpu.count=64"],
             lambda release: "Insufficient nvidia.com/gpu" in events(release),
         ),
         "a token of another role": (
@@ -36,7 +36,7 @@ def everything(namespace: str, report: Report) -> None:
     }
     make_a_tokens_file_of_a_viewer(namespace)
     for number, (name, (sets, is_told)) in enumerate(cases.items()):
-        release = Release(f"bad{number}", namespace, [Path(CHART / "values-cpu-quickstart.yaml")], sets)
+        release = Release(f"bad{number}", namespace, [Path(CHART / "values-cpu-quickstart.yaml")], [*more, *sets])
         with report.stage(name):
             try:
                 release.helm("install", "--timeout", minutes(2))

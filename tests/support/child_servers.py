@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import subprocess
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
 
 from tba_cli.orphan_reaper import OrphanReaper
 
@@ -15,9 +16,11 @@ def _reaper() -> OrphanReaper:
     return OrphanReaper()
 
 
-def start_server(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program in a process group of its own, with the options of Popen; `kill_server` ends it."""
-    process = subprocess.Popen(words, start_new_session=True, **options)
+def start_server(
+    words: Sequence[str], *, log: IO[bytes], env: Mapping[str, str], cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program in a process group of its own, its output in a log; `kill_server` ends it."""
+    process = subprocess.Popen(words, env=env, stdout=log, stderr=log, cwd=cwd, start_new_session=True)
     _reaper().add(process.pid)
     return process
 

@@ -83,8 +83,7 @@ class RedisProcess:
             start = ("sh", str(START_SCRIPT)) if self.as_we_start_it else ()
             self.process = start_server(
                 [*start, redis_server_path(), *place, *self.options],
-                stdout=log,
-                stderr=log,
+                log=log,
                 env={**os.environ, **self.environ},
             )
         deadline = time.monotonic() + DEADLINE_S

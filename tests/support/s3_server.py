@@ -52,7 +52,7 @@ class S3Server:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "log").open("ab") as log:
             words = (sys.executable, str(PROGRAM))
-            self._process = start_server(words, env=self._environ, stdout=log, stderr=log, cwd=self._folder)
+            self._process = start_server(words, log=log, env=self._environ, cwd=self._folder)
         return self._process.pid
 
     def start(self, *, timeout_s: float = 180.0) -> None:

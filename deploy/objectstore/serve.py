@@ -4,7 +4,8 @@ The keys come from READ_WRITE_ACCESS_KEY_ID, READ_WRITE_SECRET_ACCESS_KEY, READ_
 READ_ONLY_SECRET_ACCESS_KEY, or from the section `default` of files in boto3's format that READ_WRITE_KEYS_FILE and
 READ_ONLY_KEYS_FILE name. S3 is on PORT of BIND_HOST; the parts of SeaweedFS talk on INTERNAL_PORTS of loopback, which
 know no keys: nothing else may run in that network namespace. Objects are below DATA_DIR; READ_BUFFERS_MB bounds what
-all readers together have in memory.
+all readers together have in memory. Keys and sockets are in TMPDIR, but for those of INTERNAL_PORTS, which SeaweedFS
+has in /tmp (`seaweedfs-PART-grpc-PORT.sock`) and leaves there when it is killed.
 """
 
 from __future__ import annotations
@@ -33,8 +34,16 @@ INTERNAL_PORTS = "9333,19333,9340,19340,8888,18888,18333"
 MIN_VOLUME_MB, MAX_VOLUME_MB, VOLUMES = 64, 1024, 32
 """A disk is divided into so many files of objects, or more. Deleted objects are removed from a file by copying the rest
 of it, for which as much as it holds has to be free: a disk without that room would stay full whatever is deleted."""
-RESERVED = 16
-"""One part in so many of the disk stays free, and room for two files at least."""
+ENVIRON = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
+"""A bucket gets one more file when it needs one; by default seven, and SeaweedFS's own log seven that it never fills:
+half of a small disk."""
+EMPTY_VOLUME = bytes([3, 0, 0, 0, 0, 0, 0, 0])
+"""A file of objects without any: version 3, one copy, no expiry."""
+RESERVED = 50
+"""One part in so many of the disk stays free, since SeaweedFS writes nothing on the last hundredth, and room for two
+files."""
+LEAST_VOLUMES = 2
+"""One for SeaweedFS's own log, one for a bucket."""
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Control groups of version 2 and 1."""
 SETTINGS = {
@@ -54,6 +63,8 @@ SETTINGS = {
     "s3.port.lance": "0",
     "s3.autoCreateBucket": "false",
     "s3.allowDeleteBucketNotEmpty": "false",
+    "filer.localSocket": "filer.sock",  # in the working folder: the path of a socket must be short
+    "s3.localSocket": "s3.sock",
 }
 """Flags of `weed server`."""
 
@@ -95,7 +106,15 @@ def volume_mb(disk_bytes: int) -> int:
 def num_volumes(disk_bytes: int, room_bytes: int) -> int:
     """Return how many files may hold objects; `room_bytes` is free on the disk or is in such files now."""
     size_bytes = volume_mb(disk_bytes) << 20
-    return max(1, (room_bytes - max(2 * size_bytes, disk_bytes // RESERVED)) // size_bytes)
+    return max(LEAST_VOLUMES, (room_bytes - 2 * size_bytes - disk_bytes // RESERVED) // size_bytes)
+
+
+def make_log_volume(folder: Path) -> None:
+    """Make the first file of a new store, for SeaweedFS's own log: it asks for one after a minute, and objects that
+    have taken them all by then would keep it waiting for ever, in memory."""
+    if not any(folder.glob("*.dat")):
+        (folder / "1.idx").touch()
+        (folder / "1.dat").write_bytes(EMPTY_VOLUME)
 
 
 def command(environ: Mapping[str, str], *, folder: Path, keys_file: Path) -> list[str]:
@@ -133,7 +152,8 @@ def memory_limit_bytes(files: tuple[Path, ...] = MEMORY_LIMITS) -> int | None:
 
 def main() -> None:
     """Become the server."""
-    folder, keys = Path(os.environ.get("DATA_DIR", "data")).resolve(), Path(tempfile.gettempdir()) / "identities.json"
+    folder, own = Path(os.environ.get("DATA_DIR", "data")).resolve(), Path(tempfile.gettempdir())
+    keys = own / "identities.json"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         known = identities(os.environ)
@@ -153,6 +173,9 @@ def main() -> None:
     keys.write_text(json.dumps(known))
     if limit_bytes := memory_limit_bytes():
         os.environ.setdefault("GOMEMLIMIT", str(limit_bytes * 3 // 4))
+    os.environ.update(ENVIRON)
+    make_log_volume(folder)
+    os.chdir(own)
     os.execv(program, words)
 
 

@@ -276,7 +276,7 @@ class BufferClient(RunReader):
             The searchers as they are now, with this change alone.
 
         Raises:
-            BadRequestError: more than `scaling.max_searchers`.
+            BadRequestError: more than `scaling.max_searchers`, or more than one for one server.
             ConflictError: nothing of tba starts searchers here, or the run is offline.
         """
         reply = self._call("PATCH", "/v1/run/searchers", json=request.model_dump_json().encode())

@@ -82,6 +82,7 @@ class Recipe(StrictModel):
         # these rules are between sections: a section alone cannot know them
         self._check_snapshot()
         self._check_offline()
+        self._check_shared_server()
         self._check_lag()
         self._check_unused()
         self._check_supervised()
@@ -171,6 +172,14 @@ class Recipe(StrictModel):
             raise ValueError(
                 'trainer.export_version = "best" needs evaluations, which searchers make, and searcher.num_searchers '
                 'is 0; choose "last"'
+            )
+
+    def _check_shared_server(self) -> None:
+        num = self.scaling.num_searchers
+        if self.shared_server is not None and num is not None and num > 1:
+            raise ValueError(
+                f"scaling.num_searchers is {num}, and all would load weights into the server {self.shared_server}, "
+                "which one searcher updates; set it to 1, or give each pod a server at localhost"
             )
 
     def _check_lag(self) -> None:
@@ -324,6 +333,15 @@ class Recipe(StrictModel):
     def is_offline(self) -> bool:
         """Whether nothing is generated, and the run only trains on the snapshot that it begins with."""
         return self.searcher.num_searchers == 0
+
+    @property
+    def shared_server(self) -> str | None:
+        """Address of the server that every searcher which tba starts would update; None: each has an engine of its own,
+        or on Kubernetes a server in its pod."""
+        openai = self.searcher.openai
+        if self.searcher.engine != "openai" or (self.scaling.backend == "kubernetes" and openai.is_beside):
+            return None
+        return openai.url
 
     @property
     def supervised(self) -> dict[str, SupervisedItem]:

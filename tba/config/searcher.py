@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -92,6 +93,12 @@ class OpenAiSection(StrictModel):
         if self.weights_folder_at_server is not None and self.weights_folder is None:
             raise ValueError("weights_folder_at_server says where the server has weights_folder; give that one too")
         return self
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the server shares the network of the searcher: that of its machine, or of its pod."""
+        host = urlsplit(self.url or "").hostname or ""
+        return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class ScalingSection(StrictModel):

@@ -15,6 +15,8 @@ pytestmark = needs_helm
 REDIS = "redis.auth.existingSecret=r"
 GOOD = f"{REDIS},recipeName=quickstart"
 STORE = "store.credentialsSecret=w,store.readOnlyCredentialsSecret=r"
+WEIGHTS = f"{GOOD},searcher.openai.weights.volume.persistentVolumeClaim.claimName=w"
+SERVER = f"{WEIGHTS},searcher.replicas=1,searcher.openai.url=http://vllm:8000"
 BUNDLED = f"{GOOD},{STORE},objectstore.enabled=true"
 OWN_ACCOUNTS = ",".join(
     f"{part}.serviceAccount.name=mine"
@@ -64,6 +66,16 @@ CASES: dict[str, str] = {
     f"{GOOD},trainer.gpu.count=4,trainer.processesPerNode=2": "processesPerNode 2 is less than trainer.gpu.count 4",
     f"{GOOD},trainer.terminationGracePeriodSeconds=5": "trainer.terminationGracePeriodSeconds is 5",
     f"{GOOD},searcher.gpu.count=2": "searcher.gpu.count is 2 and searcher.tensor_parallel_size of the recipe is 1",
+    f"{SERVER},searcher.replicas=2": "searcher.replicas is 2, and all searchers would load weights into the server",
+    f"{SERVER},scaling.backend=keda,scaling.keda.serverAddress=http://p": "scaling.keda.maxReplicas is 8, and all sear",
+    f"{SERVER},searcher.gpu.count=1": "searcher.gpu.count is 1 and searcher.openai.url http://vllm:8000 is given",
+    f"{GOOD},searcher.openai.url=http://vllm:8000": "searcher.openai.weights.volume is empty: the server reads weights",
+    f"{SERVER},searcher.openai.url=vllm:8000": 'searcher.openai.url is "vllm:8000"; give the address of the server',
+    f"{SERVER},searcher.openai.url=http://vllm:8000/v1": 'searcher.openai.url is "http://vllm:8000/v1"; give the',
+    f"{SERVER},searcher.openai.url=http://me:secret@vllm": 'searcher.openai.url is "http://me:secret@vllm"; give the',
+    WEIGHTS: "searcher.openai has a token or weights and no url: nothing would use them",
+    f"{GOOD},searcher.openai.token.existingSecret=t": "searcher.openai has a token or weights and no url",
+    f"{REDIS},recipe=engine = 'openai'": 'searcher.engine of the recipe is "openai" and searcher.openai.url is empty',
     f"{REDIS},recipe=tensor_parallel_size=2,searcher.shm.sizeLimit=": "searcher.shm.sizeLimit is empty: ranks talk",
     f"{GOOD},searcher.drainS=55": "searcher.terminationGracePeriodSeconds 60 is less than searcher.drainS 55",
     f"{GOOD},searcher.gpu.count=1,searcher.gpu.resource=": "searcher.gpu.count is 1 and searcher.gpu.resource is empty",

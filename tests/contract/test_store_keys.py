@@ -160,7 +160,7 @@ def test_only_s3_leaves_the_container_and_nothing_is_told_to_anybody(tmp_path: P
 
 @pytest.mark.parametrize(
     ("disk_gib", "room_gib", "volume_mb", "num_volumes"),
-    [(1, 1, 64, 14), (20, 20, 640, 30), (300, 300, 1024, 281), (300, 30, 1024, 11), (20, 0.1, 640, 1)],
+    [(1, 1, 64, 13), (20, 20, 640, 29), (300, 300, 1024, 292), (300, 16, 1024, 8), (20, 0.1, 640, 2)],
 )
 def test_a_disk_has_files_of_objects_and_room_to_copy_one(
     disk_gib: int, room_gib: float, volume_mb: int, num_volumes: int
@@ -177,7 +177,18 @@ def test_what_is_stored_takes_no_files_from_a_store_that_starts_again(
     held_bytes = (tmp_path / "tba_1.dat").stat().st_blocks * 512
     disk = SimpleNamespace(total=1 << 30, free=(1 << 30) - held_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
-    assert "-volume.max=14" in SERVE["command"]({}, folder=tmp_path, keys_file=Path("/keys"))
+    assert "-volume.max=13" in SERVE["command"]({}, folder=tmp_path, keys_file=Path("/keys"))
+
+
+def test_a_new_store_alone_gets_a_first_file(tmp_path: Path) -> None:
+    (tmp_path / "tba_3.dat").touch()
+    SERVE["make_log_volume"](tmp_path)
+    assert not (tmp_path / "1.dat").exists()
+    (tmp_path / "tba_3.dat").unlink()
+    SERVE["make_log_volume"](tmp_path)
+    (tmp_path / "1.dat").write_bytes(b"log")
+    SERVE["make_log_volume"](tmp_path)
+    assert (tmp_path / "1.dat").read_bytes() == b"log"
 
 
 def test_the_limit_of_the_container_bounds_the_heap(tmp_path: Path) -> None:

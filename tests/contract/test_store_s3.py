@@ -16,7 +16,7 @@ from tba.store import ObjectStore, open_store
 from tba.store.s3 import S3Store, is_transient, store_error
 from tests.contract.conftest import BUCKET
 from tests.support.redis_process import free_port
-from tests.support.s3_server import FaultyProxy, S3Server
+from tests.support.s3_server import SOCKETS, FaultyProxy, S3Server
 
 
 @pytest.fixture
@@ -279,5 +279,9 @@ def test_what_was_written_survives_a_killed_server(tmp_path: Path, s3_server: S3
         assert store.get("a") == b"1"
         with pytest.raises(ObjectExistsError):
             store.put("a", b"2", create_only=True)
+        assert {path.name for path in (tmp_path / "server").glob("*.sock")} == {"filer.sock", "s3.sock"}
+        files = {path.name for path in (tmp_path / "server/objects").glob("*.dat")}
+        assert files == {"1.dat", "survivor_2.dat"}, "one for the server's own log, and one for the bucket"
     finally:
         server.kill()
+    assert not [path for port in server.ports for path in SOCKETS.glob(f"seaweedfs-*-{port}.sock")]

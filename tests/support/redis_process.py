@@ -7,7 +7,6 @@ import fcntl
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba_cli.redis_server import START_SCRIPT
+from tests.support.child_servers import kill_server, start_server
 from tests.support.waits import DEADLINE_S
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
@@ -81,10 +81,9 @@ class RedisProcess:
         with (self.folder / "redis.log").open("ab") as log:
             place = ("--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder))
             start = ("sh", str(START_SCRIPT)) if self.as_we_start_it else ()
-            self.process = subprocess.Popen(
+            self.process = start_server(
                 [*start, redis_server_path(), *place, *self.options],
-                stdout=log,
-                stderr=log,
+                log=log,
                 env={**os.environ, **self.environ},
             )
         deadline = time.monotonic() + DEADLINE_S
@@ -95,13 +94,11 @@ class RedisProcess:
 
     def kill(self) -> None:
         """SIGKILL, as a crash does it."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        kill_server(self.process)
 
     def stop(self) -> None:
         """End it if it still runs."""
-        if self.process.poll() is None:
-            self.kill()
+        kill_server(self.process)
 
 
 def start_redis(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,11 +22,14 @@ from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
 
+from tests.support.child_servers import kill_server, start_server
 from tests.support.redis_process import free_port
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-test-secret-0123"}
 READ_ONLY = {"AWS_ACCESS_KEY_ID": "tba-test-read", "AWS_SECRET_ACCESS_KEY": "tba-test-read-secret"}
 PROGRAM = Path(__file__).parents[2] / "deploy/objectstore/serve.py"
+SOCKETS, NEW_S = Path("/tmp"), 60.0
+"""Where SeaweedFS has sockets, whatever it is told; seconds within which the server of a socket begins to listen."""
 CODES = {302: "Found", 403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}
 
 
@@ -38,16 +42,23 @@ class S3Server:
         self._environ = store_environ(folder, self.port)
         self._environ.pop(without or "", None)
         self.url = f"http://127.0.0.1:{self.port}"
+        self.ports = (str(self.port), *self._environ["INTERNAL_PORTS"].split(","))
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, timeout_s: float = 180.0) -> None:
-        """Start, and wait until it answers."""
+    def launch(self) -> int:
+        """Start, and return the process id without waiting."""
+        remove_dead_sockets()
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(PROGRAM)], env=self._environ, stdout=log, stderr=log, cwd=self._folder
-            )
+            words = (sys.executable, str(PROGRAM))
+            self._process = start_server(words, log=log, env=self._environ, cwd=self._folder)
+        return self._process.pid
+
+    def start(self, *, timeout_s: float = 180.0) -> None:
+        """Start, and wait until it answers."""
+        self.launch()
+        assert self._process is not None
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             assert self._process.poll() is None, f"the S3 server died: {(self._folder / 'log').read_text()[-2000:]}"
@@ -66,14 +77,13 @@ class S3Server:
         raise AssertionError(f"the S3 server did not answer on port {self.port} within {timeout_s} s")
 
     def kill(self) -> None:
-        """SIGKILL, and remove the sockets that it leaves in a folder that is not ours to choose."""
+        """SIGKILL, and remove the sockets that it leaves in SOCKETS."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=30)
+            kill_server(self._process)
             self._process = None
-            for port in (str(self.port), *self._environ["INTERNAL_PORTS"].split(",")):
-                for socket in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
-                    socket.unlink(missing_ok=True)
+            for port in self.ports:
+                for path in SOCKETS.glob(f"seaweedfs-*-grpc-{port}.sock"):
+                    path.unlink(missing_ok=True)
 
     def create_bucket(self, name: str) -> None:
         """Create a bucket."""
@@ -96,6 +106,18 @@ def store_environ(folder: Path, port: int) -> dict[str, str]:
         **{name.replace("AWS_", "READ_WRITE_"): value for name, value in CREDENTIALS.items()},
         **{name.replace("AWS_", "READ_ONLY_"): value for name, value in READ_ONLY.items()},
     }
+
+
+def remove_dead_sockets(folder: Path = SOCKETS) -> None:
+    """Remove the sockets of servers that were killed together with the process that tested: nobody answers there. One
+    that was made a moment ago stays: its server may not listen yet."""
+    for path in folder.glob("seaweedfs-*.sock"):
+        with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as connection:
+            if time.time() - path.stat().st_mtime > NEW_S:
+                try:
+                    connection.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
 
 
 class LoopbackServer:

@@ -26,6 +26,11 @@ TBA_TRACKING__METRICS_PATH: {value: /tmp/metrics.jsonl}
 # the run is offline, for all who read the recipe
 TBA_SEARCHER__NUM_SEARCHERS: {value: "0"}
 {{- end }}
+{{- with $root.Values.searcher.openai.url }}
+# the buffer starts no second searcher for one server
+TBA_SEARCHER__ENGINE: {value: openai}
+TBA_SEARCHER__OPENAI__URL: {value: {{ . | quote }}}
+{{- end }}
 {{- if include "tba.caSecret" . }}
 TBA_TLS__CA_FILE: {value: /etc/tba-ca/ca.crt}
 {{- end }}
@@ -96,6 +101,18 @@ TBA_SEARCHER__DRAIN_S: {value: {{ .Values.searcher.drainS | int | quote }}}
 {{- if .Values.searcher.weightCache.volume }}
 TBA_STORE__CACHE_FOLDER: {value: /weight-cache}
 TBA_STORE__CACHE_BYTES: {value: {{ .Values.searcher.weightCache.maxBytes | int64 | quote }}}
+{{- end }}
+{{- with .Values.searcher.openai }}
+{{- if .url }}
+TBA_SEARCHER__OPENAI__WEIGHTS_FOLDER: {value: /openai-weights}
+{{- with .weights.pathAtServer }}
+TBA_SEARCHER__OPENAI__WEIGHTS_FOLDER_AT_SERVER: {value: {{ . | quote }}}
+{{- end }}
+{{- if .token.existingSecret }}
+TBA_SEARCHER__OPENAI__TOKEN_ENV: {value: OPENAI_TOKEN}
+OPENAI_TOKEN: {valueFrom: {secretKeyRef: {name: {{ .token.existingSecret }}, key: {{ .token.key }}}}}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 

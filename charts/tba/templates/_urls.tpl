@@ -20,6 +20,13 @@
 {{- end -}}
 {{- end }}
 
+{{/* Whether the server in which searchers sample is none of their own pods: then it is one for all. */}}
+{{- define "tba.sharedServer" -}}
+{{- with .Values.searcher.openai.url }}
+{{- if not (regexMatch "^https?://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/.*)?$" .) }}yes{{ end }}
+{{- end }}
+{{- end }}
+
 {{- define "tba.redisUrl" -}}
 {{- if .Values.redis.enabled -}}
 {{ empty .Values.redis.tls.existingSecret | ternary "redis" "rediss" }}://{{ include "tba.fullname" . }}-redis:6379/0

@@ -11,6 +11,7 @@
 {{- include "tba.validate.routes" . }}
 {{- include "tba.validate.network" . }}
 {{- include "tba.validate.ranks" . }}
+{{- include "tba.validate.openai" . }}
 {{- include "tba.validate.installed" . }}
 {{- end }}
 
@@ -172,9 +173,41 @@
 {{- end }}
 {{- end }}
 
+{{/* A server loads the weights of one searcher; its GPUs are its own. */}}
+{{- define "tba.validate.openai" -}}
+{{- $searcher := .Values.searcher }}
+{{- $openai := $searcher.openai }}
+{{- $text := get (include "tba.recipe" . | fromYaml) "recipe.toml" }}
+{{- if $openai.url }}
+{{- if or (not (regexMatch "^https?://[^/@]+(/.*)?$" $openai.url)) (regexMatch "/v1/?$" $openai.url) }}
+{{- fail (printf "searcher.openai.url is %q; give the address of the server without /v1, http://HOST:PORT or https://HOST:PORT" $openai.url) }}
+{{- end }}
+{{- if not $openai.weights.volume }}
+{{- fail (printf "searcher.openai.url %s is given and searcher.openai.weights.volume is empty: the server reads weights as files that the searcher writes; name a volume that both mount" $openai.url) }}
+{{- end }}
+{{- if gt (int $searcher.gpu.count) 0 }}
+{{- fail (printf "searcher.gpu.count is %d and searcher.openai.url %s is given: the server has the GPUs, and a searcher would keep others idle; set it to 0" (int $searcher.gpu.count) $openai.url) }}
+{{- end }}
+{{- else if or $openai.token.existingSecret $openai.weights.volume $openai.weights.pathAtServer }}
+{{- fail "searcher.openai has a token or weights and no url: nothing would use them; give the address of the server, or remove them" }}
+{{- else if regexMatch "(?m)^[ \t]*(searcher[.])?engine[ \t]*=[ \t]*[\"']openai[\"']" $text }}
+{{- fail "searcher.engine of the recipe is \"openai\" and searcher.openai.url is empty: the chart would let searchers reach no server; give its address there" }}
+{{- end }}
+{{- if include "tba.sharedServer" . }}
+{{- $scaling := .Values.scaling }}
+{{- $why := printf "all searchers would load weights into the server %s; set it to 1, or install further searchers (searchersOnly) with servers of their own, or give each pod a server at localhost" $openai.url }}
+{{- if gt (int $searcher.replicas) 1 }}
+{{- fail (printf "searcher.replicas is %d, and %s" (int $searcher.replicas) $why) }}
+{{- end }}
+{{- if and (eq $scaling.backend "keda") (gt (int $scaling.keda.maxReplicas) 1) }}
+{{- fail (printf "scaling.keda.maxReplicas is %d, and %s" (int $scaling.keda.maxReplicas) $why) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "tba.validate.network" -}}
 {{- $network := .Values.networkPolicy }}
-{{- range $target := list "store" "redis" "run" "hub" "podIdentity" }}
+{{- range $target := list "store" "redis" "run" "openai" "hub" "podIdentity" }}
 {{- range $kind := list "hosts" "entities" }}
 {{- if and (get (get $network $target) $kind) (not (include "tba.cilium" $)) }}
 {{- fail (printf "networkPolicy.%s.%s is for Cilium, since a NetworkPolicy of Kubernetes knows addresses and pods alone; set networkPolicy.flavor to cilium, or name peers in networkPolicy.%s.to" $target $kind $target) }}
@@ -246,7 +279,7 @@
 {{- end }}
 {{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" "check" "stop" }}
 {{- range (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraVolumes }}
-{{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script" "weight-cache") }}
+{{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script" "weight-cache" "openai-weights") }}
 {{- fail (printf "extraVolumes of %s has a volume %s, as the chart has; give it another name" $component .name) }}
 {{- end }}
 {{- end }}

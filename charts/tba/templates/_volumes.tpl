@@ -58,6 +58,9 @@ searcher, reads as a viewer too. */}}
 {{- if (dig "weightCache" "volume" dict (index $root.Values .component)) }}
 - {name: weight-cache, mountPath: /weight-cache}
 {{- end }}
+{{- if and (eq .component "searcher") $root.Values.searcher.openai.url }}
+- {name: openai-weights, mountPath: /openai-weights}
+{{- end }}
 {{- with (include "tba.podValues" . | fromYaml).extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -114,6 +117,9 @@ searcher, reads as a viewer too. */}}
 {{- end }}
 {{- with (dig "weightCache" "volume" dict (index $root.Values .component)) }}
 - name: weight-cache {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if and (eq .component "searcher") $root.Values.searcher.openai.url }}
+- name: openai-weights {{- toYaml $root.Values.searcher.openai.weights.volume | nindent 2 }}
 {{- end }}
 {{- with $pod.extraVolumes }}
 {{ toYaml . }}

@@ -90,6 +90,24 @@ def test_what_was_asked_for_survives_a_restart_and_a_superseded_buffer_takes_not
     assert lowered.note == "5 were asked for when scaling.max_searchers was higher; it is 4 now"
 
 
+def test_one_server_gets_one_searcher(serve_buffer: ServeBuffer, capsys: pytest.CaptureFixture[str]) -> None:
+    scale(serve_buffer(scaling=LOCAL).client(), 3)
+    served = serve_buffer(
+        scaling=LOCAL, searcher={"num_searchers": 1, "engine": "openai", "openai": {"url": "http://127.0.0.1:8000"}}
+    )
+    shown = served.client().scaling().searchers  # asked for when each had an engine of its own
+    assert (shown.desired, shown.source) == (1, "operator")
+    assert shown.note == "3 were asked for, and the server http://127.0.0.1:8000 is for one searcher"
+    with pytest.raises(
+        BadRequestError, match=r"num_searchers is 2, and all would load weights into the server http://"
+    ):
+        scale(served.client(), 2)
+    assert main(["scale", "2", "--url", served.url]) != 0
+    assert "num_searchers is 2, and all would load weights into the server http://127.0.0.1" in capsys.readouterr().err
+    assert scale(served.client(), 0).desired == 0
+    assert scale(served.client(), 1).desired == 1
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -31,7 +31,7 @@ from tests.support.secrets_seen import (
 )
 
 ROOT = Path(__file__).parents[3]
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)?\}")
 
 
 class Loader(yaml.SafeLoader):
@@ -93,6 +93,20 @@ def test_each_gpu_has_one_user_as_in_the_paper():
             assert device["capabilities"] == ["gpu"]
     assert devices == {"trainer": ["0"], "searcher-1": ["1"], "searcher-2": ["2"], "searcher-3": ["3"]}
     assert load_recipe(ROOT / "recipes/gsm8k.toml", environ={}).searcher.num_searchers == len(SEARCHERS)
+
+
+def test_searchers_that_sample_in_servers_have_one_each_and_no_gpu():
+    urls = {f"TBA_OPENAI_URL_{number}": f"http://vllm-{number}:8000" for number in (1, 2, 3)}
+    services = compose("compose.openai.yml", {**urls, "TBA_OPENAI_WEIGHTS": "/srv/weights"})["services"]
+    assert list(services) == SEARCHERS
+    assert [service.get("profiles") for service in services.values()] == [None, ["two", "three"], ["three"]]
+    for number, (name, service) in enumerate(services.items(), start=1):
+        assert "reservations" not in service["deploy"]["resources"]
+        environ = environment(GPU["services"][name]) | environment(service)
+        section = load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).searcher
+        assert (section.engine, section.openai.url) == ("openai", urls[f"TBA_OPENAI_URL_{number}"])
+        assert service["volumes"] == [f"/srv/weights:{section.openai.weights_folder}"]
+        assert set(service["environment"]["DOCTOR"].split()) == {"--check", "disk"}, "there is no card to look at"
 
 
 def checked(service: dict[str, Any], environ: dict[str, str]) -> list[str]:

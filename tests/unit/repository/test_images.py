@@ -39,7 +39,7 @@ def test_a_dockerfile_is_hardened_labelled_and_builds_with_an_old_buildkit(path:
     assert final_stages(text)
     for stage in final_stages(text):
         assert "\nUSER 65532:65532\n" in stage
-        assert "\nHEALTHCHECK " in stage
+        assert re.search(r"\nHEALTHCHECK .*--start-period=600s", stage)  # as the chart's probes: Compose waits for it
         assert f"\nARG VERSION={tba.__version__}\n" in stage
         for label in ("title", "version", "revision", "source", "licenses"):
             assert f"org.opencontainers.image.{label}=" in stage
@@ -96,6 +96,11 @@ def test_what_was_built_is_pushed_and_nothing_else(tmp_path: Path):
     ):
         pushed, said = built(tmp_path, "images-push", **variables)
         assert (pushed, sentence in said) == ([], True), said
+
+
+def test_the_store_is_stopped_at_once():
+    """After SIGTERM it would refuse all work for 16 s (docs/adr/0043)."""
+    assert "\nSTOPSIGNAL SIGKILL\n" in final_stages((ROOT / "deploy/objectstore/Dockerfile").read_text())[-1]
 
 
 def test_the_gpu_image_of_the_trainer_has_a_c_compiler_and_finds_the_driver():

@@ -236,6 +236,14 @@ def load_recipe_of(text: str) -> Recipe:
             },
             r"needs an engine that says which weights made each token .* set kv_at_update to \"recompute\"",
         ),
+        (
+            {
+                **MINIMAL,
+                "searcher": {"engine": "openai", "openai": {"url": "http://vllm:8000"}},
+                "scaling": {"backend": "kubernetes", "deployment": "searcher", "num_searchers": 2},
+            },
+            r"scaling\.num_searchers is 2, and all would load weights into the server http://vllm:8000.* set it to 1",
+        ),
         ({**MINIMAL, "searcher": {"sampling_temperature": 101}}, r"a temperature is from 0\.01 to 100 .* reaches 101"),
         (
             {**MINIMAL, "searcher": {"sampling_temperature": {"value": 1.0, "warmup_steps": 1000}}},

@@ -46,7 +46,8 @@ class Scaling:
 
     def __init__(self, context: Context, *, run_state: RunStateReader, components: Components) -> None:
         self._context, self._run_state, self._components = context, run_state, components
-        self._section = context.recipe.scaling
+        self._section, self._server = context.recipe.scaling, context.recipe.shared_server
+        self._most = self._section.max_searchers if self._server is None else 1
         self._requests = ScaleRequests(context)
         self._reconciler: Reconciler | None = None
         if self._section.backend == "kubernetes":
@@ -78,7 +79,7 @@ class Scaling:
             The searchers as they are now; of the changes, the one that this request made.
 
         Raises:
-            ConfigError: more than `scaling.max_searchers`.
+            ConfigError: more than `scaling.max_searchers`, or more than one for one server.
             ConflictError: nothing of tba starts searchers here, or the run is offline.
             SupersededError: this buffer process does not own the run.
             UnavailableError: Redis did not answer.
@@ -132,6 +133,12 @@ class Scaling:
                 f"num_searchers is {num}, above scaling.max_searchers {self._section.max_searchers}; ask for fewer, or "
                 "raise that setting and restart the buffer"
             )
+        if num is not None and num > self._most:
+            raise ConfigError(
+                f"num_searchers is {num}, and all would load weights into the server {self._server} (searcher.engine = "
+                '"openai"), which one searcher updates; ask for 1, and start others yourself, each with a server of '
+                "its own (TBA_SEARCHER__OPENAI__URL)"
+            )
 
     def _target(self, desired: DesiredSearchers, state: RunState) -> tuple[int | None, SearcherSource | None]:
         """Return the desired number, and its source."""
@@ -141,7 +148,7 @@ class Scaling:
             return RELEASED
         if desired.num is not None:
             # the limit may have been lowered since the request
-            return min(desired.num, self._section.max_searchers), "operator"
+            return min(desired.num, self._most), "operator"
         if self._reconciler is not None:
             own = self._section.num_searchers
             return (self._reconciler.own, "deployment") if own is None else (own, "recipe")
@@ -161,9 +168,11 @@ class Scaling:
     def _note(self, desired: DesiredSearchers, state: RunState) -> str | None:
         if self._problem is not None:
             return str(self._problem)
-        most = self._section.max_searchers
-        if self._section.backend != "none" and desired.num is not None and desired.num > most and state not in OVER:
-            return f"{desired.num} were asked for when scaling.max_searchers was higher; it is {most} now"
+        asked = 0 if self._section.backend == "none" or state in OVER else desired.num or 0
+        if asked > self._most:
+            if self._server is not None:
+                return f"{asked} were asked for, and the server {self._server} is for one searcher"
+            return f"{asked} were asked for when scaling.max_searchers was higher; it is {self._most} now"
         if self._reconciler is None:
             return None
         if self._section.scale_down_on_run_end and state in OVER:

@@ -1,0 +1,73 @@
+"""`searcher.openai`: searchers that sample in a vLLM server, one for all or one in each pod."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tba.config import Recipe, load_recipe
+from tests.chart.test_access import peers, policies
+from tests.chart.test_chart_config import environment
+from tests.chart.test_outside import CILIUM, reached
+from tests.support.chart import CHART, Rendering, needs_helm, render
+from tests.support.kube_schemas import problems
+
+pytestmark = needs_helm
+QUICKSTART = ("-f", str(CHART / "values-cpu-quickstart.yaml"))
+CLAIM = "searcher.openai.weights.volume.persistentVolumeClaim.claimName=weights"
+ONE = f"searcher.replicas=1,searcher.openai.url=http://vllm.lab:8000,{CLAIM}"
+TOKEN = "searcher.openai.token.existingSecret=server,searcher.openai.token.key=api-key"
+BESIDE = "searcher.openai.url=http://localhost:8000,searcher.openai.weights.volume.emptyDir.sizeLimit=9Gi"
+
+
+def made_with(*words: str) -> Rendering:
+    """The quickstart with more values."""
+    return render(*QUICKSTART, *(part for word in words for part in ("--set", word)))
+
+
+def read(made: Rendering, component: str, folder: Path) -> Recipe:
+    """The recipe as a component reads it."""
+    (folder / "recipe.toml").write_text(made.one("ConfigMap", "t-recipe")["data"]["recipe.toml"])
+    return load_recipe(folder / "recipe.toml", environ=environment(made.pod(component).spec["containers"][0]))
+
+
+def test_a_searcher_samples_in_the_server_and_every_component_knows_it(tmp_path: Path) -> None:
+    made = made_with(ONE, TOKEN, "searcher.openai.weights.pathAtServer=/mnt/tba")
+    for component in ("buffer", "searcher", "trainer", "setup"):
+        recipe = read(made, component, tmp_path)
+        assert (recipe.searcher.engine, recipe.searcher.openai.url) == ("openai", "http://vllm.lab:8000")
+    openai = read(made, "searcher", tmp_path).searcher.openai
+    assert (openai.weights_folder, openai.weights_folder_at_server) == ("/openai-weights", "/mnt/tba")
+    spec = made.pod("searcher").spec
+    (container,) = spec["containers"]
+    assert {"name": "openai-weights", "persistentVolumeClaim": {"claimName": "weights"}} in spec["volumes"]
+    assert {"name": "openai-weights", "mountPath": "/openai-weights"} in container["volumeMounts"]
+    (token,) = [entry for entry in container["env"] if entry["name"] == openai.token_env]
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "server", "key": "api-key"}
+    others = [container for pod in made.pods() if pod.component != "searcher" for container in pod.containers]
+    assert openai.token_env not in {entry["name"] for other in others for entry in other.get("env", [])}
+    deployment = made.one("Deployment", "t-searcher")
+    assert problems(deployment, "1.33") is None
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}, "two would load weights into one server"
+
+
+def test_the_buffer_starts_no_second_searcher_for_one_server(tmp_path: Path) -> None:
+    assert read(made_with(ONE), "buffer", tmp_path).shared_server == "http://vllm.lab:8000"
+    made = made_with(BESIDE, "searcher.replicas=3")
+    recipe = read(made, "buffer", tmp_path)
+    assert (recipe.shared_server, recipe.scaling.num_searchers) == (None, 3)
+    strategy = made.one("Deployment", "t-searcher")["spec"]["strategy"]
+    assert strategy["rollingUpdate"]["maxSurge"] == 0, "a new pod would wait for the GPU of an old one"
+
+
+def test_searchers_and_nobody_else_reach_the_server() -> None:
+    found = policies(made_with(ONE, "networkPolicy.openai.to[0].podSelector.matchLabels.app=vllm"))
+    rules = [(name, rule) for name, spec in found.items() for rule in spec["egress"] or []]
+    reaches = {name for name, rule in rules if rule["ports"][0]["port"] == 8000}
+    assert reaches == {"searcher"}
+    anywhere = {("0.0.0.0/0", 8000), ("::/0", 8000), ("namespaces", 8000)}
+    assert anywhere <= peers(policies(made_with(ONE))["searcher"]["egress"], "to")
+    assert not anywhere & peers(policies(made_with(BESIDE))["searcher"]["egress"], "to")
+    cilium = render(*QUICKSTART, *CILIUM, "--set", f"{ONE},networkPolicy.openai.hosts[0]=vllm.example")
+    assert {name for name, rules in reached(cilium).items() if (("matchName=vllm.example",), "8000") in rules} == {
+        "searcher"
+    }

@@ -258,8 +258,9 @@ class TrainerSection(StrictModel):
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Most tokens of one forward and backward pass (a longer rollout goes alone). Micro-batches have about the same
     number of tokens, without padding for the model families in docs/trainer.md."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    gradient_checkpointing: bool | int = False
+    """true: recompute activations in the backward pass. A number n: those of the first n decoder layers; those of the
+    others are kept."""
     compile: bool = False
     """torch.compile the decoder layers; the first pass takes a minute longer."""
     deterministic: bool = False
@@ -321,6 +322,19 @@ class TrainerSection(StrictModel):
     """The version that is exported: the last one, or the best by `eval.best_metric`."""
     guards: GuardsSection = GuardsSection()
     """Alarms, and what they do."""
+
+    @field_validator("gradient_checkpointing")
+    @classmethod
+    def _some_layers(cls, value: bool | int) -> bool | int:
+        if not isinstance(value, bool) and value < 1:
+            raise ValueError(f"{value} is no number of layers; set it to 1 or more, to true for all, or to false")
+        return value
+
+    def num_recomputed(self, num_layers: int) -> int:
+        """Return how many of a model's decoder layers are computed again in the backward pass."""
+        if isinstance(self.gradient_checkpointing, bool):
+            return num_layers if self.gradient_checkpointing else 0
+        return min(self.gradient_checkpointing, num_layers)
 
     @model_validator(mode="after")
     def _one_clip(self) -> TrainerSection:

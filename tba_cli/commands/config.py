@@ -31,6 +31,7 @@ from tba_cli.sizing import (
     layout_lines,
     loop_costs,
     misfits,
+    other_recomputation,
     preemptions,
     shape_in_recipe,
     simultaneous_starts,
@@ -108,7 +109,8 @@ def sizing_command(args: argparse.Namespace) -> int:
     cards = dict.fromkeys(layout, card)
     problems, notes = list(misfits(layout, cards)), [*simultaneous_starts(layout), *idle_gpus(recipe, layout)]
     unknown = unknown_sizes(layout)
-    notes += [*preemptions(layout, cards), *(f"the size of {who} is not known: {why}" for who, why in unknown.items())]
+    notes += [*preemptions(layout, cards), *other_recomputation(recipe, shape, layout, cards)]
+    notes += [*(f"the size of {who} is not known: {why}" for who, why in unknown.items())]
     if args.json:
         parts = {"shape": shape, "load": load, "estimate": found, "card": card}
         document: dict[str, Any] = {name: dataclasses.asdict(part) for name, part in parts.items()}

@@ -15,10 +15,10 @@ from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba_cli.child_processes import run_program
 from tba_cli.commands.config import EXIT_FAILED, in_range, size_text, starting_shape
-from tba_cli.rehearsal.gpu import STORE_BYTES_PER_S, USABLE_SHARE, assumed_step_s, assumed_tokens_per_s, misfit
+from tba_cli.rehearsal.gpu import STORE_BYTES_PER_S, assumed_step_s, assumed_tokens_per_s, misfit
 from tba_cli.rehearsal.schedules import odd_ends, points, totals
 from tba_cli.resolve import with_absolute_paths
-from tba_cli.sizing import CARD_GIB, GIB, Load, ModelShape, estimate
+from tba_cli.sizing import CARD_GIB, GIB, USABLE_SHARE, Load, ModelShape, estimate
 
 ANY_PROMPTS = 1_000_000
 """Prompts of a data set that is not here: so many that none is visited twice."""

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba.config import Recipe
-from tba_cli.sizing import GIB, ModelShape
+from tba_cli.sizing import GIB, USABLE_SHARE, ModelShape, operations_per_parameter
 
-USABLE_SHARE = 0.9
-"""The driver, libraries and fragments of freed memory have the rest, which no trace sees."""
 GPU_FLOPS_PER_S = 0.4 * 989e12
 """40 % of the dense bfloat16 peak of an H100 SXM."""
 FLOAT32_FLOPS_PER_S = 0.4 * 67e12
@@ -42,7 +40,7 @@ def misfit(recipe: Recipe, trace: Mapping[str, Any], *, gpu_bytes: int) -> str |
             f"weights, gradients and moments alone take {state / GIB:.3g} GiB; raise trainer.num_processes (it is "
             f"{section.num_processes}), or train an adapter ([model.lora])"
         )
-    elif not section.gradient_checkpointing:
+    elif section.gradient_checkpointing is not True:
         remedy = "set trainer.gradient_checkpointing = true"
     elif num_tokens < longest:
         remedy = (
@@ -64,9 +62,9 @@ def assumed_tokens_per_s(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def assumed_step_s(recipe: Recipe, shape: ModelShape, *, tokens_per_rollout: float) -> float:
-    """Return the seconds of an optimizer step: 6 operations per parameter and token, 8 where layers are recomputed."""
+    """Return the seconds of an optimizer step at the speeds of this module."""
     section, sampling = recipe.trainer, recipe.sampling
     num_tokens = sampling.prompts_per_batch * sampling.group_size * tokens_per_rollout
-    per_token = (8 if section.gradient_checkpointing else 6) * shape.num_active_params
+    per_token = operations_per_parameter(recipe, shape) * shape.num_active_params
     speed = GPU_FLOPS_PER_S if section.compute_dtype == "bfloat16" else FLOAT32_FLOPS_PER_S
     return MIN_STEP_S + num_tokens * per_token / (speed * section.num_processes)

@@ -1,12 +1,14 @@
 """Estimates of the memory, disk and network that a run needs, from formulas that docs/recipes.md explains."""
 
-from tba_cli.sizing.estimate import Estimate, Load, estimate
+from tba_cli.sizing.estimate import Estimate, Load, estimate, operations_per_parameter
 from tba_cli.sizing.gpu_fit import (
     CARD_GIB,
+    USABLE_SHARE,
     Card,
     idle_gpus,
     layout_lines,
     misfits,
+    other_recomputation,
     preemptions,
     simultaneous_starts,
     unknown_sizes,
@@ -29,6 +31,7 @@ __all__ = [
     "GIB",
     "MAKER_SHAPES",
     "SHAPES",
+    "USABLE_SHARE",
     "Card",
     "Estimate",
     "Load",
@@ -43,6 +46,8 @@ __all__ = [
     "loop_costs",
     "misfits",
     "named_gpus",
+    "operations_per_parameter",
+    "other_recomputation",
     "preemptions",
     "shape_in_recipe",
     "shape_of_config",

@@ -128,13 +128,31 @@ def trainer_bytes(recipe: Recipe, shape: ModelShape) -> int:
     section, state = recipe.trainer, trainer_state_bytes(recipe, shape)
     copies, reduced = _copies_bytes(recipe, shape)
     tokens = section.micro_batch_tokens
-    one_layer = tokens * layer_activation_bytes(shape, section.compute_dtype)
-    if section.gradient_checkpointing:
-        activations = F32 * tokens * shape.hidden_size * shape.num_layers + one_layer
-    else:
-        activations = one_layer * shape.num_layers
+    num_recomputed = section.num_recomputed(shape.num_layers)
+    # a layer that is computed again has all of its own at that time, when those that keep them are done
+    num_kept = max(1, shape.num_layers - num_recomputed)
+    activations = F32 * tokens * shape.hidden_size * num_recomputed
+    activations += num_kept * tokens * layer_activation_bytes(shape, section.compute_dtype)
     logits = min(LOGITS_CHUNK_BYTES, 2 * F32 * tokens * shape.vocab_size)
     return state + max(copies + activations + logits, reduced)
+
+
+def operations_per_parameter(recipe: Recipe, shape: ModelShape) -> float:
+    """Return the operations of a step for each parameter and token: 6, and 2 for each layer that is computed again."""
+    return 6 + 2 * recipe.trainer.num_recomputed(shape.num_layers) / shape.num_layers
+
+
+def fewest_recomputed(recipe: Recipe, shape: ModelShape, *, most_bytes: int) -> int | None:
+    """Return the least number of layers to compute again so that a trainer process takes no more; None: none does.
+
+    Args:
+        most_bytes: of GPU memory.
+    """
+    for num in range(shape.num_layers + 1):
+        section = recipe.trainer.model_copy(update={"gradient_checkpointing": num or False})
+        if trainer_bytes(recipe.model_copy(update={"trainer": section}), shape) <= most_bytes:
+            return num
+    return None
 
 
 def layer_activation_bytes(shape: ModelShape, compute_dtype: Literal["bfloat16", "float32"]) -> int:
@@ -150,9 +168,10 @@ def _copies_bytes(recipe: Recipe, shape: ModelShape) -> tuple[int, int]:
     section, head = recipe.trainer, shape.vocab_size * shape.hidden_size
     is_narrow = section.compute_dtype == "bfloat16"
     if section.num_processes == 1:
-        # without checkpointing the backward pass needs the 16-bit copies of all weights that autocast made
-        kept = shape.num_layer_params + head if section.gradient_checkpointing else shape.num_params
-        return 2 * kept if is_narrow else 0, 0
+        # the backward pass of a layer that is not computed again needs the 16-bit copies of weights that autocast made
+        num_recomputed = section.num_recomputed(shape.num_layers)
+        kept = max(1, shape.num_layers - num_recomputed) * shape.num_layer_params + head
+        return 2 * (kept if num_recomputed else shape.num_params) if is_narrow else 0, 0
     # FSDP2: the layer at work, the one that is being fetched, and two gradients on their way, summed in float32: 16
     # bytes in both dtypes; the root and the gradient of its head. When gradients of the root are summed, the rest is
     # gone

@@ -11,10 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tba.config import Recipe
-from tba_cli.sizing.gpu_layout import GIB, Layout, Occupant, named_gpus
+from tba_cli.sizing.estimate import fewest_recomputed, operations_per_parameter
+from tba_cli.sizing.gpu_layout import GIB, PROCESS_BYTES, Layout, Occupant, named_gpus
+from tba_cli.sizing.model_shape import ModelShape
 
 CARD_GIB = 79.0
 """What an 80 GB card has: its driver and torch count a little more than 79 GiB."""
+USABLE_SHARE = 0.9
+"""Of the memory of a GPU. The driver, libraries and fragments of freed memory have the rest, which nothing counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,39 @@ def _remedy(occupants: Sequence[Occupant], place: int, card: Card, *, certain: b
     if place > 0:
         return "give one of them another GPU (local.gpus), or use larger ones"
     return "use more or larger GPUs, LoRA, trainer.gradient_checkpointing, or smaller micro-batches"
+
+
+def other_recomputation(recipe: Recipe, shape: ModelShape, layout: Layout, cards: Mapping[int, Card]) -> Iterator[str]:
+    """Yield a sentence where the trainer has room to compute fewer layers again, or fits only with more of them.
+
+    Args:
+        shape: of the starting model.
+    """
+    room = [
+        USABLE_SHARE * cards[number].total_bytes
+        - sum(one.bytes_on(cards[number].total_bytes) for one in occupants if one.service != "trainer")
+        for number, occupants in layout.items()
+        if any(one.service == "trainer" for one in occupants)
+    ]
+    if not room:
+        return
+    fewest = fewest_recomputed(recipe, shape, most_bytes=math.floor(min(room)) - PROCESS_BYTES)
+    now = recipe.trainer.num_recomputed(shape.num_layers)
+    if fewest is None or fewest == now:
+        return
+    key = f"trainer.gradient_checkpointing = {fewest or 'false'}"
+    of = f"{fewest or 'none'} of its {shape.num_layers} layers"
+    if fewest > now:
+        yield f"trainer: it fits and leaves a tenth of its GPU with {key}: activations of {of} are computed again"
+        return
+    other = recipe.trainer.model_copy(update={"gradient_checkpointing": fewest or False})
+    saved = 1 - operations_per_parameter(recipe.model_copy(update={"trainer": other}), shape) / (
+        operations_per_parameter(recipe, shape)
+    )
+    yield (
+        f"trainer: with {key} it fits too: activations of {of} are computed again, {saved:.0%} less work in a step; "
+        "rehearse it first (tba rehearse)"
+    )
 
 
 def simultaneous_starts(layout: Layout) -> Iterator[str]:

@@ -20,8 +20,9 @@ from tests.support.trainer_process import DEADLINE_S, TrainerProcesses, workers_
 
 NUM_STEPS = 20
 CHECKPOINT_INTERVAL = 6
-ENDS_WITHIN_S = 45.0
-"""Most seconds from the death of a machine to the end of the other; 3.7 to 6.5 s were measured (2026-11-26)."""
+ENDS_WITHIN_S = 120.0
+"""Most seconds from the death of a machine to the end of the other, far below what other waits would take (600 s); 3.7
+to 6.5 s were measured (2026-11-26), and 56 s at a load of 15 to 40 on two cores."""
 
 
 def make_run(folder: Path, *, collective_timeout_s: float = 60.0) -> TrainerProcesses:

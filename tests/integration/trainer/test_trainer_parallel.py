@@ -94,13 +94,13 @@ def distance(one: Trained, two: Trained, section: str) -> float:
     return max(float((theirs[name] - tensor).norm() / tensor.norm()) for name, tensor in ours.items())
 
 
-def test_the_math_recipe_trains_alike_in_one_and_two_processes_with_and_without_recomputation(tmp_path: Path) -> None:
+def test_the_math_recipe_trains_alike_in_several_processes_with_and_without_recomputation(tmp_path: Path) -> None:
     """recipes/math.toml as it is, but for a tiny model, the CPU, two processes, small micro-batches and an early reset.
 
     Two processes differ from one by the order of sums in float32: 3e-7 of the moments, 2e-6 of weights that began as 0.
-    bfloat16 differs from float32 by 0.6 % of the loss, 1.5 % of the gradient's norm, and 2.3 % of the moments; with two
-    processes, which see all weights in 16 bits, not only those of matrix products, by 0.6, 0.7 and 2.2 % (measured,
-    2026-11-26).
+    bfloat16 differs from float32 by 0.6 % of the loss, 1.5 % of the gradient's norm, and 2.3 % of the moments; with
+    several processes, which see all weights in 16 bits, not only those of matrix products, by 0.6, 0.8 and 2.2 % in two
+    and 0.7, 0.8 and 2.2 % in four (measured, 2026-11-26).
     """
     model = make_tiny_model(tmp_path / "model", architecture="qwen2", hidden_size=32)
     changes = [f"model.path={model}", "trainer.device=cpu", "trainer.num_processes=2"]
@@ -121,7 +121,7 @@ def test_the_math_recipe_trains_alike_in_one_and_two_processes_with_and_without_
     assert_same_training(exact, two)
     assert distance(exact, two, "optimizer") < 1e-6
     assert distance(exact, two, "model") < 1e-5
-    rounded = run_team(tmp_path / "bfloat16", recipes["bfloat16", "true"], num_ranks=2, num_steps=NUM_STEPS)
+    rounded = run_team(tmp_path / "bfloat16", recipes["bfloat16", "true"], num_ranks=4, num_steps=NUM_STEPS)
     assert 0 < gap(exact, rounded) < 2 * gap(exact, one["bfloat16", "true"])
     for dtype in ("bfloat16", "float32"):
         assert distance(one[dtype, "true"], one[dtype, "false"], "optimizer") == 0
@@ -186,13 +186,13 @@ def test_an_adapter_is_sharded_too(tmp_path: Path) -> None:
     assert all(".lora_" in name for name in adapter)
 
 
-@pytest.mark.parametrize(("checkpointing", "vocab_size"), [(False, 2048), (True, 2048), (True, 64)])
+@pytest.mark.parametrize(("checkpointing", "vocab_size"), [(False, 2048), (True, 64)])
 def test_a_rank_holds_what_tba_sizing_says(tmp_path: Path, checkpointing: bool, vocab_size: int) -> None:
-    """Two processes in bfloat16, counted tensor by tensor. Without checkpointing each of them holds, beside its half of
-    the state, 16-bit copies of all weights; with it, only the copies of the active layer."""
+    """Two processes in bfloat16, counted tensor by tensor: 5 and 7 % below the formula (measured, 2026-11-26), which
+    adds the activations to gathered layers and gradients on their way, although they are gone then."""
     model = make_tiny_model(tmp_path / "model", hidden_size=128, num_layers=8, vocab_size=vocab_size)
     trainer = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "compute_dtype": "bfloat16", "num_processes": 2}
     recipe = make_recipe(model, trainer={**trainer, "gradient_checkpointing": checkpointing})
     measured = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=2, count_bytes=True).peak_bytes
     load = Load(prompt_tokens=5, response_tokens=12, step_s=1.0, num_searchers=1, concurrent_rollouts=1)
-    assert measured <= estimate(recipe, shape_of_folder(model), load).trainer_gpu_bytes <= 1.15 * measured
+    assert measured <= estimate(recipe, shape_of_folder(model), load).trainer_gpu_bytes <= 1.1 * measured

@@ -27,6 +27,7 @@ from tba_cli.sizing import (
     gpu_layout,
     idle_gpus,
     misfits,
+    other_recomputation,
     preemptions,
     shape_in_recipe,
     simultaneous_starts,
@@ -175,6 +176,30 @@ def test_preemption_and_sizes_that_are_not_known_are_said(capsys: pytest.Capture
     assert unknown == {"reward model model": "some/model is not here, and 'model' is in no table of known models"}
     assert main(["sizing", str(ROOT / "recipes/tldr.toml"), "--set", f"{path}=some/model"]) == 0
     assert capsys.readouterr().out.endswith("\nwhat is known fits\n")
+
+
+@pytest.mark.parametrize(
+    ("setting", "gib", "begin"),
+    [
+        ("true", 79, "trainer: with trainer.gradient_checkpointing = 25 it fits too: activations of 25 of"),
+        ("28", 79, "trainer: with trainer.gradient_checkpointing = 25 it fits too"),  # all of them, as true is
+        ("false", 79, "trainer: it fits and leaves a tenth of its GPU with trainer.gradient_checkpointing = 25: "),
+        ("true", 200, "trainer: with trainer.gradient_checkpointing = false it fits too: activations of none"),
+        ("25", 79, None),
+        ("true", 40, None),  # it fits with none
+    ],
+)
+def test_fewer_or_more_layers_to_recompute_are_named(setting: str, gib: int, begin: str | None) -> None:
+    recipe = recipe_of("math", f"trainer.gradient_checkpointing={setting}")
+    layout, (shape, _) = layout_of(recipe), shape_in_recipe(recipe.model.path, recipe)
+    found = list(other_recomputation(recipe, shape, layout, cards_of(layout, gib=gib)))
+    assert [sentence[: len(begin or "")] for sentence in found] == ([] if begin is None else [begin])
+    if begin is None:
+        return
+    num = re.search(r"gradient_checkpointing = (\w+)", begin)
+    assert num is not None
+    best = recipe_of("math", f"trainer.gradient_checkpointing={num[1]}")
+    assert not list(misfits(layout_of(best), cards_of(layout, gib=gib)))
 
 
 def test_a_device_that_its_process_does_not_see_is_a_sentence() -> None:

@@ -30,7 +30,7 @@ from tba.errors import ConfigError
 from tba_cli.main import main
 from tba_cli.rehearsal.gpu import STORE_BYTES_PER_S, assumed_step_s, assumed_tokens_per_s, misfit
 from tba_cli.rehearsal.schedules import odd_ends, points, totals
-from tba_cli.sizing import CARD_GIB, GIB, Estimate, Load, ModelShape, estimate, shape_in_recipe
+from tba_cli.sizing import CARD_GIB, GIB, Estimate, Load, ModelShape, estimate, shape_in_recipe, shape_of_folder
 from tests.support.tiny_model import Architecture, make_tiny_model
 from tests.support.trainer_values import make_recipe
 
@@ -62,10 +62,10 @@ def as_printed(found: StepBytes, plan: StepPlan) -> dict[str, Any]:
 @pytest.fixture(scope="module", autouse=True)
 def shared_traces() -> Iterator[None]:
     """Trace each recipe with each number of layers once; without FSDP2 one layer less: the line is the same."""
-    found: dict[tuple[str, int], StepBytes] = {}
+    found: dict[tuple[str, int, str], StepBytes] = {}
 
     def trace(recipe: Recipe, config: Mapping[str, Any], *, num_layers: int) -> StepBytes:
-        key = (recipe.run.name, num_layers)
+        key = (recipe.run.name, num_layers, repr(recipe.trainer.gradient_checkpointing))
         if key not in found:
             found[key] = trace_step(recipe, config, num_layers=num_layers)
         return found[key]
@@ -117,6 +117,23 @@ def test_models_of_few_layers_are_extended_along_the_line() -> None:
     assert rehearse_step(recipe, few)[0] == trace_step(recipe, shape.config, num_layers=4)
 
 
+def test_layers_of_two_kinds_are_extended_along_the_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of five layers keep their activations: the trace is that of the whole model, the formula 8 % above."""
+    monkeypatch.setattr(rehearsal, "LAYERS", (2, 3))
+    folder = make_tiny_model(tmp_path / "model", hidden_size=128, num_layers=5, vocab_size=512)
+    recipe = make_recipe(
+        folder,
+        run={"name": "plane"},
+        searcher={"max_prompt_tokens": 32, "max_response_tokens": 96},
+        sampling={"prompts_per_batch": 4, "group_size": 4, "rollouts_per_visit": 4},
+        trainer={"micro_batch_tokens": 512, "gradient_checkpointing": 3},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    found, _ = rehearse_step(recipe, config)
+    assert found == rehearse_step(recipe, config, all_layers=True)[0]
+    assert 1.0 <= estimate(recipe, shape_of_folder(folder), ANY_LOAD).trainer_gpu_bytes / found.peak <= 1.1
+
+
 def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:
     recipe = recipe_of("gsm8k-tiny")
     with pytest.raises(ConfigError, match=r"builds no language model .*\(model_type 'bogus'\)"):
@@ -150,6 +167,7 @@ def test_a_misfit_names_the_key_to_change() -> None:
     ("architecture", "num_tokens", "sections"),
     [
         ("llama", 128, {"trainer": {"gradient_checkpointing": True}}),
+        ("qwen2", 128, {"trainer": {"gradient_checkpointing": 1}}),
         ("gpt_neox", 512, {"objective": {"preset": "tba_prime"}}),
         ("qwen2", 256, {"model": {"lora": {"rank": 4}}}),
     ],
@@ -161,7 +179,7 @@ def test_a_real_step_holds_what_its_trace_says(
     folder = make_tiny_model(
         tmp_path / "model", architecture=architecture, tied=tied, hidden_size=128, num_layers=2, vocab_size=4096
     )
-    checkpointing = bool(sections.get("trainer"))
+    checkpointing = sections.get("trainer", {}).get("gradient_checkpointing", False)
     recipe = make_recipe(
         folder,
         **{

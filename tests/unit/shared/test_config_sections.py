@@ -159,6 +159,8 @@ def test_overrides_name_every_member_of_the_family(anchor: Anchor, centre: Centr
         ({"preset": "dapo", "dual_clip": 1.1}, {}, r"dual_clip = 1\.1 is inside the clip, which ends at 1\.28"),
         ({"preset": "tb"}, {"trainer": {"max_grad_norm": 1.0, "max_grad_norm_ratio": 3.0}}, "remove one of them"),
         ({"preset": "tb"}, {"trainer": {"max_grad_norm_ratio": 0.5}}, "would clip half of all steps or more"),
+        ({"preset": "tb"}, {"trainer": {"gradient_checkpointing": 0}}, "0 is no number of layers; set it to 1 or more"),
+        ({"preset": "tb"}, {"trainer": {"gradient_checkpointing": -3}}, "-3 is no number of layers"),
         ({"preset": "grpo", "mismatch_weight": "mask"}, {}, "the old policy is the sampler; set old_policy"),
         ({"preset": "grpo", "mismatch_max": 3.0}, {}, "mismatch_max = 3 belongs to mismatch_weight"),
         (

@@ -19,12 +19,12 @@ def main() -> int:
     from tba.config import load_recipe
     from tba.errors import TbaError
     from tba.service_main import EXIT_ERROR
-    from tba_trainer.rehearsal.step import layers_to_trace, rehearse_step
+    from tba_trainer.rehearsal.step import models_to_trace, rehearse_step
 
     try:
         recipe, config = load_recipe(args.config), json.loads(args.model.read_text())
         found, plan = rehearse_step(recipe, config, all_layers=args.all_layers)
-        layers = layers_to_trace(recipe, config, all_layers=args.all_layers)
+        layers = sorted({each.num_layers for each in models_to_trace(recipe, config, all_layers=args.all_layers)})
     except TbaError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_ERROR

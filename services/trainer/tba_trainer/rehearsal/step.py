@@ -4,8 +4,8 @@ The model has the shapes of its config, every rollout its longest prompt and res
 two largest micro-batches of the whole batch's plan: the second finds the gradients of the first, and later ones add
 nothing. With several processes the model is sharded by FSDP2 over a process group that sends nothing.
 
-A trace in full takes minutes. All decoder layers are alike, so models of few layers are traced, and each number is
-extended along the line through them.
+A trace in full takes minutes. All decoder layers are alike, or alike in two kinds where some are recomputed, so models
+of few layers are traced, and each number is extended along the line, or the plane, through them.
 """
 
 from __future__ import annotations
@@ -97,9 +97,13 @@ def rehearse_step(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool
     Raises:
         ConfigError: transformers does not know the model, or torch cannot trace it.
     """
-    traced = layers_to_trace(recipe, config, all_layers=all_layers)
+    found: dict[str, int] = {}
     try:
-        first, *rest = (asdict(trace_step(recipe, config, num_layers=num)) for num in traced)
+        for traced in models_to_trace(recipe, config, all_layers=all_layers):
+            trainer = recipe.trainer.model_copy(update={"gradient_checkpointing": traced.gradient_checkpointing})
+            own = recipe.model_copy(update={"trainer": trainer})
+            sizes = asdict(trace_step(own, config, num_layers=traced.num_layers))
+            found = {name: found.get(name, 0) + traced.factor * each for name, each in sizes.items()}
     except (
         RuntimeError
     ) as error:  # torch has an op of the model for fewer dtypes on a CPU, or sizes do not fit together
@@ -107,16 +111,37 @@ def rehearse_step(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool
             f"a step of model_type {config.get('model_type')!r} cannot be traced on fake tensors ({error}); "
             "`tba sizing` has its formula"
         ) from error
-    for other in rest:
-        low, high, whole = *traced, num_layers_of(config)
-        first = {name: each + (other[name] - each) * (whole - low) // (high - low) for name, each in first.items()}
-    return StepBytes(**first), _step_plan(recipe)
+    return StepBytes(**found), _step_plan(recipe)
 
 
-def layers_to_trace(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool = False) -> tuple[int, ...]:
-    """Return the layers of each model that is traced: of two, or of the whole one where it has no more."""
-    whole, few = num_layers_of(config), LAYERS if recipe.trainer.num_processes == 1 else LAYERS_SHARDED
-    return (whole,) if all_layers or whole <= max(few) else few
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """A model that is traced in place of the whole one."""
+
+    num_layers: int
+    gradient_checkpointing: bool | int
+    """As `trainer.gradient_checkpointing`."""
+    factor: int = 1
+    """Of its numbers in the sum over the models that are traced."""
+
+
+def models_to_trace(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool = False) -> list[TracedModel]:
+    """Return the whole model, or smaller ones: two, or three where some layers are recomputed and some are not."""
+    setting, whole = recipe.trainer.gradient_checkpointing, num_layers_of(config)
+    num, more = LAYERS if recipe.trainer.num_processes == 1 else LAYERS_SHARDED
+    if all_layers or whole <= more:
+        return [TracedModel(whole, setting)]
+    num_recomputed = recipe.trainer.num_recomputed(whole)
+    if num_recomputed in (0, whole):
+        setting = num_recomputed > 0
+        return [TracedModel(num, setting, 1 + num - whole), TracedModel(more, setting, whole - num)]
+    # beyond the first: layers that are recomputed, and layers that keep their activations, of which it has one
+    num_again, num_kept = num_recomputed - (num - 1), whole - num_recomputed - 1
+    return [
+        TracedModel(num, num - 1, 1 - num_again - num_kept),
+        TracedModel(more, num, num_again),
+        TracedModel(more, num - 1, num_kept),
+    ]
 
 
 def num_layers_of(config: Mapping[str, Any]) -> int:

@@ -5,9 +5,9 @@
     python benchmarks/time_to_target.py report             the tables, of --steps or the workload's steps
 
 Both sides make steps of 128 rollouts (16 prompts x 8; for tba `samples_per_insert` decides how many of them are new) at
-temperature 1, with the same maximum length. Both are tuned over the same learning rates on three seeds that are used
-for nothing else; everything else is TRL's default or the recipe's. TRL comes from pip, pinned, into build/trl-venv. It
-is one process with a thread per core; tba has one thread in each of its processes.
+temperature 1, with the same maximum length. Both are tuned over the same learning rates, constant and falling linearly
+to 0, on three seeds that are used for nothing else; everything else is TRL's default or the recipe's. TRL comes from
+pip, pinned, into build/trl-venv. It is one process with a thread per core; tba has one thread in each of its processes.
 
 The clock: starts of processes, imports and model loading count for neither. TRL's runs from the begin of its first
 step, before it generates; tba's from the moment its first searcher has weights in its engine, before its first lease. A
@@ -36,14 +36,16 @@ import psutil  # noqa: E402
 from benchmarks.accuracy import rule_of  # noqa: E402
 from benchmarks.data_file import PRODUCT, source_digest  # noqa: E402
 from benchmarks.time_to_target_bench.cells import (  # noqa: E402
+    SCHEDULES,
     SEEDS,
     TUNING_SEEDS,
     Cell,
+    Rate,
     Side,
     append_result,
     read_results,
 )
-from benchmarks.time_to_target_bench.report import SIDES, best_learning_rate, one_source, report_text  # noqa: E402
+from benchmarks.time_to_target_bench.report import SIDES, best_rate, one_source, report_text  # noqa: E402
 from benchmarks.time_to_target_bench.tba_side import run_tba, tba_sets  # noqa: E402
 from benchmarks.time_to_target_bench.trl_side import run_trl  # noqa: E402
 from benchmarks.time_to_target_bench.workloads import WORKLOADS, Workload  # noqa: E402
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
     parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
     parser.add_argument("--learning-rates", type=float, nargs="+", help="of tune; default: the workload's")
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="of tune")
     parser.add_argument("--seeds", type=int, nargs="+", help="some of 100 to 102 (tune), of 0 to 4 (compare)")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the workload's")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for tba's runs")
@@ -118,14 +121,16 @@ def _plan(args: argparse.Namespace) -> list[Cell]:
     sides: list[Side] = args.side
     for name in args.workload:
         num_steps = args.steps or WORKLOADS[name].num_steps
-        rates: dict[Side, Sequence[float]] = dict.fromkeys(sides, args.learning_rates or WORKLOADS[name].learning_rates)
+        values = args.learning_rates or WORKLOADS[name].learning_rates
+        grid = [Rate(value, schedule) for schedule in args.schedules for value in values]
+        rates: dict[Side, Sequence[Rate]] = dict.fromkeys(sides, grid)
         settings: dict[Side, tuple[str, ...]] = {"trl": (), "tba": tuple(args.set)}
         sources = {side: _source(WORKLOADS[name], side, settings[side]) for side in sides}
         if args.what == "compare":
             results = read_results(args.data)
             current = {cell: found for cell, found in results.items() if cell.source == sources.get(cell.side)}
             known, _ = one_source(current, num_steps)
-            rates = {side: [best_learning_rate(known, name, side, settings[side])] for side in sides}
+            rates = {side: [best_rate(known, name, side, settings[side])] for side in sides}
         seeds = args.seeds or allowed_seeds(args.what)
         for number, seed in enumerate(seeds):
             for rate_number in range(len(rates[sides[0]])):
@@ -134,7 +139,8 @@ def _plan(args: argparse.Namespace) -> list[Cell]:
                         Cell(
                             workload=name,
                             side=side,
-                            learning_rate=rates[side][rate_number],
+                            learning_rate=rates[side][rate_number].value,
+                            schedule=rates[side][rate_number].schedule,
                             seed=seed,
                             num_steps=num_steps,
                             settings=settings[side],
@@ -153,7 +159,7 @@ def _run(cell: Cell, data: Path) -> None:
         make_starting_model(
             recipe.model.path, recipe.model.warm_start, seed=recipe.run.seed, num_threads=os.cpu_count() or 1
         )
-    print(f"{cell.workload} {cell.side} lr {cell.learning_rate:g} seed {cell.seed} {' '.join(cell.settings)}", end=": ")
+    print(f"{cell.workload} {cell.side} lr {cell.rate} seed {cell.seed} {' '.join(cell.settings)}", end=": ")
     sys.stdout.flush()
     folder = ROOT / "build" / "time_to_target" / cell.side
     result = (run_trl if cell.side == "trl" else run_tba)(workload, cell, recipe, folder)

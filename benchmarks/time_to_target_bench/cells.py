@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from benchmarks.accuracy import reached
 from benchmarks.data_file import append_line, read_lines
 
 Side = Literal["tba", "trl"]
 Unit = Literal["seconds", "cpu_s", "step"]
+Schedule = Literal["constant", "linear"]
+"""Of the learning rate; `linear` falls to 0 at the last step, which is TRL's default."""
+SCHEDULES: tuple[Schedule, ...] = ("constant", "linear")
 TUNING_SEEDS = (100, 101, 102)
 """Used for nothing but the choice of learning rates."""
 SEEDS = (0, 1, 2, 3, 4)
+
+
+class Rate(NamedTuple):
+    """A learning rate with its schedule."""
+
+    value: float
+    schedule: Schedule = "constant"
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.schedule}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +38,16 @@ class Cell:
     learning_rate: float
     seed: int
     num_steps: int
+    schedule: Schedule = "constant"
     settings: tuple[str, ...] = ()
     """`--set` arguments of tba, beside the workload's."""
     source: str
     """Digest of the code and the recipe that decide the result of this side."""
+
+    @property
+    def rate(self) -> Rate:
+        """What tuning chooses."""
+        return Rate(self.learning_rate, self.schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 
 from benchmarks.accuracy import ratio_of
-from benchmarks.time_to_target_bench.cells import SEEDS, TUNING_SEEDS, Cell, Result, Side
+from benchmarks.time_to_target_bench.cells import SEEDS, TUNING_SEEDS, Cell, Rate, Result, Side
 from benchmarks.time_to_target_bench.workloads import WORKLOADS
 
 SIDES: tuple[Side, ...] = ("trl", "tba")
@@ -38,8 +38,8 @@ def _what(cell: Cell) -> tuple[str, Side, tuple[str, ...]]:
     return cell.workload, cell.side, cell.settings
 
 
-def best_learning_rate(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> float:
-    """Return the rate of the tuning runs that reached the first target soonest, as the median over their seeds.
+def best_rate(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> Rate:
+    """Return the rate and schedule of the tuning runs that reached the first target soonest (median over their seeds).
 
     One that never reached it took infinitely long; where the medians are equal, the best last accuracy decides. Only
     rates with as many seeds as the best measured one are compared.
@@ -47,14 +47,14 @@ def best_learning_rate(results: Results, workload: str, side: Side, settings: tu
     Raises:
         SystemExit: nothing was tuned.
     """
-    by_rate: dict[float, list[Result]] = {}
+    by_rate: dict[Rate, list[Result]] = {}
     for result in _tuning(results, workload, side, settings):
-        by_rate.setdefault(result.cell.learning_rate, []).append(result)
+        by_rate.setdefault(result.cell.rate, []).append(result)
     if not by_rate:
         raise SystemExit(f"error: {side} has no tuning runs on {workload}, of this code and length; run `tune` first")
     target, num_seeds = WORKLOADS[workload].targets[0], max(map(len, by_rate.values()))
 
-    def badness(rate: float) -> tuple[float, float]:
+    def badness(rate: Rate) -> tuple[float, float]:
         found = by_rate[rate]
         seconds = [result.to_target(target) for result in found]
         return (
@@ -66,9 +66,11 @@ def best_learning_rate(results: Results, workload: str, side: Side, settings: tu
 
 
 def is_at_edge(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> bool:
-    """Return whether the best rate is the least or the greatest that was tried: a wider grid may have a better one."""
-    rates = {result.cell.learning_rate for result in _tuning(results, workload, side, settings)}
-    return best_learning_rate(results, workload, side, settings) in (min(rates), max(rates))
+    """Return whether the best rate is the least or the greatest of its schedule: a wider grid may have a better one."""
+    best = best_rate(results, workload, side, settings)
+    cells = [result.cell for result in _tuning(results, workload, side, settings)]
+    rates = [cell.learning_rate for cell in cells if cell.schedule == best.schedule]
+    return best.value in (min(rates), max(rates))
 
 
 def _tuning(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> list[Result]:
@@ -77,7 +79,7 @@ def _tuning(results: Results, workload: str, side: Side, settings: tuple[str, ..
         for cell, result in results.items()
         if _what(cell) == (workload, side, settings) and cell.seed in TUNING_SEEDS
     ]
-    return sorted(found, key=lambda result: (result.cell.learning_rate, result.cell.seed))
+    return sorted(found, key=lambda result: (result.cell.schedule, result.cell.learning_rate, result.cell.seed))
 
 
 def report_text(results: Results, num_steps: int | None = None) -> str:
@@ -107,14 +109,14 @@ def _tuning_row(result: Result, target: float) -> Iterator[str]:
     cell, values = result.cell, [_figure(result.to_target(target, of)) for of in ("step", "seconds", "cpu_s")]
     age = result.versions.get("policy_age_mean", "0")
     side = " ".join([cell.side, *cell.settings])
-    shown = [f"{cell.learning_rate:g}", str(cell.seed), f"{result.last:.3f}"]
+    shown = [str(cell.rate), str(cell.seed), f"{result.last:.3f}"]
     yield from _row(side, *shown, *values, f"{result.seconds_per_step:.3f}", age)
 
 
 def _comparison(results: Results, workload: str, settings: tuple[str, ...]) -> Iterator[str]:
     """Yield both sides at their best learning rates, and TRL by tba for every paired seed."""
     try:
-        rates = {side: best_learning_rate(results, workload, side, () if side == "trl" else settings) for side in SIDES}
+        rates = {side: best_rate(results, workload, side, () if side == "trl" else settings) for side in SIDES}
     except SystemExit:
         return
     pairs: list[dict[Side, Result]] = []
@@ -124,16 +126,16 @@ def _comparison(results: Results, workload: str, settings: tuple[str, ...]) -> I
             for cell, result in results.items()
             for side in SIDES
             if _what(cell) == (workload, side, () if side == "trl" else settings)
-            and (cell.seed, cell.learning_rate) == (seed, rates[side])
+            and (cell.seed, cell.rate) == (seed, rates[side])
         }
         if len(pair) == len(SIDES):
             pairs.append(pair)
     if not pairs:
         return
-    yield f"\nTRL at {rates['trl']:g} and tba at {rates['tba']:g} with {' '.join(settings) or 'the recipe as it is'}\n"
+    yield f"\nTRL at {rates['trl']} and tba at {rates['tba']} with {' '.join(settings) or 'the recipe as it is'}\n"
     for side in SIDES:
         if is_at_edge(results, workload, side, () if side == "trl" else settings):
-            yield f"WARNING: {rates[side]:g} is at the edge of the rates tried for {side}; widen the grid\n"
+            yield f"WARNING: {rates[side]} is at the edge of the rates tried for {side}; widen the grid\n"
     yield from _row("figure", *(f"{side}, seed {p[side].cell.seed}" for p in pairs for side in SIDES), "TRL by tba")
     yield from _row(*["---"] * (2 + len(pairs) * len(SIDES)))
     for target in WORKLOADS[workload].targets:

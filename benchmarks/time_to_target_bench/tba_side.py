@@ -67,7 +67,7 @@ def tba_sets(workload: Workload, cell: Cell) -> list[str]:
     """Return the `--set` values of a cell: no evaluation and no export during it, and every version is kept."""
     return [
         f"trainer.num_steps={cell.num_steps}",
-        f"trainer.learning_rate.value={cell.learning_rate}",
+        f"trainer.learning_rate={_schedule(cell)}",
         "trainer.max_train_s=100000",
         "trainer.keep_versions=1000000",
         f"trainer.checkpoint_interval={10 * cell.num_steps}",
@@ -78,6 +78,11 @@ def tba_sets(workload: Workload, cell: Cell) -> list[str]:
         *workload.settings,
         *cell.settings,
     ]
+
+
+def _schedule(cell: Cell) -> str:
+    ends = "" if cell.schedule == "constant" else f", final = 0.0, steps = {cell.num_steps}"
+    return f'{{ kind = "{cell.schedule}", value = {cell.learning_rate}{ends} }}'
 
 
 def run_tba(workload: Workload, cell: Cell, recipe: Recipe, folder: Path) -> Result:

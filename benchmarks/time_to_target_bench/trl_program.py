@@ -1,7 +1,7 @@
 """One run of TRL's GRPOTrainer, in TRL's own environment: `python -m ...trl_program SETTINGS.json`.
 
 Synchronous: every step generates its rollouts with the newest weights and trains on them once. All settings of GRPO are
-TRL's defaults, but for the learning rate, which is tuned. The clock stops while weights are saved.
+TRL's defaults, but for the learning rate and its schedule, which are tuned. The clock stops while weights are saved.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _config(settings: dict[str, Any]) -> Any:
         max_completion_length=settings["max_response_tokens"],
         temperature=1.0,
         learning_rate=settings["learning_rate"],
-        lr_scheduler_type="constant",
+        lr_scheduler_type=settings["schedule"],
         # TRL's defaults are for large models on GPUs: memory is no concern here, and CPUs are slow at bfloat16
         gradient_checkpointing=False,
         bf16=False,

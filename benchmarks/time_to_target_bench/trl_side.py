@@ -78,6 +78,7 @@ def _settings(workload: Workload, cell: Cell, recipe: Recipe, folder: Path) -> d
         "num_steps": cell.num_steps,
         "save_every_steps": workload.save_every_steps,
         "learning_rate": cell.learning_rate,
+        "schedule": cell.schedule,
         "seed": cell.seed,
         "num_threads": os.cpu_count() or 1,
     }

@@ -14,13 +14,16 @@ from benchmarks.time_to_target_bench.cells import (
     TUNING_SEEDS,
     Cell,
     Point,
+    Rate,
     Result,
     Side,
     append_result,
     read_results,
 )
-from benchmarks.time_to_target_bench.report import best_learning_rate, is_at_edge, one_source, report_text
-from benchmarks.time_to_target_bench.tba_side import first_engine_ready_s
+from benchmarks.time_to_target_bench.report import best_rate, is_at_edge, one_source, report_text
+from benchmarks.time_to_target_bench.tba_side import first_engine_ready_s, tba_sets
+from benchmarks.time_to_target_bench.workloads import WORKLOADS
+from tba.config import load_recipe
 
 
 def result(side: Side, rate: float, seed: int, seconds: float | None, **changes: Any) -> Result:
@@ -68,16 +71,29 @@ def row(text: str, figure: str) -> list[str]:
     return next(line for line in text.splitlines() if line.startswith(f"| {figure} |")).strip("| ").split(" | ")
 
 
+def test_a_schedule_is_tuned_like_a_rate_and_falls_to_zero_at_the_last_step() -> None:
+    falling = [result("tba", 1e-3, seed, 4.0, schedule="linear") for seed in TUNING_SEEDS]
+    found = by_cell([*tuned("tba", {1e-3: (5.0, 5.0, 5.0), 2e-3: (9.0, 9.0, 9.0)}), *falling])
+    assert best_rate(found, "quickstart", "tba", ()) == Rate(1e-3, "linear")
+    assert is_at_edge(found, "quickstart", "tba", ())  # of its schedule it is the only one
+    workload = WORKLOADS["quickstart"]
+    rates = [
+        load_recipe(workload.recipe, sets=tba_sets(workload, each.cell)).trainer.learning_rate
+        for each in (falling[0], result("tba", 1e-3, 0, 1.0))
+    ]
+    assert [[rate.at(step) for step in (0, 60, 120)] for rate in rates] == [[1e-3, 5e-4, 0.0], [1e-3] * 3]
+
+
 def test_the_rate_is_chosen_by_the_median_where_never_is_infinity_and_an_edge_is_named() -> None:
     assert not set(TUNING_SEEDS) & set(SEEDS)
     rates = {1e-4: (50.0, 50.0, 50.0), 1e-3: (5.0, None, None), 2e-3: (30.0, 90.0, 40.0), 4e-3: (None, None, 1.0)}
     found = by_cell(tuned("tba", rates))
-    assert best_learning_rate(found, "quickstart", "tba", ()) == 2e-3
+    assert best_rate(found, "quickstart", "tba", ()) == Rate(2e-3)
     assert not is_at_edge(found, "quickstart", "tba", ())
     few = by_cell([*found.values(), result("tba", 1e-2, TUNING_SEEDS[0], 1.0)])
-    assert best_learning_rate(few, "quickstart", "tba", ()) == 2e-3  # a rate with one seed of three is not compared
+    assert best_rate(few, "quickstart", "tba", ()) == Rate(2e-3)  # a rate with one seed of three is not compared
     with pytest.raises(SystemExit, match="run `tune` first"):
-        best_learning_rate(found, "quickstart", "trl", ())
+        best_rate(found, "quickstart", "trl", ())
 
 
 def test_a_table_has_one_length_and_one_source_of_each_side() -> None:
@@ -87,7 +103,7 @@ def test_a_table_has_one_length_and_one_source_of_each_side() -> None:
     text = report_text(by_cell([old, *real, trial]))
     assert row(text, "seconds to 0.9")[1:] == ["10", "20", "**0.50** (0.50 to 0.50, n 1)"]
     assert "2 results of another source or another number of steps are left out" in text
-    assert "WARNING: 0.001 is at the edge of the rates tried for tba" in text
+    assert "WARNING: 0.001 constant is at the edge of the rates tried for tba" in text
     assert list(one_source(by_cell([old, *real, trial]), 10)[0]) == [trial.cell]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,31 @@ VLLM_MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature to this."""
 VLLM_MAX_TEMPERATURE = 2.0
 """vLLM refuses requests above."""
+
+
+VLLM_RELEASES = ("0.30.0", "0.32.0")
+"""Oldest and newest release of vLLM that the contract of the engines passes with: the newest three, since releases move
+what the engine calls (docs/searcher.md). The extras of the services name the same."""
+
+
+def vllm_release(version: str) -> tuple[int, ...]:
+    """Return the release of a version of vLLM, three numbers, without what follows (rc1, +cu130)."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(int(number) for number in numbers.groups()) if numbers else ()
+
+
+def check_vllm_release(version: str) -> None:
+    """Refuse a version of vLLM that the engine and the victim have not been tried with.
+
+    Raises:
+        ConfigError: it is older or newer than those of `VLLM_RELEASES`.
+    """
+    oldest, newest = VLLM_RELEASES
+    if not vllm_release(oldest) <= vllm_release(version) <= vllm_release(newest):
+        raise ConfigError(
+            f"vLLM {version} is installed, and this release of tba was tried with {oldest} to {newest} only, since "
+            f"releases of vLLM change what it calls; pip install 'vllm>={oldest},<={newest}'"
+        )
 
 
 class VllmSection(StrictModel):

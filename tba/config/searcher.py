@@ -97,6 +97,21 @@ class VllmSection(StrictModel):
     """On a GPU: no compilation and no CUDA graphs; the start is faster, decoding slower. The CPU always runs so."""
 
 
+class SearcherVllmSection(VllmSection):
+    """vLLM in the process of a searcher. A victim has no 8 bits: its replies, and so the rewards, would be others."""
+
+    quantization: Literal["fp8_per_channel", "fp8_per_block"] | None = None
+    """Weights of linear layers are rounded to 8 bits when they are loaded, and again with each update: half the memory,
+    and log-probs that are further from the trainer's (docs/searcher.md). None: they stay as published."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Keys and values in 8 bits: half the memory of each token. `auto`: as the model computes."""
+
+    @property
+    def has_8_bits(self) -> bool:
+        """Whether vLLM rounds more than the published dtype does."""
+        return self.quantization is not None or self.kv_cache_dtype != "auto"
+
+
 class OpenAiSection(StrictModel):
     """A server that generates for one searcher: `vllm serve`, with its routes for weight updates (docs/searcher.md).
     Searchers with servers of their own get them from the environment: TBA_SEARCHER__OPENAI__URL."""
@@ -259,7 +274,7 @@ class SearcherSection(StrictModel):
     own: MODULE:NAME, or an entry point of the group `tba.engines` (docs/extending.md)."""
     simulated: SimulatedSection = SimulatedSection()
     """How the simulated engine behaves; other engines do not read it."""
-    vllm: VllmSection = VllmSection()
+    vllm: SearcherVllmSection = SearcherVllmSection()
     """Settings of the vLLM engine alone."""
     openai: OpenAiSection = OpenAiSection()
     """Settings of the engine behind an endpoint alone."""

@@ -6,15 +6,17 @@ import ast
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tba_searcher.engines.vllm import engine as vllm_engine
 from tba_searcher.engines.vllm import internals
 
-from tba.config.searcher import VLLM_RELEASES, check_vllm_release, vllm_release
+from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, VllmSection, check_vllm_release, vllm_release
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tba.wire import VersionSpan
@@ -139,6 +141,26 @@ def test_each_release_gets_the_arguments_that_it_knows(
     )
     vllm.start("GPTNeoXForCausalLM")
     assert vllm.arguments.get("model_impl") == gpt_neox
+
+
+def test_eight_bits_reach_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(vllm_engine, "start_engine", lambda arguments, **_: asked.update(arguments))
+    monkeypatch.setattr(vllm_engine, "keep_transformers_unchanged", lambda **_: nullcontext())
+    for section, expected in (
+        (SearcherVllmSection(), (None, "auto")),
+        (SearcherVllmSection(quantization="fp8_per_block", kv_cache_dtype="fp8_e5m2"), ("fp8_per_block", "fp8_e5m2")),
+    ):
+        settings = vllm_engine.VllmSettings(
+            num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, section=section
+        )
+        vllm_engine._build(tmp_path, (), settings, on_cpu=True)
+        assert (asked["quantization"], asked["kv_cache_dtype"]) == expected
+
+
+def test_a_victim_has_no_eight_bits() -> None:
+    with pytest.raises(ValidationError, match="kv_cache_dtype"):
+        VllmSection(kv_cache_dtype="fp8_e4m3")  # pyright: ignore[reportCallIssue]
 
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, VllmSection, check_tensor_parallel
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, SearcherVllmSection, check_tensor_parallel
 from tba.errors import ConfigError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
@@ -69,7 +69,7 @@ log = get_logger("vllm")
 class VllmSettings(EngineSettings):
     """Settings of the engine; vLLM takes the lowest 32 bits of the seed."""
 
-    section: VllmSection = field(default_factory=VllmSection)
+    section: SearcherVllmSection = field(default_factory=SearcherVllmSection)
     tensor_parallel_size: int = 1
     """Ranks, each with a slice of every tensor."""
 
@@ -316,6 +316,8 @@ def _build(folder: Path, architectures: Sequence[str], settings: VllmSettings, *
         enable_prefix_caching=section.prefix_caching,
         gpu_memory_utilization=section.gpu_memory_share,
         kv_cache_memory_bytes=section.kv_cache_bytes,
+        quantization=section.quantization,
+        kv_cache_dtype=section.kv_cache_dtype,
         enforce_eager=on_cpu or section.enforce_eager,
         async_scheduling=False,  # weights change between two steps, so nothing may be in flight there
         tensor_parallel_size=num_ranks,

@@ -7,7 +7,7 @@ SERVICES := services/buffer services/reward services/searcher services/trainer
 EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-trackers test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -131,6 +131,9 @@ $(VENV)/trackers/.done: requirements-trackers.txt $(VENV)/.test
 
 test-trackers: $(VENV)/trackers/.done  ## trackio and MLflow, which do not go with the pins: installed beside the virtual environment
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trackers $(BIN)/python -m pytest tests/unit/trainer/test_tracker_details.py
+
+test-vllm-versions: $(VENV)/.test $(VENV)/.vllm  ## the contract of the engines with each release of vLLM that is taken, on the CPU (docs/searcher.md; some minutes for each)
+	$(BIN)/python tools/check_vllm.py $(VLLM_ARGS)
 
 test-cluster: $(VENV)/.test  ## the chart on the Kubernetes that kubectl reaches: install, kill, scale, upgrade, roll back, uninstall
 	$(BIN)/python -m tests.system.cluster --json test-cluster.json

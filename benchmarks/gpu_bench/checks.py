@@ -62,6 +62,13 @@ CHECKS = (
         deadline_s=120,
     ),
     Check(
+        name="vllm_fp8",
+        part="searcher",
+        function="vllm_engine.check_vllm_fp8",
+        about="vLLM with weights, keys and values in 8 bits: an update in flight, log-probs against the trainer's",
+        deadline_s=120,
+    ),
+    Check(
         name="vllm_bench",
         part="searcher",
         function="vllm_engine.check_vllm_bench",

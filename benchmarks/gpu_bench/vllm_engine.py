@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 from tba_searcher.engines.weight_check import params_sha256
+from tba_trainer.checkpoints.canary import EIGHT_BIT_TOLERANCE
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import published_tensors
@@ -34,7 +35,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from benchmarks.gpu_bench.check import Bench, Findings, Skipped, seconds_of, synchronize
 from benchmarks.gpu_bench.families import LIMITS, family_config
 from benchmarks.gpu_bench.models import qwen2_config, random_model
-from tba.config.searcher import VllmSection
+from tba.config.searcher import SearcherVllmSection
 from tba.config.trainer import TrainerSection
 from tba.versions import PolicyVersion
 from tba.wire import Sampling
@@ -51,6 +52,12 @@ DTYPES = MappingProxyType(
 """GPT-NeoX runs through vLLM's adapter for models of transformers; the others are vLLM's own."""
 _EXPERTS = MappingProxyType(
     {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "head_dim": 64}
+)
+EIGHT_BITS: tuple[dict[str, Any], ...] = (
+    {"quantization": "fp8_per_channel"},
+    {"quantization": "fp8_per_block"},
+    {"kv_cache_dtype": "fp8_e4m3"},
+    {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e4m3"},
 )
 CANARY_TOLERANCE: float = TrainerSection.model_fields["canary_tolerance"].default
 OTHER_MODEL_MIN_GAP_NATS = 0.5
@@ -77,6 +84,16 @@ def check_vllm(bench: Bench, found: Findings) -> None:
         return
     parts = {f"{family}_{dtype}": part(family, dtype) for family, dtypes in DTYPES.items() for dtype in dtypes}
     _side_by_side(parts, bench, found)
+
+
+def check_vllm_fp8(bench: Bench, found: Findings) -> None:
+    """As `check_vllm`, with each kind of 8 bits; all start at the same time."""
+    _need_vllm(bench)
+
+    def part(settings: dict[str, Any]) -> Callable[[Findings], None]:
+        return lambda own: _check_update("qwen2", "bfloat16", bench, own, settings)
+
+    _side_by_side({"_".join(settings.values()): part(settings) for settings in EIGHT_BITS}, bench, found)
 
 
 def check_vllm_bench(bench: Bench, found: Findings) -> None:
@@ -210,6 +227,7 @@ def _start(
     *,
     share: float,
     cache_bytes: int | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> VllmEngine:
     """Start an engine with the old version, as a searcher does; note the seconds, and what vLLM chose."""
     start = perf_counter()
@@ -224,7 +242,7 @@ def _start(
             seed=0,
             dtype=published.dtype,
             device=bench.device,
-            section=VllmSection(gpu_memory_share=share, kv_cache_bytes=cache_bytes),
+            section=SearcherVllmSection(gpu_memory_share=share, kv_cache_bytes=cache_bytes, **settings),
         ),
     )
     found.note("start_s", perf_counter() - start)
@@ -237,8 +255,14 @@ def _start(
     return engine
 
 
-def _check_update(family: str, dtype: str, bench: Bench, found: Findings) -> None:
-    """Generate, and update in flight: every token's log-prob must be the trainer's under the version that it names."""
+def _check_update(
+    family: str, dtype: str, bench: Bench, found: Findings, settings: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Generate, and update in flight: every token's log-prob must be the trainer's under the version that it names.
+
+    Args:
+        settings: of searcher.vllm: 8 bits, which have a wider limit.
+    """
     config = family_config("qwen3" if family == "qwen3_moe" else family, quick=bench.quick)
     if bench.quick:
         config.update({name: value for name, value in _CPU_HEADS.items() if hasattr(config, name)})
@@ -248,7 +272,9 @@ def _check_update(family: str, dtype: str, bench: Bench, found: Findings) -> Non
     published = _publish(config, dtype, bench)
     # a rounding may send a token to other experts (docs/adr/0032-router-replay.md), so their gaps are only noted
     limit = math.inf if family == "qwen3_moe" else max(CANARY_TOLERANCE, LIMITS[dtype])
-    engine = _start(published, 8 if bench.quick else 32, bench, found, share=0.1, cache_bytes=2**28)
+    if settings:
+        limit = EIGHT_BIT_TOLERANCE
+    engine = _start(published, 8 if bench.quick else 32, bench, found, share=0.1, cache_bytes=2**28, settings=settings)
     try:
         _check_canary(engine, published, _OLD, found, limit)
         num_responses, length = (8, 24) if bench.quick else (48, 200)  # some wait for a slot

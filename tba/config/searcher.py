@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -52,6 +53,31 @@ VLLM_MAX_TEMPERATURE = 2.0
 """vLLM refuses requests above."""
 
 
+VLLM_RELEASES = ("0.30.0", "0.32.0")
+"""Oldest and newest release of vLLM that the contract of the engines passes with: the newest three, since releases move
+what the engine calls (docs/searcher.md). The extras of the services name the same."""
+
+
+def vllm_release(version: str) -> tuple[int, ...]:
+    """Return the release of a version of vLLM, three numbers, without what follows (rc1, +cu130)."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(int(number) for number in numbers.groups()) if numbers else ()
+
+
+def check_vllm_release(version: str) -> None:
+    """Refuse a version of vLLM that the engine and the victim have not been tried with.
+
+    Raises:
+        ConfigError: it is older or newer than those of `VLLM_RELEASES`.
+    """
+    oldest, newest = VLLM_RELEASES
+    if not vllm_release(oldest) <= vllm_release(version) <= vllm_release(newest):
+        raise ConfigError(
+            f"vLLM {version} is installed, and this release of tba was tried with {oldest} to {newest} only, since "
+            f"releases of vLLM change what it calls; pip install 'vllm>={oldest},<={newest}'"
+        )
+
+
 class VllmSection(StrictModel):
     """vLLM in the process of a searcher, where `searcher.num_slots` is the number of sequences in a batch, or of a
     victim (`redteam`)."""
@@ -70,6 +96,21 @@ class VllmSection(StrictModel):
     """Most tokens of one step, with those of prompts; longer prompts are computed in pieces. None: vLLM's choice."""
     enforce_eager: bool = False
     """On a GPU: no compilation and no CUDA graphs; the start is faster, decoding slower. The CPU always runs so."""
+
+
+class SearcherVllmSection(VllmSection):
+    """vLLM in the process of a searcher. A victim has no 8 bits: its replies, and so the rewards, would be others."""
+
+    quantization: Literal["fp8_per_channel", "fp8_per_block"] | None = None
+    """Weights of linear layers are rounded to 8 bits when they are loaded, and again with each update: half the memory,
+    and log-probs that are further from the trainer's (docs/searcher.md). None: they stay as published."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Keys and values in 8 bits: half the memory of each token. `auto`: as the model computes."""
+
+    @property
+    def has_8_bits(self) -> bool:
+        """Whether vLLM rounds more than the published dtype does."""
+        return self.quantization is not None or self.kv_cache_dtype != "auto"
 
 
 class OpenAiSection(StrictModel):
@@ -240,7 +281,7 @@ class SearcherSection(StrictModel):
     own: MODULE:NAME, or an entry point of the group `tba.engines` (docs/extending.md)."""
     simulated: SimulatedSection = SimulatedSection()
     """How the simulated engine behaves; other engines do not read it."""
-    vllm: VllmSection = VllmSection()
+    vllm: SearcherVllmSection = SearcherVllmSection()
     """Settings of the vLLM engine alone."""
     openai: OpenAiSection = OpenAiSection()
     """Settings of the engine behind an endpoint alone."""

@@ -327,7 +327,8 @@ def _searcher(recipe: Recipe, shape_of: ShapeOf, rank: int) -> Iterator[Occupant
     # with fewer key-value heads than ranks, every rank has one
     kv_heads = math.ceil(shape.num_kv_heads / num_ranks)
     weights, kv_values = weights // num_ranks, shape.kv_values_per_token // shape.num_kv_heads * kv_heads
-    one = b * kv_values * (section.max_prompt_tokens + section.max_response_tokens)
+    value_bytes = 1 if section.engine == "vllm" and section.vllm.kv_cache_dtype != "auto" else b
+    one = value_bytes * kv_values * (section.max_prompt_tokens + section.max_response_tokens)
     if section.engine == "embedded":
         yield Occupant(who=engine, fixed_bytes=weights, peak_bytes=weights + section.num_slots * one)
     else:

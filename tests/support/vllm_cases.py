@@ -30,7 +30,7 @@ from tba_searcher.engines.vllm.environment import keep_transformers_unchanged
 from tba_searcher.engines.weight_loader import swap_weights
 from transformers import AutoModel
 
-from tba.config.searcher import VllmSection
+from tba.config.searcher import SearcherVllmSection
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion
@@ -172,7 +172,7 @@ def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
     request = make_request("p", prompt, Sampling(temperature=0.0), eos_ids=())
     with bench.engine() as engine:
         assert isinstance(engine, VllmEngine)
-        manager = engine._llm.engine_core.engine_core.scheduler.kv_cache_manager
+        manager = engine._scheduler.scheduler.kv_cache_manager
         assert run_all(engine, [request])["p"].response_tokens.tolist() == bench.old.greedy(request)
         assert len(manager.block_pool.cached_block_hash_to_block) > 0
         engine.load_weights([bench.new.tensors], V1)
@@ -186,7 +186,7 @@ def case_what_cannot_be_kept_is_computed_again(bench: Bench) -> None:
         make_request(name, np.random.default_rng(0).integers(3, 33, 40).tolist(), Sampling(temperature=1.0), eos_ids=())
         for name in ("first", "second")
     )
-    engine = bench.fresh(kv_at_update="keep", section=VllmSection(max_batched_tokens=24))
+    engine = bench.fresh(kv_at_update="keep", section=SearcherVllmSection(max_batched_tokens=24))
     assert isinstance(engine, VllmEngine)
     engine.submit(first)
     assert engine.step() == []
@@ -199,20 +199,41 @@ def case_what_cannot_be_kept_is_computed_again(bench: Bench) -> None:
     engine.submit(second)
     assert [engine.step() for _ in range(6)] == [[]] * 6
     engine.load_weights([bench.old.tensors], START)
-    has_room, scheduler = engine._kv_cache._has_room, engine._kv_cache._scheduler
+    has_room, scheduler = engine._scheduler.has_room, engine._scheduler.scheduler
     num_tokens = 32 * scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert [has_room(num_tokens + more) for more in (0, 1)] == [True, False]
     groups = scheduler.kv_cache_config.kv_cache_groups
     # as with sliding windows: each group takes blocks of its own
     with replaced(scheduler.kv_cache_config, "kv_cache_groups", [*groups, *groups]):
         assert [has_room(num_tokens // 2 + more) for more in (-32, 32)] == [True, False]
-    with replaced(engine._kv_cache, "_has_room", lambda num_tokens: False):
+    with replaced(engine._scheduler, "has_room", lambda num_tokens: False):
         engine.verify(bench.manifest(bench.old, START))
     (done,) = finish(engine)
     before, after = done.version_spans
     assert (before.version, after.version) == (V1, START)
     expected = bench.old.trainer_logprobs(second, done.response_tokens)[after.start :]
     np.testing.assert_allclose(done.sampler_logprobs[after.start :], expected, atol=LOGPROB_ATOL)
+
+
+def case_weights_in_8_bits_are_rounded_again_with_each_update(bench: Bench) -> None:
+    has_avx512 = torch.cpu._is_avx512_supported()  # which keys and values in 8 bits need
+    section = SearcherVllmSection(quantization="fp8_per_channel", kv_cache_dtype="fp8_e4m3" if has_avx512 else "auto")
+    prompt, response = tuple(range(3, 11)), tuple(range(11, 23))
+
+    def logprobs(engine: Engine) -> Any:
+        assert isinstance(engine, VllmEngine)
+        return engine.canary_logprobs(prompt, response)
+
+    engine = bench.fresh(dtype="bfloat16", section=section)
+    assert isinstance(engine, VllmEngine)
+    old = logprobs(engine)
+    engine.stage_weights([bench.new.tensors])
+    engine.load_weights([bench.new.tensors], V1)
+    found = logprobs(engine)
+    np.testing.assert_array_equal(found, logprobs(bench.fresh(bench.new, V1, "bfloat16", section=section)))
+    assert np.abs(found - logprobs(bench.fresh(bench.new, V1, "bfloat16"))).max() > 0.01, "nothing is rounded"
+    engine.load_weights([bench.old.tensors], START)
+    np.testing.assert_array_equal(logprobs(engine), old)
 
 
 def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
@@ -272,6 +293,7 @@ _CASES: tuple[tuple[str, Callable[[Bench], None]], ...] = (
     ("llama", case_weights_that_are_not_finite_are_found),
     ("llama", case_prompts_are_shared_and_dropped_with_the_weights),
     ("llama", case_what_cannot_be_kept_is_computed_again),
+    ("llama", case_weights_in_8_bits_are_rounded_again_with_each_update),
     ("gpt_neox", case_the_starting_model_lives_beside_the_engine),
     ("gpt_neox", case_compiling_leaves_the_class_of_the_starting_model_alone),
     ("llama", case_a_model_that_the_kernels_do_not_know_is_a_config_error),

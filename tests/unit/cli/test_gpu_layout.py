@@ -106,6 +106,18 @@ def test_a_share_without_room_for_a_rollout_is_too_small() -> None:
     assert problems("tldr-2.8b", f"{SHARE}=0.05", "searcher.vllm.kv_cache_bytes=1000000000") == []
 
 
+def test_keys_and_values_in_8_bits_need_less_memory() -> None:
+    def full_bytes(dtype: str) -> int:
+        layout = layout_of(recipe_of("tldr-2.8b", f"searcher.vllm.kv_cache_dtype={dtype}"))
+        return next(each.full_bytes for gpu in layout.values() for each in gpu if each.who == "vLLM of a searcher")
+
+    # the rest are the weights and vLLM's own work space
+    recipe = recipe_of("tldr-2.8b")
+    shape, section = shape_in_recipe(recipe.model.path, recipe)[0], recipe.searcher
+    num_tokens = section.num_slots * (section.max_prompt_tokens + section.max_response_tokens)
+    assert full_bytes("auto") - full_bytes("fp8_e4m3") == num_tokens * shape.kv_values_per_token  # a byte of each
+
+
 def test_two_engines_on_a_gpu_share_what_is_left() -> None:
     on_one = "local.gpus.searchers=[[1],[1],[2]]"
     (sentence,) = problems("gsm8k", on_one, f"{SHARE}=0.5")

@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tba_trainer.checkpoints.canary import MAX_TOLERANCE, MIN_TOLERANCE, NUM_CANDIDATES, CanaryMaker, tolerance
+from tba_trainer.checkpoints.canary import (
+    EIGHT_BIT_TOLERANCE,
+    MAX_TOLERANCE,
+    MIN_TOLERANCE,
+    NUM_CANDIDATES,
+    CanaryMaker,
+    tolerance,
+)
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import compile_layers, frozen_copy, load_policy
@@ -39,6 +46,26 @@ def test_weights_that_round_more_get_a_larger_tolerance(tmp_path: Path) -> None:
             theta.get_output_embeddings().weight.mul_(factor)  # larger logits have larger roundings
         found.append(CanaryMaker(theta, frozen_copy(theta, torch.bfloat16), recipe).make().tolerance)
     assert found[0] == MIN_TOLERANCE["bfloat16"] < found[1] < found[2] == MAX_TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "vllm", "expected"),
+    [
+        ("vllm", {}, MIN_TOLERANCE["bfloat16"]),
+        ("vllm", {"kv_cache_dtype": "fp8_e4m3"}, EIGHT_BIT_TOLERANCE),
+        ("vllm", {"quantization": "fp8_per_block"}, EIGHT_BIT_TOLERANCE),
+        ("embedded", {"quantization": "fp8_per_block"}, MIN_TOLERANCE["bfloat16"]),
+    ],
+)
+def test_an_engine_with_8_bits_may_be_further_off(
+    tmp_path: Path, engine: str, vllm: dict[str, str], expected: float
+) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    recipe = make_recipe(folder, model={"dtype": "bfloat16"}, searcher={"engine": engine, "vllm": vllm})
+    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    with torch.no_grad():
+        theta.get_output_embeddings().weight.mul_(0.1)  # little rounding: the least tolerance decides
+    assert CanaryMaker(theta, frozen_copy(theta, torch.bfloat16), recipe).make().tolerance == expected
 
 
 def test_the_canary_is_the_candidate_that_rounding_changes_least(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
+from tba.config.searcher import check_vllm_release
+from tba.errors import ConfigError
 from tba_reward.model_server.child.model_loader import LoadError, find_folder
 from tba_reward.model_server.child.server import BrokenModelsError
 from tba_reward.model_server.child.victim import Victim
@@ -131,14 +133,19 @@ def _prepare(device: str) -> str:
     """Set vLLM's environment, import it, and return the type of the device that it runs on.
 
     Raises:
-        LoadError: it is not that of the settings.
+        LoadError: it is not that of the settings, or this vLLM is of an untried release.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # a process of its own would outlive a kill of this one for a while, with the memory of the GPU
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm
     from vllm.platforms import current_platform
 
+    try:
+        check_vllm_release(vllm.__version__)
+    except ConfigError as error:
+        raise LoadError(str(error)) from None
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = device.partition(":")[0]

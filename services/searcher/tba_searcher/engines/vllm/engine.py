@@ -7,11 +7,11 @@ The model is in this process too, or with `searcher.tensor_parallel_size` in a p
 * Log-probs are vLLM's `processed_logprobs`: of the distribution that was drawn from, after min tokens, temperature,
   top-k and top-p, as the protocol asks.
 * New weights: active requests keep their tokens. Their keys and values are recomputed by the next step, prompt and
-  response so far, or kept (kv_cache.py). vLLM puts a version label on every token, which gives the spans.
+  response so far, or kept (kv_cache.py). How many tokens each had then gives the spans.
 * `verify` compares the digest of the tensors that were loaded with the manifest's, and asks vLLM itself for the
   log-probs of the canary.
 
-Everything but kv_cache.py, workers.py and weights.py uses vLLM's public interface.
+What is not in vLLM's public interface is in internals.py.
 """
 
 # pyright: reportMissingImports=false
@@ -26,12 +26,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, VllmSection, check_tensor_parallel
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, SearcherVllmSection, check_tensor_parallel
 from tba.errors import ConfigError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
@@ -46,6 +46,13 @@ from tba_searcher.engines.engine import (
     check_request,
 )
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
+from tba_searcher.engines.vllm.internals import (
+    Scheduler,
+    add_request,
+    generation_eos_ids,
+    start_engine,
+    vocab_size,
+)
 from tba_searcher.engines.vllm.kv_cache import KVCache
 from tba_searcher.engines.vllm.worker_extension import WORKER_EXTENSION
 from tba_searcher.engines.vllm.workers import Workers
@@ -62,9 +69,21 @@ log = get_logger("vllm")
 class VllmSettings(EngineSettings):
     """Settings of the engine; vLLM takes the lowest 32 bits of the seed."""
 
-    section: VllmSection = field(default_factory=VllmSection)
+    section: SearcherVllmSection = field(default_factory=SearcherVllmSection)
     tensor_parallel_size: int = 1
     """Ranks, each with a slice of every tensor."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request under way."""
+
+    request: Request
+    vllm_id: str
+    """vLLM's own name of it."""
+    started_at_s: float
+    versions: list[tuple[PolicyVersion, int]]
+    """Versions since it was submitted, and how many response tokens there were when each came."""
 
 
 class VllmEngine:
@@ -84,12 +103,14 @@ class VllmEngine:
     ) -> None:
         self._settings = settings
         self._expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
-        check_tensor_parallel(json.loads((folder / "config.json").read_text()), settings.tensor_parallel_size)
+        model_config = json.loads((folder / "config.json").read_text())
+        check_tensor_parallel(model_config, settings.tensor_parallel_size)
         on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
-        self._llm: Any = _build(folder, settings, on_cpu=on_cpu)
+        self._llm: Any = _build(folder, model_config.get("architectures") or (), settings, on_cpu=on_cpu)
         self._workers = Workers(self._llm)
-        self._kv_cache = KVCache(self._llm, settings.kv_at_update)
-        self._requests: dict[str, tuple[Request, float]] = {}  # id -> the request and when it was submitted
+        self._scheduler = Scheduler(self._llm)
+        self._kv_cache = KVCache(self._llm, self._scheduler, settings.kv_at_update)
+        self._requests: dict[str, _Asked] = {}
         self._masked_ids = {*self.default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
         """The ids that vLLM takes for end of sequence, and masks while a response is shorter than its minimum."""
         self._params_sha256 = ""
@@ -111,13 +132,12 @@ class VllmEngine:
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        return self._llm.vllm_config.model_config.get_vocab_size()
+        return vocab_size(self._llm)
 
     @property
     def default_eos_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of the model's generation config; may be empty."""
-        ids = self._llm.vllm_config.model_config.try_get_generation_config().get("eos_token_id")
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+        return generation_eos_ids(self._llm)
 
     @property
     def num_slots(self) -> int:
@@ -152,10 +172,10 @@ class VllmEngine:
                 "sequence and the request does not; add them to eos_ids"
             )
         try:
-            self._add(request.request_id, request.prompt_tokens, _sampling_params(request))
+            vllm_id = self._add(request.request_id, request.prompt_tokens, _sampling_params(request))
         except (ValueError, TypeError) as error:
             raise EngineError(f"{name} is refused by vLLM: {error}") from None
-        self._requests[request.request_id] = (request, time.time())
+        self._requests[request.request_id] = _Asked(request, vllm_id, time.time(), [(self._version, 0)])
 
     def abort(self, request_id: str) -> None:
         """Forget a request (see `Engine.abort`)."""
@@ -192,8 +212,9 @@ class VllmEngine:
         finally:
             self._kv_cache.begin_update()
         self._params_sha256 = table_sha256(itertools.chain.from_iterable(hashed))
-        self._llm.set_weight_version(str(version))
         self._version = version
+        for asked in self._requests.values():
+            asked.versions.append((version, self._scheduler.num_output_tokens(asked.vllm_id)))
 
     def _places(self, tensors_paths: Sequence[Path]) -> dict[str, str]:
         return {name: str(path) for name, path in check_tensors(tensors_paths, self._expected).items()}
@@ -236,14 +257,12 @@ class VllmEngine:
             self._llm = None
             gc.collect()
 
-    def _add(self, request_id: str, tokens: Sequence[int], params: Any) -> None:
-        from vllm.inputs.engine import tokens_input
-
-        self._llm.add_request(request_id, tokens_input(list(tokens), cache_salt=self._kv_cache.salt), params)
+    def _add(self, request_id: str, tokens: Sequence[int], params: Any) -> str:
+        return add_request(self._llm, request_id, tokens, params, cache_salt=self._kv_cache.salt)
 
     def _completion(self, output: Any) -> Completion:
-        request, started_at_s = self._requests[output.request_id]
-        response = output.outputs[0]
+        asked = self._requests[output.request_id]
+        request, response = asked.request, output.outputs[0]
         if response.finish_reason == "stop":
             reason = "stop_string" if isinstance(response.stop_reason, str) else "stop"
         elif response.finish_reason == "length":
@@ -257,30 +276,39 @@ class VllmEngine:
             sampler_logprobs=np.array(response.logprobs.logprobs[: len(tokens)], np.float32),
             sampling=request.sampling,
             finish_reason=reason,
-            version_spans=tuple(
-                VersionSpan(version=PolicyVersion.parse(span.version), start=span.start, end=span.end)
-                for span in response.weight_versions
-            ),
-            started_at_s=started_at_s,
+            version_spans=_spans(asked.versions, len(tokens)),
+            started_at_s=asked.started_at_s,
             finished_at_s=time.time(),
         )
 
 
-def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
-    """Build a running LLMEngine."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
+def _spans(versions: Sequence[tuple[PolicyVersion, int]], num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return which version made which tokens of a response.
 
+    Args:
+        versions: and how many tokens there were when each came.
+    """
+    spans: list[VersionSpan] = []
+    ends = [start for _, start in versions[1:]]
+    for (version, start), end in zip(versions, [*ends, num_tokens], strict=True):
+        if start == end:  # another version came before the next token
+            continue
+        if spans and spans[-1].version == version:
+            start = spans.pop().start
+        spans.append(VersionSpan(version=version, start=start, end=end))
+    return tuple(spans)
+
+
+def _build(folder: Path, architectures: Sequence[str], settings: VllmSettings, *, on_cpu: bool) -> Any:
+    """Build a running LLMEngine."""
     section, num_ranks = settings.section, settings.tensor_parallel_size
     max_len = settings.max_prompt_tokens + settings.max_response_tokens
-    arguments = EngineArgs(
+    arguments = dict[str, Any](
         model=str(folder),
-        dtype=cast(Any, settings.dtype),
+        dtype=settings.dtype,
         seed=settings.seed % 2**32,
         trust_remote_code=settings.trust_remote_code,
         max_model_len=max(max_len, _MIN_LEN),
-        max_num_active_seqs=settings.num_slots,
         # the canary needs room beside requests that stay where they are
         max_num_seqs=settings.num_slots + (settings.kv_at_update == "keep"),
         max_num_batched_tokens=section.max_batched_tokens,
@@ -288,6 +316,8 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
         enable_prefix_caching=section.prefix_caching,
         gpu_memory_utilization=section.gpu_memory_share,
         kv_cache_memory_bytes=section.kv_cache_bytes,
+        quantization=section.quantization,
+        kv_cache_dtype=section.kv_cache_dtype,
         enforce_eager=on_cpu or section.enforce_eager,
         async_scheduling=False,  # weights change between two steps, so nothing may be in flight there
         tensor_parallel_size=num_ranks,
@@ -299,13 +329,8 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
         use_tqdm_on_load=False,
     )
     try:
-        config: Any = arguments.create_engine_config(UsageContext.LLM_CLASS)
-        if on_cpu:
-            _check_head_size(config.model_config.get_head_size())
-        if on_cpu and section.kv_cache_bytes is None:
-            config.cache_config.kv_cache_memory_bytes = _full_cache_bytes(config)
-        with keep_transformers_unchanged(compiles=not arguments.enforce_eager):
-            return LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
+        with keep_transformers_unchanged(compiles=not arguments["enforce_eager"]):
+            return start_engine(arguments, architectures=architectures, num_slots=settings.num_slots, on_cpu=on_cpu)
     except (ValueError, OSError) as error:
         raise ConfigError(f"vLLM cannot run the model in {folder} with these settings: {error}") from None
     except Exception as error:
@@ -316,26 +341,6 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
             f"vLLM did not start {num_ranks} ranks (searcher.tensor_parallel_size) for the model in {folder}; the "
             f"first error above says why: {type(error).__name__}: {error}"
         ) from None
-
-
-def _check_head_size(head_size: int) -> None:
-    """Refuse a head size that vLLM itself would refuse only at the first token."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if head_size not in sizes:
-        raise ConfigError(
-            f"attention heads of size {head_size}: vLLM on the CPU supports {', '.join(map(str, sizes))} only; "
-            "set searcher.engine to embedded"
-        )
-
-
-def _full_cache_bytes(config: Any) -> int:
-    """Return the bytes of keys and values of all slots at full length: whole blocks, and one that vLLM keeps."""
-    model, cache, num_slots = config.model_config, config.cache_config, config.scheduler_config.max_num_seqs
-    num_blocks = num_slots * -(-model.max_model_len // cache.block_size) + 1
-    per_token = 2 * model.get_num_kv_heads(config.parallel_config) * model.get_head_size() * model.dtype.itemsize
-    return num_blocks * cache.block_size * per_token * model.get_num_layers(config.parallel_config)
 
 
 def _sampling_params(request: Request) -> Any:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tba.config.searcher import check_vllm_release
 from tba.errors import ConfigError
 from tba.logs import get_logger
+from tba_searcher.engines.vllm.internals import device_in_use, transformers_adapter
 
 ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: we feed its weights and call its step
@@ -39,7 +41,8 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
     """Set vLLM's environment for `searcher.device`, import it, and return whether it runs on the CPU.
 
     Raises:
-        ConfigError: vLLM is not installed or not built for this device, or there are fewer GPUs than ranks.
+        ConfigError: vLLM is not installed, of an untried release or not built for this device, or there are fewer GPUs
+            than ranks.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -60,10 +63,11 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
     if on_cpu and dynamo is not None:
         # torch._dynamo is imported already, so the variable above came too late
         dynamo.config.disable = True
-    from vllm.platforms import current_platform
+    import vllm
 
-    if current_platform.is_cpu() != on_cpu:
-        found = "the CPU" if current_platform.is_cpu() else current_platform.device_name
+    check_vllm_release(vllm.__version__)
+    is_on_cpu, found = device_in_use()
+    if is_on_cpu != on_cpu:
         raise ConfigError(f"searcher.device is {device!r}, but the vLLM that is installed here runs on {found}")
     import torch
 
@@ -86,9 +90,7 @@ def keep_transformers_unchanged(*, compiles: bool) -> Iterator[None]:
         compiles: whether vLLM compiles the model; what it prepares then moves to a subclass, of which the models that
             are built inside become instances. Else nothing is prepared, after the block neither.
     """
-    from vllm.model_executor.models.transformers import base
-
-    owner: Any = base
+    owner = transformers_adapter()
     if not compiles:
         owner.support_torch_compile = lambda **_: lambda cls: cls
         yield

@@ -1,6 +1,6 @@
 """Weights for a running vLLM: read and hashed on their way in, and prepared beside generation.
 
-vLLM's own reload does the work, because it knows how names map onto its packed layers.
+vLLM's own reload (internals.py) does the work, because it knows how names map onto its packed layers.
 
     CPU   SecondModel: the next weights go into a second model, and the pause is an exchange of the two. vLLM's kernels
           keep their own packed form of a weight, and packing takes several times as long as a copy.
@@ -9,14 +9,11 @@ vLLM's own reload does the work, because it knows how names map onto its packed 
 With several ranks each has all of this for its own slices; they read the same files, and share the hashing.
 """
 
-# pyright: reportMissingImports=false
-# (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
-import copy
 import ctypes
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tba.weights.digest import FileStamps, in_parallel
+from tba_searcher.engines.vllm.internals import WorkerModel
 from tba_searcher.engines.weight_check import table_entry
 
 Paths = Mapping[str, str]
@@ -36,15 +34,10 @@ Loaded = tuple[FileStamps | None, Entries]
 """The files that are in a model (None: unknown, a load broke off), and what this rank hashed of them."""
 
 
-def hashed_here(config: Any, paths: Paths) -> frozenset[str]:
-    """Return the names of the tensors that this rank hashes.
-
-    Args:
-        config: vLLM's.
-    """
+def hashed_here(worker: WorkerModel, paths: Paths) -> frozenset[str]:
+    """Return the names of the tensors that this rank hashes."""
     # every rank maps the same files, so that a tensor is the same for all of them
-    parallel = config.parallel_config
-    return frozenset(sorted(paths)[parallel.rank :: parallel.world_size])
+    return frozenset(sorted(paths)[worker.rank :: worker.num_ranks])
 
 
 class HashedTensors:
@@ -74,64 +67,18 @@ def read_tensors(paths: Paths) -> Iterator[tuple[str, Tensor]]:
         yield name, file.get_tensor(name)
 
 
-def load_files(config: Any, model: Any, paths: Paths) -> Entries:
-    """Replace all parameters of one of vLLM's models by the tensors of files; return what this rank hashed.
-
-    Args:
-        config: vLLM's.
+def load_files(worker: WorkerModel, model: Any, paths: Paths) -> Entries:
+    """Replace all parameters of a model of the worker by the tensors of files; return what this rank hashed.
 
     Raises:
         RuntimeError: vLLM did not take every tensor.
         Exception: reading failed, or vLLM did. The weights are then a mixture; the next load replaces them all.
     """
-    tensors = HashedTensors(paths, hashed_here(config, paths))
-    load_tensors(config, model, tensors)
+    tensors = HashedTensors(paths, hashed_here(worker, paths))
+    worker.load(model, tensors)
     if tensors.num_taken != len(paths):
         raise RuntimeError(f"vLLM took {tensors.num_taken} of {len(paths)} tensors")
     return tuple(tensors.entries)
-
-
-def load_tensors(config: Any, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all parameters of one of vLLM's models by named tensors (see `load_files`)."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-    from vllm.model_executor.model_loader.reload.inplace import reload_weights
-
-    _forget_expert_kernels(model)
-    try:
-        reload_weights(config, model, weights_iterator=iter(tensors), weights_path=None, is_checkpoint_format=True)
-    except BaseException:
-        # vLLM keeps the tensors of a load that failed, and the next load would mix them in
-        finalize_layerwise_reload(model, config.model_config)
-        raise
-    _renew_output_heads(model)
-
-
-def _forget_expert_kernels(model: Any) -> None:
-    """Have vLLM set the kernels of experts up anew on the CPU when their next weights are in."""
-    # vLLM packs weights for a kernel only when it makes one, and copies them unpacked into one that is there. On a GPU
-    # nothing is packed, and CUDA graphs need the kernels that they have captured.
-    from vllm.platforms import current_platform
-
-    for module in model.modules() if current_platform.is_cpu() else ():
-        method: Any = getattr(module, "quant_method", None)
-        if hasattr(method, "moe_kernel"):
-            method.moe_kernel = None
-
-
-def _renew_output_heads(model: Any) -> None:
-    """Renew the packed copy of the weights that an output head keeps on the CPU."""
-    # vLLM renews it when the head's own weights are loaded. A head that is tied to the input embedding has none,
-    # and would silently use the old weights.
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 class Staging(Protocol):
@@ -160,8 +107,8 @@ class SecondModel:
         RuntimeError: this model cannot be exchanged.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self._runner, self._model = runner, _make_second(runner)
+    def __init__(self, worker: WorkerModel) -> None:
+        self._worker, self._model = worker, worker.make_second()
         self._holds: Loaded = (None, ())
         self._lock = threading.Lock()
 
@@ -171,7 +118,7 @@ class SecondModel:
 
         with self._lock, torch.no_grad():
             self._holds = (None, ())
-            self._holds = (stamps, load_files(self._runner.vllm_config, self._model, paths))
+            self._holds = (stamps, load_files(self._worker, self._model, paths))
         _give_free_memory_back()
 
     def use(self, stamps: FileStamps, before: Loaded) -> Entries | None:
@@ -182,7 +129,7 @@ class SecondModel:
             if self._holds[0] != stamps:
                 return None
             (_, entries), self._holds = self._holds, before
-            self._runner.model, self._model = self._model, self._runner.model
+            self._model = self._worker.exchange(self._model)
             return entries
         finally:
             self._lock.release()
@@ -197,33 +144,6 @@ def _give_free_memory_back() -> None:
         trim(0)
 
 
-def _make_second(runner: Any) -> Any:
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.model_loader import get_model
-
-    config = copy.copy(runner.vllm_config)
-    config.compilation_config = copy.copy(config.compilation_config)
-    # the first model's layers are in here by name, and stay there
-    config.compilation_config.static_forward_context = {}
-    # models share these layers, and a reload takes them apart for a moment
-    shared = rotary_embedding._ROPE_DICT
-    known = dict(shared)
-    shared.clear()
-    try:
-        with set_current_vllm_config(config):
-            model = get_model(vllm_config=config)
-    finally:
-        shared.clear()
-        shared.update(known)
-    if {*map(id, model.modules())} & {*map(id, runner.model.modules())}:
-        raise RuntimeError("it shares layers with every other model")
-    by_name = config.compilation_config.static_forward_context.values()
-    if any(True for layer in by_name for _ in layer.parameters()):
-        raise RuntimeError("vLLM finds layers with weights by their names")
-    return model
-
-
 class HostTensors:
     """All tensors in memory of the host: pinned where one rank has the GPU, else the files, mapped by all ranks.
 
@@ -231,8 +151,8 @@ class HostTensors:
     page cache once, where hashing has brought them.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    def __init__(self, worker: WorkerModel) -> None:
+        self._worker = worker
         self._staged: tuple[FileStamps, list[tuple[str, Tensor]], Entries] | None = None
 
     def stage(self, paths: Paths, stamps: FileStamps) -> None:
@@ -240,11 +160,10 @@ class HostTensors:
         import torch
 
         self._staged = None
-        config, on_gpu = self._runner.vllm_config, torch.cuda.is_available()
-        tensors = list(read_tensors(paths))
-        if config.parallel_config.world_size == 1:
+        on_gpu, tensors = torch.cuda.is_available(), list(read_tensors(paths))
+        if self._worker.num_ranks == 1:
             tensors = [(name, tensor.pin_memory() if on_gpu else tensor.clone()) for name, tensor in tensors]
-        own = hashed_here(config, paths)
+        own = hashed_here(self._worker, paths)
         hashed = in_parallel(lambda item: table_entry(*item), [item for item in tensors if item[0] in own])
         self._staged = (stamps, tensors, tuple(hashed))
 
@@ -254,5 +173,5 @@ class HostTensors:
         if staged is None or staged[0] != stamps:
             return None
         self._staged = None
-        load_tensors(self._runner.vllm_config, self._runner.get_model(), staged[1])
+        self._worker.load(self._worker.model, staged[1])
         return staged[2]

@@ -1,7 +1,5 @@
 """What the engine calls where vLLM's model is: `WeightsExtension` is mixed into vLLM's worker."""
 
-# pyright: reportMissingImports=false
-# (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
 import functools
@@ -15,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tba.concurrency import begin_in_thread
+from tba_searcher.engines.vllm.internals import WorkerModel
 from tba_searcher.engines.vllm.weights import Entries, HostTensors, Loaded, SecondModel, Staging, load_files
 from tba_searcher.engines.weight_check import file_stamps
 
@@ -52,10 +51,7 @@ def _end_with_the_searcher() -> None:
 class WeightsExtension:
     """Methods for vLLM's worker; `Workers.call` calls them, so arguments and results are plain values."""
 
-    model_runner: Any
-    """vLLM's."""
-    parallel_config: Any
-    """vLLM's."""
+    _tba_worker: WorkerModel
     _tba_staging: Staging | None = None
     _tba_staged: Future[None]
     _tba_in_use: Loaded = (None, ())
@@ -67,13 +63,14 @@ class WeightsExtension:
         Returns:
             Why this model has no such room; empty: it has.
         """
-        if self.parallel_config.world_size > 1:
+        self._tba_worker = worker = WorkerModel(self)
+        if worker.num_ranks > 1:
             # in a process of its own: a signal to the whole group is for the searcher, which drains with the ranks
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             threading.Thread(target=_end_with_the_searcher, name="searcher-watch", daemon=True).start()
         try:
-            self._tba_staging = SecondModel(self.model_runner) if on_cpu else HostTensors(self.model_runner)
+            self._tba_staging = SecondModel(worker) if on_cpu else HostTensors(worker)
         except RuntimeError as error:
             return str(error)
         return ""
@@ -105,13 +102,10 @@ class WeightsExtension:
         """
         stamps, before = file_stamps(paths.values()), self._tba_in_use
         self._tba_in_use = (None, ())
-        runner = self.model_runner
+        worker = self._tba_worker
         entries = None if self._tba_staging is None else self._tba_staging.use(stamps, before)
         if entries is None:
-            entries = load_files(runner.vllm_config, runner.get_model(), paths)
-        # what vLLM derives from weights, as its own reload does
-        runner.reset_lora_state()
-        runner.reset_encoder_cache()
-        runner.reset_mm_cache()
+            entries = load_files(worker, worker.model, paths)
+        worker.forget_derived()
         self._tba_in_use = (stamps, entries)
         return entries

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from tba.logs import get_logger
 from tba_searcher.engines.engine import EngineDiedError, EngineError
+from tba_searcher.engines.vllm.internals import rank_processes, shut_down
 
 _EXIT_S = 1.0
 log = get_logger("vllm")
@@ -37,8 +38,7 @@ class Workers:
         self._llm: Any = llm
         # vLLM's queues to and from the ranks know no threads
         self._turn = threading.Lock()
-        executor = llm.engine_core.engine_core.model_executor
-        self._processes: Sequence[Any] = [worker.proc for worker in getattr(executor, "workers", ())]
+        self._processes: Sequence[Any] = rank_processes(llm)
         self._ended = ""
         """Which process ended first, and how; empty while all run."""
         self._noting = threading.Lock()
@@ -92,7 +92,7 @@ class Workers:
             self._is_ending = True
         for process in self._processes:
             process.kill()  # vLLM would wait for up to 9 s, and they hold nothing that could be lost
-        self._llm.engine_core.shutdown()
+        shut_down(self._llm)
         self._llm = None
 
     def _watch(self) -> None:

@@ -1,0 +1,285 @@
+"""vLLM's private and moving interfaces. All of them are here: other files use what the package `vllm` exports itself,
+and `vllm.sampling_params` (tests/unit/searcher/test_searcher_vllm_internals.py).
+
+Where the releases differ that this runs with (`tba.config.searcher.VLLM_RELEASES`):
+
+    GPT-NeoX    0.32 runs it through transformers. Before, vLLM had a class of its own, which does not know the name
+                that transformers 5 gives the output head
+    requests    0.31 has a limit of active requests beside the rows of a batch. Before, there were the rows alone
+
+`make test-vllm-versions` runs the contract of the engines against each of them.
+"""
+
+# pyright: reportMissingImports=false
+# (vLLM is an extra: types are checked without it too)
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tba.config.searcher import vllm_release
+from tba.errors import ConfigError
+
+_TRANSFORMERS_ALONE = "GPTNeoXForCausalLM"
+
+
+# ---- The start ----------------------------------------------------------------------------------------------------
+
+
+def device_in_use() -> tuple[bool, str]:
+    """Return whether this vLLM runs on the CPU, and the name of what it runs on."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu(), "the CPU" if current_platform.is_cpu() else current_platform.device_name
+
+
+def transformers_adapter() -> Any:
+    """Return vLLM's module that runs models of transformers: its `support_torch_compile` changes their classes."""
+    from vllm.model_executor.models.transformers import base
+
+    return base
+
+
+def start_engine(arguments: dict[str, Any], *, architectures: Sequence[str], num_slots: int, on_cpu: bool) -> Any:
+    """Return a running `LLMEngine`, whose scheduler is in this process.
+
+    Args:
+        arguments: of vLLM's EngineArgs. `kv_cache_memory_bytes` None is, on the CPU, what all rows need at full length.
+        architectures: those of the model's config.json.
+        num_slots: most requests that are active at once.
+
+    Raises:
+        ConfigError: its kernels do not know the model's attention heads.
+        Exception: vLLM raises anything on files or settings that it cannot use.
+    """
+    import vllm
+    from vllm.usage.usage_lib import UsageContext
+
+    release = vllm_release(vllm.__version__)
+    if release < (0, 32, 0) and _TRANSFORMERS_ALONE in architectures:
+        arguments = {**arguments, "model_impl": "transformers"}
+    if release >= (0, 31, 0):
+        arguments = {**arguments, "max_num_active_seqs": num_slots}
+    config: Any = vllm.EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    if on_cpu:
+        _check_head_size(config.model_config.get_head_size())
+        if arguments["kv_cache_memory_bytes"] is None:
+            config.cache_config.kv_cache_memory_bytes = _full_cache_bytes(config)
+    llm: Any = vllm.LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
+    if release < (0, 31, 0):
+        llm.engine_core.engine_core.scheduler.max_num_running_reqs = num_slots
+    return llm
+
+
+def _check_head_size(head_size: int) -> None:
+    """Refuse a head size that vLLM itself would refuse only at the first token."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in sizes:
+        raise ConfigError(
+            f"attention heads of size {head_size}: vLLM on the CPU supports {', '.join(map(str, sizes))} only; "
+            "set searcher.engine to embedded"
+        )
+
+
+def _full_cache_bytes(config: Any) -> int:
+    """Return the bytes of keys and values of all slots at full length: whole blocks, and one that vLLM keeps."""
+    model, cache, num_slots = config.model_config, config.cache_config, config.scheduler_config.max_num_seqs
+    num_blocks = num_slots * -(-model.max_model_len // cache.block_size) + 1
+    per_token = 2 * model.get_num_kv_heads(config.parallel_config) * model.get_head_size() * model.dtype.itemsize
+    return num_blocks * cache.block_size * per_token * model.get_num_layers(config.parallel_config)
+
+
+# ---- The engine ---------------------------------------------------------------------------------------------------
+
+
+def vocab_size(llm: Any) -> int:
+    """Return the number of token ids of the model."""
+    return llm.vllm_config.model_config.get_vocab_size()
+
+
+def generation_eos_ids(llm: Any) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of the model's generation config; may be empty."""
+    ids = llm.vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def add_request(llm: Any, request_id: str, tokens: Sequence[int], params: Any, *, cache_salt: str | None) -> str:
+    """Queue a request of token ids; return vLLM's own id for it."""
+    from vllm.inputs.engine import tokens_input
+
+    return llm.add_request(request_id, tokens_input(list(tokens), cache_salt=cache_salt), params)
+
+
+def rank_processes(llm: Any) -> list[Any]:
+    """Return the processes of the ranks; none where the only worker is in this process."""
+    return [worker.proc for worker in getattr(llm.engine_core.engine_core.model_executor, "workers", ())]
+
+
+def shut_down(llm: Any) -> None:
+    """End what vLLM has started."""
+    llm.engine_core.shutdown()
+
+
+class Scheduler:
+    """vLLM's scheduler, which has no public way to change the salt of requests that wait, nor to hold requests back.
+
+    Args:
+        llm: vLLM's engine with its scheduler in this process.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.scheduler: Any = llm.engine_core.engine_core.scheduler
+        """vLLM's own."""
+
+    def num_output_tokens(self, vllm_id: str) -> int:
+        """Return how many tokens of a response there are (0: also of one that vLLM does not know)."""
+        request = self.scheduler.requests.get(vllm_id)
+        return 0 if request is None else request.num_output_tokens
+
+    def put_back_without_tokens(self) -> None:
+        """Send running requests without a response token back to the queue: they begin anew."""
+        scheduler = self.scheduler
+        for request in [request for request in reversed(scheduler.running) if not request.num_output_tokens]:
+            scheduler.running.remove(request)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+            scheduler._preempt_request(request, time.monotonic())
+
+    def salt_waiting(self, salt: str | None) -> None:
+        """Give the requests of the queue another cache salt."""
+        for request in self.scheduler.waiting:
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    @contextmanager
+    def all_held_back(self) -> Iterator[None]:
+        """Hold back what runs and waits; steps inside work on requests that are added inside."""
+        scheduler = self.scheduler
+        # those that run leave the batch of the worker, and come back to it with the next step
+        running, scheduler.running = scheduler.running, []
+        waiting = [scheduler.waiting.pop_request() for _ in range(len(scheduler.waiting))]
+        try:
+            yield
+        finally:
+            scheduler.running = running
+            for request in waiting:
+                scheduler.waiting.add_request(request)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Return whether keys and values of so many tokens find free blocks."""
+        scheduler = self.scheduler
+        # layers with a sliding window, for example, are a group of their own: all groups take blocks of one pool
+        sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
+        num_needed = sum(-(-num_tokens // size) for size in sizes)
+        return scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= num_needed
+
+
+# ---- The models of a worker ---------------------------------------------------------------------------------------
+
+
+class WorkerModel:
+    """The model of one of vLLM's workers, and what the worker derives from its weights.
+
+    Args:
+        worker: vLLM's.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._runner: Any = worker.model_runner
+        self.config: Any = self._runner.vllm_config
+        """vLLM's."""
+        self.rank: int = self.config.parallel_config.rank
+        self.num_ranks: int = self.config.parallel_config.world_size
+
+    @property
+    def model(self) -> Any:
+        """The model in use."""
+        return self._runner.get_model()
+
+    def exchange(self, other: Any) -> Any:
+        """Put another model into use; return the one before."""
+        before, self._runner.model = self._runner.model, other
+        return before
+
+    def forget_derived(self) -> None:
+        """Forget what vLLM derives from weights, as its own reload does."""
+        self._runner.reset_lora_state()
+        self._runner.reset_encoder_cache()
+        self._runner.reset_mm_cache()
+
+    def make_second(self) -> Any:
+        """Return a second model with its own weights.
+
+        Raises:
+            RuntimeError: vLLM finds weights of this model in a way that an exchange would not change.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers import rotary_embedding
+        from vllm.model_executor.model_loader import get_model
+
+        config = copy.copy(self.config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        # the first model's layers are in here by name, and stay there
+        config.compilation_config.static_forward_context = {}
+        # models share these layers, and a reload takes them apart for a moment
+        shared = rotary_embedding._ROPE_DICT
+        known = dict(shared)
+        shared.clear()
+        try:
+            with set_current_vllm_config(config):
+                model: Any = get_model(vllm_config=config)
+        finally:
+            shared.clear()
+            shared.update(known)
+        if {*map(id, model.modules())} & {*map(id, self._runner.model.modules())}:
+            raise RuntimeError("it shares layers with every other model")
+        by_name = config.compilation_config.static_forward_context.values()
+        if any(True for layer in by_name for _ in layer.parameters()):
+            raise RuntimeError("vLLM finds layers with weights by their names")
+        return model
+
+    def load(self, model: Any, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Replace all parameters of a model of this worker by named tensors of a checkpoint, by vLLM's own reload.
+
+        Raises:
+            Exception: vLLM cannot. The weights are then a mixture; the next load replaces them all.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        _forget_expert_kernels(model)
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(iter(tensors))
+        finally:
+            # vLLM keeps the tensors of a load that failed, and the next load would mix them in
+            finalize_layerwise_reload(model, self.config.model_config)
+        _renew_output_heads(model)
+
+
+def _forget_expert_kernels(model: Any) -> None:
+    """Have vLLM set the kernels of experts up anew on the CPU when their next weights are in."""
+    # vLLM packs weights for a kernel only when it makes one, and copies them unpacked into one that is there. On a GPU
+    # nothing is packed, and CUDA graphs need the kernels that they have captured.
+    for module in model.modules() if device_in_use()[0] else ():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
+def _renew_output_heads(model: Any) -> None:
+    """Renew the packed copy of the weights that an output head keeps on the CPU."""
+    # vLLM renews it when the head's own weights are loaded. A head that is tied to the input embedding has none,
+    # and would silently use the old weights.
+    if not device_in_use()[0]:
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

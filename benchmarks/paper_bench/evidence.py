@@ -24,7 +24,7 @@ from benchmarks.study.report import newest_study
 from benchmarks.study.stats import estimate
 from benchmarks.time_to_target_bench.cells import SEEDS as TARGET_SEEDS
 from benchmarks.time_to_target_bench.cells import read_results
-from benchmarks.time_to_target_bench.report import SIDES, best_learning_rate, one_source
+from benchmarks.time_to_target_bench.report import SIDES, best_rate, one_source
 from benchmarks.time_to_target_bench.workloads import WORKLOADS
 
 Figure = Callable[[Done], float | None]
@@ -263,17 +263,17 @@ class Evidence:
         return found
 
     def against_trl(self) -> Pairs:
-        """Return TRL's and our seconds to the quickstart's first target, each at its best learning rate."""
+        """Return TRL's and our seconds to the quickstart's first target, each at its best rate and schedule."""
         results = {cell: found for cell, found in read_results(TARGET_DATA).items() if cell.workload == "quickstart"}
         num_steps = [cell.num_steps for cell in results][-1]
         kept, _ = one_source(results, num_steps)
         target, by_side = WORKLOADS["quickstart"].targets[0], {}
         for side in SIDES:
-            rate = best_learning_rate(kept, "quickstart", side, ())
+            rate = best_rate(kept, "quickstart", side, ())
             by_side[side] = {
                 cell.seed: result.to_target(target)
                 for cell, result in kept.items()
-                if (cell.side, cell.learning_rate, cell.settings) == (side, rate, ()) and cell.seed in TARGET_SEEDS
+                if (cell.side, cell.rate, cell.settings) == (side, rate, ()) and cell.seed in TARGET_SEEDS
             }
         trl, tba = by_side["trl"], by_side["tba"]
         return {seed: (trl[seed], tba[seed]) for seed in sorted(trl) if None not in (trl[seed], tba.get(seed))}

@@ -11,11 +11,13 @@ has in /tmp (`seaweedfs-PART-grpc-PORT.sock`) and leaves there when it is killed
 from __future__ import annotations
 
 import configparser
+import fcntl
 import json
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ RESERVED = 50
 files."""
 LEAST_VOLUMES = 2
 """One for SeaweedFS's own log, one for a bucket."""
+LOCK_S = 60.0
+"""A store that was deleted by force may run a little beside its successor."""
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Control groups of version 2 and 1."""
 SETTINGS = {
@@ -117,6 +121,32 @@ def make_log_volume(folder: Path) -> None:
         (folder / "1.dat").write_bytes(EMPTY_VOLUME)
 
 
+def lock(folder: Path, *, timeout_s: float = LOCK_S) -> int:
+    """Have the folder alone until the server ends: the lock stays over `exec`. A second SeaweedFS would open the files
+    of objects and the master's log beside the first one before it finds the filer's database in use, and ends.
+
+    Returns:
+        The descriptor that holds the lock.
+
+    Raises:
+        ValueError: another store still has it after that time.
+    """
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o660)
+    os.set_inheritable(file, True)
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= end_s:
+                os.close(file)
+                raise ValueError(
+                    f"another store has had {folder} for {timeout_s:g} s; end it, or give DATA_DIR another folder"
+                ) from None
+        time.sleep(0.2)
+
+
 def command(environ: Mapping[str, str], *, folder: Path, keys_file: Path) -> list[str]:
     """Return the command of the server.
 
@@ -157,6 +187,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         known = identities(os.environ)
+        lock(folder)
         words = command(os.environ, folder=folder, keys_file=keys)
         if (old := folder.parent / "s3").is_dir():
             raise ValueError(

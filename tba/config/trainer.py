@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -322,6 +322,14 @@ class TrainerSection(StrictModel):
     """The version that is exported: the last one, or the best by `eval.best_metric`."""
     guards: GuardsSection = GuardsSection()
     """Alarms, and what they do."""
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        # of bool and int pydantic takes bool where 1.0 (a 1 in the values of Helm) and "1" fit both: all layers
+        if isinstance(value, str):
+            return int(value) if value.isdecimal() else value
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @field_validator("gradient_checkpointing")
     @classmethod

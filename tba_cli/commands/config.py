@@ -132,17 +132,23 @@ def starting_shape(args: argparse.Namespace, recipe: Recipe) -> tuple[ModelShape
     """Return the sizes of the starting model, and where they were found, without downloading it.
 
     Raises:
-        ConfigError: they are not known; says what to do.
+        ConfigError: they are not known, or the recipe recomputes more layers than it has; says what to do.
     """
     if (size := args.model) is not None:
-        shape = known_shape(size)
+        shape, source = known_shape(size), f"the table of known models ({size})"
         if shape is None:
             raise ConfigError(f"--model {size!r} is not known; known are {', '.join(SHAPES)}")
-        return shape, f"the table of known models ({size})"
-    try:
-        return shape_in_recipe(recipe.model.path, recipe, ask_hub=shape_on_hub)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; name a size instead, such as --model 7b") from None
+    else:
+        try:
+            shape, source = shape_in_recipe(recipe.model.path, recipe, ask_hub=shape_on_hub)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; name a size instead, such as --model 7b") from None
+    if (wanted := recipe.trainer.gradient_checkpointing) > shape.num_layers:  # the trainer would refuse it
+        raise ConfigError(
+            f"trainer.gradient_checkpointing = {wanted}, and the model has {shape.num_layers} layers; "
+            "set it to that number at most, or to true"
+        )
+    return shape, source
 
 
 def in_range(flag: str, value: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import http.client
 import json
+import os
 import runpy
 import shutil
 from pathlib import Path
@@ -189,6 +190,15 @@ def test_a_new_store_alone_gets_a_first_file(tmp_path: Path) -> None:
     (tmp_path / "1.dat").write_bytes(b"log")
     SERVE["make_log_volume"](tmp_path)
     assert (tmp_path / "1.dat").read_bytes() == b"log"
+
+
+def test_a_folder_has_one_store_at_a_time(tmp_path: Path) -> None:
+    held = SERVE["lock"](tmp_path)
+    assert os.get_inheritable(held), "the server keeps it"
+    with pytest.raises(ValueError, match=rf"another store has had {tmp_path} for 0 s; end it, or give DATA_DIR"):
+        SERVE["lock"](tmp_path, timeout_s=0)
+    os.close(held)
+    os.close(SERVE["lock"](tmp_path, timeout_s=0))
 
 
 def test_the_limit_of_the_container_bounds_the_heap(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import ssl
 from collections.abc import Iterator
@@ -281,6 +282,8 @@ def test_what_was_written_survives_a_killed_server(tmp_path: Path, s3_server: S3
             store.put("a", b"2", create_only=True)
         assert {path.name for path in (tmp_path / "server").glob("*.sock")} == {"filer.sock", "s3.sock"}
         files = {path.name for path in (tmp_path / "server/objects").glob("*.dat")}
+        with (tmp_path / "server/objects/lock").open("wb") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no second server beside this one
         assert files == {"1.dat", "survivor_2.dat"}, "one for the server's own log, and one for the bucket"
     finally:
         server.kill()

@@ -236,6 +236,10 @@ def test_the_command_prints_people_and_json(capsys: pytest.CaptureFixture[str]) 
     [
         (["--model", "13b"], "--model '13b' is not known; known are 1b, 7b, 32b"),
         (["--model", "1b", "--step-s", "0"], "--step-s is 0; it must be above 0"),
+        (
+            ["--model", "7b", "--set", "trainer.gradient_checkpointing=29"],
+            "trainer.gradient_checkpointing = 29, and the model has 28 layers; set it to that number at most",
+        ),
         (["--set", "model.path=nowhere"], "'nowhere' is in no table of known models; name a size"),
     ],
 )

@@ -12,6 +12,7 @@ from tba.config.live_settings import RECIPE_KEYS
 from tba.config.objective import BASELINES, FAMILY, PRESETS, Anchor, Centre
 from tba.config.redis import without_secrets
 from tba.config.searcher import SearcherSection
+from tba.config.trainer import TrainerSection
 from tba.errors import ConfigError
 
 # ---- The objective's section ----------------------------------------------------------------------------------------
@@ -90,6 +91,14 @@ def test_overrides_name_every_member_of_the_family(anchor: Anchor, centre: Centr
         assert parts is not None
         assert (parts.anchor, parts.centre) == (anchor, centre)
         assert recipe({"preset": preset}).objective.parts == named
+
+
+@pytest.mark.parametrize("value", [1, 1.0, "1"])
+def test_a_number_of_recomputed_layers_is_never_taken_for_true(value: Any) -> None:
+    """Numbers of Helm's values are floats; true would be all layers."""
+    found = TrainerSection.model_validate({"gradient_checkpointing": value}).gradient_checkpointing
+    assert (type(found), found) == (int, 1)
+    assert TrainerSection.model_validate({"gradient_checkpointing": "true"}).gradient_checkpointing is True
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore.exceptions import HTTPClientError, SSLError
@@ -313,7 +314,8 @@ def test_a_damaged_tls_record_in_a_body_is_tried_again_and_is_one_sentence_if_it
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
         url, ca_file = f"https://127.0.0.1:{listener.getsockname()[1]}", str(TLS_FOLDER / "authority.crt")
-        options = {"bucket": BUCKET, "prefix": "", "endpoint_url": url, "region": "us-east-1", "ca_file": ca_file}
+        place = {"bucket": BUCKET, "prefix": "", "endpoint_url": url, "region": "us-east-1"}
+        options: dict[str, Any] = {**place, "ca_file": ca_file}
         with pytest.MonkeyPatch.context() as patch:
             for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
                 patch.setenv(name, "x")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,10 +122,11 @@ def test_a_searcher_that_holds_the_starting_model_reads_it_from_there(
     document = make_recipe(tmp_path).model_dump(mode="json")
     document["objective"]["reference_placement"] = "searcher"
     document["store"] |= {"url": f"file://{tmp_path / 'store'}"}
-    clients = Clients(**dict.fromkeys(("buffer", "heartbeats", "reward"), cast(Any, None)))
+    nobody: Any = None
+    clients = Clients(buffer=nobody, heartbeats=nobody, reward=nobody)
     recipe = parse_recipe(document, where="test")
     searcher = Searcher(recipe, tmp_path / "searcher", searcher_id="s", clients=clients, stop=asyncio.Event())
-    manifest = cast(Any, None)
+    manifest: Any = None
     start = LocalVersion(START, (tmp_path / "start",), manifest)
     version = LocalVersion(PolicyVersion(1, 2), (tmp_path / "2",), manifest, base=start if is_adapter else None)
     asked: list[Sequence[LocalVersion]] = []

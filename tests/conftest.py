@@ -1,11 +1,15 @@
 """Settings and checks for every test."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+# importing torch and all tests makes objects that stay: to look for garbage among them takes a third of the collection
+gc.disable()
 
 # no test depends on how fast the machine is, and two runs of the same code see the same examples; new ones are searched
 # for by `pytest --hypothesis-profile=search`
@@ -23,3 +27,9 @@ def the_process_is_left_as_it_was() -> Iterator[None]:
     yield
     assert structlog.get_config()["logger_factory"] is factory, "this test has configured logging for all later ones"
     assert [signal.getsignal(number) for number in watched] == before, "this test has left a signal handler"
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again from here on, of what the tests make alone."""
+    gc.enable()
+    gc.freeze()

@@ -21,7 +21,7 @@ def is_retryable(error: StoreUnavailableError) -> bool:
     cause = error.__cause__
     if cause is None or isinstance(cause, OSError):
         return False  # the embedded store: a missing folder stays missing
-    from tba.store.s3 import is_transient
+    from tba.store.s3_errors import is_transient
 
     return isinstance(cause, Exception) and is_transient(cause)
 

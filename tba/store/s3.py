@@ -1,4 +1,4 @@
-"""The store on any S3-compatible server, with boto3, and its errors as one sentence that says what to do.
+"""The store on any S3-compatible server, with boto3.
 
 Create-only writes use `If-None-Match: *`.
 """
@@ -18,148 +18,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import stamina
-from boto3.exceptions import Boto3Error
+import urllib3.exceptions
 from boto3.session import Session
 from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionClosedError,
-    ConnectionError,
-    CredentialRetrievalError,
-    HTTPClientError,
-    IncompleteReadError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ResponseStreamingError,
-    SSLError,
-)
+from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 
-from tba.errors import (
-    ConfigError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StoreError,
-    StoreTlsError,
-    StoreUnavailableError,
-)
+from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreTlsError, StoreUnavailableError
 from tba.store.file import check_key, check_prefix, check_size, new_file, write_at
-from tba.tls import explain_missing_tls, explain_tls_error
-
-S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RecursionError)
-"""All errors that boto3 raises on purpose, and RecursionError: it follows a server that redirects every request until
-the stack ends."""
-
-_CONNECTION_ERRORS = (
-    ConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
-    ResponseStreamingError,
+from tba.store.s3_errors import (
+    S3_ERRORS,
+    explain_store_tls_error,
+    is_answer,
+    is_transient,
+    status_of,
+    store_error,
 )
-_CREDENTIAL_ERRORS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
-_TRANSIENT_CODES = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
-_REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
-
-
-def is_transient(error: Exception) -> bool:
-    """Return whether the same request may succeed a moment later: no connection, 409, 429, or a fault of the server."""
-    if _is_redirect_loop(error):
-        return False
-    if isinstance(error, ClientError):
-        code, status = _code(error), _status(error)
-        return status >= 500 or status in (409, 429) or code in _TRANSIENT_CODES
-    if isinstance(error, SSLError):
-        return explain_tls_error(error, where="", ca_file=None) is None  # else a handshake that was cut off
-    return isinstance(error, _CONNECTION_ERRORS)
-
-
-def _is_redirect_loop(error: Exception) -> bool:
-    """Return whether the stack ended over redirects; inside urllib3, botocore wraps that error."""
-    wrapped = error.kwargs.get("error") if isinstance(error, HTTPClientError) else error
-    return isinstance(wrapped, RecursionError)
-
-
-def is_answer(error: Exception) -> bool:
-    """Return whether an error is an answer of the store."""
-    # a server that speaks TLS may answer plain http with 400
-    return isinstance(error, ClientError) and _status(error) != 400
-
-
-def explain_store_tls_error(error: Exception, *, endpoint: str, ca_file: str | None) -> str | None:
-    """Return what is wrong with the TLS of a store that never answered, and the remedy; None if something else is
-    wrong."""
-    problem = explain_tls_error(error, where=endpoint, ca_file=ca_file, setting="store.ca_file")
-    is_refusal = isinstance(error, ClientError) and _status(error) == 400  # some answer plain http so
-    if problem is None and (is_refusal or isinstance(error, ConnectionClosedError)):
-        problem = explain_missing_tls(endpoint, ca_file=ca_file, setting="store.ca_file")
-    return problem
-
-
-def store_error(
-    error: Exception, *, verb: str, key: str, url: str, endpoint: str, timeout_s: float, ca_file: str | None
-) -> StoreError:
-    """Return the error to raise instead of `error`.
-
-    Args:
-        verb: the operation: read, write, list, delete, check.
-        timeout_s: how long it was tried.
-        ca_file: the trusted authorities of an https endpoint.
-    """
-    what = f"cannot {verb} {key or 'the store'} in {url} at {endpoint}"
-    if isinstance(error, ClientError):
-        return _answer_error(error, what=what, where=f"object {key} in {url}", url=url, timeout_s=timeout_s)
-    if _is_redirect_loop(error):
-        return StoreUnavailableError(
-            f"{what}: the server redirects every request, as a web page does, or an address that wants https; correct "
-            "store.endpoint_url"
-        )
-    if isinstance(error, _CREDENTIAL_ERRORS):
-        return StoreUnavailableError(
-            f"{what}: no credentials were found ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
-    problem = explain_tls_error(error, where=endpoint, ca_file=ca_file, setting="store.ca_file")
-    if problem is not None:
-        return StoreUnavailableError(f"{what}: {problem}")
-    if isinstance(error, _CONNECTION_ERRORS):
-        return StoreUnavailableError(
-            f"{what}: no answer after trying for {timeout_s:g} s ({error}); check that the server runs and that "
-            "store.endpoint_url is right"
-        )
-    return StoreUnavailableError(f"{what}: {error}; check the [store] section of the recipe")
-
-
-def _answer_error(error: ClientError, *, what: str, where: str, url: str, timeout_s: float) -> StoreError:
-    code, status = _code(error), _status(error)
-    answer = f"{status} {code} {error.response.get('Error', {}).get('Message', '')}".strip()
-    if code == "NoSuchBucket":
-        bucket = url.removeprefix("s3://").partition("/")[0]
-        return StoreUnavailableError(f"{what}: bucket {bucket!r} does not exist; create it, or correct store.url")
-    if code in _REGION_CODES:
-        return StoreUnavailableError(f"{what}: the server answered {answer}; set store.region to the bucket's region")
-    if status in (401, 403):
-        return StoreUnavailableError(
-            f"{what}: access denied ({answer}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that they may "
-            "list, read, write and delete there"
-        )
-    if status == 404:
-        return ObjectNotFoundError(f"{where} does not exist")
-    if status == 412:
-        return ObjectExistsError(f"{where} exists already, and this write may only create")
-    if is_transient(error):
-        return StoreUnavailableError(
-            f"{what}: the server kept answering {answer} for {timeout_s:g} s; look at its logs, then try again"
-        )
-    return StoreUnavailableError(f"{what}: the server answered {answer}; check the [store] section of the recipe")
-
-
-def _code(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _status(error: ClientError) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
 
 T = TypeVar("T")
 
@@ -284,7 +158,7 @@ class S3Store:
     def get(self, key: str) -> bytes:
         """Read an object."""
         where = self._where(key)
-        return self._call("read", key, lambda: self._client.get_object(**where)["Body"].read())
+        return self._call("read", key, lambda: _read(self._client.get_object(**where)["Body"]))
 
     def get_if_changed(self, key: str, etag: str | None) -> tuple[bytes, str] | None:
         """Read a small object, unless the server says that it still has this ETag."""
@@ -293,9 +167,9 @@ class S3Store:
         def receive() -> tuple[bytes, str] | None:
             try:
                 answer = self._client.get_object(**where)
-                data, found = answer["Body"].read(), answer["ETag"]
+                data, found = _read(answer["Body"]), answer["ETag"]
             except ClientError as error:
-                if _status(error) == 304:
+                if status_of(error) == 304:
                     return None
                 raise
             return None if found == etag else (data, found)  # some servers ignore the condition
@@ -355,12 +229,12 @@ class S3Store:
                     )
                 while place < end:
                     # never more than was announced, whatever is sent
-                    data = body.read(min(_CHUNK_BYTES, end - place))
+                    data = _read(body, min(_CHUNK_BYTES, end - place))
                     if not data:
                         raise IncompleteReadError(actual_bytes=place - begin, expected_bytes=end - begin)
                     place += write_at(file, data, place)
         except S3_ERRORS as error:
-            if isinstance(error, ClientError) and _status(error) == 412:
+            if isinstance(error, ClientError) and status_of(error) == 412:
                 raise StoreUnavailableError(
                     f"object {where['Key']} was replaced while it was read; try again"
                 ) from error
@@ -502,3 +376,14 @@ class S3Store:
             stored = Path(folder) / "object"
             self.get_file(key, stored)
             return filecmp.cmp(stored, path, shallow=False)
+
+
+def _read(body: Any, size_bytes: int | None = None) -> bytes:
+    """Read of the body of an answer, all by default. An error of TLS there is the connection's: botocore wraps each
+    other one."""
+    try:
+        return body.read(size_bytes)
+    except urllib3.exceptions.SSLError as error:
+        # its text alone: the server speaks TLS, whatever OpenSSL makes of a damaged record
+        broken = ResponseStreamingError(error=str(error))
+    raise broken

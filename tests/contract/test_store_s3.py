@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore.exceptions import HTTPClientError, SSLError
@@ -14,10 +17,12 @@ from botocore.exceptions import HTTPClientError, SSLError
 from tba.config.sections import StoreSection
 from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreTlsError, StoreUnavailableError
 from tba.store import ObjectStore, open_store
-from tba.store.s3 import S3Store, is_transient, store_error
+from tba.store.s3 import S3Store
+from tba.store.s3_errors import is_transient, store_error
 from tests.contract.conftest import BUCKET
 from tests.support.redis_process import free_port
 from tests.support.s3_server import SOCKETS, FaultyProxy, S3Server
+from tests.support.served_app import TLS_FOLDER
 
 
 @pytest.fixture
@@ -288,3 +293,45 @@ def test_what_was_written_survives_a_killed_server(tmp_path: Path, s3_server: S3
     finally:
         server.kill()
     assert not [path for port in server.ports for path in SOCKETS.glob(f"seaweedfs-*-{port}.sock")]
+
+
+def test_a_damaged_tls_record_in_a_body_is_tried_again_and_is_one_sentence_if_it_stays() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(TLS_FOLDER / "server.crt", TLS_FOLDER / "server.key")
+    damaged, num_requests = [True], 0
+
+    def serve(listener: socket.socket) -> None:
+        nonlocal num_requests
+        while True:
+            try:
+                plain, _ = listener.accept()
+            except OSError:
+                return
+            with context.wrap_socket(plain, server_side=True) as client:
+                asked = b""
+                while b"\r\n\r\n" not in asked:
+                    asked += client.recv(65536)
+                num_requests += 1
+                head = b'HTTP/1.1 200 OK\r\nContent-Length: 4\r\nETag: "1"\r\nConnection: close\r\n\r\n'
+                is_whole = not damaged.pop(0) if damaged else True
+                client.sendall(head + (b"1234" if is_whole else b"12"))
+                if not is_whole:
+                    os.write(client.fileno(), b"no record of TLS" * 4)  # beneath TLS
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        url, ca_file = f"https://127.0.0.1:{listener.getsockname()[1]}", str(TLS_FOLDER / "authority.crt")
+        place = {"bucket": BUCKET, "prefix": "", "endpoint_url": url, "region": "us-east-1"}
+        options: dict[str, Any] = {**place, "ca_file": ca_file}
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                patch.setenv(name, "x")
+            store = S3Store(**options, timeout_s=60.0)
+        assert store.get("a") == b"1234"
+        assert num_requests == 2
+        damaged[:] = [True]
+        assert store.get_if_changed("a", None) == (b"1234", '"1"')
+        once = S3Store(**options, timeout_s=60.0, is_copy=True)
+        damaged[:] = [True]
+        with pytest.raises(StoreUnavailableError, match=r"cannot read a in .*: no answer"):
+            once.get("a")

@@ -29,7 +29,8 @@ from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.guards import Rollback
 from tba_trainer.learner.schedules import Schedules
 from tba_trainer.loop.batches import Prefetcher, Requirements, draw_batch
-from tba_trainer.loop.publisher import Evaluations, Publisher
+from tba_trainer.loop.evaluations import Evaluations
+from tba_trainer.loop.publisher import Publisher
 from tba_trainer.loop.shutdown import RunEnd, stop_on_signals
 from tba_trainer.loop.startup import check_starting_model, delete_incomplete, start_lineage, wait_for_origin
 from tba_trainer.loop.status import ALIVE_FILE_VARIABLE, Heartbeats, Progress, Session, Status

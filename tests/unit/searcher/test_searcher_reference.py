@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tba_searcher.engines.torch import reference_logprobs as reference_module
 from tba_searcher.engines.torch.reference_logprobs import StartingModel, load_starting_model
+from tba_searcher.service import Clients, Searcher
 from tba_trainer.learner.learner import Learner
 from tba_trainer.model.policy import load_policy
 
+from tba.config import parse_recipe
 from tba.errors import TbaError
 from tba.store import FileStore
-from tba.versions import START
-from tba.weights import WeightVersions, params_sha256_of_files
+from tba.versions import START, PolicyVersion
+from tba.weights import LocalVersion, WeightVersions, params_sha256_of_files
 from tba.wire import Rollout
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import Architecture, make_tiny_model
@@ -107,3 +112,30 @@ def test_the_starting_model_is_version_0_0_of_the_store_checked_like_any_other(t
     publish_version(bad, folder, START, canary_shift=0.1)
     with pytest.raises(TbaError, match=r"cannot be used: weight version 0-0: canary log-probs are off"):
         load_starting_model(bad, tmp_path, **options)
+
+
+@pytest.mark.parametrize("is_adapter", [True, False])
+def test_a_searcher_that_holds_the_starting_model_reads_it_from_there(
+    tmp_path: Path, is_adapter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that is an adapter came with 0-0 beside it: to download that again costs the size of the model."""
+    document = make_recipe(tmp_path).model_dump(mode="json")
+    document["objective"]["reference_placement"] = "searcher"
+    document["store"] |= {"url": f"file://{tmp_path / 'store'}"}
+    nobody: Any = None
+    clients = Clients(buffer=nobody, heartbeats=nobody, reward=nobody)
+    recipe = parse_recipe(document, where="test")
+    searcher = Searcher(recipe, tmp_path / "searcher", searcher_id="s", clients=clients, stop=asyncio.Event())
+    manifest: Any = None
+    start = LocalVersion(START, (tmp_path / "start",), manifest)
+    version = LocalVersion(PolicyVersion(1, 2), (tmp_path / "2",), manifest, base=start if is_adapter else None)
+    asked: list[Sequence[LocalVersion]] = []
+
+    def load(*_: object, held: Sequence[LocalVersion], **__: object) -> None:
+        asked.append(held)
+        raise TbaError("enough")
+
+    monkeypatch.setattr(reference_module, "load_starting_model", load)
+    with pytest.raises(TbaError, match="enough"):
+        searcher._build(version, tmp_path)
+    assert asked == [[version, start] if is_adapter else [version]]

@@ -10,13 +10,16 @@ import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
+from typing import Any, cast
 
+import msgspec.msgpack
 import pytest
 import torch
 from tba_trainer import trainer
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter, write_model_files
 from tba_trainer.distributed import checkpoints, follower, leader, shares
+from tba_trainer.distributed.jobs import Job, give_reply
 from tba_trainer.distributed.launch import LAUNCHER_VARIABLE, launch, main
 from tba_trainer.distributed.leader import LeaderLearner, LeaderWeightSnapshotWriter, encode_drawn_batch
 from tba_trainer.distributed.process_group import BroadcastTensors, Team, _end_with_launcher
@@ -183,3 +186,24 @@ def test_a_deterministic_trainer_has_torch_refuse_random_kernels(
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen == [False, True]
+
+
+def test_a_follower_says_what_came_of_a_job_that_a_new_lineage_forgets_meanwhile() -> None:
+    class Forgotten(dict[str, Job]):
+        """Another thread clears it when a job has just been looked up."""
+
+        def get(self, name: str, default: Any = None) -> Any:
+            found = super().get(name, default)
+            self.clear()
+            return found
+
+    said: list[bytes] = []
+    team = cast(Team, SimpleNamespace(gather=said.append))
+    job = Job("share")
+    job.reply = {"size_bytes": 3}
+    give_reply(team, Forgotten(share=job), "share")
+    jobs = {"share": job, "busy": Job("busy")}
+    for name in ("share", "share", "busy"):  # once
+        give_reply(team, jobs, name)
+    assert said == [*[msgspec.msgpack.encode(job.reply)] * 2, b"", b""]
+    assert list(jobs) == ["busy"]

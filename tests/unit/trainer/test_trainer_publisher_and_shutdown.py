@@ -20,7 +20,8 @@ from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.loop import status as status_module
 from tba_trainer.loop.batches import Prefetcher
-from tba_trainer.loop.publisher import Evaluations, Publisher
+from tba_trainer.loop.evaluations import Evaluations
+from tba_trainer.loop.publisher import Publisher
 from tba_trainer.loop.shutdown import stop_on_signals
 from tba_trainer.loop.status import HUNG_AFTER_S, Heartbeats, Status
 from tba_trainer.model.logprobs import LogprobModel

@@ -27,11 +27,10 @@ from typing import TypeVar
 import torch
 import transformers
 
-from tba.api import EvalInfo, EvalRequest, VersionRequest
+from tba.api import VersionRequest
 from tba.clients import BufferClient
 from tba.config import TrainerSection
-from tba.config.evaluation import EvalSection
-from tba.errors import FencedError, RollbackError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
+from tba.errors import FencedError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
 from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
@@ -40,12 +39,12 @@ from tba.weights.retention import reasons_to_keep
 from tba.wire import Manifest
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter
+from tba_trainer.loop.evaluations import Evaluations
 from tba_trainer.loop.status import Session, Status
 
 _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 10.0
 _TICK_S = 0.1
-_EVAL_POLL_S = 0.5
 _DELETE_INTERVAL_S = 5.0
 """Small models publish several times a second, large ones every few minutes."""
 Result = TypeVar("Result")
@@ -391,112 +390,3 @@ class Publisher:
                 # no deadline here: the loop's wait for a free place has one, so the limit covers all retries together
                 pause_s = min(2 * pause_s, _RETRY_MOST_S)
         return None
-
-
-class Evaluations:
-    """Decides which versions are evaluated on held-out prompts, and asks for it. Searchers evaluate meanwhile.
-
-    Args:
-        token: fencing token of the lineage.
-        start_step: step that this trainer starts from.
-        sync_interval: steps between published versions.
-        enabled: False in a run without searchers.
-    """
-
-    def __init__(
-        self,
-        buffer: BufferClient,
-        section: EvalSection,
-        *,
-        token: str,
-        start_step: int,
-        sync_interval: int,
-        enabled: bool = True,
-    ) -> None:
-        self._buffer, self._section, self._token, self._enabled = buffer, section, token, enabled
-        # an evaluation that was due at the last published version or before was requested then; one that became due
-        # after it was not
-        self._last_step = start_step - start_step % sync_interval
-
-    def num_prompts_due(self, step: int, *, every_steps: int) -> int | None:
-        """Return the held-out prompts for the version published at `step`; None when no evaluation is due.
-
-        Each call settles the steps up to its own: an evaluation is due where a multiple of the interval lies between
-        the last call and this one.
-
-        Args:
-            step: a multiple of the sync interval.
-            every_steps: the interval as it is now.
-        """
-        # Not `step % every_steps == 0`: versions are published every sync_interval steps, and may miss that multiple.
-        due = step // every_steps > self._last_step // every_steps
-        self._last_step = step
-        return self._section.num_prompts if due else None
-
-    @property
-    def num_prompts_final(self) -> int:
-        """Held-out prompts of the first and of the last evaluation."""
-        return self._section.num_prompts_final
-
-    def request(self, version: PolicyVersion, num_prompts: int) -> EvalInfo | None:
-        """Ask for an evaluation of a published version; log a refusal and return None.
-
-        Args:
-            num_prompts: the first so many held-out prompts, in upload order.
-
-        Raises:
-            FencedError: a newer lineage owns the run.
-        """
-        if not self._enabled:
-            return None
-        try:
-            return self._buffer.request_eval(
-                EvalRequest(
-                    version=str(version),
-                    token=self._token,
-                    num_prompts=num_prompts,
-                    num_samples=self._section.num_samples,
-                    pass_at=self._section.pass_at,
-                    success_reward=self._section.success_reward,
-                    timeout_s=self._section.timeout_s,
-                )
-            )
-        except FencedError:
-            raise
-        except TbaError as error:  # an evaluation is worth less than the run
-            log.warning("evaluation_not_requested", version=str(version), error=str(error))
-            return None
-
-    def wait(self, evaluation: EvalInfo, status: Status, stop: threading.Event) -> EvalInfo | None:
-        """Wait for an evaluation, `eval.timeout_s` at most.
-
-        Returns:
-            The finished evaluation; None when its time is over or `stop` is set.
-
-        Raises:
-            RollbackError: an operator has asked for a rollback meanwhile.
-        """
-        deadline = time.monotonic() + self._section.timeout_s
-        with status.named_wait("final-evaluation", self._section.timeout_s):
-            while evaluation.state == "pending" and time.monotonic() < deadline and not stop.wait(_EVAL_POLL_S):
-                evaluation = self._buffer.get_eval(evaluation.eval_id)
-                if (asked := self._buffer.run().rollback) is not None:  # these weights are given up
-                    raise RollbackError(f"an operator has asked for a rollback to {asked.version}")
-        if evaluation.state != "done":
-            if stop.is_set():
-                return None
-            log.warning(
-                "final_evaluation_missing",
-                version=evaluation.version,
-                state=evaluation.state,
-                num_done=evaluation.num_done,
-                num_prompts=evaluation.num_prompts,
-            )
-            return None
-        log.info(
-            "final_evaluation",
-            version=evaluation.version,
-            accuracy=evaluation.accuracy,
-            greedy_accuracy=evaluation.greedy_accuracy,
-        )
-        return evaluation

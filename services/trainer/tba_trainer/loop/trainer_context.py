@@ -14,7 +14,8 @@ from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.learner import Learner
 from tba_trainer.learner.schedules import Schedules
 from tba_trainer.loop.batches import Prefetcher, Requirements
-from tba_trainer.loop.publisher import Evaluations, Publisher
+from tba_trainer.loop.evaluations import Evaluations
+from tba_trainer.loop.publisher import Publisher
 from tba_trainer.loop.status import Progress, Session, Status
 from tba_trainer.model import host_memory
 from tba_trainer.tracking import TrackerGroup

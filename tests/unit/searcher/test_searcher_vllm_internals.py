@@ -85,7 +85,9 @@ def test_releases_of_the_range_are_taken(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.30.0rc1", "0.32.0rc2", "0.31.0.dev3+gabc", "0.32.1", "1.0.0", "dev"])
 def test_other_releases_are_refused_with_what_to_install(version: str) -> None:
-    sentence = rf"vLLM {re.escape(version)} is installed, .* with 0\.30\.0 to 0\.32\.0 only, .*'vllm>=0\.30\.0,<=0\.32\.0'"
+    sentence = (
+        rf"vLLM {re.escape(version)} is installed, .* with 0\.30\.0 to 0\.32\.0 only, .*'vllm>=0\.30\.0,<=0\.32\.0'"
+    )
     with pytest.raises(ConfigError, match=sentence):
         check_vllm_release(version)
 

@@ -103,10 +103,8 @@ class Adapters:
         from tba_searcher.engines.vllm.environment import prepare_vllm
 
         prepare_vllm("cpu")
-        from vllm.engine.arg_utils import EngineArgs
+        from vllm import EngineArgs, LLMEngine
         from vllm.lora.request import LoRARequest
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
 
         arguments = EngineArgs(
             model=str(folders[0]), dtype="bfloat16", max_model_len=PROMPT_TOKENS + RESPONSE_TOKENS,
@@ -115,7 +113,7 @@ class Adapters:
             generation_config="vllm", disable_log_stats=True, use_tqdm_on_load=False, enable_lora=True,
             max_lora_rank=LORA_RANK, max_loras=1,
         )  # fmt: skip
-        self._llm: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        self._llm: Any = LLMEngine.from_engine_args(arguments)
         paths = [_make_adapter(folders[0], root / f"adapter-{seed}", seed) for seed in (0, 1)]
         self._requests = [LoRARequest("adapter", 1, str(path), load_inplace=True) for path in paths]
         self._in_use = LoRARequest("adapter", 1, str(paths[0]))
@@ -125,14 +123,13 @@ class Adapters:
     def submit(self, name: str, prompt: list[int]) -> None:
         """See `MergedWeights.submit`."""
         import vllm
-        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         params = vllm.SamplingParams(
             temperature=1.0, max_tokens=RESPONSE_TOKENS, ignore_eos=True, logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        self._llm.add_request(name, tokens_input(prompt), params, lora_request=self._in_use)
+        self._llm.add_request(name, vllm.TokensPrompt(prompt_token_ids=prompt), params, lora_request=self._in_use)
 
     def step(self) -> int:
         """See `MergedWeights.step`."""

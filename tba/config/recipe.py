@@ -83,6 +83,11 @@ class Recipe(StrictModel):
         self._check_snapshot()
         self._check_offline()
         self._check_shared_server()
+        if self.searcher.engine == "vllm" and self.searcher.vllm.quantization and self.model.dtype == "float32":
+            raise ValueError(
+                f"searcher.vllm.quantization is {self.searcher.vllm.quantization!r}, and vLLM rounds weights of 16 "
+                "bits only; set model.dtype to bfloat16 or float16, or remove it"
+            )
         self._check_lag()
         self._check_unused()
         self._check_supervised()

@@ -59,8 +59,9 @@ what the engine calls (docs/searcher.md). The extras of the services name the sa
 
 
 def vllm_release(version: str) -> tuple[int, ...]:
-    """Return the release of a version of vLLM, three numbers, without what follows (rc1, +cu130)."""
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    """Return the release of a version of vLLM, three numbers, without what follows (+cu130, .post1); none where it
+    names no release, or is from before it (rc1, .dev3): such a build has only some of what the release changed."""
+    numbers = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?(?:\+.*)?", version)
     return tuple(int(number) for number in numbers.groups()) if numbers else ()
 
 
@@ -68,13 +69,13 @@ def check_vllm_release(version: str) -> None:
     """Refuse a version of vLLM that the engine and the victim have not been tried with.
 
     Raises:
-        ConfigError: it is older or newer than those of `VLLM_RELEASES`.
+        ConfigError: it is older or newer than those of `VLLM_RELEASES`, no release, or not known.
     """
     oldest, newest = VLLM_RELEASES
     if not vllm_release(oldest) <= vllm_release(version) <= vllm_release(newest):
         raise ConfigError(
-            f"vLLM {version} is installed, and this release of tba was tried with {oldest} to {newest} only, since "
-            f"releases of vLLM change what it calls; pip install 'vllm>={oldest},<={newest}'"
+            f"vLLM {version or 'of an unknown version'} is installed, and this release of tba was tried with {oldest} "
+            f"to {newest} only, since releases of vLLM change what it calls; pip install 'vllm>={oldest},<={newest}'"
         )
 
 

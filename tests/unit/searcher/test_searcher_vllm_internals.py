@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -82,9 +83,11 @@ def test_releases_of_the_range_are_taken(version: str) -> None:
     check_vllm_release(version)
 
 
-@pytest.mark.parametrize("version", ["0.29.0", "0.32.1", "0.33.0rc1", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.0rc1", "0.32.0rc2", "0.31.0.dev3+gabc", "0.32.1", "1.0.0", "dev"])
 def test_other_releases_are_refused_with_what_to_install(version: str) -> None:
-    sentence = rf"vLLM {version} is installed, .* with 0\.30\.0 to 0\.32\.0 only, .*'vllm>=0\.30\.0,<=0\.32\.0'"
+    sentence = (
+        rf"vLLM {re.escape(version)} is installed, .* with 0\.30\.0 to 0\.32\.0 only, .*'vllm>=0\.30\.0,<=0\.32\.0'"
+    )
     with pytest.raises(ConfigError, match=sentence):
         check_vllm_release(version)
 
@@ -156,6 +159,25 @@ def test_eight_bits_reach_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         )
         vllm_engine._build(tmp_path, (), settings, on_cpu=True)
         assert (asked["quantization"], asked["kv_cache_dtype"]) == expected
+
+
+@pytest.mark.parametrize(("dtype", "value_bytes"), [("auto", 2), ("fp8_e4m3", 1), ("fp8_e5m2", 1)])
+def test_a_full_cache_has_no_room_that_eight_bits_leave_empty(dtype: str, value_bytes: int) -> None:
+    model = SimpleNamespace(
+        max_model_len=40,
+        dtype=SimpleNamespace(itemsize=2),
+        get_num_kv_heads=lambda _: 3,
+        get_head_size=lambda: 32,
+        get_num_layers=lambda _: 5,
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(block_size=32, cache_dtype=dtype),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        parallel_config=None,
+    )
+    blocks = 4 * 2 + 1
+    assert internals._full_cache_bytes(config) == blocks * 32 * 2 * 3 * 32 * 5 * value_bytes
 
 
 def test_a_victim_has_no_eight_bits() -> None:

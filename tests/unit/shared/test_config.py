@@ -239,6 +239,14 @@ def load_recipe_of(text: str) -> Recipe:
         (
             {
                 **MINIMAL,
+                "model": {**MINIMAL["model"], "dtype": "float32"},
+                "searcher": {"engine": "vllm", "vllm": {"quantization": "fp8_per_block"}},
+            },
+            r"quantization is 'fp8_per_block', and vLLM rounds weights of 16 bits only; set model\.dtype",
+        ),
+        (
+            {
+                **MINIMAL,
                 "searcher": {"engine": "openai", "openai": {"url": "http://vllm:8000"}},
                 "scaling": {"backend": "kubernetes", "deployment": "searcher", "num_searchers": 2},
             },

@@ -90,7 +90,8 @@ def _full_cache_bytes(config: Any) -> int:
     """Return the bytes of keys and values of all slots at full length: whole blocks, and one that vLLM keeps."""
     model, cache, num_slots = config.model_config, config.cache_config, config.scheduler_config.max_num_seqs
     num_blocks = num_slots * -(-model.max_model_len // cache.block_size) + 1
-    per_token = 2 * model.get_num_kv_heads(config.parallel_config) * model.get_head_size() * model.dtype.itemsize
+    value_bytes = 1 if cache.cache_dtype.startswith("fp8") else model.dtype.itemsize
+    per_token = 2 * model.get_num_kv_heads(config.parallel_config) * model.get_head_size() * value_bytes
     return num_blocks * cache.block_size * per_token * model.get_num_layers(config.parallel_config)
 
 

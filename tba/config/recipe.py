@@ -181,7 +181,8 @@ class Recipe(StrictModel):
 
     def _check_shared_server(self) -> None:
         num = self.scaling.num_searchers
-        if self.shared_server is not None and num is not None and num > 1:
+        # of other backends nothing starts that number: pods, or machines, may have servers of their own
+        if self.scaling.backend == "kubernetes" and self.shared_server is not None and num is not None and num > 1:
             raise ValueError(
                 f"scaling.num_searchers is {num}, and all would load weights into the server {self.shared_server}, "
                 "which one searcher updates; set it to 1, or give each pod a server at localhost"

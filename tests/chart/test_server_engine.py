@@ -64,6 +64,8 @@ def test_searchers_and_nobody_else_reach_the_server() -> None:
     rules = [(name, rule) for name, spec in found.items() for rule in spec["egress"] or []]
     reaches = {name for name, rule in rules if rule["ports"][0]["port"] == 8000}
     assert reaches == {"searcher"}
+    service = policies(made_with(ONE, "searcher.openai.url=http://vllm.lab", "networkPolicy.openai.ports={80,8000}"))
+    assert {("namespaces", 80), ("namespaces", 8000)} <= peers(service["searcher"]["egress"], "to")
     anywhere = {("0.0.0.0/0", 8000), ("::/0", 8000), ("namespaces", 8000)}
     assert anywhere <= peers(policies(made_with(ONE))["searcher"]["egress"], "to")
     assert not anywhere & peers(policies(made_with(BESIDE))["searcher"]["egress"], "to")

@@ -94,9 +94,10 @@ policies of Cilium, and so is "anywhere": for Cilium a range of addresses never 
 {{- end }}
 {{- end }}
 
-{{/* Port of the server in which searchers sample. */}}
-{{- define "tba.serverPort" -}}
-{{ include "tba.portOf" (dict "url" .Values.searcher.openai.url "https" 443 "http" 80) }}
+{{/* Ports of the server in which searchers sample. */}}
+{{- define "tba.serverPorts" -}}
+{{- $own := include "tba.portOf" (dict "url" .Values.searcher.openai.url "https" 443 "http" 80) -}}
+{{- toYaml (.Values.networkPolicy.openai.ports | default (list $own)) }}
 {{- end }}
 
 {{/* Egress to the services of the run: those of this release, or where the URLs lead: dict root, component, url, port. */}}

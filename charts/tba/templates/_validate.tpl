@@ -165,6 +165,9 @@
 {{- $line := regexFind "(?m)^[ \t]*(searcher[.])?tensor_parallel_size[ \t]*=[ \t]*[0-9]+" $text }}
 {{- $ranks := regexFind "[0-9]+$" $line | default "1" | int }}
 {{- $count := int .Values.searcher.gpu.count }}
+{{- if and (gt $ranks 1) .Values.searcher.openai.url }}
+{{- fail (printf "searcher.tensor_parallel_size of the recipe is %d and searcher.openai.url is given: the server splits its model itself (vllm serve --tensor-parallel-size), and searchers would refuse to start; set it to 1 in the recipe" $ranks) }}
+{{- end }}
 {{- if and (gt $count 0) (ne $count $ranks) }}
 {{- fail (printf "searcher.gpu.count is %d and searcher.tensor_parallel_size of the recipe is %d: a searcher needs a GPU for each rank and uses no other; set both to the same number, or raise searcher.replicas instead" $count $ranks) }}
 {{- end }}
@@ -179,7 +182,7 @@
 {{- $openai := $searcher.openai }}
 {{- $text := get (include "tba.recipe" . | fromYaml) "recipe.toml" }}
 {{- if $openai.url }}
-{{- if or (not (regexMatch "^https?://[^/@]+(/.*)?$" $openai.url)) (regexMatch "/v1/?$" $openai.url) }}
+{{- if or (not (regexMatch "^https?://([^][/@:?#\\s]+|\\[[0-9A-Fa-f:.]+\\])(:[0-9]{1,5})?(/[^?#\\s]*)?$" $openai.url)) (regexMatch "/v1/?$" $openai.url) }}
 {{- fail (printf "searcher.openai.url is %q; give the address of the server without /v1, http://HOST:PORT or https://HOST:PORT" $openai.url) }}
 {{- end }}
 {{- if not $openai.weights.volume }}

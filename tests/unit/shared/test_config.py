@@ -291,6 +291,15 @@ def test_a_wrong_recipe_names_key_value_and_remedy(document: dict, message: str)
     assert len(str(caught.value)) < 300
 
 
+def test_a_number_that_nothing_starts_is_not_held_against_servers_of_pods() -> None:
+    """The chart tells the buffer alone that it scales: a trainer reads the same recipe with backend none."""
+    sections = {"searcher": {"engine": "openai", "openai": {"url": "http://localhost:8000"}}}
+    assert (
+        parse_recipe({**MINIMAL, **sections, "scaling": {"num_searchers": 3}}, where="recipe.toml").scaling.backend
+        == "none"
+    )
+
+
 def test_a_misspelt_environment_variable_is_refused(recipe_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'buffer\.capactiy' \(value 5\)"):
         load_recipe(recipe_path, environ={"TBA_BUFFER__CAPACTIY": "5"})

@@ -39,10 +39,11 @@ def _what(cell: Cell) -> tuple[str, Side, tuple[str, ...]]:
 
 
 def best_rate(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> Rate:
-    """Return the rate and schedule of the tuning runs that reached the first target soonest (median over their seeds).
+    """Return the rate and schedule of the tuning runs that reached the first target in the fewest steps.
 
-    One that never reached it took infinitely long; where the medians are equal, the best last accuracy decides. Only
-    rates with as many seeds as the best measured one are compared.
+    In steps, since no rate changes what a step takes and the machine's speed does; by the geometric mean over their
+    seeds, since a median of three leaves two runs out. One that never reached it took infinitely many; where the means
+    are equal, the best last accuracy decides. Only rates with as many seeds as the best measured one are compared.
 
     Raises:
         SystemExit: nothing was tuned.
@@ -56,9 +57,9 @@ def best_rate(results: Results, workload: str, side: Side, settings: tuple[str, 
 
     def badness(rate: Rate) -> tuple[float, float]:
         found = by_rate[rate]
-        seconds = [result.to_target(target) for result in found]
+        steps = [result.to_target(target, "step") for result in found]
         return (
-            statistics.median(float("inf") if each is None else each for each in seconds),
+            statistics.geometric_mean(float("inf") if each is None else each for each in steps),
             -statistics.median(result.last for result in found),
         )
 

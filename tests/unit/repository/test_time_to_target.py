@@ -26,7 +26,9 @@ from benchmarks.time_to_target_bench.workloads import WORKLOADS
 from tba.config import load_recipe
 
 
-def result(side: Side, rate: float, seed: int, seconds: float | None, **changes: Any) -> Result:
+def result(
+    side: Side, rate: float, seed: int, seconds: float | None, *, steps_per_s: float = 1.0, **changes: Any
+) -> Result:
     """Return a result that reaches 0.9 after so many seconds; None: never."""
     cell = Cell(
         **{
@@ -41,8 +43,8 @@ def result(side: Side, rate: float, seed: int, seconds: float | None, **changes:
     )
     last = (10.0, 0.5) if seconds is None else (seconds, 0.9)
     points = tuple(
-        Point(step=step, seconds=at, cpu_s=at, pass_at_1=accuracy, greedy=1.0)
-        for step, (at, accuracy) in enumerate(((0.0, 0.3), last))
+        Point(step=round(at * steps_per_s), seconds=at, cpu_s=at, pass_at_1=accuracy, greedy=1.0)
+        for at, accuracy in ((0.0, 0.3), last)
     )
     return Result(
         cell=cell,
@@ -84,9 +86,9 @@ def test_a_schedule_is_tuned_like_a_rate_and_falls_to_zero_at_the_last_step() ->
     assert [[rate.at(step) for step in (0, 60, 120)] for rate in rates] == [[1e-3, 5e-4, 0.0], [1e-3] * 3]
 
 
-def test_the_rate_is_chosen_by_the_median_where_never_is_infinity_and_an_edge_is_named() -> None:
+def test_the_rate_is_chosen_by_the_mean_where_never_is_infinity_and_an_edge_is_named() -> None:
     assert not set(TUNING_SEEDS) & set(SEEDS)
-    rates = {1e-4: (50.0, 50.0, 50.0), 1e-3: (5.0, None, None), 2e-3: (30.0, 90.0, 40.0), 4e-3: (None, None, 1.0)}
+    rates = {1e-4: (50.0, 50.0, 50.0), 1e-3: (5.0, 5.0, None), 2e-3: (30.0, 90.0, 40.0), 4e-3: (None, None, 1.0)}
     found = by_cell(tuned("tba", rates))
     assert best_rate(found, "quickstart", "tba", ()) == Rate(2e-3)
     assert not is_at_edge(found, "quickstart", "tba", ())
@@ -94,6 +96,12 @@ def test_the_rate_is_chosen_by_the_median_where_never_is_infinity_and_an_edge_is
     assert best_rate(few, "quickstart", "tba", ()) == Rate(2e-3)  # a rate with one seed of three is not compared
     with pytest.raises(SystemExit, match="run `tune` first"):
         best_rate(found, "quickstart", "trl", ())
+
+
+def test_a_slow_hour_of_the_machine_does_not_choose_the_rate() -> None:
+    fast = tuned("tba", {1e-3: (10.0, 10.0, 10.0)})  # 10 steps
+    slow = [result("tba", 5e-4, seed, 20.0, steps_per_s=0.25) for seed in TUNING_SEEDS]  # 5 steps in twice the time
+    assert best_rate(by_cell([*fast, *slow]), "quickstart", "tba", ()) == Rate(5e-4)
 
 
 def test_a_table_has_one_length_and_one_source_of_each_side() -> None:

@@ -30,7 +30,7 @@ from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import Objective, resolve
 
 from tba.config import ObjectiveSection
-from tba.config.objective import PRESETS
+from tba.config.objective import FAMILY, PRESETS
 from tba.wire import Batch, decode_batch
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe
@@ -59,6 +59,8 @@ def passes(
     max_tokens: int,
     ranks: Ranks,
     rewards: np.ndarray | None = None,
+    known: Given | None = None,
+    ages: list[int] = AGES,
 ) -> ForwardBackward:
     rng, resolved = np.random.default_rng(0), resolve(objective, max_response_tokens=32)
     return ForwardBackward(
@@ -67,8 +69,8 @@ def passes(
         batch.rollouts,
         groups=batch.group_numbers,
         rewards=rng.random(len(batch.rollouts)) if rewards is None else rewards,
-        given=given_of(batch, resolved, rng),
-        policy_ages=AGES[: len(batch.rollouts)],
+        given=known or given_of(batch, resolved, rng),
+        policy_ages=ages[: len(batch.rollouts)],
         beta=BETA,
         micro_batch_tokens=max_tokens,
         ranks=ranks,
@@ -100,6 +102,8 @@ def run(
     max_tokens: int,
     ranks: Ranks | None = None,
     rewards: np.ndarray | None = None,
+    known: Given | None = None,
+    ages: list[int] = AGES,
 ) -> Result:
     num_passes = 0
 
@@ -110,7 +114,7 @@ def run(
             return super()._token_logprobs(sequences, with_entropy)
 
     model = copy.deepcopy(model)
-    work = passes(Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks(), rewards)
+    work = passes(Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks(), rewards, known, ages)
     metrics = work.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     return gradient, metrics, work.results(), num_passes
@@ -310,6 +314,71 @@ def test_tied_groups_have_their_pass_where_more_than_rewards_decide(model: Any, 
     _, metrics, _, num_sequences = run_tied(model, values)
     assert num_sequences == 12
     assert metrics["num_rollouts_without_gradient"] == 0
+
+
+MASKABLE = [name for name in FAMILY if PRESETS[name].centre != "log_z"]
+
+
+@pytest.mark.parametrize("preset", MASKABLE)
+@pytest.mark.parametrize("max_tokens", [4096, 60, 10])
+def test_masked_tied_groups_cost_no_pass_and_only_their_part_of_the_gradient_is_missing(
+    model: Any, preset: str, max_tokens: int
+) -> None:
+    """The gradient is that of the group that is left, divided by all rollouts; nothing that is known of the others is
+    read."""
+    batch, theta, objective = make_batch(0), copy.deepcopy(model).double(), section(preset, mask_tied=True)
+    resolved = resolve(objective, max_response_tokens=32)
+    known = given_of(batch, resolved, np.random.default_rng(0))
+
+    def of_rows(values: Any, others: Any) -> Any:
+        return None if values is None else [v if row in range(4, 8) else others(v) for row, v in enumerate(values)]
+
+    unread = Given(
+        ref_logprobs=of_rows(known.ref_logprobs, lambda _: 1e9),
+        ref_token_logprobs=of_rows(known.ref_token_logprobs, lambda v: 1e9 + v),
+        trainer_logprobs=of_rows(known.trainer_logprobs, lambda v: 1e9 + v),
+    )
+    found, metrics, results, _ = run(theta, objective, batch, max_tokens, rewards=REWARDS, known=unread)
+    alone = replace(batch, groups=batch.groups[1:2])
+    rows = slice(4, 8)
+    of_alone = Given(
+        ref_logprobs=known.ref_logprobs and known.ref_logprobs[rows],
+        ref_token_logprobs=known.ref_token_logprobs and known.ref_token_logprobs[rows],
+        trainer_logprobs=known.trainer_logprobs and known.trainer_logprobs[rows],
+    )
+    # the ages of the group: AGES repeats after three rollouts and not after four
+    expected, *_ = run(theta, section(preset), alone, 4096, rewards=REWARDS[rows], known=of_alone, ages=AGES[rows])
+    expected *= 4 / 12
+    # norms and rotary embeddings of the model are float32 in any case
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
+    unmasked, *_ = run(theta, section(preset), batch, max_tokens, rewards=REWARDS, known=known)
+    assert (unmasked - expected).norm() > 100 * (found - expected).norm()
+    assert metrics["num_rollouts_without_gradient"] == 8
+    assert metrics["tied_group_share"] == pytest.approx(2 / 3)
+    assert [item.logprob is None for item in results] == [True] * 4 + [False] * 4 + [True] * 4
+    assert [item.advantage == 0 for item in results] == [True] * 4 + [False] * 4 + [True] * 4
+    measured = batch_metrics(results, step=1, success_reward=1.0, policy_temperature=1.0)
+    assert measured["num_rollouts"] == 12
+    # as the others that depend on theta, of those that a pass was made for
+    differences = [item.logprob - item.ref_logprob for item in results[4:8]]
+    assert measured["kl_to_ref"] == pytest.approx(np.mean(differences))
+
+
+def test_a_batch_of_masked_tied_groups_alone_has_no_gradient(model: Any) -> None:
+    found = run_ranks(model, section("tba_prime", mask_tied=True), make_batch(0), 4096, 3, np.ones(12))
+    assert [result[3] for result in found] == [1, 1, 1]  # the filler: all make the same passes
+    assert all(float(gradient.abs().max()) == 0 for gradient, *_ in found)
+    assert [metrics["entropy"] for _, metrics, *_ in found] == [None] * 3
+
+
+@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 4096), (3, 30), (7, 4096)])
+def test_ranks_agree_about_masked_tied_groups(model: Any, num_ranks: int, max_tokens: int) -> None:
+    objective = section("tba_prime_published", mask_tied=True, mask_truncated=True)
+    whole = run(model, objective, make_batch(0), 4096, rewards=REWARDS)
+    results = run_ranks(model, objective, make_batch(0), max_tokens, num_ranks, REWARDS)
+    torch.testing.assert_close(torch.stack([r[0] for r in results]).sum(dim=0), whole[0], atol=2e-6, rtol=2e-4)
+    assert whole[0].norm() > 0
+    assert len({result[3] for result in results}) == 1
 
 
 @pytest.mark.parametrize("preset", ["grpo", "reinforce", "ppo_clip", "raft", "cispo"])

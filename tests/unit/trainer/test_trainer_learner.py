@@ -167,6 +167,36 @@ def test_shuffled_rewards_that_reach_the_passes_are_permuted_over_the_whole_batc
         assert any(int(reward) // 4 != place // 4 for place, reward in enumerate(rewards))  # across groups of 4
 
 
+@pytest.mark.parametrize("preset", ["tba_prime_published", "tba_prime_clip", "kimi"])
+def test_of_masked_tied_groups_nothing_is_computed_and_the_others_learn_as_without_them(
+    folder: Path, preset: str
+) -> None:
+    batch, section = make_batch(0), {"preset": preset, "beta": 0.2}
+    rewards = ([1.0] * 4, [0.0, 1.0, 1.0, 0.0], [0.5] * 4)
+    batch = replace(
+        batch,
+        groups=tuple(
+            replace(group, rollouts=tuple(replace(r, reward=r_) for r, r_ in zip(group.rollouts, those, strict=True)))
+            for group, those in zip(batch.groups, rewards, strict=True)
+        ),
+    )
+    # no clip: it would hide the divisor
+    trainer = {"max_grad_norm_ratio": 0, "max_grad_norm": 1e9}
+    masked = move(make_learner(folder, objective={**section, "mask_tied": True}, trainer=trainer))
+    found = gradient(masked, batch)
+    alone = move(make_learner(folder, objective=section, trainer=trainer))
+    expected = gradient(alone, replace(batch, groups=batch.groups[1:2])) * 4 / 12
+    assert expected.norm() > 0
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
+    cached = [each.reference.cache_tensors() for each in (masked, alone)]
+    assert cached[0].keys() == cached[1].keys()
+    assert all(len(cached[0][name]) == len(cached[1][name]) for name in cached[0])
+    assert [result.logprob is None for result in masked.results] == [True] * 4 + [False] * 4 + [True] * 4
+    assert [result.ref_logprob is None for result in masked.results] == [
+        preset == "kimi" or result.logprob is None for result in masked.results
+    ]
+
+
 def test_at_policy_age_0_ess_is_near_1_and_the_gap_near_0(folder: Path) -> None:
     learner = make_learner(folder)
     batch = make_batch(0)

@@ -119,9 +119,8 @@ def _log_ratios(scored: Sequence[ForwardResult]) -> NDArray[np.float64]:
 
 
 def _kl_to_ref(scored: Sequence[ForwardResult]) -> float | None:
-    pairs = [(s.logprob, s.ref_logprob) for s in scored]
-    differences = [theta - ref for theta, ref in pairs if theta is not None and ref is not None]
-    return _known(np.mean(differences)) if len(differences) == len(scored) else None
+    differences = [s.logprob - s.ref_logprob for s in scored if s.logprob is not None and s.ref_logprob is not None]
+    return _ratio(sum(differences), len(differences))
 
 
 def _passed(scored: Sequence[ForwardResult]) -> list[ForwardResult]:

@@ -6,7 +6,8 @@ span micro-batches cost a first pass without gradient. Both ways give the same g
 (tests/unit/trainer/test_trainer_forward_backward.py).
 
 A rollout that is masked, or whose A_j is 0 by rewards alone (as in a group of equal rewards), adds nothing to the
-gradient: where no A_j depends on theta, no pass is made for it. Metrics of theta are of the others.
+gradient: where no A_j depends on theta, no pass is made for it. Nor is one for a group of equal rewards that is masked
+as a whole (`mask_tied`), whose log-probs no other group reads. Metrics of theta are of the others.
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
@@ -35,6 +36,7 @@ from tba_trainer.objectives import (
     Totals,
     advantages,
     custom_loss,
+    is_tied,
     log_ratios,
     log_z_of_batch,
     objective_loss,
@@ -68,7 +70,10 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What is known of the N rollouts of a batch before theta has seen them; None where the objective needs none."""
+    """What is known of the N rollouts of a batch before theta has seen them; None where the objective needs none.
+
+    Of a rollout that `tied_rows` has, anything may stand here: nothing reads it.
+    """
 
     ref_logprobs: Sequence[float] | None = None
     """[N] log pi_ref, sums over the responses."""
@@ -99,13 +104,20 @@ class ForwardResult:
     logprob: float | None
     """None: no pass was made for it, since it adds nothing to the gradient."""
     ref_logprob: float | None
-    """None where the objective needs no reference."""
+    """None where the objective needs no reference, or no pass was made."""
     abs_gap: float
     """Sum over tokens of |trainer log-prob - sampler log-prob|; 0 without a pass."""
     advantage: float | None = None
     """A_j; None: the objective has none."""
     weight: float | None = None
     """The mean of w_jt over the tokens; None: no pass was made, or the objective has no such weight."""
+
+
+def tied_rows(objective: Objective, rewards: NDArray[np.float64], groups: Sequence[int]) -> NDArray[np.bool_]:
+    """Return which rollouts the objective leaves out, since the rewards of their group are all equal. [N]"""
+    if not objective.mask_tied:
+        return np.zeros(len(rewards), dtype=np.bool_)
+    return is_tied(torch.from_numpy(rewards), torch.tensor(groups)).numpy()
 
 
 class ForwardBackward:
@@ -154,6 +166,9 @@ class ForwardBackward:
             num_tokens=int(num_tokens[self._kept].sum()),
             num_groups=len({group for group, is_cut in zip(groups, truncated, strict=True) if not is_cut}),
         )
+        # after the divisors: the gradient is what it was without the part of these groups
+        self._tied = tied_rows(objective, rewards, groups)  # [N]
+        self._kept &= ~torch.from_numpy(self._tied)
         self._sequences = self._given_sums(rewards, groups, num_tokens)
         self._advantage = torch.zeros(len(rollouts), dtype=torch.float64)
         self._weight = torch.zeros(len(rollouts), dtype=torch.float64)
@@ -200,10 +215,11 @@ class ForwardBackward:
 
     def _rows_with_gradient(self) -> list[int]:
         """Return the rollouts that a pass is made for."""
-        everything, objective = list(range(len(self._rollouts))), self._objective
+        objective = self._objective
         # A_j, or the gradient beside it, depends on theta: it is known only after the pass
         if objective.reads_theta or objective.needs_all_tokens or objective.log_ratio_penalty:
-            return everything
+            # one that was cut off has its pass: the others of its group are centred by it
+            return np.flatnonzero(~self._tied).tolist()
         self._reward_advantage = advantages(self._sequences, objective, beta=self._beta)
         return ((self._reward_advantage != 0) & self._kept).nonzero()[:, 0].tolist()
 
@@ -251,7 +267,7 @@ class ForwardBackward:
                 rollout=self._rollouts[i],
                 policy_age=self._ages[i],
                 logprob=logprob if i in passed else None,
-                ref_logprob=None if not refs else refs[i],
+                ref_logprob=refs[i] if refs and i in passed else None,
                 abs_gap=abs_gap,
                 advantage=a if has_parts else None,
                 weight=weight if has_parts and i in passed else None,

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
@@ -21,9 +22,9 @@ from tba.config import Recipe, TrainerSection
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tba.versions import START, PolicyVersion
-from tba.wire import Batch
+from tba.wire import Batch, Rollout
 from tba_trainer.learner.batch_metrics import batch_metrics
-from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks
+from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks, tied_rows
 from tba_trainer.learner.guards import GuardState
 from tba_trainer.learner.log_z import RunningLogZ
 from tba_trainer.learner.old_policy import OldPolicy
@@ -111,18 +112,14 @@ class Learner:
         if self._recipe.trainer.shuffle_rewards:
             rewards = self.rng.permutation(rewards)
         values = values or scheduled(self._recipe, step=step)
+        tied = tied_rows(self.objective, rewards, batch.group_numbers)
         forward_backward = ForwardBackward(
             self._policy,
             self.objective,
             rollouts,
             groups=batch.group_numbers,
             rewards=rewards,
-            given=Given(
-                ref_logprobs=self.reference.logprobs(rollouts),
-                ref_token_logprobs=self.reference.token_logprobs(rollouts),
-                trainer_logprobs=None if self._old_policy is None else self._old_policy.logprobs(rollouts),
-                log_z=None if self._log_z is None else self._log_z.values(rollouts),
-            ),
+            given=self._given(rollouts, np.flatnonzero(~tied)),
             policy_ages=policy_ages,
             beta=values.beta,
             micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
@@ -270,6 +267,18 @@ class Learner:
         self.rng.bit_generator.state = state.rng
         torch.set_rng_state(decode_torch_rng(state.torch_rng))
 
+    def _given(self, rollouts: Sequence[Rollout], rows: NDArray[np.intp]) -> Given:
+        """Return what is known of the rollouts `rows` before theta has seen them, and zeros for the others."""
+        read = [rollouts[row] for row in rows]
+        nothing = [np.zeros(len(rollout.response_tokens)) for rollout in rollouts]
+        old = None if self._old_policy is None else self._old_policy.logprobs(read)
+        return Given(
+            ref_logprobs=_spread(self.reference.logprobs(read), rows, [0.0] * len(rollouts)),
+            ref_token_logprobs=_spread(self.reference.token_logprobs(read), rows, nothing),
+            trainer_logprobs=_spread(old, rows, nothing),
+            log_z=None if self._log_z is None else self._log_z.values(rollouts),
+        )
+
     def _make_old_policy(self) -> OldPolicy | None:
         recipe = self._recipe
         if self.objective.function is not None or self.objective.parts.old_policy != "trainer":
@@ -288,6 +297,16 @@ class Learner:
             return AdapterWeights(self.model, self._policy)
         temperature = self._recipe.model.policy_temperature
         return FrozenCopyWeights.of(self.model, temperature=temperature, autocast_dtype=autocast_dtype)
+
+
+def _spread(values: Sequence[Any] | None, rows: NDArray[np.intp], everything: Sequence[Any]) -> list[Any] | None:
+    """Return `everything` with the values in their rows; None where there are no values."""
+    if values is None:
+        return None
+    found = list(everything)
+    for row, value in zip(rows.tolist(), values, strict=True):
+        found[row] = value
+    return found
 
 
 class Optimizer:

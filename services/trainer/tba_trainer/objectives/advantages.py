@@ -279,9 +279,14 @@ def tied_group_share(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> f
     """Return the share of groups whose rewards are all equal: they teach (nearly) nothing."""
     if not len(reward):
         return 0.0
-    lowest, highest = group_extremes(reward, group)
-    tied = (lowest == highest).to(torch.float64) / group_size(reward, group)
+    tied = is_tied(reward, group).to(torch.float64) / group_size(reward, group)
     return float(tied.sum() / _renumber(group)[1])
+
+
+def is_tied(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:
+    """Return whether the rewards of each rollout's group are all equal."""
+    lowest, highest = group_extremes(reward, group)
+    return lowest == highest
 
 
 def _renumber(group: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], int]:

@@ -40,6 +40,7 @@ class Objective:
     aggregation_tokens: int
     """Divisor of a rollout's tokens where the aggregation is `constant`."""
     mask_truncated: bool
+    mask_tied: bool
     mismatch_weight: MismatchWeight
     mismatch_range: tuple[float, float]
     log_z_rate: float | None
@@ -136,6 +137,7 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
         log_ratio_clamp=section.log_ratio_clamp,
         aggregation_tokens=aggregation_tokens or 1,
         mask_truncated=section.mask_truncated,
+        mask_tied=section.mask_tied,
         mismatch_weight=section.mismatch_weight,
         mismatch_range=section.mismatch_range,
         log_z_rate=(section.log_z_rate or DEFAULT_LOG_Z_RATE) if parts.centre == "log_z" and not function else None,

@@ -188,9 +188,8 @@ class ObjectiveSection(StrictModel):
     mask_truncated: bool = False
     """Rollouts that ended at their token limit count in the baseline of their group and teach nothing themselves."""
     mask_tied: bool = False
-    """Rollouts of a group whose rewards are all equal teach nothing, not even by their KL: no pass is made for them, and
-    a step costs what the other groups cost. They count in the divisors. Family only: for a baseline whose A is 0 there
-    no pass is made in any case."""
+    """Rollouts of a group whose rewards are all equal teach nothing, not even by their KL. They count in the divisors.
+    No pass is made for them where no other group reads their log-probs: a step costs what the other groups cost."""
     old_policy: OldPolicy | None = None
     """pi_old, whose log-probs rho is taken to: those that the sampler reported; those of the same weights, computed
     again by the trainer; or theta itself, without gradient (rho is then 1)."""
@@ -255,11 +254,6 @@ class ObjectiveSection(StrictModel):
         parts = self.parts
         if parts is None or parts.centre != "log_z":
             return
-        if self.mask_tied:
-            raise ValueError(
-                'centre = "log_z" learns the log Z of a prompt from every group of it, and mask_tied = true leaves the '
-                "groups of equal rewards out; remove one of the two"
-            )
         clamp = parts.log_ratio_token_clamp
         if self.used_anchor != "fixed" or clamp is not None or self.reward_baseline is not None:
             name = "reward_baseline" if self.reward_baseline else "anchor" if clamp is None else "log_ratio_token_clamp"
@@ -367,11 +361,6 @@ class ObjectiveSection(StrictModel):
     def _check_family_only(self) -> None:
         if self.preset in FAMILY:
             return
-        if self.mask_tied:
-            raise ValueError(
-                f"mask_tied = true belongs to the family ({', '.join(FAMILY)}); {self._kind} {self.preset} does not have "
-                "this setting: remove it"
-            )
         for name in ("centre", "reward_baseline", "length_normalise", "age_scaled"):
             if getattr(self, name) is not None:
                 raise ValueError(

@@ -148,6 +148,25 @@ def test_without_a_pass_the_advantage_is_known_all_the_same(model: Any) -> None:
     assert all(result.weight for result in results[1:])
 
 
+@pytest.mark.parametrize("preset", [*PRESETS, OWN])
+@pytest.mark.parametrize("max_tokens", [4096, 60])
+def test_a_masked_tied_group_pulls_at_nothing_and_the_others_pull_as_before(
+    model: Any, preset: str, max_tokens: int
+) -> None:
+    batch = near(make_batch(0))
+    # m2po chooses the tokens that it masks among those that teach
+    values = {"preset": preset, **({"second_moment_limit": 100.0} if preset == "m2po" else {})}
+    _, unmasked = run(model, batch, max_tokens, values)
+    results, pulls = run(model, batch, max_tokens, {**values, "mask_tied": True})
+    others = [*range(4), *range(8, 12)]
+    assert [pulls[i] or 0.0 for i in range(4, 8)] == [0.0] * 4
+    assert [pulls[i] for i in others] == pytest.approx([unmasked[i] for i in others], rel=1e-5, abs=1e-12)
+    assert any(pulls[i] for i in others)
+    # who reads the log-probs of other groups still has them
+    reads_all = preset in ("tb_log_z", "m2po", "ppo_clip", "reinforce", OWN)
+    assert [results[i].logprob is not None for i in range(4, 8)] == [reads_all] * 4
+
+
 def test_an_objective_from_outside_has_neither(model: Any) -> None:
     results, _ = run(model, make_batch(0), 60, {"preset": OWN})
     assert {(result.advantage, result.weight) for result in results} == {(None, None)}

@@ -7,7 +7,7 @@ span micro-batches cost a first pass without gradient. Both ways give the same g
 
 A rollout that is masked, or whose A_j is 0 by rewards alone (as in a group of equal rewards), adds nothing to the
 gradient: where no A_j depends on theta, no pass is made for it. Nor is one for a group of equal rewards that is masked
-as a whole (`mask_tied`), whose log-probs no other group reads. Metrics of theta are of the others.
+as a whole (`mask_tied`) where no other group reads its log-probs. Metrics of theta are of the others.
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
@@ -72,7 +72,7 @@ class Policy(Protocol):
 class Given:
     """What is known of the N rollouts of a batch before theta has seen them; None where the objective needs none.
 
-    Of a rollout that `tied_rows` has, anything may stand here: nothing reads it.
+    Of a rollout that `unread_rows` has, anything may stand here: nothing reads it.
     """
 
     ref_logprobs: Sequence[float] | None = None
@@ -118,6 +118,13 @@ def tied_rows(objective: Objective, rewards: NDArray[np.float64], groups: Sequen
     if not objective.mask_tied:
         return np.zeros(len(rewards), dtype=np.bool_)
     return is_tied(torch.from_numpy(rewards), torch.tensor(groups)).numpy()
+
+
+def unread_rows(objective: Objective, rewards: NDArray[np.float64], groups: Sequence[int]) -> NDArray[np.bool_]:
+    """Return which rollouts no pass is made for, whatever theta is: those left out, unless others depend on them. [N]"""
+    tied = tied_rows(objective, rewards, groups)
+    # a baseline of the whole batch, or a prompt's log Z, is an estimate from all groups
+    return np.zeros_like(tied) if objective.needs_complete_batch or objective.log_z_rate is not None else tied
 
 
 class ForwardBackward:
@@ -167,8 +174,8 @@ class ForwardBackward:
             num_groups=len({group for group, is_cut in zip(groups, truncated, strict=True) if not is_cut}),
         )
         # after the divisors: the gradient is what it was without the part of these groups
-        self._tied = tied_rows(objective, rewards, groups)  # [N]
-        self._kept &= ~torch.from_numpy(self._tied)
+        self._kept &= ~torch.from_numpy(tied_rows(objective, rewards, groups))
+        self._unread = unread_rows(objective, rewards, groups)  # [N]
         self._sequences = self._given_sums(rewards, groups, num_tokens)
         self._advantage = torch.zeros(len(rollouts), dtype=torch.float64)
         self._weight = torch.zeros(len(rollouts), dtype=torch.float64)
@@ -219,7 +226,7 @@ class ForwardBackward:
         # A_j, or the gradient beside it, depends on theta: it is known only after the pass
         if objective.reads_theta or objective.needs_all_tokens or objective.log_ratio_penalty:
             # one that was cut off has its pass: the others of its group are centred by it
-            return np.flatnonzero(~self._tied).tolist()
+            return np.flatnonzero(~self._unread).tolist()
         self._reward_advantage = advantages(self._sequences, objective, beta=self._beta)
         return ((self._reward_advantage != 0) & self._kept).nonzero()[:, 0].tolist()
 

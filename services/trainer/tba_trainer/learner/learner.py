@@ -24,7 +24,7 @@ from tba.errors import ConfigError, TbaError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Rollout
 from tba_trainer.learner.batch_metrics import batch_metrics
-from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks, tied_rows
+from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks, unread_rows
 from tba_trainer.learner.guards import GuardState
 from tba_trainer.learner.log_z import RunningLogZ
 from tba_trainer.learner.old_policy import OldPolicy
@@ -112,14 +112,14 @@ class Learner:
         if self._recipe.trainer.shuffle_rewards:
             rewards = self.rng.permutation(rewards)
         values = values or scheduled(self._recipe, step=step)
-        tied = tied_rows(self.objective, rewards, batch.group_numbers)
+        unread = unread_rows(self.objective, rewards, batch.group_numbers)
         forward_backward = ForwardBackward(
             self._policy,
             self.objective,
             rollouts,
             groups=batch.group_numbers,
             rewards=rewards,
-            given=self._given(rollouts, np.flatnonzero(~tied)),
+            given=self._given(rollouts, np.flatnonzero(~unread)),
             policy_ages=policy_ages,
             beta=values.beta,
             micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,

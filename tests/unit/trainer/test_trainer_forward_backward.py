@@ -114,7 +114,9 @@ def run(
             return super()._token_logprobs(sequences, with_entropy)
 
     model = copy.deepcopy(model)
-    work = passes(Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks(), rewards, known, ages)
+    work = passes(
+        Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks(), rewards, known, ages
+    )
     metrics = work.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     return gradient, metrics, work.results(), num_passes

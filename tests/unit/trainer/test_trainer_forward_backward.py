@@ -362,7 +362,7 @@ def test_masked_tied_groups_cost_no_pass_and_only_their_part_of_the_gradient_is_
     measured = batch_metrics(results, step=1, success_reward=1.0, policy_temperature=1.0)
     assert measured["num_rollouts"] == 12
     # as the others that depend on theta, of those that a pass was made for
-    differences = [item.logprob - item.ref_logprob for item in results[4:8]]
+    differences = [(item.logprob or 0.0) - (item.ref_logprob or 0.0) for item in results[4:8]]
     assert measured["kl_to_ref"] == pytest.approx(np.mean(differences))
 
 

@@ -114,7 +114,8 @@ def case_8_bits_follow_versions_of_each_kind_in_flight(bench: Bench) -> None:
     assert isinstance(engine, VllmEngine)
     start = engine.canary_logprobs(PROMPT, RESPONSE)
     requests = [
-        make_request(str(i), PROMPT[i:], Sampling(temperature=1.0), eos_ids=(), max_response_tokens=8) for i in range(3)
+        make_request(str(i), PROMPT[4 * i :], Sampling(temperature=1.0, seed=i), eos_ids=(), max_response_tokens=8)
+        for i in range(2)
     ]
     for request in requests:
         engine.submit(request)
@@ -123,15 +124,13 @@ def case_8_bits_follow_versions_of_each_kind_in_flight(bench: Bench) -> None:
         engine.stage_weights(held[version].paths)
         engine.load_weights(held[version].paths, version)
         engine.verify(held[version].manifest)
-        own, *others = mean_gaps(engine, [models[version], *(m for v, m in models.items() if v != version)])
-        assert LEAST_GAP < own < min(others) / 2, (version, own, others)
     for completion in finish(engine):
         assert [span.version for span in completion.version_spans] == [START, V1, DELTA, ADAPTER]
         found = completion.sampler_logprobs
         request, expected = requests[int(completion.request_id)], dict[str, float]()
         for name, of in (("kept", mixed_logprobs), ("recomputed", _recomputed_logprobs)):
             expected[name] = float(np.abs(found - of(models, request, completion)).mean())
-        assert expected["kept"] < expected["recomputed"] / 2, expected
+        assert LEAST_GAP < expected["kept"] < expected["recomputed"] / 2, expected
     engine.load_weights(held[START].paths, START)
     np.testing.assert_array_equal(engine.canary_logprobs(PROMPT, RESPONSE), start)
 

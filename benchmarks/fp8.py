@@ -1,11 +1,12 @@
 """What vLLM's 8-bit weights, keys and values do to log-probs and to the effective sample size: a report by setting.
 
-    python benchmarks/fp8.py [--model FOLDER] [--responses 64] [--canaries 24] [--settings ROW ...] [--json FILE]
+    python benchmarks/fp8.py [--model FOLDER] [--responses 64] [--canaries 24] [--wrong 8] [--settings ROW ...]
 
 A small llama is trained here (benchmarks/canary_bench/models.py), or --model names a folder in Hugging Face format. For
 each setting vLLM samples responses, and the trainer computes the log-probs of the same tokens from the tensors as
 published, in bfloat16. The gap of a token is the difference. Candidates of a canary are compared likewise, before an
-update in flight and after it. Runs on the CPU: FP8 weights need bfloat16 there, and per block AMX; FP8 keys and values
+update in flight and after it, and when the engine holds wrong weights (benchmarks/canary_bench/defects.py): how many of
+those the canary refuses. Runs on the CPU: FP8 weights need bfloat16 there, and per block AMX; FP8 keys and values
 need AVX-512. Weights per channel go through torch's slow product there, 0.1 s for each token.
 """
 
@@ -17,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,17 @@ sys.path[:0] = [str(ROOT)]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from tba_searcher.engines.engine import Completion, Request  # noqa: E402
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings  # noqa: E402
 from tba_searcher.engines.weight_loader import load_model  # noqa: E402
-from tba_trainer.checkpoints.canary import candidate  # noqa: E402
+from tba_trainer.checkpoints.canary import EIGHT_BIT_TOLERANCE, MIN_TOLERANCE, candidate  # noqa: E402
 from tba_trainer.learner.batch_metrics import ess_ratio  # noqa: E402
 from tba_trainer.model.logprobs import LogprobModel  # noqa: E402
 from tba_trainer.model.packing import pack_sequences  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
+from benchmarks.canary_bench.defects import Weights, wrong_weights  # noqa: E402
 from benchmarks.canary_bench.models import KINDS, make_model, repository_texts  # noqa: E402
 from tba.config.searcher import SearcherVllmSection  # noqa: E402
 from tba.versions import START, PolicyVersion  # noqa: E402
@@ -65,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--responses", type=int, default=64, metavar="N", help="that are sampled for each setting (64)")
     parser.add_argument("--tokens", type=int, default=48, metavar="N", help="of each response (48)")
     parser.add_argument("--canaries", type=int, default=24, metavar="N", help="candidates of a canary (24)")
+    parser.add_argument("--wrong", type=int, default=8, metavar="N", help="of them, for each kind of wrong weights (8)")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="ROW")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file, too")
     args = parser.parse_args(argv)
@@ -80,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps({"load": os.getloadavg(), "rows": rows}, indent=1))
     print(report(rows))
+    if args.wrong:
+        print(wrong_report(rows))
     return 0
 
 
@@ -88,12 +94,20 @@ class Parity:
 
     def __init__(self, folder: Path, scratch: Path, args: argparse.Namespace) -> None:
         self._folder, self._args = folder, args
-        self._paths = {START: folder / "model.safetensors", NEXT: scratch / "next.safetensors"}
-        generator = torch.Generator().manual_seed(0)
-        tensors = load_file(self._paths[START])
-        for tensor in tensors.values():
-            tensor += torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0) * NEXT_NOISE
-        save_file(tensors, self._paths[NEXT], metadata={"format": "pt"})
+        self._paths = {START: scratch / "start.safetensors", NEXT: scratch / "next.safetensors"}
+        generator, right = torch.Generator().manual_seed(0), Weights.of(folder)
+        _save(right.tensors, self._paths[START])
+        tensors = {
+            name: tensor + torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0) * NEXT_NOISE
+            for name, tensor in right.tensors.items()
+        }
+        _save(tensors, self._paths[NEXT])
+        self._wrong = dict[str, Path]()
+        for defect, wrong in wrong_weights(folder) if args.wrong else ():
+            # an engine has the configuration with which it starts
+            if wrong.config == right.config and wrong.tensors.keys() == right.tensors.keys():
+                self._wrong[defect] = scratch / f"wrong-{len(self._wrong)}.safetensors"
+                _save(wrong.tensors, self._wrong[defect])
         model: Any = load_model(folder, dtype=DTYPE, device="cpu", trust_remote_code=False)
         self._models = {START: LogprobModel(model, temperature=1.0)}
         following: Any = load_model(folder, dtype=DTYPE, device="cpu", trust_remote_code=False)
@@ -115,12 +129,16 @@ class Parity:
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
         try:
-            found = self._sampled(engine) | {"canary": self._canary(engine, START)}
+            found: dict[str, Any] = {**self._sampled(engine), "canary": self._canary(engine, START)}
             engine.stage_weights([self._paths[NEXT]])
             start_s = time.perf_counter()
             engine.load_weights([self._paths[NEXT]], NEXT)
             found["pause_ms"] = 1e3 * (time.perf_counter() - start_s)
             found["canary_after_update"] = self._canary(engine, NEXT)
+            found["canary_of_wrong"] = {}
+            for defect, path in self._wrong.items():
+                engine.load_weights([path], START)
+                found["canary_of_wrong"][defect] = self._canary(engine, START, self._args.wrong)
         finally:
             engine.close()
         return found
@@ -154,10 +172,10 @@ class Parity:
             "ess_of_responses": ess_ratio(np.array([each.sum(dtype=np.float64) for each in log_ratios])),
         }
 
-    def _canary(self, engine: VllmEngine, version: PolicyVersion) -> list[float]:
-        """Return the largest gap of each candidate, sorted."""
+    def _canary(self, engine: VllmEngine, version: PolicyVersion, num: int | None = None) -> list[float]:
+        """Return the largest gap of each of the first `num` candidates (None: of all), sorted."""
         worst = list[float]()
-        for tokens in self._candidates:
+        for tokens in self._candidates[:num]:
             prompt, response = tokens[:8], tokens[8:]
             found = engine.canary_logprobs(prompt.tolist(), response.tolist())
             worst.append(float(np.abs(found - self._logprobs(version, prompt, response)).max()))
@@ -168,6 +186,10 @@ class Parity:
         self, version: PolicyVersion, prompt: NDArray[np.int32], response: NDArray[np.int32]
     ) -> NDArray[np.float32]:
         return self._models[version].token_logprobs(pack_sequences([prompt], [response], "cpu")).float().numpy()
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def report(rows: dict[str, dict[str, Any]]) -> str:
@@ -195,6 +217,21 @@ def report(rows: dict[str, dict[str, Any]]) -> str:
             f"{row['pause_ms']:.0f}",
         ]
         lines.append(f"| {name} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def wrong_report(rows: dict[str, dict[str, Any]]) -> str:
+    """Return, by kind of wrong weights and row, the median of the largest gaps and the share that is refused."""
+    measured = {name: row["canary_of_wrong"] for name, row in rows.items() if "refused" not in row}
+    limits = {name: EIGHT_BIT_TOLERANCE if SETTINGS[name] else MIN_TOLERANCE[DTYPE] for name in measured}
+    heads = " | ".join(f"{name}: gap | refused at {limit:g}" for name, limit in limits.items())
+    lines = [f"| wrong | {heads} |", f"|---|{'---|---|' * len(measured)}"]
+    for defect in dict.fromkeys(defect for found in measured.values() for defect in found):
+        cells = [
+            f"{np.median(found[defect]):.2f} | {np.mean(np.array(found[defect]) > limits[name]):.2f}"
+            for name, found in measured.items()
+        ]
+        lines.append(f"| {defect} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

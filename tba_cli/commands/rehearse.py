@@ -49,7 +49,7 @@ def rehearse_command(args: argparse.Namespace) -> int:
         "num_steps": min(args.steps, recipe.trainer.num_steps),
     }
     trace, flow = _run(recipe, shape, flow_load, all_layers=args.all_layers)
-    problem = misfit(recipe, trace, gpu_bytes=round(gpu_gib * GIB))
+    problem = misfit(recipe, trace, num_layers=shape.num_layers, gpu_bytes=round(gpu_gib * GIB))
     problems = [] if problem is None else [problem]
     if flow["stalled_by"] is not None:
         problems.append(

@@ -21,11 +21,12 @@ MIN_STEP_S = 0.5
 STORE_BYTES_PER_S = 2.0**30
 
 
-def misfit(recipe: Recipe, trace: Mapping[str, Any], *, gpu_bytes: int) -> str | None:
+def misfit(recipe: Recipe, trace: Mapping[str, Any], *, num_layers: int, gpu_bytes: int) -> str | None:
     """Return what is too large and which key to change, or None where a process fits on its GPU.
 
     Args:
         trace: as `python -m tba_trainer.rehearsal` prints it.
+        num_layers: of the model.
         gpu_bytes: the memory of the GPU.
     """
     limit, peak = USABLE_SHARE * gpu_bytes, trace["peak_bytes"]
@@ -36,16 +37,14 @@ def misfit(recipe: Recipe, trace: Mapping[str, Any], *, gpu_bytes: int) -> str |
     # what is not state grows with the tokens, but not all of it: so the number is a little too high
     num_tokens = int(trace["plan"]["max_tokens"] * (limit - trace["state_bytes"]) / (peak - trace["state_bytes"]))
     if state > limit:
-        remedy = (
-            f"weights, gradients and moments alone take {state / GIB:.3g} GiB; raise trainer.num_processes (it is "
-            f"{section.num_processes}), or train an adapter ([model.lora])"
-        )
-    elif section.gradient_checkpointing is not True:
+        adapter = "" if recipe.model.lora else ", or train an adapter ([model.lora])"
+        remedy = f"weights, gradients and moments alone take {state / GIB:.3g} GiB; {_more_shards(recipe)}{adapter}"
+    elif section.num_recomputed(num_layers) < num_layers:
         remedy = "set trainer.gradient_checkpointing = true"
     elif num_tokens < longest:
         remedy = (
-            f"a single rollout of {longest} tokens is too long: lower searcher.max_response_tokens or raise "
-            f"trainer.num_processes (it is {section.num_processes})"
+            f"a single rollout of {longest} tokens is too long: lower searcher.max_response_tokens or "
+            f"{_more_shards(recipe)}"
         )
     else:
         remedy = f"lower trainer.micro_batch_tokens from {section.micro_batch_tokens} to about {num_tokens}"
@@ -53,6 +52,13 @@ def misfit(recipe: Recipe, trace: Mapping[str, Any], *, gpu_bytes: int) -> str |
         f"a trainer process needs {peak / GIB:.3g} GiB, and {limit / GIB:.3g} of the {gpu_bytes / GIB:g} GiB of a GPU "
         f"can be used; {remedy}, and rehearse again"
     )
+
+
+def _more_shards(recipe: Recipe) -> str:
+    """Return how each process holds a smaller part of the model; every replica is whole."""
+    num, replicas = recipe.trainer.num_processes, recipe.trainer.sharding.replicas
+    more = f"raise trainer.num_processes (it is {num})"
+    return f"lower trainer.sharding.replicas (it is {replicas}) or {more}" if replicas > 1 and num > 1 else more
 
 
 def assumed_tokens_per_s(recipe: Recipe, shape: ModelShape) -> float:

@@ -48,7 +48,7 @@ def case_keys_and_values_are_kept(bench: Bench) -> None:
     for completion in done:
         request, spans = requests[int(completion.request_id)], completion.version_spans
         tokens, found = completion.response_tokens, completion.sampler_logprobs
-        np.testing.assert_allclose(found, _mixed_logprobs(models, request, completion), atol=LOGPROB_ATOL, rtol=0)
+        np.testing.assert_allclose(found, mixed_logprobs(models, request, completion), atol=LOGPROB_ATOL, rtol=0)
         shapes.add(tuple(span.version for span in spans))
         for span in spans[1:]:
             recomputed = models[span.version].trainer_logprobs(request, tokens)
@@ -57,8 +57,8 @@ def case_keys_and_values_are_kept(bench: Bench) -> None:
     assert min(jumps) > 100 * LOGPROB_ATOL
 
 
-def _mixed_logprobs(models: dict[PolicyVersion, Model], request: Request, completion: Completion) -> np.ndarray:
-    """The log-probs [R] at temperature 1, by transformers, of a response whose keys and values stayed in use."""
+def mixed_logprobs(models: dict[PolicyVersion, Model], request: Request, completion: Completion) -> np.ndarray:
+    """Return the log-probs [R] at temperature 1, by transformers, of a response whose keys and values stayed in use."""
     ids = torch.tensor([[*request.prompt_tokens, *completion.response_tokens.tolist()]])
     num_prompt, num_done, cache, parts = len(request.prompt_tokens), 0, DynamicCache(), []
     with torch.inference_mode():

@@ -55,6 +55,7 @@ from tests.support.engine_contract import (
 )
 from tests.support.engine_contract_keep import KEEP_CASES
 from tests.support.tiny_model import make_tiny_model
+from tests.support.vllm_eight_bits_cases import case_8_bits_follow_versions_of_each_kind_in_flight
 
 
 @contextmanager
@@ -215,27 +216,6 @@ def case_what_cannot_be_kept_is_computed_again(bench: Bench) -> None:
     np.testing.assert_allclose(done.sampler_logprobs[after.start :], expected, atol=LOGPROB_ATOL)
 
 
-def case_weights_in_8_bits_are_rounded_again_with_each_update(bench: Bench) -> None:
-    has_avx512 = torch.cpu._is_avx512_supported()  # which keys and values in 8 bits need
-    section = SearcherVllmSection(quantization="fp8_per_channel", kv_cache_dtype="fp8_e4m3" if has_avx512 else "auto")
-    prompt, response = tuple(range(3, 11)), tuple(range(11, 23))
-
-    def logprobs(engine: Engine) -> Any:
-        assert isinstance(engine, VllmEngine)
-        return engine.canary_logprobs(prompt, response)
-
-    engine = bench.fresh(dtype="bfloat16", section=section)
-    assert isinstance(engine, VllmEngine)
-    old = logprobs(engine)
-    engine.stage_weights([bench.new.tensors])
-    engine.load_weights([bench.new.tensors], V1)
-    found = logprobs(engine)
-    np.testing.assert_array_equal(found, logprobs(bench.fresh(bench.new, V1, "bfloat16", section=section)))
-    assert np.abs(found - logprobs(bench.fresh(bench.new, V1, "bfloat16"))).max() > 0.01, "nothing is rounded"
-    engine.load_weights([bench.old.tensors], START)
-    np.testing.assert_array_equal(logprobs(engine), old)
-
-
 def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
     """vLLM runs GPT-NeoX through the class of transformers, which the reference of the searcher is too."""
     with bench.engine() as engine:
@@ -293,7 +273,7 @@ _CASES: tuple[tuple[str, Callable[[Bench], None]], ...] = (
     ("llama", case_weights_that_are_not_finite_are_found),
     ("llama", case_prompts_are_shared_and_dropped_with_the_weights),
     ("llama", case_what_cannot_be_kept_is_computed_again),
-    ("llama", case_weights_in_8_bits_are_rounded_again_with_each_update),
+    ("llama", case_8_bits_follow_versions_of_each_kind_in_flight),
     ("gpt_neox", case_the_starting_model_lives_beside_the_engine),
     ("gpt_neox", case_compiling_leaves_the_class_of_the_starting_model_alone),
     ("llama", case_a_model_that_the_kernels_do_not_know_is_a_config_error),

@@ -1,5 +1,5 @@
 """The cases of the vLLM engine with two ranks, and the process that runs them and some of engine_contract.py, all of
-them on one engine.
+them on one engine but the case in 8 bits.
 
 `python -m tests.support.vllm_ranks_cases FOLDER` prints, as its last line, {case: "passed" or a traceback}.
 """
@@ -11,9 +11,11 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tba_searcher.engines.engine import Engine, EngineDiedError, EngineError
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 from tba_searcher.engines.weight_loader import swap_weights
@@ -28,12 +30,14 @@ from tests.support.engine_contract import (
     case_staged_weights_are_used_like_any_others,
     case_tokens_and_logprobs_are_the_trainers,
     case_weights_in_flight_begin_a_span,
+    finish,
     make_requests,
     raised,
     run_all,
     tokens_of,
 )
 from tests.support.vllm_cases import SIZES, Benches, print_outcomes
+from tests.support.vllm_eight_bits_cases import LEAST_GAP, PROMPT, RESPONSE, calmer, eight_bits, mean_gaps
 
 NUM_RANKS = 2
 DEATH_DEADLINE_S = 15.0
@@ -44,10 +48,10 @@ SHARED_MEMORY, LEFT_BEHIND = Path("/dev/shm"), "vllm_dist_*-cpushm_*"
 """vLLM does not unlink it when a rank is killed."""
 
 
-def make_ranks(folder: Path, tensors: Path, version: PolicyVersion, dtype: str) -> Engine:
+def make_ranks(folder: Path, tensors: Path, version: PolicyVersion, dtype: str, **settings: Any) -> Engine:
     """The vLLM engine with two ranks."""
-    settings = VllmSettings(**SIZES, seed=1, dtype=dtype, tensor_parallel_size=NUM_RANKS)
-    return VllmEngine(folder, [tensors], version, settings)
+    both = VllmSettings(**SIZES, seed=1, dtype=dtype, tensor_parallel_size=NUM_RANKS, **settings)
+    return VllmEngine(folder, [tensors], version, both)
 
 
 def break_the_next_load(worker: Any) -> None:
@@ -144,6 +148,37 @@ def case_a_rank_that_is_killed_ends_the_engine_at_once(bench: Bench) -> None:
         time.sleep(0.05)
 
 
+def case_ranks_round_their_slices_to_8_bits_and_wait_for_none(bench: Bench) -> None:
+    """The last rank fails half-way, beside decoding and alone: the other one must not wait for its scales."""
+    old, new = (calmer(bench, model) for model in (bench.old, bench.new))
+    engine = bench.fresh(old, dtype="bfloat16", section=eight_bits())
+    assert isinstance(engine, VllmEngine)
+    start = engine.canary_logprobs(PROMPT, RESPONSE)
+    for request in make_requests(2, eos_ids=(), max_response_tokens=12):
+        engine.submit(request)
+
+    def stage_beside_decoding() -> None:
+        with ThreadPoolExecutor(1) as beside:
+            staging = beside.submit(engine.stage_weights, [new.tensors])
+            while not staging.done():
+                engine.step()
+            staging.result()
+
+    engine._llm.collective_rpc(break_the_next_load)
+    assert "rank 1 of 2: OSError: the disk is gone" in raised(EngineError, stage_beside_decoding)
+    engine._llm.collective_rpc(break_the_next_load)
+    raised(EngineError, engine.load_weights, [new.tensors], V1)
+    engine.load_weights([old.tensors], START)
+    stage_beside_decoding()
+    engine.load_weights([new.tensors], V1)
+    of_new, of_old = mean_gaps(engine, [new, old])
+    assert LEAST_GAP < of_new < of_old / 2
+    list(finish(engine))
+    engine.load_weights([old.tensors], START)
+    np.testing.assert_array_equal(engine.canary_logprobs(PROMPT, RESPONSE), start)
+    engine.close()
+
+
 RANK_CASES = {
     case.__name__.removeprefix("case_"): case
     for case in (
@@ -153,6 +188,7 @@ RANK_CASES = {
         case_a_bad_version_is_refused_and_the_old_one_back,
         case_a_load_that_fails_on_one_rank_leaves_the_old_version_on_all,
         case_gpus_take_their_slices_from_the_mapped_files,
+        case_ranks_round_their_slices_to_8_bits_and_wait_for_none,
         case_a_model_that_the_ranks_cannot_share_is_refused_before_they_start,
         case_a_rank_that_is_killed_ends_the_engine_at_once,
     )

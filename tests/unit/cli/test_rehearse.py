@@ -84,7 +84,7 @@ def test_a_full_recipe_fits_and_the_formula_is_above_its_trace(name: str) -> Non
     found, plan = rehearse_step(recipe, shape.config)
     if recipe.model.lora is None:  # the sizes of the model that was traced are those of the table
         assert found.parameters * recipe.trainer.num_processes == pytest.approx(4 * shape.num_params, rel=1e-3)
-    assert misfit(recipe, as_printed(found, plan), gpu_bytes=GPU_BYTES) is None
+    assert misfit(recipe, as_printed(found, plan), num_layers=shape.num_layers, gpu_bytes=GPU_BYTES) is None
     low, high = FORMULA_PER_TRACE[name]
     needs = estimate(recipe, shape, ANY_LOAD)
     assert low <= needs.trainer_gpu_bytes / found.peak <= high
@@ -134,6 +134,19 @@ def test_layers_of_two_kinds_are_extended_along_the_plane(tmp_path: Path, monkey
     assert 1.0 <= estimate(recipe, shape_of_folder(folder), ANY_LOAD).trainer_gpu_bytes / found.peak <= 1.1
 
 
+def test_a_tiny_model_of_two_processes_is_traced_to_its_last_tensor(tmp_path: Path) -> None:
+    """All its tensors are smaller than those that are fake wherever they come from."""
+    folder = make_tiny_model(tmp_path / "model", num_layers=1, vocab_size=64)
+    recipe = make_recipe(folder, trainer={"num_processes": 2, "compute_dtype": "bfloat16", "micro_batch_tokens": 64})
+    found, _ = rehearse_step(recipe, json.loads((folder / "config.json").read_text()))
+    shape = shape_of_folder(folder)
+    # rotary embeddings have buffers, too
+    assert found.gradients == 4 * shape.num_params / 2
+    assert found.parameters == pytest.approx(found.gradients, rel=1e-3)
+    assert found.optimizer == 2 * found.gradients
+    assert 1.0 <= estimate(recipe, shape, ANY_LOAD).trainer_gpu_bytes / found.peak <= 1.3
+
+
 def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:
     recipe = recipe_of("gsm8k-tiny")
     with pytest.raises(ConfigError, match=r"builds no language model .*\(model_type 'bogus'\)"):
@@ -148,19 +161,27 @@ def test_a_misfit_names_the_key_to_change() -> None:
         "state_bytes": 16 * GIB,
         "peak_bytes": 50 * GIB,
         "bytes": {"update_peak": 20 * GIB},
-        "plan": {"max_tokens": 100_000},
+        "plan": {"max_tokens": 16_384},
     }
-    recipe = recipe_of("gsm8k")
-    sentence = str(misfit(recipe, trace, gpu_bytes=40 * GIB))
-    assert "needs 50 GiB, and 36 of the 40 GiB of a GPU can be used; lower trainer.micro_batch_tokens" in sentence
-    assert "from 16384 to about 58823, and rehearse again" in sentence  # 100,000 * 20 / 34
-    sentence = str(misfit(recipe, trace, gpu_bytes=16 * GIB))
-    assert "raise trainer.num_processes (it is 1), or train an adapter" in sentence
-    plain = recipe_of("gsm8k", "trainer.gradient_checkpointing=false")
-    assert "set trainer.gradient_checkpointing = true" in str(misfit(plain, trace, gpu_bytes=40 * GIB))
-    long = trace | {"plan": {"max_tokens": 1000}}
-    assert "a single rollout of 768 tokens is too long" in str(misfit(recipe, long, gpu_bytes=40 * GIB))
-    assert misfit(recipe, trace, gpu_bytes=60 * GIB) is None
+
+    def sentence(*sets: str, recipe: str = "gsm8k", gib: int = 40, max_tokens: int = 16_384) -> str:
+        asked = trace | {"plan": {"max_tokens": max_tokens}}
+        return str(misfit(recipe_of(recipe, *sets), asked, num_layers=24, gpu_bytes=gib * GIB))
+
+    lower = "needs 50 GiB, and 36 of the 40 GiB of a GPU can be used; lower trainer.micro_batch_tokens from 16384 to"
+    assert f"{lower} about 9637, and rehearse again" in sentence()  # 16,384 * 20 / 34
+    assert "raise trainer.num_processes (it is 1), or train an adapter" in sentence(gib=16)
+    for recomputed in ("false", "1", "23"):
+        wanted = "set trainer.gradient_checkpointing = true"
+        assert wanted in sentence(f"trainer.gradient_checkpointing={recomputed}")
+    assert "a single rollout of 768 tokens is too long" in sentence(max_tokens=1000)
+    assert sentence(gib=60) == "None"
+    # what is set already is no advice
+    assert lower in sentence("trainer.gradient_checkpointing=24")
+    assert "take 20 GiB; raise trainer.num_processes (it is 1), and" in sentence("model.lora.rank=8", gib=16)
+    for gib, max_tokens in ((16, 16_384), (40, 1000)):
+        found = sentence("trainer.sharding.replicas=2", recipe="math", gib=gib, max_tokens=max_tokens)
+        assert "lower trainer.sharding.replicas (it is 2) or raise trainer.num_processes (it is 4)" in found
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,22 @@ def test_a_full_cache_has_no_room_that_eight_bits_leave_empty(dtype: str, value_
     assert internals._full_cache_bytes(config) == blocks * 32 * 2 * 3 * 32 * 5 * value_bytes
 
 
+@pytest.mark.parametrize(("num_ranks", "is_alone"), [(1, False), (2, True)])
+def test_ranks_ask_no_other_rank_for_the_scales_of_eight_bits(
+    num_ranks: int, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8: Any = ModuleType("vllm.model_executor.layers.quantization.online.fp8")
+    fp8.amax_for_tp_weight_quant = fp8.amax_for_moe_weight_quant = lambda amax, ranks: "of all ranks"
+    package = ModuleType("vllm.model_executor.layers.quantization.online")
+    package.fp8 = fp8  # type: ignore[attr-defined]
+    for module in (fp8, package):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, world_size=num_ranks))
+    internals.WorkerModel(SimpleNamespace(model_runner=SimpleNamespace(vllm_config=config)))
+    found = {fp8.amax_for_tp_weight_quant("own", True), fp8.amax_for_moe_weight_quant("own", 2)}
+    assert found == ({"own"} if is_alone else {"of all ranks"})
+
+
 def test_a_victim_has_no_eight_bits() -> None:
     with pytest.raises(ValidationError, match="kv_cache_dtype"):
         VllmSection(kv_cache_dtype="fp8_e4m3")  # pyright: ignore[reportCallIssue]

@@ -363,11 +363,13 @@ def _use_autocast_experts(model: Any) -> None:
 
     # a model keeps another function that was chosen for it, for example one that came with its code
     if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
-        ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, _autocast_experts)
+        # compile_layers registers a function that is not compiled
+        if AUTOCAST_EXPERTS not in ALL_EXPERTS_FUNCTIONS:
+            ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, autocast_experts)
         model.set_experts_implementation(AUTOCAST_EXPERTS)
 
 
-def _autocast_experts(
+def autocast_experts(
     module: Any, hidden: Float[Tensor, "T H"], experts: Int[Tensor, "T K"], weights: Float[Tensor, "T K"]
 ) -> Float[Tensor, "T H"]:
     """Return the weighted sum of the outputs of each token's experts, as a function of transformers' table."""

@@ -16,6 +16,7 @@ from tba.config.sections import ModelSection, check_tokenizer
 from tba.config.supervised import REPORT_FILE
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
+from tba_trainer.model.logprobs import AUTOCAST_EXPERTS, autocast_experts
 from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention
 from tba_trainer.model.parameters import ADAPTER, assign, is_adapted
 from tba_trainer.model.sharding import is_sharded, sharded_copy
@@ -343,7 +344,8 @@ def remove_adapter(model: Any) -> None:
 
 
 def compile_layers(model: Any, *, backend: str = "inductor") -> None:
-    """Compile the decoder layers at their first pass, in place. Copies of the model, and attention, are not compiled.
+    """Compile the decoder layers at their first pass, in place. Copies of the model are not compiled, nor are attention
+    and the products of experts.
 
     Of a sharded layer the exchanges are not compiled either: FSDP2 keeps its hooks out of the compiler.
 
@@ -354,6 +356,7 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> None:
         ConfigError: transformers does not say which of its modules are decoder layers.
     """
     from transformers import AttentionInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     layers = _decoder_layers(model)
     if not layers:
@@ -363,6 +366,8 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> None:
         )
     # not a decorator of the function: that would import the compiler, a second of CPU, in every trainer
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+    # compiled, transformers takes a loop over the experts in float32, whose backward pass cannot be compiled
+    ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, torch.compiler.disable(autocast_experts))
     # one program for all layers and any number of tokens: another micro-batch size compiles nothing again
     for layer in layers:
         layer.compile(backend=backend, dynamic=True)

@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tba_trainer.model.logprobs import CHUNK_BYTES, WIDE_PRODUCTS
 
 MIN_FAKE_BYTES = 1 << 20
-"""A tensor that an op makes from nothing is fake from this size on."""
+"""A tensor of values that an op makes from nothing is fake from this size on."""
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided)
+"""Ops that make a tensor without values: shards, and what FSDP gathers and sums in, which are fake at any size."""
 
 
 class FakeDevice(TorchDispatchMode):
@@ -72,7 +74,9 @@ class FakeDevice(TorchDispatchMode):
 def _run_real(func: Any, args: Any, kwargs: Any, *, from_nothing: bool) -> Any:
     if from_nothing:
         result = func(*args, **kwargs)  # fake, by the mode below
-        if not isinstance(result, Tensor) or result.is_meta or result.untyped_storage().nbytes() >= MIN_FAKE_BYTES:
+        if not isinstance(result, Tensor) or result.is_meta or func.overloadpacket in _EMPTY:
+            return result
+        if result.untyped_storage().nbytes() >= MIN_FAKE_BYTES:
             return result
     with unset_fake_temporarily():
         return func(*args, **kwargs)

@@ -196,6 +196,8 @@ class WorkerModel:
         """vLLM's."""
         self.rank: int = self.config.parallel_config.rank
         self.num_ranks: int = self.config.parallel_config.world_size
+        if self.num_ranks > 1:
+            _scale_slices_alone()
 
     @property
     def model(self) -> Any:
@@ -260,6 +262,22 @@ class WorkerModel:
             # vLLM keeps the tensors of a load that failed, and the next load would mix them in
             finalize_layerwise_reload(model, self.config.model_config)
         _renew_output_heads(model)
+
+
+def _scale_slices_alone() -> None:
+    """Have a rank that rounds weights to 8 bits take their scales from its own slice.
+
+    vLLM takes the scale of a channel that ranks share from all of them, so each load waits for the other ranks: for
+    ever if one has failed, and between exchanges of decoding where weights are staged. A rank multiplies by its own
+    scale before results are summed, so these need not be equal; they are finer where they are not.
+    """
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    def own(largest: Any, _ranks: Any) -> Any:
+        return largest
+
+    module: Any = fp8
+    module.amax_for_tp_weight_quant = module.amax_for_moe_weight_quant = own
 
 
 def _forget_expert_kernels(model: Any) -> None:

@@ -1,0 +1,145 @@
+"""Weights, keys and values in 8 bits: the cases of the vLLM engine, with one rank and with two (vllm_cases.py,
+vllm_ranks_cases.py). One engine serves each."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from tba_searcher.engines.engine import Completion, Request
+from tba_searcher.engines.vllm.engine import VllmEngine
+from tba_trainer.checkpoints.canary import EIGHT_BIT_TOLERANCE
+
+from tba.config.searcher import SearcherVllmSection
+from tba.store import FileStore
+from tba.versions import START, PolicyVersion
+from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.weights.adapter import AdapterFile
+from tba.wire import Sampling
+from tests.support.engine_contract import V1, Bench, Model, finish, make_request
+from tests.support.engine_contract_keep import mixed_logprobs
+
+DELTA, ADAPTER = PolicyVersion(1, 5), PolicyVersion(1, 6)
+LAYER = "model.layers.0.self_attn.o_proj"
+"""That the adapter changes."""
+RANK, ALPHA = 2, 1
+PROMPT, RESPONSE = tuple(range(3, 11)), tuple(range(11, 23))
+LEAST_GAP = 0.003
+"""Nats between a token's log-prob in float32 and in 8 bits, on average, where anything is rounded."""
+MATRIX_FACTOR = 0.5
+"""The random models of the contract have logits so large that 8 bits change them by nats; these have smaller ones."""
+
+
+def eight_bits() -> SearcherVllmSection:
+    """Weights, keys and values in 8 bits, as far as this processor has them."""
+    has_avx512 = torch.cpu._is_avx512_supported()  # which keys and values in 8 bits need
+    return SearcherVllmSection(quantization="fp8_per_channel", kv_cache_dtype="fp8_e4m3" if has_avx512 else "auto")
+
+
+def versions_of_each_kind(bench: Bench) -> tuple[dict[PolicyVersion, LocalVersion], dict[PolicyVersion, Model]]:
+    """Publish the old model as 0-0, the new one whole, a delta to it, and an adapter of the old one; download them.
+
+    Returns:
+        The files of each version as a searcher has them, and the model in float32.
+    """
+    versions = WeightVersions(FileStore(bench.folder / "store"), "contract")
+    old, new = (calmer(bench, model) for model in (bench.old, bench.new))
+    changed, merged = load_file(new.tensors), load_file(old.tensors)
+    for tensor in changed.values():
+        tensor.view(-1)[::50] *= 2.0
+    (num_outputs, num_inputs), generator = merged[f"{LAYER}.weight"].shape, torch.Generator()
+    a, b = torch.randn(RANK, num_inputs, generator=generator), torch.randn(num_outputs, RANK, generator=generator)
+    merged[f"{LAYER}.weight"] += ALPHA / RANK * b @ a
+    path = bench.folder / "adapter.safetensors"
+    save_file({f"base_model.model.{LAYER}.lora_{name}.weight": each for name, each in (("A", a), ("B", b))}, path)
+    models = {
+        START: old,
+        V1: new,
+        DELTA: _other(bench, "changed", changed),
+        ADAPTER: _other(bench, "merged", merged),
+    }
+    held = dict[PolicyVersion, LocalVersion]()
+
+    def publish(version: PolicyVersion, what: Sequence[Path] | AdapterFile, base: LocalVersion | None = None) -> None:
+        canary = bench.manifest(models[version], version).canary
+        manifest = versions.publish(
+            version=version, parent=None, dtype="float32", tensors_paths=what,
+            files={"config.json": bench.old.folder / "config.json"},
+            canary=canary.model_copy(update={"tolerance": EIGHT_BIT_TOLERANCE}),
+            torch_version="", transformers_version="", base=base, deltas=DeltaSettings(min_bytes=0),
+        )  # fmt: skip
+        assert (manifest.delta is not None, manifest.adapter is not None) == (version == DELTA, version == ADAPTER)
+        bases = [] if base is None else [base]
+        held[version] = versions.download_tensors(version, bench.folder / f"downloaded-{version}", held=bases)
+
+    publish(START, [old.tensors])
+    publish(V1, [new.tensors])
+    publish(DELTA, [models[DELTA].tensors], held[V1])
+    publish(ADAPTER, AdapterFile(path=path, rank=RANK, alpha=ALPHA, fan_in_fan_out=False), held[START])
+    return held, models
+
+
+def calmer(bench: Bench, model: Model) -> Model:
+    """Return a model of the contract with smaller logits."""
+    tensors = {n: each * (MATRIX_FACTOR if each.dim() == 2 else 1.0) for n, each in load_file(model.tensors).items()}
+    return _other(bench, f"calm-{model.folder.name}", tensors)
+
+
+def _other(bench: Bench, name: str, tensors: dict[str, torch.Tensor]) -> Model:
+    """Return a model like the old one with other tensors."""
+    path = bench.folder / f"{name}.safetensors"
+    save_file(tensors, path)
+    own = copy.deepcopy(bench.old.in_transformers)
+    own.load_state_dict(tensors, strict=False)
+    return dataclasses.replace(bench.old, tensors=path, in_transformers=own, in_trainer=copy.deepcopy(own))
+
+
+def mean_gaps(engine: VllmEngine, models: Iterable[Model]) -> list[float]:
+    """Return how far the engine's log-probs of a response are from those of models in float32, in nats on average."""
+    found, request = engine.canary_logprobs(PROMPT, RESPONSE), make_request("", PROMPT, Sampling(temperature=1.0))
+    expected = (model.trainer_logprobs(request, np.array(RESPONSE)) for model in models)
+    return [float(np.abs(found - each).mean()) for each in expected]
+
+
+def case_8_bits_follow_versions_of_each_kind_in_flight(bench: Bench) -> None:
+    """Keys and values stay. Every version is rounded anew: nothing is left of those before, to the last bit."""
+    held, models = versions_of_each_kind(bench)
+    engine = bench.fresh(models[START], dtype="bfloat16", section=eight_bits(), kv_at_update="keep")
+    assert isinstance(engine, VllmEngine)
+    start = engine.canary_logprobs(PROMPT, RESPONSE)
+    requests = [
+        make_request(str(i), PROMPT[4 * i :], Sampling(temperature=1.0, seed=i), eos_ids=(), max_response_tokens=8)
+        for i in range(2)
+    ]
+    for request in requests:
+        engine.submit(request)
+    for version in (V1, DELTA, ADAPTER):
+        assert [engine.step() for _ in range(2)] == [[], []]
+        engine.stage_weights(held[version].paths)
+        engine.load_weights(held[version].paths, version)
+        engine.verify(held[version].manifest)
+    for completion in finish(engine):
+        assert [span.version for span in completion.version_spans] == [START, V1, DELTA, ADAPTER]
+        found = completion.sampler_logprobs
+        request, expected = requests[int(completion.request_id)], dict[str, float]()
+        for name, of in (("kept", mixed_logprobs), ("recomputed", _recomputed_logprobs)):
+            expected[name] = float(np.abs(found - of(models, request, completion)).mean())
+        assert LEAST_GAP < expected["kept"] < expected["recomputed"] / 2, expected
+    engine.load_weights(held[START].paths, START)
+    np.testing.assert_array_equal(engine.canary_logprobs(PROMPT, RESPONSE), start)
+
+
+def _recomputed_logprobs(
+    models: dict[PolicyVersion, Model], request: Request, completion: Completion
+) -> NDArray[np.float32]:
+    """Return the log-probs [R] under the version of each token's span alone."""
+    tokens = completion.response_tokens
+    return np.concatenate(
+        [models[s.version].trainer_logprobs(request, tokens)[s.start : s.end] for s in completion.version_spans]
+    )

@@ -126,7 +126,7 @@ def long_engine(bench: Bench) -> OpenAiEngine:
 
 
 def test_an_update_begins_a_span_in_every_response_that_is_under_way(bench: ServerBench) -> None:
-    """Twice, the second time to weights that were staged; sampled tokens have the log-probs of the span's weights."""
+    """Twice, to weights that were staged and back; sampled tokens have the log-probs of the span's weights."""
     models = {START: bench.old, V1: bench.new, PolicyVersion(1, 5): bench.old}
     length = bench.server.long_response
     requests = make_requests(NUM_SLOTS + 1, temperatures=(1.0, 0.7), eos_ids=(), max_response_tokens=length)
@@ -160,6 +160,7 @@ def generate_through_updates(
     A server that is faster than this process may have ended them all before: nothing is cut then.
     """
     done = list[Completion]()
+    engine.stage_weights([models[V1].tensors])  # now: a busy machine has less to do while the responses go on
     for request in requests:
         engine.submit(request)
     done += engine.step()
@@ -168,7 +169,6 @@ def generate_through_updates(
         under_way = [entry.call for entry in engine._open.values() if entry.call is not None]
         while bench.server.num_generated() < enough and not all(call.done() for call in under_way):
             time.sleep(0.02)
-        engine.stage_weights([models[version].tensors])
         engine.load_weights([models[version].tensors], version)
         engine.verify(bench.manifest(models[version], version))
         done += engine.step()

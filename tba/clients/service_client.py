@@ -338,8 +338,10 @@ def _error_of(response: Reply) -> ServiceError:
 def _message_of(response: Reply) -> str:
     """Return the reason in an answer of an OpenAI-compatible server, to append; nothing where there is none."""
     try:
-        return f": {jsonlib.loads(response.content)['error']['message']}"[:MAX_MESSAGE_CHARS]
-    except (ValueError, KeyError, TypeError):
+        document = jsonlib.loads(response.content)
+        error = document.get("error", document)
+        return f": {error if isinstance(error, str) else error['message']}"[:MAX_MESSAGE_CHARS]
+    except (ValueError, KeyError, TypeError, AttributeError):
         return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -115,13 +116,13 @@ class SearcherVllmSection(VllmSection):
 
 
 class OpenAiSection(StrictModel):
-    """A server that generates for one searcher: `vllm serve`, with its routes for weight updates (docs/searcher.md).
+    """A server that generates for one searcher: vLLM or SGLang, with routes for weight updates (docs/searcher.md).
     Searchers with servers of their own get them from the environment: TBA_SEARCHER__OPENAI__URL."""
 
     url: str | None = Field(default=None, pattern=r"^https?://")
     """Its address, without /v1. Certificates of https are checked against `tls.ca_file`."""
     token_env: str | None = None
-    """Environment variable with the bearer token that is sent (the server's VLLM_API_KEY)."""
+    """Environment variable with the bearer token that is sent (VLLM_API_KEY of vLLM, --api-key of SGLang)."""
     weights_folder: str | None = None
     """Folder in which the searcher puts the files of each version, and from which the server loads them. None: a
     temporary folder, for a server on the same machine; else one on a volume that both have."""
@@ -140,7 +141,10 @@ class OpenAiSection(StrictModel):
     def is_beside(self) -> bool:
         """Whether the server shares the network of the searcher: that of its machine, or of its pod."""
         host = urlsplit(self.url or "").hostname or ""
-        return host in ("localhost", "::1") or host.startswith("127.")
+        try:
+            return host == "localhost" or ip_address(host).is_loopback
+        except ValueError:  # a name
+            return False
 
 
 class ScalingSection(StrictModel):
@@ -352,7 +356,7 @@ class SearcherSection(StrictModel):
                 f"tensor_parallel_size is {self.tensor_parallel_size}, and engine is {self.engine!r}: only vllm splits "
                 "a model over several GPUs; set tensor_parallel_size to 1 or engine to vllm"
             )
-        if self.engine == "openai" and self.openai.url is None:
+        if self.engine == "openai" and self.openai.url is None and self.num_searchers != 0:  # offline nothing asks it
             raise ValueError('engine = "openai" needs the address of a server; give openai.url')
         if self.engine == "openai" and self.kv_at_update == "keep":
             raise ValueError(

@@ -45,7 +45,7 @@ class FakeServer:
         if path == "/update_weight_version":
             self.label = body["new_version"]
         answers: dict[str, Any] = {
-            "/v1/models": {"data": [{"id": "m", "max_model_len": 512}]},
+            "/v1/models": {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 512}]},
             "/weight_info": {"weight_version": self.label},
             "/get_world_size": {"world_size": 1},
             "/reset_prefix_cache": {"success": True},

@@ -23,7 +23,7 @@
 {{/* Whether the server in which searchers sample is none of their own pods: then it is one for all. */}}
 {{- define "tba.sharedServer" -}}
 {{- with .Values.searcher.openai.url }}
-{{- if not (regexMatch "^https?://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/.*)?$" .) }}yes{{ end }}
+{{- if not (regexMatch "^https?://(localhost|127([.][0-9]{1,3}){3}|\\[::1\\])(:[0-9]+)?(/.*)?$" .) }}yes{{ end }}
 {{- end }}
 {{- end }}
 

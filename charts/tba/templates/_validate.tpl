@@ -159,10 +159,15 @@
 {{- end }}
 {{- end }}
 
-{{/* GPUs of a searcher are for the ranks of vLLM; the line is looked for, since Helm reads no TOML. */}}
+{{/* The pattern of a key of [searcher] in a recipe, up to its name: in a table, dotted or in an inline table. Helm reads no TOML. */}}
+{{- define "tba.searcherKey" -}}
+(?m)^[ \t]*(["']?searcher["']?[ \t]*([.]|=[ \t]*\{([^\n]*[{,])?)[ \t]*)?["']?
+{{- end }}
+
+{{/* GPUs of a searcher are for the ranks of vLLM. */}}
 {{- define "tba.validate.ranks" -}}
 {{- $text := get (include "tba.recipe" . | fromYaml) "recipe.toml" }}
-{{- $line := regexFind "(?m)^[ \t]*(searcher[.])?tensor_parallel_size[ \t]*=[ \t]*[0-9]+" $text }}
+{{- $line := regexFind (printf "%stensor_parallel_size[\"']?[ \t]*=[ \t]*[0-9]+" (include "tba.searcherKey" .)) $text }}
 {{- $ranks := regexFind "[0-9]+$" $line | default "1" | int }}
 {{- $count := int .Values.searcher.gpu.count }}
 {{- if and (gt $ranks 1) .Values.searcher.openai.url }}
@@ -193,7 +198,8 @@
 {{- end }}
 {{- else if or $openai.token.existingSecret $openai.weights.volume $openai.weights.pathAtServer }}
 {{- fail "searcher.openai has a token or weights and no url: nothing would use them; give the address of the server, or remove them" }}
-{{- else if regexMatch "(?m)^[ \t]*(searcher[.])?engine[ \t]*=[ \t]*[\"']openai[\"']" $text }}
+{{- /* without searchers the run is offline, and nothing asks a server */}}
+{{- else if and (gt (int $searcher.replicas) 0) (regexMatch (printf "%sengine[\"']?[ \t]*=[ \t]*[\"']openai[\"']" (include "tba.searcherKey" .)) $text) }}
 {{- fail "searcher.engine of the recipe is \"openai\" and searcher.openai.url is empty: the chart would let searchers reach no server; give its address there" }}
 {{- end }}
 {{- if include "tba.sharedServer" . }}

@@ -1,4 +1,4 @@
-"""The engine behind an endpoint against a real vLLM server (tests/support/vllm_server.py): the contract of every
+"""The engine behind an endpoint against its servers (tests/support/generation_servers.py): the contract of every
 engine, and what is its own. Requests take the server's time here, so other tests replace the cases that count steps."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from tests.support.engine_contract import (
     Model,
     case_slots_are_counted_and_aborted_requests_forgotten,
     case_staged_weights_are_used_like_any_others,
-    case_stop_strings_end_a_response,
     case_weights_in_flight_begin_a_span,
     finish,
     make_request,
@@ -42,35 +42,47 @@ from tests.support.engine_contract import (
     run_all,
     tokens_of,
 )
+from tests.support.generation_servers import CONTEXT_TOKENS, SERVERS, Served
 from tests.support.tiny_model import CHARS, SPECIAL_TOKENS
 from tests.support.vllm_cases import SIZES, Benches
 from tests.support.vllm_greedy import TIMEOUT_S, why_not
-from tests.support.vllm_server import CONTEXT_TOKENS, num_generated_tokens, post, vllm_server
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
-TOKEN = "token-of-the-vllm-server"
+TOKEN = "token-of-the-server"
 MAX_TRIES = 5
 """A server on a busy machine may end every response before an update comes."""
 TIMED = (
     case_weights_in_flight_begin_a_span,
     case_slots_are_counted_and_aborted_requests_forgotten,
     case_staged_weights_are_used_like_any_others,
-    case_stop_strings_end_a_response,
 )
 CONTRACT = [case for case in (*ON_EVERY_MODEL, *ON_ONE_MODEL) if case not in TIMED]
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Bench]:
-    reason = why_not()
+@pytest.fixture(scope="module", params=SERVERS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of server."""
+    reason = why_not() if request.param == "vllm" else None
     if reason is not None:
         pytest.skip(reason)
-    root = tmp_path_factory.mktemp("openai")
+    return request.param
+
+
+@dataclass(kw_only=True)
+class ServerBench(Bench):
+    """The parts that a case works with, and the server."""
+
+    server: Served
+
+
+@pytest.fixture(scope="module")
+def bench(kind: str, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[ServerBench]:
+    root = tmp_path_factory.mktemp(kind)
     shared = root / "shared"
     shared.mkdir()
 
     def make(folder: Path, tensors: Path, version: PolicyVersion, dtype: str, **sizes: int) -> OpenAiEngine:
-        section = {"url": url, "token_env": "TBA_TEST_SERVER_TOKEN", "weights_folder": str(shared)}
+        section = {"url": server.url, "token_env": "TBA_TEST_SERVER_TOKEN", "weights_folder": str(shared)}
         recipe = make_recipe(
             model={"path": str(folder), "dtype": dtype},
             searcher={"engine": "openai", "openai": section, **SIZES, **sizes},
@@ -79,19 +91,19 @@ def bench(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
         assert isinstance(engine, OpenAiEngine)
         return engine
 
-    found = Benches(make, root).of("llama")
+    models = Benches(make, root).of("llama")
     cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
     cache_folder = Path(cache.mkdir("vllm")) if cache else root
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TBA_TEST_SERVER_TOKEN", TOKEN)
         patch.setattr(openai_engine, "POLL_S", 0.001)  # so that requests are under way when a case looks
-        with vllm_server(found.old.folder, root / "server.log", token=TOKEN, cache=cache_folder) as url:
-            yield found
+        with SERVERS[kind](models.old.folder, root / "server.log", token=TOKEN, cache=cache_folder) as server:
+            yield ServerBench(make, models.old, models.new, models.folder, refused=server.refused, server=server)
     assert list(shared.iterdir()) == [], "a closed engine has left its weights"
 
 
 @pytest.fixture(autouse=True)
-def one_engine_at_a_time(bench: Bench) -> Iterator[None]:
+def one_engine_at_a_time(bench: ServerBench) -> Iterator[None]:
     """Every test makes its own: the server belongs to the engine that gave it weights last."""
     bench.spare = None
     yield
@@ -108,15 +120,16 @@ def test_contract(bench: Bench, case: Any) -> None:
 def long_engine(bench: Bench) -> OpenAiEngine:
     """An engine whose responses take the server a second."""
     engine: Any = bench.make_engine
-    made = engine(bench.old.folder, bench.old.tensors, START, "float32", max_response_tokens=CONTEXT_TOKENS - 48)
+    made = engine(bench.old.folder, bench.old.tensors, START, "float32", max_response_tokens=CONTEXT_TOKENS - 64)
     bench._kept.append(made)
     return made
 
 
-def test_an_update_begins_a_span_in_every_response_that_is_under_way(bench: Bench) -> None:
-    """Twice, the second time to weights that were staged; sampled tokens have the log-probs of the span's weights."""
+def test_an_update_begins_a_span_in_every_response_that_is_under_way(bench: ServerBench) -> None:
+    """Twice, to weights that were staged and back; sampled tokens have the log-probs of the span's weights."""
     models = {START: bench.old, V1: bench.new, PolicyVersion(1, 5): bench.old}
-    requests = make_requests(NUM_SLOTS + 1, temperatures=(1.0, 0.7), eos_ids=(), max_response_tokens=400)
+    length = bench.server.long_response
+    requests = make_requests(NUM_SLOTS + 1, temperatures=(1.0, 0.7), eos_ids=(), max_response_tokens=length)
     requests[-1] = dataclasses.replace(requests[-1], max_response_tokens=20)  # begins when another one has ended
     wanted, shapes = {(START, V1, PolicyVersion(1, 5)), (PolicyVersion(1, 5),)}, set[tuple[PolicyVersion, ...]]()
     for _ in range(MAX_TRIES):
@@ -140,22 +153,22 @@ def test_an_update_begins_a_span_in_every_response_that_is_under_way(bench: Benc
 
 
 def generate_through_updates(
-    engine: OpenAiEngine, bench: Bench, requests: list[Request], models: dict[PolicyVersion, Model]
+    engine: OpenAiEngine, bench: ServerBench, requests: list[Request], models: dict[PolicyVersion, Model]
 ) -> list[Completion]:
     """Generate, and let every update begin when about ten more tokens of each response exist.
 
     A server that is faster than this process may have ended them all before: nothing is cut then.
     """
-    url, done = engine._server.base_url, list[Completion]()
+    done = list[Completion]()
+    engine.stage_weights([models[V1].tensors])  # now: a busy machine has less to do while the responses go on
     for request in requests:
         engine.submit(request)
     done += engine.step()
     for version in list(models)[1:]:
-        enough = num_generated_tokens(url) + 10 * NUM_SLOTS
+        enough = bench.server.num_generated() + 10 * NUM_SLOTS
         under_way = [entry.call for entry in engine._open.values() if entry.call is not None]
-        while num_generated_tokens(url) < enough and not all(call.done() for call in under_way):
+        while bench.server.num_generated() < enough and not all(call.done() for call in under_way):
             time.sleep(0.02)
-        engine.stage_weights([models[version].tensors])
         engine.load_weights([models[version].tensors], version)
         engine.verify(bench.manifest(models[version], version))
         done += engine.step()
@@ -207,14 +220,12 @@ def test_a_stop_string_that_an_update_cuts_in_two_ends_the_response(bench: Bench
     assert [(span.version, span.end) for span in completion.version_spans] == [(V1, at + 5), (START, at + 12)]
 
 
-def test_a_server_with_other_weights_than_it_should_have_is_found_and_named(bench: Bench) -> None:
+def test_a_server_with_other_weights_than_it_should_have_is_found_and_named(bench: ServerBench) -> None:
     """What a restart, a second searcher or a broken reload does."""
     engine = bench.fresh()
     assert isinstance(engine, OpenAiEngine)
-    url = engine._server.base_url
     old = LocalVersion(START, (bench.old.tensors,), bench.manifest(bench.old, START))
-    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(bench.new.folder)}}
-    post(url, "/collective_rpc", reload)
+    bench.server.load_beside(bench.new.folder)
     assert "canary" in raised(DigestError, engine.verify, old.manifest)
     # a folder that the server does not see
     broken = LocalVersion(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
@@ -225,7 +236,7 @@ def test_a_server_with_other_weights_than_it_should_have_is_found_and_named(benc
     request = make_requests(1, temperatures=(0.0,))[0]
     assert tokens_of(run_all(engine, [request]))["0"] == bench.old.greedy(request)
     engine.submit(request)
-    post(url, "/update_weight_version", {"new_version": "default"})  # as after a start
+    bench.server.relabel("default")  # as after a start
     problem = raised(EngineDiedError, lambda: list(finish(engine)))
     assert "it has started again" in problem
-    assert url in problem
+    assert bench.server.url in problem

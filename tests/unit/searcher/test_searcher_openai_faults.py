@@ -83,7 +83,7 @@ def only(at: str, status: int, document: Any) -> Any:
     [
         (only("/abort_requests", 404, {"detail": "Not Found"}), "offers no weight updates"),
         (only("/get_world_size", 404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),
-        (only("/v1/models", 200, {"data": [{"max_model_len": 80}]}), "--max-model-len 88"),
+        (only("/v1/models", 200, {"data": [{"owned_by": "vllm", "max_model_len": 80}]}), "--max-model-len 88"),
         (raw, "--logprobs-mode processed_logprobs"),
         (no_ids, "token_ids"),
     ],

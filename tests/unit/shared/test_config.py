@@ -12,6 +12,7 @@ from pydantic import ValidationError, create_model
 
 from tba.config import Recipe, Schedule, load_recipe, parse_recipe
 from tba.config.reward import RewardSection
+from tba.config.searcher import OpenAiSection, SearcherSection
 from tba.errors import ConfigError
 from tba.fields import StrictModel
 
@@ -40,6 +41,29 @@ def test_a_minimal_recipe_has_every_default() -> None:
     assert recipe.buffer_url == "http://127.0.0.1:8700"
     assert recipe.reward_url == "http://127.0.0.1:8701"
     assert recipe.sampling.group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("url", "is_beside"),
+    [
+        ("http://localhost:8000", True),
+        ("http://127.0.0.1:8000", True),
+        ("http://127.9.9.9", True),
+        ("http://[::1]:8000", True),
+        ("http://127.evil.example:8000", False),
+        ("http://127.0.0.1.example", False),
+        ("http://vllm:8000", False),
+        ("http://10.0.0.1", False),
+    ],
+)
+def test_a_server_is_beside_its_searcher_only_on_the_loopback(url: str, is_beside: bool) -> None:
+    assert OpenAiSection(url=url).is_beside == is_beside
+
+
+def test_an_engine_behind_a_server_needs_its_address_unless_there_are_no_searchers() -> None:
+    assert SearcherSection(engine="openai", num_searchers=0).openai.url is None
+    with pytest.raises(ValidationError, match=r"give openai\.url"):
+        SearcherSection(engine="openai", num_searchers=1)
 
 
 def test_the_schema_describes_the_fields_of_every_section() -> None:

@@ -1,1 +1,1 @@
-"""An engine behind an OpenAI-compatible endpoint with vLLM's interface for weight updates."""
+"""An engine behind an OpenAI-compatible endpoint of vLLM or SGLang."""

@@ -6,7 +6,7 @@
 * Which version made a token: weights change only while no call is under way, and a call's tokens come from the weights
   that were loaded when it was sent. The label that `load_weights` gives the server is read again after the answers; a
   server that has started again, or to which somebody else gave weights, no longer has it. Nothing it said counts then.
-* Log-probs: the server runs with `processed_logprobs`, which is checked at the start (server.py).
+* Log-probs are those of the distribution that is drawn from, which is checked at the start (server.py).
 * `verify` compares the files that the server read with the manifest, and asks the server for the canary.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -28,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.concurrency import begin_in_thread
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, OpenAiSection
-from tba.errors import BusyError, ConfigError, ServiceError, UnavailableError
+from tba.config.searcher import OpenAiSection
+from tba.errors import BusyError, ServiceError, UnavailableError
 from tba.fields import MAX_SEED
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
@@ -42,7 +41,8 @@ from tba_searcher.engines.engine import (
     Request,
     check_request,
 )
-from tba_searcher.engines.openai.server import CompletionServer, Piece
+from tba_searcher.engines.openai.dialects import connect
+from tba_searcher.engines.openai.server import LOWEST_LOGPROB, Piece
 from tba_searcher.engines.openai.weight_folders import WeightFolders
 from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.weight_check import check_loaded, read_headers
@@ -59,8 +59,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 3.0
 """Before a request is sent again whose call brought nothing; it doubles each time."""
 MIN_FRUITLESS_CALLS = 3
 """A request ends the engine when so many calls in a row, and all of `retry_s`, brought no token."""
-_LOWEST_LOGPROB = -9999.0
-"""vLLM's servers write this for minus infinity."""
 log = get_logger("openai")
 
 
@@ -97,7 +95,7 @@ class _Open:
 
 
 class OpenAiEngine:
-    """Implements `tba_searcher.engines.engine.Engine` with a vLLM server.
+    """Implements `tba_searcher.engines.engine.Engine` with a server.
 
     Args:
         folder: model folder in Hugging Face format, with tokenizer; the server has a model of the same shape.
@@ -114,12 +112,13 @@ class OpenAiEngine:
     ) -> None:
         self._settings, self._folder = settings, folder
         section = settings.section
-        self._patient = _client(settings, retry_s=settings.retry_s, timeout_s=CONTROL_TIMEOUT_S)
+        self._patient = connect(settings, timeout_s=CONTROL_TIMEOUT_S)
         """Its calls are repeated; the others' failures are looked at first."""
-        self._server = _client(settings, retry_s=0, timeout_s=section.request_timeout_s)
-        self._control = _client(settings, retry_s=0, timeout_s=CONTROL_TIMEOUT_S)
         self._vocab_size, self._default_eos_ids = _read_config(folder, trust_remote_code=settings.trust_remote_code)
-        self._patient.check(num_tokens=settings.max_prompt_tokens + settings.max_response_tokens)
+        num_tokens = settings.max_prompt_tokens + settings.max_response_tokens
+        self._patient.check(num_tokens=num_tokens, vocab_size=self._vocab_size)
+        self._server = self._patient.with_patience(retry_s=0, timeout_s=section.request_timeout_s)
+        self._control = self._patient.with_patience(retry_s=0, timeout_s=CONTROL_TIMEOUT_S)
         self._folders = WeightFolders(
             section, {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
         )
@@ -177,19 +176,15 @@ class OpenAiEngine:
         name = f"request {request.request_id}"
         check_request(request, self._settings, is_known=request.request_id in self._open)
         # checked here: what the server refuses later would end the engine
-        temperature = request.sampling.temperature
-        if temperature != 0 and not VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:
-            raise EngineError(
-                f"{name}: temperature {temperature:g}; vLLM samples at 0 or at {VLLM_MIN_TEMPERATURE:g} to "
-                f"{VLLM_MAX_TEMPERATURE:g}"
-            )
+        if problem := self._patient.problem_with(request):
+            raise EngineError(f"{name}: {problem}")
         if max(request.prompt_tokens) >= self._vocab_size:
             raise EngineError(f"{name}: token id {max(request.prompt_tokens)}; the model has {self._vocab_size} ids")
         others = {*self.default_eos_ids, self._tokenizer.eos_token_id} - {None, *request.eos_ids}
         if request.min_response_tokens and others:
             raise EngineError(
-                f"{name}: with min_response_tokens vLLM also bans {sorted(others)}, which its files call end of "
-                "sequence and the request does not; add them to eos_ids"
+                f"{name}: with min_response_tokens {self._patient.name} also bans {sorted(others)}, which its files "
+                "call end of sequence and the request does not; add them to eos_ids"
             )
         self._open[request.request_id] = _Open(request, time.time())
 
@@ -316,11 +311,12 @@ class OpenAiEngine:
             self._wait_to_send_again(entry)
             return
         entry.num_fruitless = 0
-        if not min(piece.logprobs) > _LOWEST_LOGPROB:
+        if not min(piece.logprobs) > LOWEST_LOGPROB:
             raise EngineDiedError(f"the logits are not finite under version {self._version}; its weights are broken")
         entry.tokens += piece.tokens
         entry.logprobs += piece.logprobs
-        completes_stop = self._cut_at_stop(entry, start) if start and request.sampling.stop else piece.completes_stop
+        looks = bool(request.sampling.stop) and (start > 0 or piece.completes_stop is None)
+        completes_stop = self._cut_at_stop(entry, start) if looks else piece.completes_stop
         _extend(entry.spans, self._version, start, len(entry.tokens))
         # the tokens decide and not the server, which may stop for a reason that the request does not know
         if entry.tokens[-1] in request.eos_ids:
@@ -369,7 +365,7 @@ class OpenAiEngine:
 
     def _cut_at_stop(self, entry: _Open, start: int) -> bool:
         """Cut a response at the first token from `start` on that completes a stop string; return whether one does."""
-        # the server has seen the text of this piece alone, and a stop string may have begun in the one before
+        # the server may have seen the text of this piece alone, and a stop string may have begun in the one before
         for length in range(max(start, entry.request.min_response_tokens) + 1, len(entry.tokens) + 1):
             if self._stops.completes(entry.tokens[:length], entry.request.sampling.stop):
                 del entry.tokens[length:], entry.logprobs[length:]
@@ -380,7 +376,8 @@ class OpenAiEngine:
         """Let every call come back with the tokens that it has, and add them; none is under way afterwards."""
         calls = {entry.sent_id: entry.call for entry in self._open.values() if entry.call is not None} | self._aborted
         while under_way := {sent_id: call for sent_id, call in calls.items() if not call.done()}:
-            self._abort_calls(list(under_way))
+            with contextlib.suppress(UnavailableError):
+                self._control.abort_all(list(under_way))
             concurrent.futures.wait(under_way.values(), timeout=ABORT_EVERY_S)
         self._take_answers()
         for entry in self._open.values():
@@ -429,19 +426,6 @@ def _extend(spans: list[VersionSpan], version: PolicyVersion, start: int, end: i
     if spans and spans[-1].version == version:
         start = spans.pop().start
     spans.append(VersionSpan(version=version, start=start, end=end))
-
-
-def _client(settings: OpenAiSettings, *, retry_s: float, timeout_s: float) -> CompletionServer:
-    name = settings.section.token_env
-    token = None if name is None else os.environ.get(name)
-    if name is not None and not token:
-        raise ConfigError(
-            f"searcher.openai.token_env: the environment variable {name} is not set; put the token for "
-            f"{settings.section.url} there"
-        )
-    return CompletionServer(
-        settings.section.url or "", token=token, retry_s=retry_s, timeout_s=timeout_s, ca_file=settings.ca_file
-    )
 
 
 def _read_config(folder: Path, *, trust_remote_code: bool) -> tuple[int, tuple[int, ...]]:

@@ -1,86 +1,47 @@
-"""The HTTP interface of a server that generates: what the engine needs of `vllm serve` (0.32), and nothing else.
+"""What the engine needs of a server that generates; one subclass for each kind of server, and nothing else knows them.
 
-    /v1/completions                                token ids in; token ids and log-probs out
-    /abort_requests                                requests come back at once, with the tokens that they have
-    /collective_rpc {"method": "reload_weights"}   all weights from a folder
-    /reset_prefix_cache                            keys and values of the weights before are dropped
-    /weight_info, /update_weight_version           a label; a server that starts again has lost it
+    check, problem_with               at the start: it can be an engine; for each request: it samples as asked
+    complete, abort                   token ids in, token ids and log-probs out; at once with those that are there
+    prompt_logprobs                   log-probs of a given response
+    load_weights, label               all weights from a folder, and a label; a server that starts again has lost it
 
-All but the first are vLLM's routes for training, which it offers with VLLM_SERVER_DEV_MODE=1.
+Which kind a server is: `dialects.connect`.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from tba.clients.service_client import Reply, ServiceClient
-from tba.errors import BadReplyError, ConfigError, NotFoundError, UnavailableError
+from tba.errors import BadReplyError, ConfigError
 from tba.fields import StrictModel
 from tba_searcher.engines.engine import Request
 
-START_HINT = (
-    "start it as docs/searcher.md says: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
-    "--generation-config vllm"
-)
-_RESET_S = 10.0
-"""How long keys and values may stay in use after the last request has come back: they may be on the way elsewhere."""
-_PROBE_TOKENS = 16
-_PROBE_ATOL = 1e-3
-_TIES_NATS = np.log([1.0, 2.0, 3.0, 4.0])
-"""Minus the log-prob of each of so many tokens that are equally likely: top-k 1 leaves all with the highest logit, and
-in 16 bits that may be several."""
-_PROBE_MIN_NATS = 1.0
-"""Of all probe tokens together; rounding makes less."""
+LOWEST_LOGPROB = -9999.0
+"""Servers write this, something below it or nothing for minus infinity."""
 M = TypeVar("M", bound=StrictModel)
 
 
-class _Logprobs(StrictModel):
-    token_logprobs: list[float]
+class ServedModel(StrictModel):
+    """What a server says of its model."""
 
-
-class _PromptLogprob(StrictModel):
-    logprob: float
-
-
-class _Choice(StrictModel):
-    token_ids: list[int]
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
-
-
-class _Completions(StrictModel):
-    choices: list[_Choice] = Field(min_length=1, max_length=1)
-
-
-class _Model(StrictModel):
+    owned_by: str = ""
+    """The kind of server."""
     max_model_len: int | None = None
 
 
 class _Models(StrictModel):
-    data: list[_Model] = Field(min_length=1)
-
-
-class _WorldSize(StrictModel):
-    world_size: int
-
-
-class _WeightInfo(StrictModel):
-    weight_version: str
-
-
-class _Reset(StrictModel):
-    success: bool
+    data: list[ServedModel] = Field(min_length=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,175 +50,22 @@ class Piece:
 
     tokens: list[int]
     logprobs: list[float]
-    completes_stop: bool
-    """The server says that the last token completed a stop string."""
+    completes_stop: bool | None = None
+    """Whether the last token completed a stop string; None: the server does not say exactly."""
 
 
-class CompletionServer(ServiceClient):
-    """One server; thread-safe. Every call is safe to repeat."""
+class ServerClient(ServiceClient):
+    """JSON calls to a server of any kind."""
 
-    def check(self, *, num_tokens: int) -> None:
-        """Check once that the server can be an engine.
+    def with_patience(self, *, retry_s: float, timeout_s: float) -> Self:
+        """Return a client of the same server that waits as long as given (see `ServiceClient`)."""
+        twin = copy.copy(self)  # it shares the connections, and what was found out of the server
+        twin._retry_s, twin._timeout_s = retry_s, timeout_s
+        return twin
 
-        Args:
-            num_tokens: of the longest prompt and response together.
-
-        Raises:
-            ConfigError: it cannot; with what to do.
-            ServiceError: it does not answer, or refuses this client.
-        """
-        limit = self._read(_Models, "GET", "/v1/models").data[0].max_model_len
-        if limit is not None and limit < num_tokens:
-            raise ConfigError(
-                f"{self.base_url} has a context of {limit} tokens, and max_prompt_tokens + max_response_tokens of "
-                f"[searcher] are {num_tokens}; start it with --max-model-len {num_tokens}, or lower them"
-            )
-        try:
-            self.label()
-            self.abort(["nobody"])
-            sizes = [
-                self._read(_WorldSize, "GET", "/get_world_size", params={"include_dp": include}).world_size
-                for include in ("true", "false")
-            ]
-        except NotFoundError as error:
-            raise ConfigError(
-                f"{self.base_url} offers no weight updates ({error}), so it would answer with the weights that it "
-                f"began with under the name of newer ones; {START_HINT}"
-            ) from None
-        if sizes[0] != sizes[1]:
-            # the canary would check the copy that happens to answer
-            raise ConfigError(
-                f"{self.base_url} holds {sizes[0] // sizes[1]} copies of the model (data parallelism), and a check "
-                "reaches one of them; start one server for each, and a searcher for each"
-            )
-        self._check_logprobs()
-
-    def complete(self, sent_id: str, request: Request, before: Sequence[int], *, seed: int | None, label: str) -> Piece:
-        """Continue the response to a request.
-
-        Args:
-            sent_id: names this call for `abort`.
-            before: the response tokens that are there.
-            label: of the weights; keys and values that are cached under another one are not used.
-
-        Raises:
-            BadReplyError: the answer has no token ids or log-probs.
-            ServiceError: it did not answer, or refuses the request.
-        """
-        sampling = request.sampling
-        return self._complete(
-            request_id=sent_id,
-            cache_salt=label,
-            prompt=[*request.prompt_tokens, *before],
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=seed,
-            stop=list(sampling.stop),
-            stop_token_ids=list(request.eos_ids),
-            max_tokens=request.max_response_tokens - len(before),
-            min_tokens=max(0, request.min_response_tokens - len(before)),
-        )
-
-    def abort(self, sent_ids: Sequence[str]) -> None:
-        """Let calls of `complete` come back with the tokens that they have; unknown ids are ignored."""
-        ids = [f"cmpl-{sent_id}-0" for sent_id in sent_ids]  # vLLM's own names for them
-        self._post("/abort_requests", {"request_ids": ids})
-
-    def prompt_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probs [R] at temperature 1 of a given response."""
-        tokens = [*prompt_tokens, *response_tokens]
-        # one token must be sampled, and is not looked at
-        choice = self._choice(prompt=tokens, temperature=0, max_tokens=1, prompt_logprobs=0)
-        rows = (choice.prompt_logprobs or [])[len(prompt_tokens) :]
-        if len(rows) != len(response_tokens):
-            raise BadReplyError(f"{self.base_url} gives no log-probs of prompts (prompt_logprobs)")
-        found = zip(rows, response_tokens, strict=True)
-        return np.array([row[str(token)].logprob if row else np.nan for row, token in found], np.float32)
-
-    def label(self) -> str:
-        """Return the label that `load_weights` gave the weights; `default` since the server has started."""
-        return self._read(_WeightInfo, "GET", "/weight_info").weight_version
-
-    def load_weights(self, folder: Path, label: str, *, timeout_s: float) -> None:
-        """Replace all weights by those of a folder, as the server sees it, and label them. No request may be active.
-
-        Raises:
-            ServiceError: the server could not; its weights may be a mixture.
-        """
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self._post("/collective_rpc", body, timeout_s=timeout_s)
-        self._drop_keys_and_values()
-        self._post("/update_weight_version", {"new_version": label})
-
-    def _drop_keys_and_values(self) -> None:
-        # external: those that the server has moved to the host's memory or to another store
-        params = {"reset_running_requests": "true", "reset_external": "true"}
-        until = time.monotonic() + _RESET_S
-        while True:
-            try:
-                if self._read(_Reset, "POST", "/reset_prefix_cache", params=params).success:
-                    return
-                problem = "they are in use"
-            except UnavailableError as error:  # vLLM answers so while it moves some
-                problem = str(error)
-            if time.monotonic() > until:
-                raise UnavailableError(f"{self.base_url} keeps keys and values of the weights before: {problem}")
-            time.sleep(0.05)
-
-    def _check_logprobs(self) -> None:
-        """Check that log-probs are those of the distribution that is really drawn from.
-
-        Raises:
-            ConfigError: they are not.
-            ServiceError: the server gives no token.
-        """
-        prompt = [1, 2, 3]
-        try:
-            only = self._complete(prompt=prompt, temperature=2.0, top_k=1, max_tokens=_PROBE_TOKENS)
-            if not only.tokens:
-                raise UnavailableError(f"{self.base_url} answered a request without a token")
-            found = np.array(only.logprobs)
-            # of one possible token the log-prob is 0
-            is_processed = np.abs(found[:, None] + _TIES_NATS).min(axis=1).max() < _PROBE_ATOL
-            if is_processed and (found - self.prompt_logprobs(prompt, only.tokens)).sum() < _PROBE_MIN_NATS:
-                # it is here in any case: the model is certain. Then temperature makes a difference
-                hot = self._complete(prompt=prompt, temperature=2.0, max_tokens=_PROBE_TOKENS)
-                gap = np.abs(hot.logprobs - self.prompt_logprobs(prompt, hot.tokens)).sum()
-                is_processed = gap > _PROBE_MIN_NATS
-        except BadReplyError as error:
-            raise ConfigError(f"{error}; only vLLM is known to give them") from None
-        if not is_processed:
-            raise ConfigError(
-                f"{self.base_url} gives log-probs before temperature and top-k, not those of the distribution that it "
-                f"draws from, so training on them would be wrong; {START_HINT}"
-            )
-
-    def _complete(self, **body: Any) -> Piece:
-        choice = self._choice(**body)
-        logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
-        if len(logprobs) != len(choice.token_ids):
-            raise BadReplyError(
-                f"{self.base_url} gives {len(logprobs)} log-probs of {len(choice.token_ids)} tokens (logprobs)"
-            )
-        completes_stop = choice.finish_reason == "stop" and isinstance(choice.stop_reason, str)
-        return Piece(choice.token_ids, logprobs, completes_stop)
-
-    def _choice(self, **body: Any) -> _Choice:
-        # whatever the server's own defaults are, nothing but the body may shape the distribution
-        fixed = {
-            "logprobs": 0,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "ignore_eos": True,  # ignores only the model's own ids; those of the request are in stop_token_ids
-            "skip_special_tokens": False,
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-        }
-        defaults = {"top_p": 1.0, "top_k": 0}
-        return self._read(_Completions, "POST", "/v1/completions", {**fixed, **defaults, **body}).choices[0]
+    def model(self) -> ServedModel:
+        """Return what the server says of its model."""
+        return self._read(_Models, "GET", "/v1/models").data[0]
 
     def _post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Reply:
         return self._call("POST", path, json=json.dumps(body).encode(), timeout_s=timeout_s)
@@ -270,12 +78,119 @@ class CompletionServer(ServiceClient):
         body: dict[str, Any] | None = None,
         *,
         params: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> M:
         encoded = None if body is None else json.dumps(body).encode()
-        reply = self._call(method, path, json=encoded, params=params)
+        reply = self._call(method, path, json=encoded, params=params, timeout_s=timeout_s)
         try:
             return kind.model_validate_json(reply.content, extra="ignore")
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "body"
             raise BadReplyError(f"{reply.url} sent an answer without what is needed: {where}: {first['msg']}") from None
+
+
+class GenerationServer(ServerClient, ABC):
+    """One server; thread-safe. Every call is safe to repeat."""
+
+    name: ClassVar[str]
+    """Of the software, for messages."""
+    start_hint: ClassVar[str]
+    """How it must be started, for messages."""
+
+    def check(self, *, num_tokens: int, vocab_size: int) -> None:
+        """Check once that the server can be an engine.
+
+        Args:
+            num_tokens: of the longest prompt and response together.
+            vocab_size: of the model.
+
+        Raises:
+            ConfigError: it cannot; with what to do.
+            ServiceError: it does not answer, or refuses this client.
+        """
+        self._vocab_size = vocab_size
+        self._check_context(num_tokens)
+        self._check_updates()
+        self._check_logprobs()
+
+    @abstractmethod
+    def problem_with(self, request: Request) -> str | None:
+        """Return why a server that has passed `check` cannot sample as a request asks; None where it can."""
+
+    @abstractmethod
+    def complete(self, sent_id: str, request: Request, before: Sequence[int], *, seed: int | None, label: str) -> Piece:
+        """Continue the response to a request.
+
+        Args:
+            sent_id: names this call for `abort`.
+            before: the response tokens that are there.
+            label: of the weights; keys and values that are cached under another one are not used.
+
+        Raises:
+            BadReplyError: the answer has no token ids or log-probs.
+            ServiceError: it did not answer, or refuses the request.
+        """
+
+    @abstractmethod
+    def abort(self, sent_ids: Sequence[str]) -> None:
+        """Let calls of `complete` come back with the tokens that they have; unknown ids are ignored."""
+
+    def abort_all(self, sent_ids: Sequence[str]) -> None:
+        """Let all calls of `complete` come back: those of these ids, and there are no others."""
+        self.abort(sent_ids)
+
+    @abstractmethod
+    def prompt_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] at temperature 1 of a given response."""
+
+    @abstractmethod
+    def label(self) -> str:
+        """Return the label that `load_weights` gave the weights; `default` since the server has started."""
+
+    @abstractmethod
+    def load_weights(self, folder: Path, label: str, *, timeout_s: float) -> None:
+        """Replace all weights by those of a folder, as the server sees it, and label them. No request may be active.
+
+        Raises:
+            ServiceError: the server could not; its weights may be a mixture.
+        """
+
+    @abstractmethod
+    def _check_context(self, num_tokens: int) -> None:
+        """Check that prompt and response fit (see `check`)."""
+
+    @abstractmethod
+    def _check_updates(self) -> None:
+        """Check that weights can be replaced, and that the canary then reaches all of them (see `check`)."""
+
+    @abstractmethod
+    def _check_logprobs(self) -> None:
+        """Check that log-probs are those of the distribution that is really drawn from (see `check`)."""
+
+    def _check_length(self, limit: int | None, num_tokens: int, option: str) -> None:
+        """Refuse a context that is too short; `option` of its command line makes it long enough."""
+        if limit is not None and limit < num_tokens:
+            raise ConfigError(
+                f"{self.base_url} has a context of {limit} tokens, and max_prompt_tokens + max_response_tokens of "
+                f"[searcher] need {num_tokens}; start it with {option}, or lower them"
+            )
+
+    def _without_updates(self, cause: Exception | str) -> ConfigError:
+        return ConfigError(
+            f"{self.base_url} offers no weight updates ({cause}), so it would answer with the weights that it "
+            f"began with under the name of newer ones; {self.start_hint}"
+        )
+
+    def _copies(self, num_copies: int) -> ConfigError:
+        # the canary would check the copy that happens to answer
+        return ConfigError(
+            f"{self.base_url} holds {num_copies} copies of the model (data parallelism), and a check reaches one of "
+            "them; start one server for each, and a searcher for each"
+        )
+
+    def _other_logprobs(self) -> ConfigError:
+        return ConfigError(
+            f"{self.base_url} gives log-probs before temperature and top-k, not those of the distribution that it "
+            f"draws from, so training on them would be wrong; {self.start_hint}"
+        )

@@ -1,0 +1,208 @@
+"""`vllm serve` (0.30 to 0.32) as a server that generates.
+
+    /v1/completions                                token ids in; token ids and log-probs out
+    /abort_requests                                requests come back at once, with the tokens that they have
+    /collective_rpc {"method": "reload_weights"}   all weights from a folder
+    /reset_prefix_cache                            keys and values of the weights before are dropped
+    /weight_info, /update_weight_version           a label
+
+All but the first are vLLM's routes for training, which it offers with VLLM_SERVER_DEV_MODE=1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE
+from tba.errors import BadReplyError, ConfigError, NotFoundError, UnavailableError
+from tba.fields import StrictModel
+from tba_searcher.engines.engine import Request
+from tba_searcher.engines.openai.server import GenerationServer, Piece
+
+_RESET_S = 10.0
+"""How long keys and values may stay in use after the last request has come back: they may be on the way elsewhere."""
+_PROBE_TOKENS = 16
+_PROBE_ATOL = 1e-3
+_TIES_NATS = np.log([1.0, 2.0, 3.0, 4.0])
+"""Minus the log-prob of each of so many tokens that are equally likely: top-k 1 leaves all with the highest logit, and
+in 16 bits that may be several."""
+_PROBE_MIN_NATS = 1.0
+"""Of all probe tokens together; rounding makes less."""
+
+
+class _Logprobs(StrictModel):
+    token_logprobs: list[float]
+
+
+class _PromptLogprob(StrictModel):
+    logprob: float
+
+
+class _Choice(StrictModel):
+    token_ids: list[int]
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+
+
+class _Completions(StrictModel):
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
+
+
+class _WorldSize(StrictModel):
+    world_size: int
+
+
+class _WeightInfo(StrictModel):
+    weight_version: str
+
+
+class _Reset(StrictModel):
+    success: bool
+
+
+class VllmServer(GenerationServer):
+    """A server of vLLM."""
+
+    name = "vLLM"
+    start_hint = (
+        "start it as docs/searcher.md says: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
+        "--generation-config vllm"
+    )
+
+    def problem_with(self, request: Request) -> str | None:
+        """Return why vLLM cannot sample as a request asks (see `GenerationServer.problem_with`)."""
+        temperature = request.sampling.temperature
+        if temperature == 0 or VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:
+            return None
+        return (
+            f"temperature {temperature:g}; vLLM samples at 0 or at {VLLM_MIN_TEMPERATURE:g} to {VLLM_MAX_TEMPERATURE:g}"
+        )
+
+    def complete(self, sent_id: str, request: Request, before: Sequence[int], *, seed: int | None, label: str) -> Piece:
+        """Continue the response to a request (see `GenerationServer.complete`)."""
+        sampling = request.sampling
+        return self._complete(
+            request_id=sent_id,
+            cache_salt=label,
+            prompt=[*request.prompt_tokens, *before],
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=seed,
+            stop=list(sampling.stop),
+            stop_token_ids=list(request.eos_ids),
+            max_tokens=request.max_response_tokens - len(before),
+            min_tokens=max(0, request.min_response_tokens - len(before)),
+        )
+
+    def abort(self, sent_ids: Sequence[str]) -> None:
+        """Let calls come back (see `GenerationServer.abort`)."""
+        ids = [f"cmpl-{sent_id}-0" for sent_id in sent_ids]  # vLLM's own names for them
+        self._post("/abort_requests", {"request_ids": ids})
+
+    def prompt_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] at temperature 1 of a given response."""
+        tokens = [*prompt_tokens, *response_tokens]
+        # one token must be sampled, and is not looked at
+        choice = self._choice(prompt=tokens, temperature=0, max_tokens=1, prompt_logprobs=0)
+        rows = (choice.prompt_logprobs or [])[len(prompt_tokens) :]
+        if len(rows) != len(response_tokens):
+            raise BadReplyError(f"{self.base_url} gives no log-probs of prompts (prompt_logprobs)")
+        found = zip(rows, response_tokens, strict=True)
+        return np.array([row[str(token)].logprob if row else np.nan for row, token in found], np.float32)
+
+    def label(self) -> str:
+        """Return the label of the weights (see `GenerationServer.label`)."""
+        return self._read(_WeightInfo, "GET", "/weight_info").weight_version
+
+    def load_weights(self, folder: Path, label: str, *, timeout_s: float) -> None:
+        """Replace all weights, and label them (see `GenerationServer.load_weights`)."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._post("/collective_rpc", body, timeout_s=timeout_s)
+        self._drop_keys_and_values()
+        self._post("/update_weight_version", {"new_version": label})
+
+    def _drop_keys_and_values(self) -> None:
+        # external: those that the server has moved to the host's memory or to another store
+        params = {"reset_running_requests": "true", "reset_external": "true"}
+        until = time.monotonic() + _RESET_S
+        while True:
+            try:
+                if self._read(_Reset, "POST", "/reset_prefix_cache", params=params).success:
+                    return
+                problem = "they are in use"
+            except UnavailableError as error:  # vLLM answers so while it moves some
+                problem = str(error)
+            if time.monotonic() > until:
+                raise UnavailableError(f"{self.base_url} keeps keys and values of the weights before: {problem}")
+            time.sleep(0.05)
+
+    def _check_context(self, num_tokens: int) -> None:
+        self._check_length(self.model().max_model_len, num_tokens, f"--max-model-len {num_tokens}")
+
+    def _check_updates(self) -> None:
+        try:
+            self.label()
+            self.abort(["nobody"])
+            sizes = [
+                self._read(_WorldSize, "GET", "/get_world_size", params={"include_dp": include}).world_size
+                for include in ("true", "false")
+            ]
+        except NotFoundError as error:
+            raise self._without_updates(error) from None
+        if sizes[0] != sizes[1]:
+            raise self._copies(sizes[0] // sizes[1])
+
+    def _check_logprobs(self) -> None:
+        prompt = [1, 2, 3]
+        try:
+            only = self._complete(prompt=prompt, temperature=2.0, top_k=1, max_tokens=_PROBE_TOKENS)
+            if not only.tokens:
+                raise UnavailableError(f"{self.base_url} answered a request without a token")
+            found = np.array(only.logprobs)
+            # of one possible token the log-prob is 0
+            is_processed = np.abs(found[:, None] + _TIES_NATS).min(axis=1).max() < _PROBE_ATOL
+            if is_processed and (found - self.prompt_logprobs(prompt, only.tokens)).sum() < _PROBE_MIN_NATS:
+                # it is here in any case: the model is certain. Then temperature makes a difference
+                hot = self._complete(prompt=prompt, temperature=2.0, max_tokens=_PROBE_TOKENS)
+                gap = np.abs(hot.logprobs - self.prompt_logprobs(prompt, hot.tokens)).sum()
+                is_processed = gap > _PROBE_MIN_NATS
+        except BadReplyError as error:
+            raise ConfigError(str(error)) from None
+        if not is_processed:
+            raise self._other_logprobs()
+
+    def _complete(self, **body: Any) -> Piece:
+        choice = self._choice(**body)
+        logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+        if len(logprobs) != len(choice.token_ids):
+            raise BadReplyError(
+                f"{self.base_url} gives {len(logprobs)} log-probs of {len(choice.token_ids)} tokens (logprobs)"
+            )
+        completes_stop = choice.finish_reason == "stop" and isinstance(choice.stop_reason, str)
+        return Piece(choice.token_ids, logprobs, completes_stop)
+
+    def _choice(self, **body: Any) -> _Choice:
+        # whatever the server's own defaults are, nothing but the body may shape the distribution
+        fixed = {
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "ignore_eos": True,  # ignores only the model's own ids; those of the request are in stop_token_ids
+            "skip_special_tokens": False,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+        }
+        defaults = {"top_p": 1.0, "top_k": 0}
+        return self._read(_Completions, "POST", "/v1/completions", {**fixed, **defaults, **body}).choices[0]

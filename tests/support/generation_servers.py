@@ -1,0 +1,164 @@
+"""The servers behind the `openai` engine, by kind, as a client beside the engine sees them.
+
+vLLM is real. SGLang is a stand-in (sglang_stand_in.py), unless TBA_TEST_SGLANG has the command that starts a real one
+(tools/check_sglang.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.redis_process import free_port
+from tests.support.sglang_stand_in import sglang_stand_in
+from tests.support.vllm_greedy import ENVIRON, TIMEOUT_S
+
+ROOT = Path(__file__).parents[2]
+COMMAND_VARIABLE = "TBA_TEST_SGLANG"
+CONTEXT_TOKENS = 512
+STOP_S = 20.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs."""
+
+    url: str
+    token: str
+    load: tuple[str, Callable[[Path], dict[str, Any]]]
+    """Path and body of the call that loads a model folder, and leaves the label as it is."""
+    num_generated: Callable[[], float]
+    """Tokens that it has generated for all requests; more at least while it generates."""
+    long_response: int
+    """Tokens of a response that takes it long enough to be under way at two updates."""
+    refused: frozenset[str] = frozenset()
+    """Sampling of the contract that it does in another way, and the engine refuses."""
+
+    def read(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """Get a document, or post JSON for it."""
+        headers = {"content-type": "application/json", "authorization": f"Bearer {self.token}"}
+        encoded = None if body is None else json.dumps(body).encode()
+        return (
+            urllib.request.urlopen(urllib.request.Request(self.url + path, encoded, headers), timeout=60)
+            .read()
+            .decode()
+        )
+
+    def load_beside(self, folder: Path) -> None:
+        """Load a model folder, as a second searcher or a broken reload would."""
+        path, body = self.load
+        self.read(path, body(folder))
+
+    def relabel(self, label: str) -> None:
+        """Change the label of the weights."""
+        self.read("/update_weight_version", {"new_version": label})
+
+
+Start = Callable[..., AbstractContextManager[Served]]
+"""Model folder, log, token and a folder for caches -> the server."""
+
+
+@contextmanager
+def run_server(command: Sequence[str], log: Path, *, url: str, environ: dict[str, str], token: str) -> Iterator[None]:
+    """Run a server's process within the block, from when it is healthy on."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        until = time.monotonic() + TIMEOUT_S
+        while not _is_healthy(url, token):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < until, f"not healthy after {TIMEOUT_S} s: {log.read_text()[-3000:]}"
+            time.sleep(0.2)
+        yield
+    finally:
+        # its own end removes its shared memory
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        # the whole session: worker processes must not outlive a server that hangs
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def sglang(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Served]:
+    """Serve a model in float32 with SGLang, or with its stand-in."""
+    load = ("/update_weights_from_disk", lambda folder: {"model_path": str(folder)})
+    refused = frozenset({"both"})
+    command = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))
+    if not command:
+        with sglang_stand_in(folder, token=token) as server:
+            yield Served(server.url, token, load, lambda: server.num_generated, 100, refused)
+        return
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    arguments = (
+        *("--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port), "--api-key", token),
+        *("--dtype", "float32", "--context-length", str(CONTEXT_TOKENS), "--max-total-tokens", "8192"),
+    )
+    with run_server([*command, *arguments], log, url=url, environ={"HF_HUB_OFFLINE": "1"}, token=token):
+        served = Served(url, token, load, lambda: _num_used(served), 400, refused | {"seed"})
+        yield served
+
+
+def _num_used(served: Served) -> float:
+    """Tokens whose keys and values SGLang holds: it counts generated ones only when a request has ended."""
+    return sum(each["num_used_tokens"] for each in json.loads(served.read("/v1/loads"))["loads"])
+
+
+@contextmanager
+def vllm(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Served]:
+    """Serve a model in float32 with vLLM, with the settings of docs/searcher.md."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    environ = {name: value for name, value in ENVIRON.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"} | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_API_KEY": token,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    arguments = (
+        *("--model", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "4", "--block-size", "32"),
+        *("--kv-cache-memory-bytes", str(32 << 20), "--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm"),
+    )
+
+    def num_generated() -> float:
+        lines = served.read("/metrics").splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    def reload(folder: Path) -> dict[str, Any]:
+        return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+
+    served = Served(url, token, ("/collective_rpc", reload), num_generated, 400)
+    command = [sys.executable, "-m", "tests.support.vllm_server", *arguments]
+    with run_server(command, log, url=url, environ=environ, token=token):
+        yield served
+
+
+SERVERS: dict[str, Start] = {"vllm": vllm, "sglang": sglang}
+
+
+def _is_healthy(url: str, token: str) -> bool:
+    request = urllib.request.Request(f"{url}/health", headers={"authorization": f"Bearer {token}"})
+    try:
+        return urllib.request.urlopen(request, timeout=5).status == 200
+    except (urllib.error.URLError, OSError):
+        return False

@@ -44,8 +44,9 @@ def misfit(recipe: Recipe, trace: Mapping[str, Any], *, gpu_bytes: int) -> str |
         remedy = "set trainer.gradient_checkpointing = true"
     elif num_tokens < longest:
         remedy = (
-            f"a single rollout of {longest} tokens is too long: lower searcher.max_response_tokens or raise "
-            f"trainer.num_processes (it is {section.num_processes})"
+            f"a single rollout of {longest} tokens is too long: lower searcher.max_response_tokens, or raise "
+            f"trainer.num_processes (it is {section.num_processes}) and trainer.sharding.context (it is "
+            f"{section.sharding.context}): so many processes share a rollout"
         )
     else:
         remedy = f"lower trainer.micro_batch_tokens from {section.micro_batch_tokens} to about {num_tokens}"

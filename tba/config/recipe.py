@@ -97,6 +97,12 @@ class Recipe(StrictModel):
                 f"{self.trainer.num_processes}, which is no multiple of it: every replica of the model needs as many "
                 "processes as the others"
             )
+        num_in_replica = self.trainer.num_processes // self.trainer.sharding.replicas
+        if num_in_replica % self.trainer.context:
+            raise ValueError(
+                f"trainer.sharding.context is {self.trainer.context}, and a replica of the model has {num_in_replica} "
+                "processes, which is no multiple of it: they are dealt to groups of that size"
+            )
         if self.trainer.num_processes > 1 and ":" in self.trainer.device:
             raise ValueError(
                 f"trainer.device is {self.trainer.device!r}, a single device, and trainer.num_processes is "

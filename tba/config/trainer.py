@@ -159,6 +159,10 @@ class ShardingSection(StrictModel):
     """Copies of the model, each sharded over `num_processes` / replicas processes that follow one another: layers are
     gathered within a copy (a machine), only sums of gradients cross between copies. Every process then holds
     `replicas` times as much of weights, gradients and optimizer state."""
+    context: int = Field(default=1, ge=1)
+    """Processes that follow one another and share every sequence (context parallelism): each keeps the activations of
+    its part, and keys and values of a layer are gathered for attention. `micro_batch_tokens` is then of such a group.
+    A divisor of `num_processes` / replicas."""
     reduce_each_micro_batch: bool = True
     """Sum gradients over the processes after each micro-batch. false: after the last one of a step, which sends less;
     from the first to the last every process then holds whole gradients, 4 bytes per trained parameter."""
@@ -257,7 +261,8 @@ class TrainerSection(StrictModel):
     clip."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Most tokens of one forward and backward pass (a longer rollout goes alone). Micro-batches have about the same
-    number of tokens, without padding for the model families in docs/trainer.md."""
+    number of tokens, without padding for the model families in docs/trainer.md. With `sharding.context` each of so many
+    processes has a part of them."""
     gradient_checkpointing: bool | int = False
     """true: recompute activations in the backward pass. A number n: those of the first n decoder layers; those of the
     others are kept."""
@@ -337,6 +342,11 @@ class TrainerSection(StrictModel):
         if not isinstance(value, bool) and value < 1:
             raise ValueError(f"{value} is no number of layers; set it to 1 or more, to true for all, or to false")
         return value
+
+    @property
+    def context(self) -> int:
+        """Processes that share a micro-batch."""
+        return self.sharding.context if self.num_processes > 1 else 1
 
     def num_recomputed(self, num_layers: int) -> int:
         """Return how many of a model's decoder layers are computed again in the backward pass."""

@@ -43,7 +43,8 @@ def misfit(recipe: Recipe, trace: Mapping[str, Any], *, num_layers: int, gpu_byt
         remedy = "set trainer.gradient_checkpointing = true"
     elif num_tokens < longest:
         remedy = (
-            f"a single rollout of {longest} tokens is too long: lower searcher.max_response_tokens or "
+            f"a single rollout of {longest} tokens is too long: lower searcher.max_response_tokens, raise "
+            f"trainer.sharding.context (it is {section.sharding.context}: so many processes share a rollout), or "
             f"{_more_shards(recipe)}"
         )
     else:

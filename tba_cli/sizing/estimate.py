@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tba.config import Recipe
+from tba.config import Recipe, TrainerSection
 from tba_cli.sizing.model_shape import ModelShape
 
 F32 = 4
@@ -127,14 +127,29 @@ def trainer_bytes(recipe: Recipe, shape: ModelShape) -> int:
     """Return the GPU memory of each trainer process: its state, activations, logits, and copies of weights."""
     section, state = recipe.trainer, trainer_state_bytes(recipe, shape)
     copies, reduced = _copies_bytes(recipe, shape)
-    tokens = section.micro_batch_tokens
+    tokens = -(-section.micro_batch_tokens // section.context)  # of this process
     num_recomputed = section.num_recomputed(shape.num_layers)
     # a layer that is computed again has all of its own at that time, when those that keep them are done
     num_kept = max(1, shape.num_layers - num_recomputed)
     activations = F32 * tokens * shape.hidden_size * num_recomputed
     activations += num_kept * tokens * layer_activation_bytes(shape, section.compute_dtype)
+    activations += _shared_keys_bytes(section, shape, num_kept)
     logits = min(LOGITS_CHUNK_BYTES, 2 * F32 * tokens * shape.vocab_size)
     return state + max(copies + activations + logits, reduced)
+
+
+def _shared_keys_bytes(section: TrainerSection, shape: ModelShape, num_kept: int) -> int:
+    """Return what a process of a context group holds of the others' keys and values, in layers that keep theirs.
+
+    Args:
+        num_kept: of these layers.
+    """
+    if section.context == 1:
+        return 0
+    values = 2 * shape.num_kv_heads * shape.head_size * section.micro_batch_tokens
+    width = DTYPE_BYTES[section.compute_dtype]
+    # kept in each layer; in the layer at work what was gathered, and its gradient, which is summed in float32
+    return values * (num_kept * width + width + 2 * F32)
 
 
 def operations_per_parameter(recipe: Recipe, shape: ModelShape) -> float:

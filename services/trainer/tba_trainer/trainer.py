@@ -62,7 +62,10 @@ def run_trainer(recipe: Recipe) -> int:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     with Team.join(
-        device=section.device, deadline_s=section.collective_timeout_s, replicas=section.sharding.replicas
+        device=section.device,
+        deadline_s=section.collective_timeout_s,
+        replicas=section.sharding.replicas,
+        context=section.sharding.context,
     ) as team:
         if team.is_leader:
             _lead(recipe, team)

@@ -44,6 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
             "sharding": {"replicas": 2, "reduce_each_micro_batch": False, "reshard_after_forward": False},
         }
     },
+    "shared sequences": {"trainer": {"num_processes": 4, "sharding": {"context": 2}, "gradient_checkpointing": True}},
     "sharded adapter": {"trainer": {"num_processes": 2}, "model": {"lora": {"rank": 4}}},
 }
 STEP_WAITS = ("forward_backward.py: values = torch.cat(vectors).cpu()", "learner.py: norm = float(full(")

@@ -69,8 +69,10 @@ def test_two_processes_train_as_one_and_one_continues_from_their_checkpoint(tmp_
 
 
 def test_four_processes_with_every_setting_of_sharding_train_as_one(tmp_path: Path) -> None:
-    """Two replicas of two shards each, gradients summed once a step, layers kept gathered, shards offloaded."""
-    settings = {"replicas": 2, "reduce_each_micro_batch": False, "reshard_after_forward": False, "cpu_offload": True}
+    """Two replicas of two shards each, which share every sequence, gradients summed once a step, layers kept gathered,
+    shards offloaded."""
+    settings = {"replicas": 2, "context": 2}
+    settings |= {"reduce_each_micro_batch": False, "reshard_after_forward": False, "cpu_offload": True}
     recipe = recipe_of(tmp_path, "qwen2", True, trainer={"sharding": settings})
     one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
     four = run_team(tmp_path / "four", recipe, num_ranks=4, num_steps=NUM_STEPS)
@@ -121,7 +123,10 @@ def test_the_math_recipe_trains_alike_in_several_processes_with_and_without_reco
     assert_same_training(exact, two)
     assert distance(exact, two, "optimizer") < 1e-6
     assert distance(exact, two, "model") < 1e-5
-    rounded = run_team(tmp_path / "bfloat16", recipes["bfloat16", "true"], num_ranks=4, num_steps=NUM_STEPS)
+    shared = recipes["bfloat16", "true"].model_dump(mode="json")
+    shared["trainer"] |= {"num_processes": 4, "sharding": {"context": 2}}  # two groups, which share every sequence
+    four = Recipe.model_validate(shared)
+    rounded = run_team(tmp_path / "bfloat16", four, num_ranks=4, num_steps=NUM_STEPS)
     assert 0 < gap(exact, rounded) < 2 * gap(exact, one["bfloat16", "true"])
     for dtype in ("bfloat16", "float32"):
         assert distance(one[dtype, "true"], one[dtype, "false"], "optimizer") == 0

@@ -297,6 +297,10 @@ def load_recipe_of(text: str) -> Recipe:
             {**MINIMAL, "trainer": {"num_processes": 4, "sharding": {"replicas": 3}}},
             r"trainer\.sharding\.replicas is 3, and trainer\.num_processes is 4, which is no multiple of it",
         ),
+        (
+            {**MINIMAL, "trainer": {"num_processes": 6, "sharding": {"replicas": 2, "context": 2}}},
+            r"trainer\.sharding\.context is 2, and a replica of the model has 3 processes, which is no multiple of it",
+        ),
         ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
         (
             {**MINIMAL, "scaling": {"backend": "kubernetes"}},

@@ -202,23 +202,31 @@ def test_the_exchange_of_attention_does_not_reach_the_saved_config(tmp_path: Any
     assert PACKED_ATTENTION not in (tmp_path / "config.json").read_text()
 
 
+def plain_varlen_attn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: Any, key_offsets: Any, *_: Any, **__: Any
+) -> torch.Tensor:
+    """Causal attention of sequences one after another, whose queries are the last ones, as torch's kernel for CUDA."""
+    outs = []
+    for (a, b), (c, d) in zip(
+        itertools.pairwise(offsets.tolist()), itertools.pairwise(key_offsets.tolist()), strict=True
+    ):
+        sees = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        parts = [t.transpose(0, 1) for t in (query[a:b], key[c:d], value[c:d])]
+        outs.append(torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=sees).transpose(0, 1))
+    return torch.cat(outs)
+
+
 def test_variable_length_attention_gets_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernel replaced by a plain one, both ways attend alike, also where sequences share their prompt."""
-
-    def plain(query: Any, key: Any, value: Any, offsets: Any, *_: Any, **__: Any) -> torch.Tensor:
-        pairs = list(itertools.pairwise(offsets.tolist()))
-        parts = [[t[a:b].transpose(0, 1) for t in (query, key, value)] for a, b in pairs]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return torch.cat([attend(*part, is_causal=True).transpose(0, 1) for part in parts])
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)
     prompts, responses = some_tokens()
     packed = pack_sequences([prompts[i % 3] for i in range(len(prompts))], responses, "cpu")
     segments = find_segments(packed.lengths, "cpu", positions=packed.positions)
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(packed.input_ids.shape[1], 2, 8, generator=generator) for _ in range(3)]
-    flash = packing._flash(rows, segments, None, None)
-    torch.testing.assert_close(flash, packing._bucketed(torch.nn.Module(), rows, segments, None, None))
+    in_buckets = segments.attend(torch.nn.Module(), rows, None, None)
+    monkeypatch.setattr(packing, "has_flash", lambda query: True)
+    torch.testing.assert_close(segments.attend(torch.nn.Module(), rows, None, None), in_buckets)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

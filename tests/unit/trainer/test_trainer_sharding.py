@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.distributed.process_group import Team, make_mesh
 from tba_trainer.learner.learner import Optimizer
+from tba_trainer.model.context import Context
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import full
@@ -45,7 +46,8 @@ def group() -> Iterator[None]:
 
 def sharded(family: str = "llama", compute_dtype: Any = "float32", **settings: Any) -> Any:
     model, section = make_family_model(family), ShardingSection(**settings)
-    shard(model, make_mesh("cpu", NUM_RANKS, replicas=section.replicas), compute_dtype=compute_dtype, section=section)
+    mesh, context = make_mesh("cpu", NUM_RANKS, replicas=section.replicas), Context.join(section.context)
+    shard(model, mesh, compute_dtype=compute_dtype, section=section, context=context)
     return model
 
 
@@ -90,6 +92,8 @@ def test_settings_say_how_often_a_layer_is_sent() -> None:
     assert exchanges(reduce_each_micro_batch=False) == {GATHER: whole + layers, REDUCE: num_units}
     assert exchanges(reshard_after_forward=False) == {GATHER: whole, REDUCE: whole}
     assert exchanges(replicas=2) == {GATHER: whole + layers, REDUCE: whole, ADD: whole}
+    # keys and values of a layer, and the log-probs of a pass
+    assert exchanges(context=2) == {GATHER: whole + 2 * layers, REDUCE: whole + layers, ADD: NUM_MICRO_BATCHES}
 
 
 @pytest.mark.usefixtures("group")
@@ -122,10 +126,12 @@ def test_weights_are_gathered_in_16_bits_and_updated_in_32(family: str, tmp_path
         assert found == getattr(torch, dtype)
 
 
-def test_replicas_that_do_not_divide_the_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_do_not_divide_the_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"trainer\.sharding\.replicas is 3, and this trainer has 4 processes"):
         Team.join(device="cpu", deadline_s=1.0, replicas=3)
+    with pytest.raises(ConfigError, match=r"trainer\.sharding\.context is 4, and a replica of the model has 2 proc"):
+        Team.join(device="cpu", deadline_s=1.0, replicas=2, context=4)
 
 
 def values_and_gradient(model: Any, autocast_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,6 +26,7 @@ from tba.errors import ConfigError, TbaError, TeamError
 from tba.logs import get_logger
 from tba_trainer.distributed.launch import LAUNCHER_VARIABLE
 from tba_trainer.learner.forward_backward import Ranks
+from tba_trainer.model.context import Context
 
 
 def num_processes() -> int:
@@ -54,6 +55,8 @@ class Team:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.mesh: DeviceMesh | None = None
         """The mesh that models are sharded over; None in a team of one."""
+        self.context: Context | None = None
+        """The processes that share each pass with this one; None: it makes passes of its own."""
         self.beside: Team | None = None
         """The same processes, with a group of their own for a thread beside training; None in a team of one,
         and where nothing is done beside it."""
@@ -74,19 +77,21 @@ class Team:
         return cls(rank=0, num_ranks=1, device=device, deadline_s=0.0)
 
     @classmethod
-    def join(cls, *, device: str, deadline_s: float, replicas: int = 1, has_beside: bool = True) -> Team:
+    def join(
+        cls, *, device: str, deadline_s: float, replicas: int = 1, context: int = 1, has_beside: bool = True
+    ) -> Team:
         """Join the team that torchrun has started this process in; without torchrun, a team of one.
 
         Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
         Args:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
-            replicas: `trainer.sharding.replicas`.
+            replicas, context: as in `trainer.sharding`.
             has_beside: whether a thread of every follower follows the commands of `Team.beside`.
 
         Raises:
             ConfigError: the device has a number, so all processes would share it; or the processes are not a multiple
-                of the replicas.
+                of the replicas, or those of a replica none of the context groups.
             TeamError: the others did not join in time.
         """
         num_ranks = num_processes()
@@ -102,6 +107,11 @@ class Team:
                 f"trainer.sharding.replicas is {replicas}, and this trainer has {num_ranks} processes, which is no "
                 "multiple of it: every replica of the model needs as many processes as the others"
             )
+        if num_ranks // replicas % context:
+            raise ConfigError(
+                f"trainer.sharding.context is {context}, and a replica of the model has {num_ranks // replicas} "
+                "processes, which is no multiple of it: they are dealt to groups of that size"
+            )
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if device == "cuda":
             device = f"cuda:{local_rank}"
@@ -114,6 +124,7 @@ class Team:
             deadline = timedelta(seconds=deadline_s)
             dist.init_process_group(backend, timeout=deadline)
             team.mesh = make_mesh(torch.device(device).type, num_ranks, replicas=replicas, deadline=deadline)
+            team.context = Context.join(context, deadline=deadline)
             if has_beside:
                 # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
                 team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
@@ -139,9 +150,7 @@ class Team:
 
     def ranks(self) -> Ranks:
         """Return the team as forward and backward passes need it."""
-        if self.num_ranks == 1:
-            return Ranks()
-        return Ranks(rank=self.rank, num_ranks=self.num_ranks, all_reduce=_sum_over_ranks)
+        return Ranks() if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks, self.context)
 
     def start_beats(self, on_loss: Callable[[], None]) -> None:
         """Send beats from now on while the leader is idle (leader only).
@@ -375,6 +384,14 @@ def _end_with_launcher() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _sum_over_ranks(values: Tensor) -> Tensor:
-    dist.all_reduce(values)
-    return values
+def ranks_of(rank: int, num_ranks: int, context: Context | None) -> Ranks:
+    """Return the processes of a batch: where groups of them share each pass, a group is one of the ranks."""
+
+    def all_reduce(values: Tensor) -> Tensor:
+        if context is not None and context.rank > 0:
+            values = torch.zeros_like(values)  # all of a group found the same: its first process says it
+        dist.all_reduce(values)
+        return values
+
+    size = 1 if context is None else context.size
+    return Ranks(rank=rank // size, num_ranks=num_ranks // size, all_reduce=all_reduce)

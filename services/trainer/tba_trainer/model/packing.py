@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -91,14 +91,12 @@ def pack_sequences(
     is_owner = owner == np.arange(len(owner))
     num_new = response_lengths - 1 + np.where(is_owner, prompt_lengths, 0)
     starts = num_new.cumsum() - num_new  # where the new positions of each sequence begin in the row
-    columns = _places(lengths)
+    columns = places_within(lengths)
     in_prompt = columns < np.repeat(prompt_lengths, lengths)
     first = np.repeat(starts - np.where(is_owner, 0, prompt_lengths), lengths)  # a shared prompt comes before the start
     positions = columns + np.where(in_prompt, np.repeat(starts[owner], lengths), first)
     parts = [part for b, r in enumerate(responses) for part in ((prompts[b], r[:-1]) if is_owner[b] else (r[:-1],))]
     is_new = ~in_prompt | np.repeat(is_owner, lengths)
-    # the last prompt token predicts the first response token
-    predictors = np.repeat(lengths.cumsum() - response_lengths, response_lengths) + _places(response_lengths)  # [T]
 
     def tensor(values: NDArray[np.integer]) -> Tensor:
         return upload(torch.from_numpy(values.astype(np.int64)), device)
@@ -109,10 +107,22 @@ def pack_sequences(
         lengths=tuple(lengths.tolist()),
         positions=positions,
         response_lengths=tuple(response_lengths.tolist()),
-        predictors=tensor(positions[predictors]),
+        predictors=tensor(predictor_places(lengths, response_lengths, positions)),
         response_tokens=tensor(np.concatenate(responses)),
         row=tensor(np.repeat(np.arange(len(lengths)), response_lengths)),
     )
+
+
+def predictor_places(
+    lengths: NDArray[np.integer], response_lengths: NDArray[np.integer], positions: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return [T]: the place in the row whose output predicts each response token.
+
+    Args:
+        lengths, response_lengths, positions: as in `PackedSequences`.
+    """
+    # the last prompt token predicts the first response token
+    return positions[np.repeat(lengths.cumsum() - response_lengths, response_lengths) + places_within(response_lengths)]
 
 
 def upload(values: Tensor, device: torch.device | str) -> Tensor:
@@ -126,7 +136,7 @@ def response_sums(values: Float[Tensor, " T"], sequences: PackedSequences) -> Fl
     """Return the sum over each sequence's response tokens: on one device the same bits in every batch."""
     # Neighbours are added until one number is left: a wider table only adds zeros at the end of that. `Tensor.sum` adds
     # in an order that depends on the width, and a scatter-add on a GPU in a random one.
-    columns = upload(torch.from_numpy(_places(np.array(sequences.response_lengths))), values.device)
+    columns = upload(torch.from_numpy(places_within(np.array(sequences.response_lengths))), values.device)
     width = 1 << (max(sequences.response_lengths) - 1).bit_length()  # the next power of 2
     table = values.new_full((sequences.num_rows, width), -0.0)  # x + -0.0 is x, also where x is -0.0
     table[sequences.row, columns] = values
@@ -135,9 +145,25 @@ def response_sums(values: Float[Tensor, " T"], sequences: PackedSequences) -> Fl
     return table[:, 0]
 
 
-def _places(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+def places_within(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return 0, 1, ... within each of several sequences of these lengths."""
     return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+
+
+class RowSegments(Protocol):
+    """How the sequences of a packed row lie in it, for attention: all of the row, or what one process has of it."""
+
+    def attend(
+        self, module: Any, rows: Sequence[Tensor], scaling: float | None, sliding_window: int | None
+    ) -> Float[Tensor, "P N D"]:
+        """Attend within the sequences.
+
+        Args:
+            module: that attends, of the model.
+            rows: query, key and value of all positions [P, N, D], in the dtype of the product.
+            scaling, sliding_window: as in `packed_attention`.
+        """
+        ...
 
 
 # not frozen: torch.compile before 2.13 looks into a frozen one, and compiles again for every number of buckets
@@ -159,6 +185,23 @@ class Segments:
     sequence. Its outputs are dropped, so no gradient comes back through it."""
     places: Int[Tensor, " R"]
     """The place in the buckets of each position of each sequence."""
+
+    def attend(
+        self, module: Any, rows: Sequence[Tensor], scaling: float | None, sliding_window: int | None
+    ) -> Float[Tensor, "P N D"]:
+        """See `RowSegments`."""
+        if has_flash(rows[0]):
+            spread = [row.index_select(0, self.positions) for row in rows]  # [R, N, D] each
+            both = (self.offsets, self.offsets), (self.longest, self.longest)
+            return flash(spread, *both, scaling, sliding_window).index_select(0, self.firsts)
+        sizes = [num_rows * width for num_rows, width in self.buckets]
+        split = [row.index_select(0, self.sources).split(sizes) for row in rows]
+        outs = []
+        for (num_rows, width), *parts in zip(self.buckets, *split, strict=True):
+            bucket = [part.unflatten(0, (num_rows, width)).transpose(1, 2) for part in parts]  # [b, N, L, D]
+            out = attend_in_window(module, bucket, scaling, width if sliding_window is None else sliding_window)
+            outs.append(out.flatten(0, 1))  # [b * L, N, D]
+        return torch.cat(outs).index_select(0, self.places[self.firsts])
 
 
 def find_segments(
@@ -258,7 +301,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    segments: Segments | None = None,
+    segments: RowSegments | None = None,
     **_kwargs: Any,
 ) -> tuple[Float[Tensor, "1 P N D"], None]:
     """Attend within the segments of one row, as a function of transformers' table. Without segments: one sequence.
@@ -279,17 +322,33 @@ def packed_attention(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     rows = [tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)]  # [P, N, D] each
     segments = segments or find_segments([query.shape[2]], query.device)
-    if kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= FLASH_MAX_HEAD_DIM:
-        out = _flash(rows, segments, scaling, sliding_window)
-    else:
-        out = _bucketed(module, rows, segments, scaling, sliding_window)
-    return out[None], None  # [1, P, N, D]
+    return segments.attend(module, rows, scaling, sliding_window)[None], None  # [1, P, N, D]
 
 
-def _flash(rows: Sequence[Tensor], segments: Segments, scaling: float | None, sliding_window: int | None) -> Tensor:
+def has_flash(query: Float[Tensor, "R N D"]) -> bool:
+    """Return whether there is variable-length flash attention for such queries."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cuda" and is_half and query.shape[-1] <= FLASH_MAX_HEAD_DIM
+
+
+def flash(
+    rows: Sequence[Tensor],
+    offsets: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Float[Tensor, "R N D"]:
+    """Return flash attention of several sequences, whose queries may be the last ones alone.
+
+    Args:
+        rows: queries [R, N, D], keys and values, sequence after sequence.
+        offsets: where each sequence begins among the queries, and among the keys.
+        longest: most queries and keys of a sequence.
+        scaling, sliding_window: as in `packed_attention`.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = (row.index_select(0, segments.positions) for row in rows)  # [R, N, D]
+    query, key, value = rows
     # before torch 2.12 there is no such flag: fewer heads of keys are taken as they come
     has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if has_flag else {}
@@ -297,51 +356,42 @@ def _flash(rows: Sequence[Tensor], segments: Segments, scaling: float | None, sl
         query,
         key,
         value,
-        segments.offsets,
-        segments.offsets,
-        segments.longest,
-        segments.longest,
+        *offsets,
+        *longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **grouped,
     )
     assert isinstance(out, Tensor)
-    return out.index_select(0, segments.firsts)  # [P, N, D]
+    return out
 
 
-def _bucketed(
-    module: Any, rows: Sequence[Tensor], segments: Segments, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    sizes = [num_rows * width for num_rows, width in segments.buckets]
-    spread = [row.index_select(0, segments.sources).split(sizes) for row in rows]
-    outs = []
-    for (num_rows, width), *parts in zip(segments.buckets, *spread, strict=True):
-        bucket = [part.unflatten(0, (num_rows, width)).transpose(1, 2) for part in parts]  # [b, N, L, D]
-        out = _attend_in_window(module, bucket, scaling, width if sliding_window is None else sliding_window)
-        outs.append(out.flatten(0, 1))  # [b * L, N, D]
-    return torch.cat(outs).index_select(0, segments.places[segments.firsts])  # [P, N, D]
+def attend_in_window(module: Any, bucket: Sequence[Tensor], scaling: float | None, window: int) -> Tensor:
+    """Return [b, C, N, D]: attention of the last C positions to the newest `window` positions up to themselves.
 
-
-def _attend_in_window(module: Any, bucket: Sequence[Tensor], scaling: float | None, window: int) -> Tensor:
-    """Return [b, L, N, D]: attention of each position to the newest `window` positions up to itself."""
+    Args:
+        bucket: queries [b, N, C, D] of the last positions; keys and values of all L positions.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     query, key, value = bucket
-    width = query.shape[2]
-    if width <= window:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries == num_keys <= window:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)[0]
     # in blocks of queries: a mask of all pairs would grow with the square of the length. One mask, of the keys from
     # `window` before a block to its end, serves all blocks
-    num = min(window, WINDOW_BLOCK)
+    window = min(window, num_keys)
+    num = min(window, num_queries, WINDOW_BLOCK)
     hidden = torch.ones(num, num + window, dtype=torch.bool, device=query.device).triu(1).tril(window).logical_not()
     band = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
     outs = []
-    for start in range(0, width, num):
-        first, end = max(0, start - window), min(start + num, width)
+    before = num_keys - num_queries
+    for start in range(before, num_keys, num):
+        first, end = max(0, start - window), min(start + num, num_keys)
         mask = band[: end - start, first - start + window : end - start + window]
-        keys = slice(first, end)
+        queries, keys = slice(start - before, end - before), slice(first, end)
         out, _ = sdpa_attention_forward(
-            module, query[:, :, start:end], key[:, :, keys], value[:, :, keys], mask[None, None], scaling=scaling
+            module, query[:, :, queries], key[:, :, keys], value[:, :, keys], mask[None, None], scaling=scaling
         )
-        outs.append(out)  # [b, C, N, D]
+        outs.append(out)  # [b, up to `num`, N, D]
     return torch.cat(outs, dim=1)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from tba.config.trainer import ShardingSection
+from tba_trainer.model.context import Context, context_of, set_context
 from tba_trainer.model.parameters import plain_parameters
 
 _ROOT = "_tba_root"
@@ -103,6 +104,7 @@ def shard(
     *,
     compute_dtype: Literal["float32", "bfloat16"] = "float32",
     section: ShardingSection | None = None,
+    context: Context | None = None,
 ) -> None:
     """Shard a model in place. Process 0 has its weights and sends them; the others may hold it on the meta device.
 
@@ -110,6 +112,7 @@ def shard(
         mesh: of one dimension, or of two: replicas of shards.
         compute_dtype: bfloat16: passes run under autocast, and the weights are gathered in 16 bits for it.
         section: None: its defaults.
+        context: the processes that share each pass; None: every process makes passes of its own.
     """
     # One unit after another goes to the mesh's device and to all processes: no device ever holds the whole model.
     device = _device_of_mesh(mesh)
@@ -122,6 +125,7 @@ def shard(
     dtype = torch.bfloat16 if compute_dtype == "bfloat16" else None
     root = _Root(model, mesh, section or ShardingSection(), dtype)
     _shard(root, lambda _name, tensor: from_leader(tensor))
+    set_context(model, context)
 
 
 def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
@@ -151,6 +155,7 @@ def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
             parameter.copy_(sources[name])
+    set_context(copied, context_of(model))
     return copied
 
 

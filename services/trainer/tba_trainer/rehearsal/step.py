@@ -27,10 +27,11 @@ from tba.errors import ConfigError
 from tba.versions import START
 from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
-from tba_trainer.distributed.process_group import make_mesh
+from tba_trainer.distributed.process_group import make_mesh, ranks_of
 from tba_trainer.learner.forward_backward import Ranks
 from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.learner.micro_batches import Plan, plan_micro_batches
+from tba_trainer.model.context import Context
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.policy import prepare
 from tba_trainer.model.sharding import shard
@@ -80,7 +81,7 @@ class StepPlan:
 
     num_rollouts: int
     num_micro_batches: int
-    """For each process."""
+    """For each process, or context group."""
     num_first_passes: int
     """Of them, those that also need a pass without gradient, because a group does not fit into one."""
     max_tokens: int
@@ -162,11 +163,11 @@ def trace_step(
         device: where the model is; None: a new one.
     """
     device = device or FakeDevice()
-    with cuda_branches(), _ranks(recipe.trainer.num_processes) as ranks, warnings.catch_warnings():
+    with cuda_branches(), _team(recipe) as (ranks, context), warnings.catch_warnings():
         # torch asks a parameter that it copies for its address, and a real tensor that it makes fake for its gradient
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        model = _fake_model(recipe, {**config, _layers_key(config): num_layers}, device, ranks)
+        model = _fake_model(recipe, {**config, _layers_key(config): num_layers}, device, context)
         with device, LiveBytes(device.owns) as live:
             parameters = live.held
             learner = Learner(model, recipe, trainer_rng(recipe), ranks=ranks)
@@ -211,7 +212,7 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
     )
 
 
-def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, ranks: Ranks) -> Any:
+def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, context: Context | None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -225,11 +226,11 @@ def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, r
             f"{str(error).partition(chr(10))[0][:MAX_ERROR_CHARS]}"
         ) from None
     model = prepare(model, recipe.model.lora, recipe.trainer.gradient_checkpointing)
-    if ranks.num_ranks > 1:
+    num_processes, section = recipe.trainer.num_processes, recipe.trainer.sharding
+    if num_processes > 1:
         with device:
-            section = recipe.trainer.sharding
-            mesh = make_mesh(device.type, ranks.num_ranks, replicas=section.replicas)
-            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, section=section)
+            mesh = make_mesh(device.type, num_processes, replicas=section.replicas)
+            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, section=section, context=context)
     else:
         with device.fake_mode:
             model.to_empty(device=device.type)
@@ -238,16 +239,18 @@ def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, r
 
 
 @contextmanager
-def _ranks(num_processes: int) -> Iterator[Ranks]:
+def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
     """Join a process group of which this is rank 0 and which sends nothing."""
+    num_processes = recipe.trainer.num_processes
     if num_processes == 1:
-        yield Ranks()
+        yield Ranks(), None
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
     try:
-        yield Ranks(rank=0, num_ranks=num_processes)
+        context = Context.join(recipe.trainer.sharding.context)
+        yield ranks_of(0, num_processes, context), context
     finally:
         dist.destroy_process_group()
 
@@ -264,7 +267,7 @@ def _plan(recipe: Recipe) -> Plan:
         [searcher.max_prompt_tokens + searcher.max_response_tokens] * num_rollouts,
         [i // sampling.group_size for i in range(num_rollouts)],
         recipe.trainer.micro_batch_tokens,
-        num_ranks=recipe.trainer.num_processes,
+        num_ranks=recipe.trainer.num_processes // recipe.trainer.context,
         keep_groups=_objective(recipe).needs_complete_groups,
     )
 

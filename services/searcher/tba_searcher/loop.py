@@ -25,6 +25,7 @@
                  a step of over 5 s              engine-step                 engine_timeout_s, then the engine is dead
  VersionPulls    a version to pull               (none)                      -
                  a store that is away or slow    object-store                retry_s, renewed: the old version is used
+                 vLLM to prepare weights         weight-staging (logged)     engine_timeout_s, then the pause reads them
                  another searcher of the machine weight-cache                600 s, then it makes the version itself
  scoring, pushing                                see delivery.py
  drain           active requests, scores,        (state draining)            drain_s in all: until 0.7 of it active

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tba_searcher.engines.engine import EngineError
 from tba_searcher.engines.vllm import engine as vllm_engine
 from tba_searcher.engines.vllm import internals
 
@@ -220,3 +221,21 @@ def test_spans_say_which_version_made_which_tokens(
 ) -> None:
     spans = tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in expected)
     assert vllm_engine._spans(versions, 9) == spans
+
+
+def test_weights_that_are_never_staged_are_given_up() -> None:
+    settings = vllm_engine.VllmSettings(
+        num_slots=1, max_prompt_tokens=8, max_response_tokens=8, seed=0, staging_timeout_s=0.01
+    )
+    calls: list[str] = []
+
+    def call(method: str, *_args: Any, doing: str) -> list[Any]:
+        calls.append(method)
+        return [True, False]
+
+    engine: Any = object.__new__(vllm_engine.VllmEngine)
+    engine._settings, engine._expected, engine._workers = settings, {}, SimpleNamespace(call=call)
+    with pytest.raises(EngineError, match=r"wait weight-staging: rank 1 of 2 did not .* within 0.01 s"):
+        engine.stage_weights([])
+    assert calls[0] == "tba_stage_weights"
+    assert set(calls[1:]) == {"tba_is_staged"}

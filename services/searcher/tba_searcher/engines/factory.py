@@ -66,7 +66,12 @@ def build_engine(
     if settings.engine == "vllm":
         from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 
-        own = VllmSettings(**general, section=settings.vllm, tensor_parallel_size=settings.tensor_parallel_size)
+        own = VllmSettings(
+            **general,
+            section=settings.vllm,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            staging_timeout_s=settings.engine_timeout_s,
+        )
         return VllmEngine(folder, paths, version, own)
     if settings.engine == "openai":
         from tba_searcher.engines.openai.engine import OpenAiEngine, OpenAiSettings

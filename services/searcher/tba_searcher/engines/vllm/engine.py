@@ -72,6 +72,8 @@ class VllmSettings(EngineSettings):
     section: SearcherVllmSection = field(default_factory=SearcherVllmSection)
     tensor_parallel_size: int = 1
     """Ranks, each with a slice of every tensor."""
+    staging_timeout_s: float = 600.0
+    """Deadline of the wait `weight-staging`; the weights are then read in the pause of the update."""
 
 
 @dataclass(slots=True)
@@ -196,10 +198,22 @@ class VllmEngine:
         return completions
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
-        """Prepare weights beside generation (see `StagingEngine`)."""
-        doing = "staging weights"
+        """Prepare weights beside generation (see `StagingEngine`).
+
+        Raises:
+            EngineError: also where they are not ready within `staging_timeout_s`. Workers go on, and use them if they
+                are in time for their load.
+        """
+        doing, limit_s = "staging weights", self._settings.staging_timeout_s
         self._workers.call("tba_stage_weights", self._places(tensors_paths), doing=doing)
-        while not all(self._workers.call("tba_is_staged", doing=doing)):
+        until_s = time.monotonic() + limit_s
+        while not all(staged := self._workers.call("tba_is_staged", doing=doing)):
+            if time.monotonic() > until_s:
+                late = ", ".join(str(rank) for rank, is_staged in enumerate(staged) if not is_staged)
+                raise EngineError(
+                    f"wait weight-staging: rank {late} of {len(staged)} did not prepare the weights within {limit_s:g} "
+                    "s (searcher.engine_timeout_s); the update reads them in its pause"
+                )
             time.sleep(_STAGING_POLL_S)
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:

@@ -315,7 +315,7 @@ def _error_of(response: Reply) -> ServiceError:
         detail = str(problem["detail"])
         slug = str(problem["type"]).rsplit(":", 1)[-1]
     except (ValueError, KeyError, TypeError):
-        problem, detail, slug = {}, f"{response.url} answered {response.status}{_message_of(response)}", ""
+        problem, detail, slug = {}, f"{response.url} answered {response.status}{message_of(response)}", ""
     # the type of a problem document is stable; its status is shared by several errors
     if slug in _BY_SLUG:
         return _BY_SLUG[slug](detail)
@@ -335,7 +335,7 @@ def _error_of(response: Reply) -> ServiceError:
     return BadRequestError(detail)
 
 
-def _message_of(response: Reply) -> str:
+def message_of(response: Reply) -> str:
     """Return the reason in an answer of an OpenAI-compatible server, to append; nothing where there is none."""
     try:
         document = jsonlib.loads(response.content)

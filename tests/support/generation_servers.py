@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.redis_process import free_port
-from tests.support.sglang_stand_in import sglang_stand_in
+from tests.support.sglang_stand_in import CONTEXT_TOKENS, sglang_stand_in
 from tests.support.vllm_greedy import ENVIRON, TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 COMMAND_VARIABLE = "TBA_TEST_SGLANG"
-CONTEXT_TOKENS = 512
 STOP_S = 20.0
 
 
@@ -41,8 +40,6 @@ class Served:
     """Path and body of the call that loads a model folder, and leaves the label as it is."""
     num_generated: Callable[[], float]
     """Tokens that it has generated for all requests; more at least while it generates."""
-    long_response: int
-    """Tokens of a response that takes it long enough to be under way at two updates."""
     refused: frozenset[str] = frozenset()
     """Sampling of the contract that it does in another way, and the engine refuses."""
 
@@ -103,7 +100,7 @@ def sglang(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Serv
     command = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))
     if not command:
         with sglang_stand_in(folder, token=token) as server:
-            yield Served(server.url, token, load, lambda: server.num_generated, 100, refused)
+            yield Served(server.url, token, load, lambda: server.num_generated, refused)
         return
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -112,7 +109,7 @@ def sglang(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Serv
         *("--dtype", "float32", "--context-length", str(CONTEXT_TOKENS), "--max-total-tokens", "8192"),
     )
     with run_server([*command, *arguments], log, url=url, environ={"HF_HUB_OFFLINE": "1"}, token=token):
-        served = Served(url, token, load, lambda: _num_used(served), 400, refused | {"seed"})
+        served = Served(url, token, load, lambda: _num_used(served), refused | {"seed"})
         yield served
 
 
@@ -147,7 +144,7 @@ def vllm(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Served
     def reload(folder: Path) -> dict[str, Any]:
         return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
-    served = Served(url, token, ("/collective_rpc", reload), num_generated, 400)
+    served = Served(url, token, ("/collective_rpc", reload), num_generated)
     command = [sys.executable, "-m", "tests.support.vllm_server", *arguments]
     with run_server(command, log, url=url, environ=environ, token=token):
         yield served

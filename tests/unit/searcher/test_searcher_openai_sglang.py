@@ -64,6 +64,7 @@ def build(model: Path, server: SglangStandIn) -> Iterator[Build]:
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2"),
         ({"hicache_storage_backend": "file"}, "--hicache-storage-backend file"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE"),
+        ({"preferred_sampling_params": '{"min_p": 0.1}'}, "--preferred-sampling-params"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
     ],
 )
@@ -152,6 +153,33 @@ def test_a_token_that_it_has_exchanged_ends_the_engine(build: Build, server: Sgl
     server.change = change
     engine.submit(REQUEST)
     with pytest.raises(EngineDiedError, match="ended a response for 'NaN happened'"):
+        list(finish(engine))
+
+
+def test_an_answer_of_other_weights_ends_the_engine_though_the_label_is_right(
+    build: Build, server: SglangStandIn
+) -> None:
+    """What a router before two servers does: another one answers than the one whose label is read."""
+    engine = build()
+
+    def change(path: str, body: dict[str, Any], answer: Answer) -> Answer:
+        if path == "/generate":
+            answer[1]["meta_info"]["weight_version"] = "default"
+        return answer
+
+    server.change = change
+    engine.submit(REQUEST)
+    with pytest.raises(EngineDiedError, match=r"label 'default'.*several servers share its address"):
+        list(finish(engine))
+
+
+def test_an_error_in_a_good_answer_is_passed_on(build: Build, server: SglangStandIn) -> None:
+    engine = build()
+    server.change = lambda path, body, answer: (
+        (200, {"error": {"message": "no worker is left"}}) if path == "/generate" else answer
+    )
+    engine.submit(REQUEST)
+    with pytest.raises(EngineDiedError, match="meta_info: Field required: no worker is left"):
         list(finish(engine))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from tba.clients.service_client import Reply, ServiceClient
+from tba.clients.service_client import Reply, ServiceClient, message_of
 from tba.errors import BadReplyError, ConfigError
 from tba.fields import StrictModel
 from tba_searcher.engines.engine import Request
@@ -87,7 +87,9 @@ class ServerClient(ServiceClient):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "body"
-            raise BadReplyError(f"{reply.url} sent an answer without what is needed: {where}: {first['msg']}") from None
+            raise BadReplyError(
+                f"{reply.url} sent an answer without what is needed: {where}: {first['msg']}{message_of(reply)}"
+            ) from None
 
 
 class GenerationServer(ServerClient, ABC):
@@ -179,7 +181,8 @@ class GenerationServer(ServerClient, ABC):
     def _without_updates(self, cause: Exception | str) -> ConfigError:
         return ConfigError(
             f"{self.base_url} offers no weight updates ({cause}), so it would answer with the weights that it "
-            f"began with under the name of newer ones; {self.start_hint}"
+            f"began with under the name of newer ones; give the address of a server itself and not of a router, and "
+            f"{self.start_hint}"
         )
 
     def _copies(self, num_copies: int) -> ConfigError:

@@ -48,6 +48,8 @@ class _Meta(StrictModel):
     """Of the distribution that is drawn from."""
     output_top_logprobs: list[list[TokenLogprob]] = Field(default_factory=list)
     input_token_logprobs: list[TokenLogprob] = Field(default_factory=list)
+    weight_version: str | None = None
+    """The label of the weights when the answer was made."""
 
 
 class _Generated(StrictModel):
@@ -68,6 +70,7 @@ class _ServerInfo(StrictModel):
     tokenizer_worker_num: int = 1
     speculative_algorithm: str | None = None
     disaggregation_mode: str = "null"
+    preferred_sampling_params: str | dict[str, Any] | None = None
     hicache_storage_backend: str | None = None
     enable_deterministic_inference: bool = False
     sampling_mask_max_tokens: int = 0
@@ -136,6 +139,13 @@ class SglangServer(GenerationServer):
             },
         )
         meta, finish = made.meta_info, made.meta_info.finish_reason
+        if meta.weight_version not in (None, label):
+            # behind a router another server may answer than the one whose label is read
+            raise BadReplyError(
+                f"{self.base_url} answered with weights of the label {meta.weight_version!r}, not {label!r}: it has "
+                "started again, something else gives it weights, or several servers share its address; each searcher "
+                "needs a server of its own"
+            )
         if finish is not None and isinstance(finish.matched, str) and finish.matched not in sampling.stop:
             # in the place of a token beyond the vocabulary it puts one that ends the response
             raise BadReplyError(f"{self.base_url} ended a response for {finish.matched!r}, which was not asked for")
@@ -208,6 +218,8 @@ class SglangServer(GenerationServer):
             "--tokenizer-worker-num": info.tokenizer_worker_num if info.tokenizer_worker_num > 1 else None,
             # keys and values of other weights stay in that store
             "--hicache-storage-backend": info.hicache_storage_backend,
+            # may hold more than a request overrides, such as a grammar
+            "--preferred-sampling-params": info.preferred_sampling_params,
             # log-probs of these were not looked into
             "--speculative-algorithm": info.speculative_algorithm,
             "--disaggregation-mode": None if info.disaggregation_mode == "null" else info.disaggregation_mode,

@@ -65,7 +65,8 @@ def shared_traces() -> Iterator[None]:
     found: dict[tuple[str, int, str], StepBytes] = {}
 
     def trace(recipe: Recipe, config: Mapping[str, Any], *, num_layers: int) -> StepBytes:
-        key = (recipe.run.name, num_layers, repr((recipe.trainer.gradient_checkpointing, recipe.trainer.context)))
+        settings = (recipe.model.path, recipe.trainer.gradient_checkpointing, recipe.trainer.context)
+        key = (recipe.run.name, num_layers, repr(settings))
         if key not in found:
             found[key] = trace_step(recipe, config, num_layers=num_layers)
         return found[key]

@@ -124,7 +124,8 @@ def test_the_math_recipe_trains_alike_in_several_processes_with_and_without_reco
     assert distance(exact, two, "optimizer") < 1e-6
     assert distance(exact, two, "model") < 1e-5
     shared = recipes["bfloat16", "true"].model_dump(mode="json")
-    shared["trainer"] |= {"num_processes": 4, "sharding": {"context": 2}}  # two groups, which share every sequence
+    # two groups, which share every sequence: with twice the tokens as many passes as two processes
+    shared["trainer"] |= {"num_processes": 4, "sharding": {"context": 2}, "micro_batch_tokens": 2 * MICRO_BATCH_TOKENS}
     four = Recipe.model_validate(shared)
     rounded = run_team(tmp_path / "bfloat16", four, num_ranks=4, num_steps=NUM_STEPS)
     assert 0 < gap(exact, rounded) < 2 * gap(exact, one["bfloat16", "true"])

@@ -65,7 +65,8 @@ def shared_traces() -> Iterator[None]:
     found: dict[tuple[str, int, str], StepBytes] = {}
 
     def trace(recipe: Recipe, config: Mapping[str, Any], *, num_layers: int) -> StepBytes:
-        key = (recipe.run.name, num_layers, repr(recipe.trainer.gradient_checkpointing))
+        settings = (recipe.model.path, recipe.trainer.gradient_checkpointing, recipe.trainer.context)
+        key = (recipe.run.name, num_layers, repr(settings))
         if key not in found:
             found[key] = trace_step(recipe, config, num_layers=num_layers)
         return found[key]
@@ -145,6 +146,24 @@ def test_a_tiny_model_of_two_processes_is_traced_to_its_last_tensor(tmp_path: Pa
     assert found.parameters == pytest.approx(found.gradients, rel=1e-3)
     assert found.optimizer == 2 * found.gradients
     assert 1.0 <= estimate(recipe, shape, ANY_LOAD).trainer_gpu_bytes / found.peak <= 1.3
+
+
+def test_processes_that_share_sequences_are_traced_and_planned_as_one(tmp_path: Path) -> None:
+    """Each has the same state, and less of the activations; a group makes the passes that one process made."""
+    folder = make_tiny_model(tmp_path / "model", num_layers=1, vocab_size=64)
+
+    def traced(**settings: Any) -> tuple[StepBytes, StepPlan, int]:
+        trainer = {"num_processes": 2, "micro_batch_tokens": 1024, "sharding": settings}
+        recipe = make_recipe(folder, trainer=trainer, searcher={"max_response_tokens": 512})
+        found = rehearse_step(recipe, json.loads((folder / "config.json").read_text()))
+        return *found, estimate(recipe, shape_of_folder(folder), ANY_LOAD).trainer_gpu_bytes
+
+    (alone, plan_alone, sized_alone), (shared, plan_shared, sized_shared) = traced(), traced(context=2)
+    assert shared.state == alone.state
+    assert shared.peak < 0.8 * alone.peak
+    assert plan_shared.num_micro_batches == 2 * plan_alone.num_micro_batches
+    assert sized_shared < sized_alone
+    assert 1.0 <= sized_shared / shared.peak <= 2.0
 
 
 def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:

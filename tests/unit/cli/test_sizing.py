@@ -33,6 +33,7 @@ from tba_cli.sizing import (
     shape_of_folder,
     shape_of_new_model,
 )
+from tba_cli.sizing.estimate import DTYPE_BYTES
 from tba_cli.starter_models.random_models import KINDS, write_model
 from tests.support.tiny_model import Architecture, make_tiny_model
 from tests.support.wire_values import scored_rollout
@@ -209,6 +210,24 @@ def test_processes_share_state_and_lora_has_little_of_it() -> None:
     assert merged.version_bytes == 2 * SHAPES["7b"].num_params
     assert lora.version_bytes < merged.version_bytes / 40
     assert lora.store_bytes - lora.version_bytes > merged.version_bytes  # the starting model is whole
+
+
+def test_processes_that_share_sequences_have_a_part_of_the_activations_and_the_keys_of_all() -> None:
+    sets = ["trainer.num_processes=8", "local.gpus.trainer=[0,1,2,3,4,5,6,7]", "trainer.micro_batch_tokens=32768"]
+    sets += ["trainer.gradient_checkpointing=true"]
+    alone, half, one = (
+        estimate(recipe_of(*sets, f"trainer.sharding.context={n}"), SHAPES["7b"], LOAD).trainer_gpu_bytes
+        for n in (1, 2, 8)
+    )
+    tokens = [
+        estimate(recipe_of(*sets[:2], f"trainer.micro_batch_tokens={n}", *sets[3:]), SHAPES["7b"], LOAD)
+        for n in (16384, 4096)
+    ]
+    shape, section = SHAPES["7b"], recipe_of(*sets).trainer
+    # docs/recipes.md: 2 K T (b (n + 1) + 8), with n = 1 where all layers are computed again
+    keys = 2 * shape.num_kv_heads * shape.head_size * 32768 * (2 * DTYPE_BYTES[section.compute_dtype] + 8)
+    assert [half, one] == [each.trainer_gpu_bytes + keys for each in tokens]
+    assert one < half < alone
 
 
 def test_ref_log_probs_of_searchers_move_a_copy_from_the_trainer_to_each_of_them() -> None:

@@ -17,9 +17,11 @@ from tba_trainer.model import packing
 from tba_trainer.model.context import Context, _deal, set_context
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import find_segments, pack_sequences
+from tba_trainer.model.policy import prepare
 from torch import Tensor
 
 from tba.config.objective import PRESETS
+from tba.config.trainer import LoraSection
 from tba.errors import ConfigError
 from tests.support.context_group import in_context_group
 from tests.support.model_families import PACKED, make_family_model
@@ -101,6 +103,24 @@ def test_layers_that_are_computed_again_are_gathered_again() -> None:
     whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     whole.train()
     found = in_context_group(2, lambda context: values_and_gradient(whole, context))
+    torch.testing.assert_close(sum(each for _, each in found), expected[1], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]])
+def test_an_adapter_has_the_values_and_gradients_of_one_process(targets: list[str], recomputes: bool) -> None:
+    """Also one without which keys and values of the first layer have no gradient."""
+    pytest.importorskip("peft", reason="LoRA needs the extra tba-trainer[lora]")
+    whole = prepare(make_family_model("llama"), LoraSection(rank=4, target_modules=targets), recomputes)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if ".lora_B." in name:  # 0 at first, and with it the gradient of A
+                parameter.normal_(std=0.1, generator=generator)
+    expected = values_and_gradient(whole, None)
+    found = in_context_group(2, lambda context: values_and_gradient(whole, context))
+    for values, _ in found:
+        torch.testing.assert_close(values, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(sum(each for _, each in found), expected[1], atol=1e-4, rtol=1e-5)
 
 

@@ -21,8 +21,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -121,11 +123,12 @@ class LogprobModel:
     def _token_logprobs(
         self, sequences: PackedSequences, with_entropy: bool
     ) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
-        spaced = _evenly_spaced(len(sequences.response_tokens)) if with_entropy else torch.empty(0, dtype=torch.long)
+        spaced = _evenly_spaced(len(sequences.response_tokens) if with_entropy else 0)
         if self._context is None:
-            logprobs, entropy = self._of_row(sequences, upload(spaced, self.device) if with_entropy else None)
+            chosen = upload(torch.from_numpy(spaced), self.device) if with_entropy else None
+            logprobs, entropy = self._of_row(sequences, chosen)
         else:
-            part = self._context.part_of(sequences, chosen=spaced.numpy())
+            part = self._context.part_of(sequences, chosen=spaced)
             logprobs, entropy = self._of_row(part, part.chosen if with_entropy else None)
             logprobs = self._context.whole(logprobs, part)
             entropy = self._context.sum(entropy) if with_entropy else entropy
@@ -189,9 +192,10 @@ class LogprobModel:
         return torch.autocast(self.device.type, dtype=self._autocast_dtype, cache_enabled=keeps_copies)
 
 
-def _evenly_spaced(num_positions: int) -> Int[Tensor, " C"]:
+def _evenly_spaced(num_positions: int) -> NDArray[np.int64]:
     """Return at most `ENTROPY_POSITIONS` positions from the first to the last."""
-    return torch.linspace(0, num_positions - 1, min(num_positions, ENTROPY_POSITIONS)).round().long()
+    # of numpy: the rehearsal makes torch's tensors fake, and a context group reads which these are
+    return np.linspace(0, num_positions - 1, min(num_positions, ENTROPY_POSITIONS)).round().astype(np.int64)
 
 
 def _padded_pass(module: Any, name: str, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -136,9 +136,17 @@ def test_a_norm_that_is_skipped_for_another_reason_is_no_part_of_what_is_usual()
     assert after(guards, FINE, FINE | BAD["ess_collapse"] | {"grad_norm": 3.0}).state.grad_norms == (1.0,)
 
 
-def test_norms_of_0_do_not_make_everything_a_spike() -> None:
+def test_batches_without_a_gradient_say_nothing_about_the_usual_norm() -> None:
+    guards, tied = section(), FINE | {"grad_norm": 0.0, "tied_group_share": 1.0}
+    state = after(guards, *[tied, FINE, tied] * 12).state
+    assert state.grad_norms == state.signal_grad_norms == (1.0,) * 12
+    assert usual_grad_norm(guards, state) == 1.0  # the clip stays on
+
+
+def test_norms_of_0_in_a_checkpoint_do_not_make_everything_a_spike() -> None:
     guards = section(grad_spike={"window_steps": 4, "action": "skip"})
-    result = after(guards, *[FINE | {"grad_norm": 0.0}] * 4, FINE)
+    zeros = (0.0,) * 4
+    result = after(guards, FINE, state=GuardState(grad_norms=zeros, signal_grad_norms=zeros))
     assert (names(result), result.state.grad_norms) == ([], (0.0, 0.0, 0.0, 1.0))
 
 

@@ -233,7 +233,8 @@ def _has_signal(metrics: Metrics) -> bool:
 def _median(section: GuardsSection, norms: Sequence[float]) -> float | None:
     if 4 * len(norms) < section.grad_spike.window_steps:  # too few norms to know what is usual
         return None
-    return statistics.median(norms) or None  # a median of 0 would make every norm a spike
+    # an older checkpoint may hold norms of 0, and a median of 0 would make every norm a spike
+    return statistics.median(norms) or None
 
 
 def _norms(
@@ -243,7 +244,9 @@ def _norms(
     windows = {"grad_norms": state.grad_norms, "signal_grad_norms": state.signal_grad_norms}
     norm = _finite(metrics.get("grad_norm"))
     for name, norms in windows.items():
-        if norm is None or (name == "signal_grad_norms" and not _has_signal(metrics)):
+        # A batch without a gradient (all its groups tied, and no pass made) says nothing about the usual norm. Where
+        # such batches are many, their zeros would pull the median down, and beyond one half switch the clip off.
+        if not norm or (name == "signal_grad_norms" and not _has_signal(metrics)):
             continue
         usual = _median(section, norms)
         most = math.inf if usual is None else section.grad_spike.factor * usual

@@ -109,6 +109,15 @@ def documented_row(
     )
 
 
+@pytest.mark.parametrize("num", [7, 9, 10])
+def test_every_rollout_of_the_rehearsal_has_its_pass(num: int) -> None:
+    """What is left of a group in the largest micro-batches may be one rollout: alone it would be tied."""
+    recipe = recipe_of("quickstart", "objective.preset=kimi", f"trainer.micro_batch_tokens={13 * num}")
+    groups = rehearsal._batch(recipe, vocab_size=16).groups
+    assert sum(len(group.rollouts) for group in groups) == 2 * num
+    assert all(len({rollout.reward for rollout in group.rollouts}) > 1 for group in groups)
+
+
 def test_models_of_few_layers_are_extended_along_the_line() -> None:
     recipe = recipe_of("tldr")
     shape, _ = shape_in_recipe(recipe.model.path, recipe)

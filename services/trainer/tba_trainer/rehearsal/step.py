@@ -285,8 +285,16 @@ def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
     rng = np.random.default_rng(0)
     rounds = _plan(recipe).rounds[:TRACED_ROUNDS]
     chosen = sorted(i for micro_batches in rounds for each in micro_batches for i in each.indices)
+    parts: list[list[int]] = []
+    for _, members in groupby(chosen, lambda i: i // recipe.sampling.group_size):
+        part = list(members)
+        # what is left of a group may be one rollout, which alone has no advantage, and so no pass
+        if parts and 1 in (len(part), len(parts[-1])):
+            parts[-1] += part
+        else:
+            parts.append(part)
     groups = []
-    for number, members in groupby(chosen, lambda i: i // recipe.sampling.group_size):
+    for number, members in enumerate(parts):
         prompt_id = f"prompt-{number}"
         prompt = rng.integers(0, vocab_size, recipe.searcher.max_prompt_tokens, dtype=np.int32)
         rollouts = tuple(_rollout(rng, recipe, prompt_id, prompt, vocab_size) for _ in members)

@@ -267,6 +267,11 @@ class Recipe(StrictModel):
                 "sampling.skip_tied_groups leaves groups out whose rewards are all equal, as those of every group are "
                 "with sampling.group_size 1: set it to false, or raise group_size"
             )
+        if self.objective.mask_tied and num_group == 1:
+            raise ValueError(
+                "objective.mask_tied leaves groups out whose rewards are all equal, as those of every group are with "
+                "sampling.group_size 1, and nothing would be learnt: set it to false, or raise group_size"
+            )
         num_rollouts = sampling.prompts_per_batch * num_group
         if num_rollouts == 1:
             raise ValueError(

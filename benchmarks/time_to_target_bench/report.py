@@ -41,9 +41,10 @@ def _what(cell: Cell) -> tuple[str, Side, tuple[str, ...]]:
 def best_rate(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> Rate:
     """Return the rate and schedule of the tuning runs that reached the first target in the fewest steps.
 
-    In steps, since no rate changes what a step takes and the machine's speed does; by the geometric mean over their
-    seeds, since a median of three leaves two runs out. One that never reached it took infinitely many; where the means
-    are equal, the best last accuracy decides. Only rates with as many seeds as the best measured one are compared.
+    In steps, since what a step takes follows the machine's speed more than the rate (which acts on it through the share
+    of tied groups alone); by the geometric mean over their seeds, since a median of three leaves two runs out. One that
+    never reached it took infinitely many; where the means are equal, the best last accuracy decides. Only rates with as
+    many seeds as the best measured one are compared.
 
     Raises:
         SystemExit: nothing was tuned.

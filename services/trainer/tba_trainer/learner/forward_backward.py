@@ -123,8 +123,7 @@ def tied_rows(objective: Objective, rewards: NDArray[np.float64], groups: Sequen
 def unread_rows(objective: Objective, rewards: NDArray[np.float64], groups: Sequence[int]) -> NDArray[np.bool_]:
     """Return which rollouts no pass is made for, whatever theta is: those left out that no other depends on. [N]"""
     tied = tied_rows(objective, rewards, groups)
-    # a baseline of the whole batch, or a prompt's log Z, is an estimate from all groups
-    return np.zeros_like(tied) if objective.needs_complete_batch or objective.log_z_rate is not None else tied
+    return np.zeros_like(tied) if objective.needs_complete_batch else tied
 
 
 class ForwardBackward:

@@ -106,7 +106,7 @@ def sglang(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Serv
     url = f"http://127.0.0.1:{port}"
     arguments = (
         *("--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port), "--api-key", token),
-        *("--dtype", "float32", "--context-length", str(CONTEXT_TOKENS), "--max-total-tokens", "8192"),
+        *("--dtype", "float32", "--context-length", str(CONTEXT_TOKENS), "--max-total-tokens", str(4 * CONTEXT_TOKENS)),
     )
     with run_server([*command, *arguments], log, url=url, environ={"HF_HUB_OFFLINE": "1"}, token=token):
         served = Served(url, token, load, lambda: _num_used(served), refused | {"seed"})
@@ -133,7 +133,7 @@ def vllm(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Served
     arguments = (
         *("--model", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "4", "--block-size", "32"),
-        *("--kv-cache-memory-bytes", str(32 << 20), "--logprobs-mode", "processed_logprobs"),
+        *("--kv-cache-memory-bytes", str(128 << 20), "--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),
     )
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-CONTEXT_TOKENS = 4096
+CONTEXT_TOKENS = 16384
 """A response as long as this is never complete before a test cuts it short."""
 MASK_MAX_TOKENS = 4096
 Answer = tuple[int, Any]

@@ -1,12 +1,12 @@
 """What vLLM's 8-bit weights, keys and values do to log-probs and to the effective sample size: a report by setting.
 
-    python benchmarks/fp8.py [--model FOLDER] [--responses 64] [--canaries 24] [--wrong 8] [--settings ROW ...]
+    python benchmarks/fp8.py [--device cuda] [--model FOLDER] [--responses 64] [--canaries 24] [--wrong 8] [--settings]
 
 A small llama is trained here (benchmarks/canary_bench/models.py), or --model names a folder in Hugging Face format. For
 each setting vLLM samples responses, and the trainer computes the log-probs of the same tokens from the tensors as
 published, in bfloat16. The gap of a token is the difference. Candidates of a canary are compared likewise, before an
 update in flight and after it, and when the engine holds wrong weights (benchmarks/canary_bench/defects.py): how many of
-those the canary refuses. Runs on the CPU: FP8 weights need bfloat16 there, and per block AMX; FP8 keys and values
+those the canary refuses. On the CPU FP8 weights need bfloat16 there, and per block AMX; FP8 keys and values
 need AVX-512. Weights per channel go through torch's slow product there, 0.1 s for each token.
 """
 
@@ -55,6 +55,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "weights per channel, keys and values e4m3": {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e4m3"},
 }
 """Name of a row -> settings of searcher.vllm."""
+ROOM: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"gpu_memory_share": 0.1, "kv_cache_bytes": 2**28}}
+"""Settings of searcher.vllm by device: a card has room for an engine of each setting."""
 PROMPT_TOKENS = 16
 NEXT = PolicyVersion(1, 1)
 NEXT_NOISE = 0.01
@@ -70,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--canaries", type=int, default=24, metavar="N", help="candidates of a canary (24)")
     parser.add_argument("--wrong", type=int, default=8, metavar="N", help="of them, for each kind of wrong weights (8)")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="ROW")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file, too")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
@@ -79,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         parity = Parity(folder, Path(scratch), args)
         rows = {}
         for name in args.settings:
-            rows[name] = parity.row(SearcherVllmSection(**SETTINGS[name]))
+            rows[name] = parity.row(SearcherVllmSection(**SETTINGS[name], **ROOM[args.device]))
             print(name, rows[name], file=sys.stderr, flush=True)
     if args.json:
         args.json.write_text(json.dumps({"load": os.getloadavg(), "rows": rows}, indent=1))
@@ -108,9 +111,10 @@ class Parity:
             if wrong.config == right.config and wrong.tensors.keys() == right.tensors.keys():
                 self._wrong[defect] = scratch / f"wrong-{len(self._wrong)}.safetensors"
                 _save(wrong.tensors, self._wrong[defect])
-        model: Any = load_model(folder, dtype=DTYPE, device="cpu", trust_remote_code=False)
+        model, following = (
+            load_model(folder, dtype=DTYPE, device=args.device, trust_remote_code=False) for _ in self._paths
+        )
         self._models = {START: LogprobModel(model, temperature=1.0)}
-        following: Any = load_model(folder, dtype=DTYPE, device="cpu", trust_remote_code=False)
         following.load_state_dict(tensors, strict=False)
         self._models[NEXT] = LogprobModel(following, temperature=1.0)
         tokens = AutoTokenizer.from_pretrained(folder)("\n".join(repository_texts()[:8]), verbose=False)["input_ids"]
@@ -122,7 +126,7 @@ class Parity:
         """Measure one setting; a setting that vLLM does not run here has the reason alone."""
         settings = VllmSettings(
             num_slots=32, max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=self._args.tokens, seed=0, dtype=DTYPE,
-            section=section,
+            device=self._args.device, section=section,
         )  # fmt: skip
         try:
             engine = VllmEngine(self._folder, [self._paths[START]], START, settings)
@@ -185,7 +189,8 @@ class Parity:
     def _logprobs(
         self, version: PolicyVersion, prompt: NDArray[np.int32], response: NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        return self._models[version].token_logprobs(pack_sequences([prompt], [response], "cpu")).float().numpy()
+        row = pack_sequences([prompt], [response], self._args.device)
+        return self._models[version].token_logprobs(row).float().cpu().numpy()
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

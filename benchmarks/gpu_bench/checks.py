@@ -45,7 +45,7 @@ CHECKS = (
         part="searcher",
         function="weight_path.check_torch_engine",
         about="the embedded engine: generation, update in flight, digest and canary per dtype, tokens/s",
-        deadline_s=70,
+        deadline_s=120,
     ),
     Check(
         name="vllm",
@@ -59,14 +59,14 @@ CHECKS = (
         part="searcher",
         function="vllm_engine.check_vllm_shared",
         about="two vLLM engines on one card, by gpu_memory_share",
-        deadline_s=120,
+        deadline_s=240,
     ),
     Check(
         name="vllm_fp8",
         part="searcher",
         function="vllm_engine.check_vllm_fp8",
-        about="vLLM with weights, keys and values in 8 bits: an update in flight, log-probs against the trainer's",
-        deadline_s=120,
+        about="vLLM with weights, keys and values in 8 bits, a trained model: log-probs and canaries",
+        deadline_s=180,
     ),
     Check(
         name="vllm_bench",
@@ -103,6 +103,13 @@ CHECKS = (
         function="runs.check_quickstart",
         about="a whole short `tba run` of the quickstart with trainer and searcher on the device",
         deadline_s=150,
+    ),
+    Check(
+        name="run_vllm",
+        part="run",
+        function="runs.check_quickstart_vllm",
+        about="the same with vLLM, which shares the card with the trainer",
+        deadline_s=200,
     ),
     Check(
         name="memory",

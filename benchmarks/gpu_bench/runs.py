@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -16,6 +17,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 NUM_STEPS = 150
 MIN_GAIN = 0.1
 """Of the mean reward, from the first tenth of the steps to the last: the quickstart gains 0.3 or more."""
+VLLM_SHARE = 0.3
+"""Of the card's memory; the trainer, and the searcher's own small tensors, have the rest."""
 LAST_CHARS, LOG_CHARS = 160, 3000
 
 
@@ -23,7 +26,20 @@ def check_quickstart(bench: Bench, found: Findings) -> None:
     """Train the quickstart for some steps, in bfloat16 where there is a GPU; its reward has to rise."""
     if bench.device == "cpu" and not bench.measures:
         raise Skipped("on a CPU this is `make demo`")
-    sets = [f"trainer.num_steps={NUM_STEPS}", f"eval.every_steps={NUM_STEPS}", "eval.num_prompts_final=128"]
+    _check_quickstart(bench, found, [])
+
+
+def check_quickstart_vllm(bench: Bench, found: Findings) -> None:
+    """Train the quickstart with vLLM, which shares the card with the trainer: updates enter a running engine."""
+    if importlib.util.find_spec("vllm") is None:
+        raise Skipped("vLLM is not installed")
+    if bench.device == "cpu":
+        raise Skipped("vLLM on the CPU takes wider heads than the quickstart's; the suite runs it (tests/e2e)")
+    _check_quickstart(bench, found, ["searcher.engine=vllm", f"searcher.vllm.gpu_memory_share={VLLM_SHARE}"])
+
+
+def _check_quickstart(bench: Bench, found: Findings, more: Sequence[str]) -> None:
+    sets = [f"trainer.num_steps={NUM_STEPS}", f"eval.every_steps={NUM_STEPS}", "eval.num_prompts_final=128", *more]
     if bench.device == "cuda":
         sets.append("trainer.compute_dtype=bfloat16")
     records = _run(bench, found, RECIPES / "quickstart.toml", sets)

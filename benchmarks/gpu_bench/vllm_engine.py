@@ -7,9 +7,10 @@ import json
 import math
 import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from tba_trainer.model.policy import TORCH_DTYPES
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from benchmarks.canary_bench.models import KINDS, make_model
+from benchmarks.fp8 import SETTINGS
 from benchmarks.gpu_bench.check import Bench, Findings, Skipped, seconds_of, synchronize
 from benchmarks.gpu_bench.families import LIMITS, family_config
 from benchmarks.gpu_bench.models import qwen2_config, random_model
@@ -53,17 +56,14 @@ DTYPES = MappingProxyType(
 _EXPERTS = MappingProxyType(
     {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "head_dim": 64}
 )
-EIGHT_BITS: tuple[dict[str, Any], ...] = (
-    {"quantization": "fp8_per_channel"},
-    {"quantization": "fp8_per_block"},
-    {"kv_cache_dtype": "fp8_e4m3"},
-    {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e4m3"},
-)
+EIGHT_BITS = tuple(name for name in SETTINGS if "e5m2" not in name)
+FP8 = Path(__file__).resolve().parents[1] / "fp8.py"
 CANARY_TOLERANCE: float = TrainerSection.model_fields["canary_tolerance"].default
 OTHER_MODEL_MIN_GAP_NATS = 0.5
 """Of log-probs under another version with random weights: these are far apart."""
-SIDE_BY_SIDE_S = 110
-"""Most seconds of processes that run at the same time: less than the deadlines in checks.py, so that findings stay."""
+SIDE_BY_SIDE_S, SHARED_S = 110, 230
+"""Most seconds of processes that run at the same time, and of two engines of which the second starts when the first
+runs: less than the deadlines in checks.py, so that findings stay."""
 _CPU_HEADS = MappingProxyType({"num_attention_heads": 2, "num_key_value_heads": 1})
 """vLLM on the CPU takes heads of 32 and more; the tiny models have a width of 64."""
 _OLD, _NEW = PolicyVersion(0, 0), PolicyVersion(1, 1)
@@ -87,13 +87,31 @@ def check_vllm(bench: Bench, found: Findings) -> None:
 
 
 def check_vllm_fp8(bench: Bench, found: Findings) -> None:
-    """As `check_vllm`, with each kind of 8 bits; all start at the same time."""
+    """Train a small llama, and compare log-probs and canaries for each kind of 8 bits (benchmarks/fp8.py).
+
+    Random weights would say little: they round twenty times as much as trained ones. All settings start at once.
+    """
     _need_vllm(bench)
-
-    def part(settings: dict[str, Any]) -> Callable[[Findings], None]:
-        return lambda own: _check_update("qwen2", "bfloat16", bench, own, settings)
-
-    _side_by_side({"_".join(settings.values()): part(settings) for settings in EIGHT_BITS}, bench, found)
+    folder = bench.folder / "model"
+    make_model(folder, KINDS["trained llama"], max_steps=2 if bench.quick else None)
+    sizes = ("--responses", "4", "--tokens", "4", "--canaries", "2") if bench.quick else ("--canaries", "8")
+    settings = ("keys and values e4m3",) if bench.quick else EIGHT_BITS
+    paths = {name: bench.folder / f"{name.replace(' ', '_').replace(',', '')}.json" for name in settings}
+    command = [sys.executable, str(FP8), "--device", bench.device, "--model", str(folder), "--wrong", "0", *sizes]
+    processes = {
+        name: subprocess.Popen([*command, "--settings", name, "--json", str(path)]) for name, path in paths.items()
+    }
+    for name, process in processes.items():
+        if process.wait() or "refused" in (row := json.loads(paths[name].read_text())["rows"][name]):
+            found.fail(f"{name}: no result, see the output")
+            continue
+        key = paths[name].stem
+        found.at_most(f"{key}_mean_gap_nats", row["mean_gap"], EIGHT_BIT_TOLERANCE / 2)
+        found.note(f"{key}_max_gap_nats", row["max_gap"])
+        found.note(f"{key}_ess_of_responses", row["ess_of_responses"])
+        found.note(f"{key}_pause_ms", row["pause_ms"])
+        for canary in ("canary", "canary_after_update"):
+            found.at_most(f"{key}_{canary}_gap_nats", max(row[canary]), EIGHT_BIT_TOLERANCE)
 
 
 def check_vllm_bench(bench: Bench, found: Findings) -> None:
@@ -119,19 +137,19 @@ def check_vllm_shared(bench: Bench, found: Findings) -> None:
             published, engine = _start_shared("first", bench, own)
         finally:
             first_is_ready.set()
-        second_is_done.wait(SIDE_BY_SIDE_S)
+        second_is_done.wait(SHARED_S)
         completions = _generate(engine, published, 64, 32, name="again")
         own.at_least("tokens_after_the_second", sum(len(c.response_tokens) for c in completions), 64 * 32)
         engine.close()
 
     def second(own: Findings) -> None:
-        first_is_ready.wait(SIDE_BY_SIDE_S)
+        first_is_ready.wait(SHARED_S)
         try:
             _start_shared("second", bench, own)[1].close()
         finally:
             second_is_done.set()
 
-    _side_by_side({"first": first, "second": second}, bench, found)
+    _side_by_side({"first": first, "second": second}, bench, found, most_s=SHARED_S)
 
 
 def _start_shared(name: str, bench: Bench, found: Findings) -> tuple[_Published, VllmEngine]:
@@ -161,7 +179,9 @@ def _need_vllm(bench: Bench) -> None:
         raise Skipped("on the CPU the suite checks the vLLM engine (tests/integration/searcher); `bench` runs this")
 
 
-def _side_by_side(parts: dict[str, Callable[[Findings], None]], bench: Bench, found: Findings) -> None:
+def _side_by_side(
+    parts: dict[str, Callable[[Findings], None]], bench: Bench, found: Findings, *, most_s: float = SIDE_BY_SIDE_S
+) -> None:
     """Run parts in processes of their own at the same time; put what they find together, with their names in front."""
     context = multiprocessing.get_context("fork")  # nothing has touched the device here, and vLLM is not imported
 
@@ -179,12 +199,12 @@ def _side_by_side(parts: dict[str, Callable[[Findings], None]], bench: Bench, fo
     processes = {name: context.Process(target=child, args=(run, paths[name])) for name, run in parts.items()}
     for process in processes.values():
         process.start()
-    end = perf_counter() + SIDE_BY_SIDE_S
+    end = perf_counter() + most_s
     for name, process in processes.items():
         process.join(max(0.0, end - perf_counter()))
         if process.is_alive():
             process.kill()
-            found.fail(f"{name}: not done after {SIDE_BY_SIDE_S} s")
+            found.fail(f"{name}: not done after {most_s:g} s")
         elif process.exitcode:
             found.fail(f"{name}: its process ended with code {process.exitcode}")
         if paths[name].is_file():
@@ -227,7 +247,6 @@ def _start(
     *,
     share: float,
     cache_bytes: int | None = None,
-    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> VllmEngine:
     """Start an engine with the old version, as a searcher does; note the seconds, and what vLLM chose."""
     start = perf_counter()
@@ -242,7 +261,7 @@ def _start(
             seed=0,
             dtype=published.dtype,
             device=bench.device,
-            section=SearcherVllmSection(gpu_memory_share=share, kv_cache_bytes=cache_bytes, **settings),
+            section=SearcherVllmSection(gpu_memory_share=share, kv_cache_bytes=cache_bytes),
         ),
     )
     found.note("start_s", perf_counter() - start)
@@ -255,14 +274,8 @@ def _start(
     return engine
 
 
-def _check_update(
-    family: str, dtype: str, bench: Bench, found: Findings, settings: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Generate, and update in flight: every token's log-prob must be the trainer's under the version that it names.
-
-    Args:
-        settings: of searcher.vllm: 8 bits, which have a wider limit.
-    """
+def _check_update(family: str, dtype: str, bench: Bench, found: Findings) -> None:
+    """Generate, and update in flight: every token's log-prob must be the trainer's under the version that it names."""
     config = family_config("qwen3" if family == "qwen3_moe" else family, quick=bench.quick)
     if bench.quick:
         config.update({name: value for name, value in _CPU_HEADS.items() if hasattr(config, name)})
@@ -272,9 +285,7 @@ def _check_update(
     published = _publish(config, dtype, bench)
     # a rounding may send a token to other experts (docs/adr/0032-router-replay.md), so their gaps are only noted
     limit = math.inf if family == "qwen3_moe" else max(CANARY_TOLERANCE, LIMITS[dtype])
-    if settings:
-        limit = EIGHT_BIT_TOLERANCE
-    engine = _start(published, 8 if bench.quick else 32, bench, found, share=0.1, cache_bytes=2**28, settings=settings)
+    engine = _start(published, 8 if bench.quick else 32, bench, found, share=0.1, cache_bytes=2**28)
     try:
         _check_canary(engine, published, _OLD, found, limit)
         num_responses, length = (8, 24) if bench.quick else (48, 200)  # some wait for a slot

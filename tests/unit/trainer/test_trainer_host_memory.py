@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tba_trainer.checkpoints.parts import PartStaging, Staging
 from tba_trainer.model import parameters
 from tba_trainer.model.host_memory import HostMemoryError, counts, free_bytes, host_copy, host_copy_bytes
 from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_bytes, written_slices
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba.store import FileStore
 
@@ -89,6 +91,22 @@ def test_without_pinned_memory_a_copy_is_in_other_memory_and_counted() -> None:
     assert counts["unpinned"] == before + 1
     host_copy(tensor)
     assert counts["unpinned"] == before + 1
+
+
+def test_what_leaves_a_gpu_is_cast_on_it() -> None:
+    # a copy into pinned memory that casts on its way is thirty times slower on an H200 (docs/gpu.md)
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                dtypes.append((args[0].dtype, args[1].dtype))
+            return func(*args, **(kwargs or {}))
+
+    dtypes = list[tuple[torch.dtype, torch.dtype]]()
+    with Copies():
+        host_copy(torch.zeros(3).as_subclass(OnGpu), torch.bfloat16)
+        assert dtypes == [(torch.bfloat16, torch.bfloat16)]
+        host_copy(torch.zeros(3), torch.bfloat16)  # no copy in between where there is one memory
+    assert dtypes[1:] == [(torch.bfloat16, torch.float32)]
 
 
 def test_without_any_memory_the_error_says_for_what() -> None:

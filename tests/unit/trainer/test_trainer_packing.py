@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,42 @@ def test_a_window_of_several_blocks_is_the_same_as_of_one(monkeypatch: pytest.Mo
         gradients.append(gradient(model, values[-1]))
     torch.testing.assert_close(*values, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-5)
+
+
+def test_a_mask_begins_where_a_card_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's memory-efficient kernel takes any, and fails in its backward pass where the address is no multiple of 16
+    from transformers.integrations import sdpa_attention
+
+    masks, attend = list[torch.Tensor](), sdpa_attention.sdpa_attention_forward
+
+    def note(module: Any, query: Any, key: Any, value: Any, mask: torch.Tensor, **settings: Any) -> Any:
+        masks.append(mask)
+        return attend(module, query, key, value, mask, **settings)
+
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", note)
+    monkeypatch.setattr(packing, "WINDOW_BLOCK", 8)
+    module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True, training=False)
+    for num_queries, num_keys, window in itertools.product((1, 7, 20, 41), (41, 43), (3, 13, 100)):
+        query, key, value = (
+            torch.randn(1, 2, num, 4, dtype=torch.bfloat16) for num in (num_queries, num_keys, num_keys)
+        )
+        packing.attend_in_window(module, (query, key, value), None, window)
+    assert len(masks) > 50
+    assert {mask.data_ptr() % 16 for mask in masks if mask is not None} == {0}
+    assert {mask.stride(-2) % 8 for mask in masks if mask is not None} == {0}
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 13, 100])
+def test_queries_see_the_newest_keys_within_their_window(window: int) -> None:
+    module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True, training=False)
+    for num_queries, num_keys in ((1, 9), (7, 20), (23, 23), (20, 41)):
+        query, key, value = (torch.randn(1, 2, num, 4) for num in (num_queries, num_keys, num_keys))
+        found = packing.attend_in_window(module, (query, key, value), None, window)
+        at = torch.arange(num_keys)
+        distance = at[num_keys - num_queries :, None] - at
+        hidden = (distance < 0) | (distance >= window)
+        scores = (query @ key.transpose(2, 3) / 2).masked_fill(hidden, -torch.inf)
+        torch.testing.assert_close(found, (scores.softmax(-1) @ value).transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
 def test_code_that_came_with_a_model_is_not_trusted_to_pack() -> None:

@@ -44,6 +44,8 @@ PACKED_FAMILIES = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "q
 BUCKET_MIN_SHARE = 0.9
 """The shortest sequence of a bucket has at least this share of the length of its longest."""
 FLASH_MAX_HEAD_DIM = 256
+ALIGNED_ELEMENTS = 8
+"""Of masks: 16 bytes in 16 bits, 32 in float32."""
 WINDOW_BLOCK = 1024
 """Queries that see their window at once, where there is no flash attention."""
 
@@ -366,6 +368,10 @@ def flash(
     return out
 
 
+def _aligned(num: int) -> int:
+    return -(-num // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+
+
 def attend_in_window(module: Any, bucket: Sequence[Tensor], scaling: float | None, window: int) -> Tensor:
     """Return [b, C, N, D]: attention of the last C positions to the newest `window` positions up to themselves.
 
@@ -380,15 +386,18 @@ def attend_in_window(module: Any, bucket: Sequence[Tensor], scaling: float | Non
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)[0]
     # in blocks of queries: a mask of all pairs would grow with the square of the length. One mask, of the keys from
     # `window` before a block to its end, serves all blocks
-    window = min(window, num_keys)
-    num = min(window, num_queries, WINDOW_BLOCK)
-    hidden = torch.ones(num, num + window, dtype=torch.bool, device=query.device).triu(1).tril(window).logical_not()
-    band = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
+    window, before = min(window, num_keys), num_keys - num_queries
+    num = min(_aligned(window), num_queries, WINDOW_BLOCK)
+    # Torch's memory-efficient kernel takes a mask that begins anywhere in memory, and its backward pass then fails on a
+    # card. So some keys more come along, hidden: masks and their rows begin at multiples of 16 bytes
+    reach = window + (before - window) % ALIGNED_ELEMENTS
+    visible = torch.ones(num, _aligned(num + reach), dtype=torch.bool, device=query.device)
+    visible = visible.triu(1 + reach - window).tril(reach)
+    band = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, -torch.inf)
     outs = []
-    before = num_keys - num_queries
     for start in range(before, num_keys, num):
-        first, end = max(0, start - window), min(start + num, num_keys)
-        mask = band[: end - start, first - start + window : end - start + window]
+        first, end = max(0, start - reach), min(start + num, num_keys)
+        mask = band[: end - start, first - start + reach : end - start + reach]
         queries, keys = slice(start - before, end - before), slice(first, end)
         out, _ = sdpa_attention_forward(
             module, query[:, :, queries], key[:, :, keys], value[:, :, keys], mask[None, None], scaling=scaling

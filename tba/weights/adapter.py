@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from tba.errors import MalformedError
-from tba.weights.digest import RawTensor, in_parallel, open_tensors
+from tba.weights.digest import RawTensor, bytes_of, in_parallel, open_tensors
 from tba.wire.weight_manifest import Adapter, Manifest, TensorEntry
 
 PEFT_PREFIX = "base_model.model."
@@ -172,4 +172,4 @@ def merged_table(base: Manifest, weights: Mapping[str, RawTensor], adapter: Adap
             digest.update(block.data)
         return entry.model_copy(update={"digest": digest.hexdigest()})
 
-    return in_parallel(entry_of, base.tensors)
+    return in_parallel(entry_of, base.tensors, size_bytes=bytes_of(weights.values()))

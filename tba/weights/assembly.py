@@ -28,7 +28,7 @@ from tba.errors import DigestError, MalformedError, StoreError, StoreUnavailable
 from tba.store.file import explain_full_disk, explain_no_space
 from tba.weights.adapter import merge_into, read_adapter
 from tba.weights.delta import SEGMENT_ELEMENTS, apply_tensor, encode_tensor
-from tba.weights.digest import RawTensor, in_parallel, num_threads, open_tensors, tensor_digest
+from tba.weights.digest import RawTensor, bytes_of, in_parallel, num_threads, open_tensors, tensor_digest
 from tba.wire.weight_manifest import DTYPE_BYTES, Adapter, Manifest, TensorEntry
 
 DELTA_FILE_BYTES = 64 * 1024 * 1024
@@ -73,7 +73,8 @@ def encode_changes(
         return encode_tensor(before[2] if before is not None and before[0] == dtype else None, raw, dtype)
 
     for some in _batches(new):
-        for name, encoded in zip(some, in_parallel(encode, some), strict=True):
+        encoded_tensors = in_parallel(encode, some, size_bytes=bytes_of(new[name] for name in some))
+        for name, encoded in zip(some, encoded_tensors, strict=True):
             if encoded is None:
                 continue
             if pending and pending_bytes + len(encoded) > DELTA_FILE_BYTES:
@@ -143,7 +144,7 @@ def assemble(
             np.copyto(out, current)
         _check_digest(manifest, entry, out)
 
-    in_parallel(build, manifest.tensors)
+    in_parallel(build, manifest.tensors, size_bytes=sum(out.nbytes for out in outputs.values()))
     return [folder / name for name in dict.fromkeys(entry.file for entry in manifest.tensors)]
 
 
@@ -174,7 +175,7 @@ def merge(manifest: Manifest, base: Mapping[str, RawTensor], adapter: Adapter, p
             np.copyto(out, weight[2])
         _check_digest(manifest, entry, out)
 
-    in_parallel(build, manifest.tensors)
+    in_parallel(build, manifest.tensors, size_bytes=sum(out.nbytes for out in outputs.values()))
     return [folder / name for name in dict.fromkeys(entry.file for entry in manifest.tensors)]
 
 
@@ -197,7 +198,11 @@ def check_tensors_of(manifest: Manifest, paths: Sequence[Path]) -> None:
                 f"tensor {name!r} of version {manifest.version} is {dtype} {list(shape)}, the manifest says "
                 f"{entry.dtype} {entry.shape}"
             )
-    in_parallel(lambda entry: _check_digest(manifest, entry, found[entry.name][2]), manifest.tensors)
+    in_parallel(
+        lambda entry: _check_digest(manifest, entry, found[entry.name][2]),
+        manifest.tensors,
+        size_bytes=bytes_of(found.values()),
+    )
 
 
 def check_digests(digests: Mapping[str, str], paths: Sequence[Path]) -> None:
@@ -214,7 +219,8 @@ def check_digests(digests: Mapping[str, str], paths: Sequence[Path]) -> None:
         if (found := tensor_digest(raw)) != digests.get(name):
             raise DigestError(f"tensor {name!r} has the digest {found} here, expected {digests.get(name)}")
 
-    in_parallel(check, open_tensors(paths).items())
+    tensors = open_tensors(paths)
+    in_parallel(check, tensors.items(), size_bytes=bytes_of(tensors.values()))
 
 
 def _plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tba.errors import MalformedError, StoreError
 from tba.weights import params_sha256, params_sha256_of_files
-from tba.weights.digest import legacy_params_sha256
+from tba.weights.digest import in_parallel, legacy_params_sha256
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -84,3 +85,17 @@ def test_a_truncated_or_missing_file_is_one_sentence(tmp_path: Path) -> None:
         params_sha256_of_files([path])
     with pytest.raises(StoreError, match="cannot be read"):
         params_sha256_of_files([tmp_path / "nothing"])
+
+
+@pytest.mark.parametrize(("size_bytes", "in_this_thread"), [(2**19, True), (2**30, False)])
+def test_few_bytes_are_hashed_without_threads(size_bytes: int, in_this_thread: bool) -> None:
+    def work(item: int) -> tuple[int, bool]:
+        return item, threading.current_thread() is threading.main_thread()
+
+    def fail(item: int) -> None:
+        raise MalformedError(f"item {item}")
+
+    found = in_parallel(work, range(3), size_bytes=size_bytes)
+    assert found == [(item, in_this_thread) for item in range(3)]
+    with pytest.raises(MalformedError, match="item 0"):
+        in_parallel(fail, range(3), size_bytes=size_bytes)

@@ -103,7 +103,10 @@ def params_sha256(model: nn.Module) -> str:
     """Return the manifest's `params_sha256` over `model.named_parameters()` (a tied output embedding counts once)."""
 
     # copied off the device in these threads, so that few tensors are on the host at once
-    return table_sha256(in_parallel(lambda item: table_entry(*item), model.named_parameters()))
+    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return table_sha256(
+        in_parallel(lambda item: table_entry(*item), model.named_parameters(), size_bytes=size_bytes)
+    )
 
 
 def table_entry(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:

@@ -164,7 +164,9 @@ class HostTensors:
         if self._worker.num_ranks == 1:
             tensors = [(name, tensor.pin_memory() if on_gpu else tensor.clone()) for name, tensor in tensors]
         own = hashed_here(self._worker, paths)
-        hashed = in_parallel(lambda item: table_entry(*item), [item for item in tensors if item[0] in own])
+        to_hash = [item for item in tensors if item[0] in own]
+        size_bytes = sum(tensor.nbytes for _, tensor in to_hash)
+        hashed = in_parallel(lambda item: table_entry(*item), to_hash, size_bytes=size_bytes)
         self._staged = (stamps, tensors, tuple(hashed))
 
     def use(self, stamps: FileStamps, before: Loaded) -> Entries | None:

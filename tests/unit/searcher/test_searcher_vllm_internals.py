@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from tba_searcher.engines.engine import EngineError
@@ -239,3 +240,37 @@ def test_weights_that_are_never_staged_are_given_up() -> None:
         engine.stage_weights([])
     assert calls[0] == "tba_stage_weights"
     assert set(calls[1:]) == {"tba_is_staged"}
+
+
+def output_of(vllm_id: str, token: int, logprob: float | None, *, finish_reason: str | None = None) -> Any:
+    logprobs = None if logprob is None else SimpleNamespace(logprobs=np.array([[logprob, -9.0]], np.float32))
+    return SimpleNamespace(
+        request_id=vllm_id, new_token_ids=[token], new_logprobs=logprobs, finish_reason=finish_reason
+    )
+
+
+def test_vllm_processes_no_token_that_nothing_needs() -> None:
+    seen = list[list[tuple[str, int, bool]]]()
+
+    def process_outputs(outputs: list[Any], stamp: float, *, weight_version: str) -> str:
+        seen.append([(each.request_id, each.new_token_ids[0], each.new_logprobs is None) for each in outputs])
+        return f"{stamp} {weight_version}"
+
+    processor = SimpleNamespace(process_outputs=process_outputs)
+    followed = internals.SampledTokens(SimpleNamespace(output_processor=processor))
+    plain, stops, gone = (followed.follow(name, needs_text=name == "stops") for name in ("plain", "stops", "gone"))
+    followed.forget("gone")
+    for outputs in (
+        [output_of(name, 5, -1.5) for name in ("plain", "stops", "gone", "canary")],
+        [output_of("plain", 6, -2.5, finish_reason="length"), output_of("stops", 7, None)],
+    ):
+        assert processor.process_outputs(outputs, 1.0, weight_version="w") == "1.0 w"
+    assert seen == [
+        [("stops", 5, True), ("gone", 5, False), ("canary", 5, False)],
+        [("plain", 6, True), ("stops", 7, True)],
+    ]
+    assert [(each.tokens, each.logprobs) for each in (plain, stops, gone)] == [
+        ([5, 6], [-1.5, -2.5]),
+        ([5, 7], [-1.5]),
+        ([], []),
+    ]

@@ -17,7 +17,8 @@ import pytest
 from pydantic import ValidationError
 from tba_searcher.engines.engine import EngineError
 from tba_searcher.engines.vllm import engine as vllm_engine
-from tba_searcher.engines.vllm import internals
+from tba_searcher.engines.vllm import environment, internals
+from tba_searcher.engines.vllm.environment import ModelLink
 
 from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, VllmSection, check_vllm_release, vllm_release
 from tba.errors import ConfigError
@@ -274,3 +275,37 @@ def test_vllm_processes_no_token_that_nothing_needs() -> None:
         ([5, 7], [-1.5]),
         ([], []),
     ]
+
+
+def model_folder(folder: Path, *, width: int = 64) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(f'{{"width": {width}}}')
+    return folder
+
+
+def test_vllm_sees_one_path_for_a_model_at_each_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "cache_root", lambda: tmp_path / "cache")
+    first, again, other = (
+        model_folder(tmp_path / name, width=width) for name, width in (("a", 64), ("b", 64), ("c", 32))
+    )
+    link = ModelLink(first)
+    beside, of_another = ModelLink(again), ModelLink(other)
+    assert len({link.path, beside.path, of_another.path}) == 3
+    assert [each.path.resolve() for each in (link, beside, of_another)] == [first, again, other]
+    link.close()
+    link.close()
+    next_start = ModelLink(again)
+    assert (next_start.path, next_start.path.resolve()) == (link.path, again)
+    for each in (beside, of_another, next_start):
+        each.close()
+
+
+def test_without_a_cache_that_can_be_written_vllm_sees_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(environment, "cache_root", lambda: tmp_path / "file")
+    folder = model_folder(tmp_path / "model")
+    link = ModelLink(folder)
+    assert link.path == folder
+    link.close()

@@ -45,7 +45,7 @@ from tba_searcher.engines.engine import (
     Request,
     check_request,
 )
-from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
+from tba_searcher.engines.vllm.environment import ModelLink, keep_transformers_unchanged, prepare_vllm
 from tba_searcher.engines.vllm.internals import (
     Sampled,
     SampledTokens,
@@ -111,7 +111,12 @@ class VllmEngine:
         model_config = json.loads((folder / "config.json").read_text())
         check_tensor_parallel(model_config, settings.tensor_parallel_size)
         on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
-        self._llm: Any = _build(folder, model_config.get("architectures") or (), settings, on_cpu=on_cpu)
+        self._link = ModelLink(folder)
+        try:
+            self._llm: Any = _build(self._link.path, model_config.get("architectures") or (), settings, on_cpu=on_cpu)
+        except BaseException:
+            self._link.close()
+            raise
         self._workers = Workers(self._llm)
         self._sampled = SampledTokens(self._llm)
         self._kv_cache = KVCache(self._llm, Scheduler(self._llm), settings.kv_at_update)
@@ -275,6 +280,7 @@ class VllmEngine:
             self._requests.clear()
             self._workers.close()
             self._llm = None
+            self._link.close()
             gc.collect()
 
     def _add(self, request_id: str, tokens: Sequence[int], params: Any) -> str:

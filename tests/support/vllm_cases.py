@@ -173,7 +173,7 @@ def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
     request = make_request("p", prompt, Sampling(temperature=0.0), eos_ids=())
     with bench.engine() as engine:
         assert isinstance(engine, VllmEngine)
-        manager = engine._scheduler.scheduler.kv_cache_manager
+        manager = engine._kv_cache._scheduler.scheduler.kv_cache_manager
         assert run_all(engine, [request])["p"].response_tokens.tolist() == bench.old.greedy(request)
         assert len(manager.block_pool.cached_block_hash_to_block) > 0
         engine.load_weights([bench.new.tensors], V1)
@@ -200,14 +200,14 @@ def case_what_cannot_be_kept_is_computed_again(bench: Bench) -> None:
     engine.submit(second)
     assert [engine.step() for _ in range(6)] == [[]] * 6
     engine.load_weights([bench.old.tensors], START)
-    has_room, scheduler = engine._scheduler.has_room, engine._scheduler.scheduler
+    has_room, scheduler = engine._kv_cache._scheduler.has_room, engine._kv_cache._scheduler.scheduler
     num_tokens = 32 * scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert [has_room(num_tokens + more) for more in (0, 1)] == [True, False]
     groups = scheduler.kv_cache_config.kv_cache_groups
     # as with sliding windows: each group takes blocks of its own
     with replaced(scheduler.kv_cache_config, "kv_cache_groups", [*groups, *groups]):
         assert [has_room(num_tokens // 2 + more) for more in (-32, 32)] == [True, False]
-    with replaced(engine._scheduler, "has_room", lambda num_tokens: False):
+    with replaced(engine._kv_cache._scheduler, "has_room", lambda num_tokens: False):
         engine.verify(bench.manifest(bench.old, START))
     (done,) = finish(engine)
     before, after = done.version_spans

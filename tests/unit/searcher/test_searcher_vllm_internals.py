@@ -12,11 +12,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from tba_searcher.engines.engine import EngineError
 from tba_searcher.engines.vllm import engine as vllm_engine
-from tba_searcher.engines.vllm import internals
+from tba_searcher.engines.vllm import environment, internals
+from tba_searcher.engines.vllm.environment import ModelLink
 
 from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, VllmSection, check_vllm_release, vllm_release
 from tba.errors import ConfigError
@@ -239,3 +241,71 @@ def test_weights_that_are_never_staged_are_given_up() -> None:
         engine.stage_weights([])
     assert calls[0] == "tba_stage_weights"
     assert set(calls[1:]) == {"tba_is_staged"}
+
+
+def output_of(vllm_id: str, token: int, logprob: float | None, *, finish_reason: str | None = None) -> Any:
+    logprobs = None if logprob is None else SimpleNamespace(logprobs=np.array([[logprob, -9.0]], np.float32))
+    return SimpleNamespace(
+        request_id=vllm_id, new_token_ids=[token], new_logprobs=logprobs, finish_reason=finish_reason
+    )
+
+
+def test_vllm_processes_no_token_that_nothing_needs() -> None:
+    seen = list[list[tuple[str, int, bool]]]()
+
+    def process_outputs(outputs: list[Any], stamp: float, *, weight_version: str) -> str:
+        seen.append([(each.request_id, each.new_token_ids[0], each.new_logprobs is None) for each in outputs])
+        return f"{stamp} {weight_version}"
+
+    processor = SimpleNamespace(process_outputs=process_outputs)
+    followed = internals.SampledTokens(SimpleNamespace(output_processor=processor))
+    plain, stops, gone = (followed.follow(name, needs_text=name == "stops") for name in ("plain", "stops", "gone"))
+    followed.forget("gone")
+    for outputs in (
+        [output_of(name, 5, -1.5) for name in ("plain", "stops", "gone", "canary")],
+        [output_of("plain", 6, -2.5, finish_reason="length"), output_of("stops", 7, None)],
+    ):
+        assert processor.process_outputs(outputs, 1.0, weight_version="w") == "1.0 w"
+    assert seen == [
+        [("stops", 5, True), ("gone", 5, False), ("canary", 5, False)],
+        [("plain", 6, True), ("stops", 7, True)],
+    ]
+    assert [(each.tokens, each.logprobs) for each in (plain, stops, gone)] == [
+        ([5, 6], [-1.5, -2.5]),
+        ([5, 7], [-1.5]),
+        ([], []),
+    ]
+
+
+def model_folder(folder: Path, *, width: int = 64) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(f'{{"width": {width}}}')
+    return folder
+
+
+def test_vllm_sees_one_path_for_a_model_at_each_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "cache_root", lambda: tmp_path / "cache")
+    first, again, other = (
+        model_folder(tmp_path / name, width=width) for name, width in (("a", 64), ("b", 64), ("c", 32))
+    )
+    link = ModelLink(first)
+    beside, of_another = ModelLink(again), ModelLink(other)
+    assert len({link.path, beside.path, of_another.path}) == 3
+    assert [each.path.resolve() for each in (link, beside, of_another)] == [first, again, other]
+    link.close()
+    link.close()
+    next_start = ModelLink(again)
+    assert (next_start.path, next_start.path.resolve()) == (link.path, again)
+    for each in (beside, of_another, next_start):
+        each.close()
+
+
+def test_without_a_cache_that_can_be_written_vllm_sees_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(environment, "cache_root", lambda: tmp_path / "file")
+    folder = model_folder(tmp_path / "model")
+    link = ModelLink(folder)
+    assert link.path == folder
+    link.close()

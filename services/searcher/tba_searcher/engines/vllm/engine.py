@@ -45,8 +45,10 @@ from tba_searcher.engines.engine import (
     Request,
     check_request,
 )
-from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
+from tba_searcher.engines.vllm.environment import ModelLink, keep_transformers_unchanged, prepare_vllm
 from tba_searcher.engines.vllm.internals import (
+    Sampled,
+    SampledTokens,
     Scheduler,
     add_request,
     generation_eos_ids,
@@ -83,6 +85,7 @@ class _Asked:
     request: Request
     vllm_id: str
     """vLLM's own name of it."""
+    sampled: Sampled
     started_at_s: float
     versions: list[tuple[PolicyVersion, int]]
     """Versions since it was submitted, and how many response tokens there were when each came."""
@@ -108,10 +111,15 @@ class VllmEngine:
         model_config = json.loads((folder / "config.json").read_text())
         check_tensor_parallel(model_config, settings.tensor_parallel_size)
         on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
-        self._llm: Any = _build(folder, model_config.get("architectures") or (), settings, on_cpu=on_cpu)
+        self._link = ModelLink(folder)
+        try:
+            self._llm: Any = _build(self._link.path, model_config.get("architectures") or (), settings, on_cpu=on_cpu)
+        except BaseException:
+            self._link.close()
+            raise
         self._workers = Workers(self._llm)
-        self._scheduler = Scheduler(self._llm)
-        self._kv_cache = KVCache(self._llm, self._scheduler, settings.kv_at_update)
+        self._sampled = SampledTokens(self._llm)
+        self._kv_cache = KVCache(self._llm, Scheduler(self._llm), settings.kv_at_update)
         self._requests: dict[str, _Asked] = {}
         self._masked_ids = {*self.default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
         """The ids that vLLM takes for end of sequence, and masks while a response is shorter than its minimum."""
@@ -177,11 +185,14 @@ class VllmEngine:
             vllm_id = self._add(request.request_id, request.prompt_tokens, _sampling_params(request))
         except (ValueError, TypeError) as error:
             raise EngineError(f"{name} is refused by vLLM: {error}") from None
-        self._requests[request.request_id] = _Asked(request, vllm_id, time.time(), [(self._version, 0)])
+        sampled = self._sampled.follow(vllm_id, needs_text=bool(request.sampling.stop))
+        self._requests[request.request_id] = _Asked(request, vllm_id, sampled, time.time(), [(self._version, 0)])
 
     def abort(self, request_id: str) -> None:
         """Forget a request (see `Engine.abort`)."""
-        if self._requests.pop(request_id, None) is not None:
+        asked = self._requests.pop(request_id, None)
+        if asked is not None:
+            self._sampled.forget(asked.vllm_id)
             self._llm.abort_request([request_id])
 
     def step(self) -> list[Completion]:
@@ -190,7 +201,7 @@ class VllmEngine:
             return []
         completions = [self._completion(output) for output in self._workers.step() if output.finished]
         for completion in completions:
-            del self._requests[completion.request_id]
+            self._sampled.forget(self._requests.pop(completion.request_id).vllm_id)
             if not np.isfinite(completion.sampler_logprobs).all():
                 raise EngineDiedError(
                     f"the logits are not finite under version {self._version}; its weights are broken"
@@ -228,7 +239,7 @@ class VllmEngine:
         self._params_sha256 = table_sha256(itertools.chain.from_iterable(hashed))
         self._version = version
         for asked in self._requests.values():
-            asked.versions.append((version, self._scheduler.num_output_tokens(asked.vllm_id)))
+            asked.versions.append((version, len(asked.sampled.tokens)))
 
     def _places(self, tensors_paths: Sequence[Path]) -> dict[str, str]:
         return {name: str(path) for name, path in check_tensors(tensors_paths, self._expected).items()}
@@ -269,6 +280,7 @@ class VllmEngine:
             self._requests.clear()
             self._workers.close()
             self._llm = None
+            self._link.close()
             gc.collect()
 
     def _add(self, request_id: str, tokens: Sequence[int], params: Any) -> str:
@@ -283,11 +295,11 @@ class VllmEngine:
             reason = "length"
         else:
             raise EngineDiedError(f"vLLM ended request {request.request_id} with {response.finish_reason!r}")
-        tokens = np.array(response.token_ids, np.int32)
+        tokens = np.array(asked.sampled.tokens, np.int32)
         return Completion(
             request_id=request.request_id,
             response_tokens=tokens,
-            sampler_logprobs=np.array(response.logprobs.logprobs[: len(tokens)], np.float32),
+            sampler_logprobs=np.array(asked.sampled.logprobs, np.float32),
             sampling=request.sampling,
             finish_reason=reason,
             version_spans=_spans(asked.versions, len(tokens)),
@@ -383,7 +395,6 @@ def _sampling_params(request: Request) -> Any:
         max_tokens=request.max_response_tokens,
         min_tokens=request.min_response_tokens,
         logprobs=0,
-        flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

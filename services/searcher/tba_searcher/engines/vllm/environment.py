@@ -1,21 +1,25 @@
-"""Prepares the process before vLLM is imported: environment variables and platform differences."""
+"""What vLLM finds around it: environment variables, platform differences, and the path of the model."""
 
 # pyright: reportMissingImports=false
 # (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tba.config.searcher import check_vllm_release
 from tba.errors import ConfigError
 from tba.logs import get_logger
-from tba_searcher.engines.vllm.internals import device_in_use, transformers_adapter
+from tba_searcher.engines.vllm.internals import cache_root, device_in_use, transformers_adapter
 
 ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: we feed its weights and call its step
@@ -77,6 +81,55 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
             "(local.gpus.searchers, device_ids of Compose, searcher.gpu.count of the chart)"
         )
     return on_cpu
+
+
+class ModelLink:
+    """A path to a model's folder that is the same at each start, though the folder is a temporary one.
+
+    vLLM finds what it compiled before by a digest of its settings, and the path of the model is one of them. Engines
+    that run at the same time and share a cache have a path each.
+
+    Args:
+        folder: with config.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        """The link; the folder itself where the cache cannot be written."""
+        self._lock: int | None = None
+        try:
+            self._make(folder.resolve(), cache_root() / "tba-models")
+        except OSError as error:
+            self.close()
+            log.warning("compiled_code_is_not_found_again", reason=str(error), effect="each start compiles anew")
+
+    def _make(self, folder: Path, parent: Path) -> None:
+        digest = hashlib.sha256()
+        for file in sorted([folder / "config.json", *folder.glob("*.py")]):  # what is compiled depends on these
+            digest.update(file.read_bytes())
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = parent / f"{digest.hexdigest()[:16]}-{number}"
+            lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                # the kernel releases it when the process is gone, whatever ended it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                continue
+            self._lock = lock
+            new = Path(f"{path}.new")
+            new.unlink(missing_ok=True)  # of a process that was killed here
+            new.symlink_to(folder, target_is_directory=True)
+            self.path = new.replace(path)
+            return
+
+    def close(self) -> None:
+        """Leave the path to the next engine."""
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child may have a copy of the descriptor
+            os.close(self._lock)
+            self._lock = None
 
 
 @contextmanager

@@ -18,6 +18,8 @@ import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tba.config.searcher import vllm_release
@@ -34,6 +36,13 @@ def device_in_use() -> tuple[bool, str]:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu(), "the CPU" if current_platform.is_cpu() else current_platform.device_name
+
+
+def cache_root() -> Path:
+    """Return the folder where vLLM keeps what it has compiled."""
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT)
 
 
 def transformers_adapter() -> Any:
@@ -126,6 +135,57 @@ def shut_down(llm: Any) -> None:
     llm.engine_core.shutdown()
 
 
+@dataclass(slots=True)
+class Sampled:
+    """The response of one request, as far as it is."""
+
+    needs_text: bool
+    """Whether vLLM looks for stop strings in it."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """One for each token."""
+
+
+class SampledTokens:
+    """Takes tokens and log-probs from what vLLM's scheduler returns.
+
+    vLLM's output processor would do so too, for four times the time (Python, for each request and step), and gives
+    them out at the end alone. Here it sees a response without log-probs, and only the last token where no text is
+    needed.
+
+    Args:
+        llm: vLLM's engine with its scheduler in this process.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._by_id: dict[str, Sampled] = {}
+        self._process: Any = llm.output_processor.process_outputs
+        llm.output_processor.process_outputs = self._take
+
+    def follow(self, vllm_id: str, *, needs_text: bool) -> Sampled:
+        """Return what the next steps fill with the response of a request."""
+        sampled = self._by_id[vllm_id] = Sampled(needs_text)
+        return sampled
+
+    def forget(self, vllm_id: str) -> None:
+        """Take no more of a request."""
+        self._by_id.pop(vllm_id, None)
+
+    def _take(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        left = list[Any]()
+        for output in outputs:
+            sampled = self._by_id.get(output.request_id)
+            if sampled is not None:
+                sampled.tokens += output.new_token_ids
+                if output.new_logprobs is not None:
+                    sampled.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token is the first
+                    output.new_logprobs = None
+                if output.finish_reason is None and not sampled.needs_text:
+                    continue
+            left.append(output)
+        return self._process(left, *args, **kwargs)
+
+
 class Scheduler:
     """vLLM's scheduler, which has no public way to change the salt of requests that wait, nor to hold requests back.
 
@@ -136,11 +196,6 @@ class Scheduler:
     def __init__(self, llm: Any) -> None:
         self.scheduler: Any = llm.engine_core.engine_core.scheduler
         """vLLM's own."""
-
-    def num_output_tokens(self, vllm_id: str) -> int:
-        """Return how many tokens of a response there are (0: also of one that vLLM does not know)."""
-        request = self.scheduler.requests.get(vllm_id)
-        return 0 if request is None else request.num_output_tokens
 
     def put_back_without_tokens(self) -> None:
         """Send running requests without a response token back to the queue: they begin anew."""

@@ -104,9 +104,7 @@ def params_sha256(model: nn.Module) -> str:
 
     # copied off the device in these threads, so that few tensors are on the host at once
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    return table_sha256(
-        in_parallel(lambda item: table_entry(*item), model.named_parameters(), size_bytes=size_bytes)
-    )
+    return table_sha256(in_parallel(lambda item: table_entry(*item), model.named_parameters(), size_bytes=size_bytes))
 
 
 def table_entry(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:

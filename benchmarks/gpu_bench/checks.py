@@ -64,7 +64,7 @@ CHECKS = (
     Check(
         name="vllm_fp8",
         part="searcher",
-        function="vllm_engine.check_vllm_fp8",
+        function="eight_bits.check_vllm_fp8",
         about="vLLM with weights, keys and values in 8 bits, a trained model: log-probs and canaries",
         deadline_s=180,
     ),
@@ -109,7 +109,7 @@ CHECKS = (
         part="run",
         function="runs.check_quickstart_vllm",
         about="the same with vLLM, which shares the card with the trainer",
-        deadline_s=200,
+        deadline_s=260,
     ),
     Check(
         name="memory",

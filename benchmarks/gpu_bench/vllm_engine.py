@@ -7,7 +7,6 @@ import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from safetensors.torch import save_file
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 from tba_searcher.engines.weight_check import params_sha256
-from tba_trainer.checkpoints.canary import EIGHT_BIT_TOLERANCE
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import published_tensors
@@ -33,8 +31,6 @@ from tba_trainer.model.policy import TORCH_DTYPES
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from benchmarks.canary_bench.models import KINDS, make_model
-from benchmarks.fp8 import SETTINGS
 from benchmarks.gpu_bench.check import Bench, Findings, Skipped, seconds_of, synchronize
 from benchmarks.gpu_bench.families import LIMITS, family_config
 from benchmarks.gpu_bench.models import qwen2_config, random_model
@@ -56,8 +52,6 @@ DTYPES = MappingProxyType(
 _EXPERTS = MappingProxyType(
     {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "head_dim": 64}
 )
-EIGHT_BITS = tuple(name for name in SETTINGS if "e5m2" not in name)
-FP8 = Path(__file__).resolve().parents[1] / "fp8.py"
 CANARY_TOLERANCE: float = TrainerSection.model_fields["canary_tolerance"].default
 OTHER_MODEL_MIN_GAP_NATS = 0.5
 """Of log-probs under another version with random weights: these are far apart."""
@@ -74,7 +68,7 @@ def check_vllm(bench: Bench, found: Findings) -> None:
 
     On a card all start at the same time, so their seconds are those of a busy machine.
     """
-    _need_vllm(bench)
+    need_vllm(bench)
 
     def part(family: str, dtype: str) -> Callable[[Findings], None]:
         return lambda own: _check_update(family, dtype, bench, own)
@@ -86,37 +80,9 @@ def check_vllm(bench: Bench, found: Findings) -> None:
     _side_by_side(parts, bench, found)
 
 
-def check_vllm_fp8(bench: Bench, found: Findings) -> None:
-    """Train a small llama, and compare log-probs and canaries for each kind of 8 bits (benchmarks/fp8.py).
-
-    Random weights would say little: they round twenty times as much as trained ones. All settings start at once.
-    """
-    _need_vllm(bench)
-    folder = bench.folder / "model"
-    make_model(folder, KINDS["trained llama"], max_steps=2 if bench.quick else None)
-    sizes = ("--responses", "4", "--tokens", "4", "--canaries", "2") if bench.quick else ("--canaries", "8")
-    settings = ("keys and values e4m3",) if bench.quick else EIGHT_BITS
-    paths = {name: bench.folder / f"{name.replace(' ', '_').replace(',', '')}.json" for name in settings}
-    command = [sys.executable, str(FP8), "--device", bench.device, "--model", str(folder), "--wrong", "0", *sizes]
-    processes = {
-        name: subprocess.Popen([*command, "--settings", name, "--json", str(path)]) for name, path in paths.items()
-    }
-    for name, process in processes.items():
-        if process.wait() or "refused" in (row := json.loads(paths[name].read_text())["rows"][name]):
-            found.fail(f"{name}: no result, see the output")
-            continue
-        key = paths[name].stem
-        found.at_most(f"{key}_mean_gap_nats", row["mean_gap"], EIGHT_BIT_TOLERANCE / 2)
-        found.note(f"{key}_max_gap_nats", row["max_gap"])
-        found.note(f"{key}_ess_of_responses", row["ess_of_responses"])
-        found.note(f"{key}_pause_ms", row["pause_ms"])
-        for canary in ("canary", "canary_after_update"):
-            found.at_most(f"{key}_{canary}_gap_nats", max(row[canary]), EIGHT_BIT_TOLERANCE)
-
-
 def check_vllm_bench(bench: Bench, found: Findings) -> None:
     """Tokens/s of a Qwen2.5-0.5B, the pause of an update against a bare copy, and the time from file to first token."""
-    _need_vllm(bench)
+    need_vllm(bench)
     config = qwen2_config("tiny", **_CPU_HEADS) if bench.quick else qwen2_config("0.5b")
     published = _publish(config, "bfloat16", bench)
     for num_slots in (4,) if bench.quick else (64, 256):
@@ -126,7 +92,7 @@ def check_vllm_bench(bench: Bench, found: Findings) -> None:
 
 def check_vllm_shared(bench: Bench, found: Findings) -> None:
     """Two engines share a card by `gpu_memory_share`, started one after the other: each has keys and values."""
-    _need_vllm(bench)
+    need_vllm(bench)
     if bench.quick:
         raise Skipped("a share of a GPU's memory")
     context = multiprocessing.get_context("fork")
@@ -172,7 +138,7 @@ class _Published:
     vocab_size: int
 
 
-def _need_vllm(bench: Bench) -> None:
+def need_vllm(bench: Bench) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vLLM is not installed")
     if bench.quick and not bench.measures:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba.weights.delta import ordered
-from tba.weights.digest import RawTensor, in_parallel, open_tensors
+from tba.weights.digest import RawTensor, bytes_of, in_parallel, open_tensors
 from tba.wire.weight_manifest import DTYPE_BYTES
 from tba_cli.commands.weights import chosen, open_versions, table_lines
 from tba_cli.commands.weights_verify import temporary_room
@@ -76,7 +76,8 @@ def diff_command(args: argparse.Namespace) -> int:
 def compare_tensors(before: Mapping[str, RawTensor], after: Mapping[str, RawTensor]) -> list[TensorDiff]:
     """Compare the tensors that have one name, dtype and shape in both."""
     names = [name for name, tensor in after.items() if name in before and before[name][:2] == tensor[:2]]
-    return in_parallel(lambda name: _compare(name, before[name][2], after[name]), names)
+    size_bytes = bytes_of(after[name] for name in names)
+    return in_parallel(lambda name: _compare(name, before[name][2], after[name]), names, size_bytes=size_bytes)
 
 
 def _names(tensors: Mapping[str, RawTensor], others: Mapping[str, RawTensor]) -> list[str]:

@@ -48,8 +48,11 @@ def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         except RuntimeError as unpinned_error:
             raise _no_memory(tensor, dtype) from unpinned_error
     source = tensor.detach()
-    # cast on the device first: a copy off it that casts on its way takes thirty times as long (docs/gpu.md)
-    return host.copy_(source.to(dtype) if source.is_cuda else source)
+    if source.is_cuda:
+        # cast on the device first: a copy off it that casts on its way takes thirty times as long (docs/gpu.md)
+        with suppress(torch.OutOfMemoryError):  # without room for one tensor there it is slow, and right
+            source = source.to(dtype)
+    return host.copy_(source)
 
 
 def host_copy_bytes(tensor: Tensor) -> int:

@@ -111,9 +111,12 @@ class VllmEngine:
         model_config = json.loads((folder / "config.json").read_text())
         check_tensor_parallel(model_config, settings.tensor_parallel_size)
         on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
-        self._link = ModelLink(folder)
+        self._link = ModelLink(folder, compiles=not (on_cpu or settings.section.enforce_eager))
         try:
-            self._llm: Any = _build(self._link.path, model_config.get("architectures") or (), settings, on_cpu=on_cpu)
+            self._llm: Any = _build(
+                folder, self._link.path, model_config.get("architectures") or (), settings, on_cpu=on_cpu
+            )
+            self._link.check()
         except BaseException:
             self._link.close()
             raise
@@ -121,7 +124,8 @@ class VllmEngine:
         self._sampled = SampledTokens(self._llm)
         self._kv_cache = KVCache(self._llm, Scheduler(self._llm), settings.kv_at_update)
         self._requests: dict[str, _Asked] = {}
-        self._masked_ids = {*self.default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
+        self._default_eos_ids = generation_eos_ids(self._llm)  # reads the model's files
+        self._masked_ids = {*self._default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
         """The ids that vLLM takes for end of sequence, and masks while a response is shorter than its minimum."""
         self._params_sha256 = ""
         self._version = version
@@ -147,7 +151,7 @@ class VllmEngine:
     @property
     def default_eos_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of the model's generation config; may be empty."""
-        return generation_eos_ids(self._llm)
+        return self._default_eos_ids
 
     @property
     def num_slots(self) -> int:
@@ -325,12 +329,12 @@ def _spans(versions: Sequence[tuple[PolicyVersion, int]], num_tokens: int) -> tu
     return tuple(spans)
 
 
-def _build(folder: Path, architectures: Sequence[str], settings: VllmSettings, *, on_cpu: bool) -> Any:
-    """Build a running LLMEngine."""
+def _build(folder: Path, path: Path, architectures: Sequence[str], settings: VllmSettings, *, on_cpu: bool) -> Any:
+    """Build a running LLMEngine of the model in `folder`, which vLLM finds at `path`."""
     section, num_ranks = settings.section, settings.tensor_parallel_size
     max_len = settings.max_prompt_tokens + settings.max_response_tokens
     arguments = dict[str, Any](
-        model=str(folder),
+        model=str(path),
         dtype=settings.dtype,
         seed=settings.seed % 2**32,
         trust_remote_code=settings.trust_remote_code,

@@ -4,6 +4,7 @@
 # (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
+import ast
 import fcntl
 import functools
 import hashlib
@@ -11,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +40,8 @@ ON_GPU = {
     # float32 gets Triton's attention. Its products were TF32: 0.009 nats off in a canary that allows 0.002 (an H200)
     "TRITON_F32_DEFAULT": "ieee",
 }
+_WRITING_S = 30.0
+"""An index of compiled code that cannot be read and is not older may be in the middle of being written."""
 log = get_logger("vllm")
 
 
@@ -91,16 +95,22 @@ class ModelLink:
 
     Args:
         folder: with config.json.
+        compiles: whether vLLM compiles the model; else there is nothing to find, and no link is made.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, compiles: bool) -> None:
         self.path = folder
-        """The link; the folder itself where the cache cannot be written."""
+        """The link; the folder itself where the cache cannot be written, or is not used."""
+        self._folder = folder
         self._lock: int | None = None
+        if not compiles:
+            return
         try:
             self._make(folder.resolve(), cache_root() / "tba-models")
+            _remove_damaged(cache_root() / "torch_compile_cache")
         except OSError as error:
             self.close()
+            self.path = folder
             log.warning("compiled_code_is_not_found_again", reason=str(error), effect="each start compiles anew")
 
     def _make(self, folder: Path, parent: Path) -> None:
@@ -117,6 +127,9 @@ class ModelLink:
             except BlockingIOError:
                 os.close(lock)
                 continue
+            except OSError:
+                os.close(lock)
+                raise
             self._lock = lock
             new = Path(f"{path}.new")
             new.unlink(missing_ok=True)  # of a process that was killed here
@@ -124,12 +137,37 @@ class ModelLink:
             self.path = new.replace(path)
             return
 
+    def check(self) -> None:
+        """Check that the path still leads to the folder, once vLLM has read what it needs.
+
+        Raises:
+            ConfigError: another engine took the path, for its file system has no locks.
+        """
+        if self.path.resolve() != self._folder.resolve():
+            raise ConfigError(
+                f"another engine took {self.path}: its file system does not lock files; set VLLM_CACHE_ROOT to a "
+                "folder on a disk of this machine"
+            )
+
     def close(self) -> None:
         """Leave the path to the next engine."""
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child may have a copy of the descriptor
             os.close(self._lock)
             self._lock = None
+
+
+def _remove_damaged(folder: Path) -> None:
+    """Remove indexes of compiled code that a full disk or a kill cut off: vLLM writes them in place, and a start that
+    reads such a one fails."""
+    for path in folder.glob("*/rank_*/*/vllm_compile_cache.py"):
+        try:
+            ast.literal_eval(path.read_text())
+        except (ValueError, SyntaxError):
+            if time.time() - path.stat().st_mtime < _WRITING_S:
+                continue  # another engine may be at it
+            path.unlink(missing_ok=True)
+            log.warning("compiled_code_removed", path=str(path), reason="its index is cut off")
 
 
 @contextmanager

@@ -139,6 +139,7 @@ class _Published:
 
 
 def need_vllm(bench: Bench) -> None:
+    """Skip a check, with the reason, where vLLM is not installed, or where the test suite checks the same."""
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vLLM is not installed")
     if bench.quick and not bench.measures:

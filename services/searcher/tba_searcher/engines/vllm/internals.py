@@ -149,8 +149,8 @@ class Sampled:
 class SampledTokens:
     """Takes tokens and log-probs from what vLLM's scheduler returns.
 
-    vLLM's output processor would do so too, for four times the time (Python, for each request and step), and gives
-    them out at the end alone. Here it sees a response without log-probs, and only the last token where no text is
+    vLLM's output processor would do so too, in more time for each request and step (docs/searcher.md), and gives them
+    out at the end alone. Here it sees a response without log-probs, and only the last token where no text is
     needed.
 
     Args:

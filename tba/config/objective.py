@@ -44,6 +44,7 @@ class Parts:
     centre: Centre = "none"
     reward_baseline: RewardBaseline = "mean"
     importance_weight: ImportanceWeight = "none"
+    negative_weight: float = 1.0
     aggregation: Aggregation = "rollouts"
     old_policy: OldPolicy = "sampler"
     length_normalise: bool = False
@@ -128,7 +129,7 @@ def _known_preset(preset: str) -> str:
 
 
 _NOT_CUSTOM = (
-    *("importance_weight", "second_moment_limit", "aggregation", "aggregation_tokens"),
+    *("importance_weight", "negative_weight", "second_moment_limit", "aggregation", "aggregation_tokens"),
     *("old_policy", "old_policy_versions", "log_z_rate"),
 )
 """Keys that an objective of your own cannot read or has no use for."""
@@ -177,6 +178,10 @@ class ObjectiveSection(StrictModel):
     """With PPO's clip: where A is negative, no gradient beyond this rho (arXiv 1912.09729). None: no such limit."""
     second_moment_limit: float | None = Field(default=None, gt=0)
     """With `second_moment`: largest mean of (log rho)^2 over the tokens that are kept (default 0.04)."""
+    negative_weight: float | None = Field(default=None, ge=0, le=1)
+    """Factor on the token weights of rollouts whose A_j is below 0 (default 1). At 0 they teach nothing, and no pass is
+    made for them where rewards alone decide A_j: what is left imitates the better rollouts of a group, which old data
+    harms least."""
     log_ratio_penalty: float = Field(default=0.0, ge=0)
     """Weight of (log rho)^2 / 2 per token in the loss, in units of the reward."""
     aggregation: Aggregation | None = None
@@ -346,6 +351,7 @@ class ObjectiveSection(StrictModel):
             )
         used = {
             "old_policy": (reads_ratio or (reads_behaviour and self.old_policy != "theta"), "an importance weight"),
+            "negative_weight": (parts.kind != "best" or self.used_anchor is not None, "an objective with an A below 0"),
             "log_ratio_penalty": moving,
             "importance_clamp": bounded,
             "importance_floor": bounded,

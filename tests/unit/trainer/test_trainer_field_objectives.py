@@ -229,6 +229,25 @@ def test_aggregations_divide_as_they_say(aggregation: str, divisor: Callable[[Pr
     assert_same(found, problem.gradient_of(literal))
 
 
+@SEEDS
+@pytest.mark.parametrize("factor", [0.0, 0.3])
+def test_the_negative_weight_scales_what_lies_below_the_baseline(seed: int, factor: float) -> None:
+    """max(A, 0) + factor min(A, 0) times log pi, with PPO's clip and, in the family, with the KL in A."""
+    problem, advantage = far_problem(seed), centred(far_problem(seed), deviation=True)
+    terms = [
+        (factor if advantage[row] < 0 else 1.0) * ppo(ratio(problem, row), advantage[row], 0.2, 0.2).mean()
+        for row in range(problem.num_rollouts)
+    ]
+    expected = problem.gradient_of(-torch.stack(terms).mean())
+    assert_same(problem.gradient(objective_of("grpo", negative_weight=factor), beta=0.0), expected)
+    found = objective_of("tba_prime_unweighted", negative_weight=factor)
+    pull = advantages(problem.sequences(), found, beta=BETA)
+    assert 0 < int((pull < 0).sum()) < problem.num_rollouts
+    pull = pull.clamp(min=0) + factor * pull.clamp(max=0)
+    literal = [-pull[row] * problem.logprobs(row).sum() for row in range(problem.num_rollouts)]
+    assert_same(problem.gradient(found, beta=BETA), problem.gradient_of(torch.stack(literal).mean()))
+
+
 def test_raft_imitates_the_best_of_each_group() -> None:
     problem = make_problem(0, sizes=(4, 3, 2))
     problem.reward[:] = torch.tensor([1.0, 0.0, 1.0, 0.5, 3.0, 2.0, 1.0, 0.7, 0.7])

@@ -386,11 +386,13 @@ def test_ranks_agree_about_masked_tied_groups(model: Any, num_ranks: int, max_to
     assert len({result[3] for result in results}) == 1
 
 
-@pytest.mark.parametrize("preset", ["grpo", "reinforce", "ppo_clip", "raft", "cispo"])
+@pytest.mark.parametrize("preset", ["grpo", "reinforce", "ppo_clip", "raft", "cispo", "grpo without negatives"])
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 4096), (3, 30), (7, 4096)])
 def test_ranks_agree_about_what_needs_no_pass(model: Any, preset: str, num_ranks: int, max_tokens: int) -> None:
     """Also with fewer rollouts than ranks. All make the same number of passes, since each is a collective."""
-    objective = ObjectiveSection.model_validate({"preset": preset, "beta": {"value": 0.0}})
+    name, _, without = preset.partition(" ")
+    fields = {"negative_weight": 0.0} if without else {}
+    objective = ObjectiveSection.model_validate({"preset": name, "beta": {"value": 0.0}, **fields})
     whole = run(model, objective, make_batch(0), 4096, rewards=REWARDS)
     results = run_ranks(model, objective, make_batch(0), max_tokens, num_ranks, REWARDS)
     torch.testing.assert_close(torch.stack([r[0] for r in results]).sum(dim=0), whole[0], atol=2e-6, rtol=2e-4)
@@ -399,6 +401,23 @@ def test_ranks_agree_about_what_needs_no_pass(model: Any, preset: str, num_ranks
         assert result[1] == pytest.approx(whole[1], rel=1e-4, abs=1e-6)
         assert [item.logprob is None for item in result[2]] == [item.logprob is None for item in whole[2]]
     assert len({result[3] for result in results}) == 1
+
+
+@pytest.mark.parametrize("preset", ["grpo", "tba_prime_unweighted"])
+def test_what_is_below_the_baseline_needs_a_pass_only_where_theta_decides_that(model: Any, preset: str) -> None:
+    plain = run(model, section(preset), make_batch(0), 4096, rewards=REWARDS)
+    found = run(model, section(preset, negative_weight=0.0), make_batch(0), 4096, rewards=REWARDS)
+    assert [item.advantage for item in found[2]] == [item.advantage for item in plain[2]]
+    below = [(item.advantage or 0.0) < 0 for item in found[2]]
+    passed = [item.logprob is not None for item in found[2]]
+    if preset == "grpo":
+        assert 0 < sum(passed) < sum(item.logprob is not None for item in plain[2])
+        assert not any(np.array(passed) & np.array(below))
+    else:
+        assert all(passed)
+        assert [item.weight == 0 for item in found[2]] == below
+    assert 0 < found[0].norm()
+    assert (found[0] - plain[0]).norm() > 0.01 * plain[0].norm()
 
 
 def test_ranks_of_a_batch_of_tied_groups_alone_make_the_same_passes(model: Any) -> None:

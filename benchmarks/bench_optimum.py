@@ -45,6 +45,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "kimi": {"preset": "kimi"},
     "kimi, anchor fixed": {"preset": "kimi", "anchor": "fixed"},
     "tb_behaviour": {"preset": "tb_behaviour"},
+    "tb_positive": {"preset": "tb_positive"},
     "tb, importance weight": {"preset": "tb", "importance_weight": "clamp"},
     "tb, length-normalised": {"preset": "tb", "length_normalise": True},
     "tba_prime_published": {"preset": "tba_prime_published"},

@@ -52,6 +52,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "kimi": _method("kimi", 0.1),
         "oapl": _method("oapl", 0.1),
         "tb_behaviour": _method("tb_behaviour", 0.4),
+        "tb_positive": _method("tb_positive", 0.1),
         "dapo": _method("dapo"),
         "gspo": _method("gspo"),
         "cispo": _method("cispo"),

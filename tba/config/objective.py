@@ -78,6 +78,8 @@ PRESETS = MappingProxyType(
         "kimi": Parts(anchor="behaviour"),  # Kimi k1.5, arXiv 2501.12599
         "tb_behaviour": Parts(anchor="behaviour", centre="theta", age_scaled=True),
         "oapl": Parts(anchor="behaviour", reward_baseline="log_mean_exp"),  # arXiv 2602.19362
+        # VarGrad's Trajectory Balance from the sampling policy, without what lies below the baseline
+        "tb_positive": Parts(anchor="behaviour", centre="theta", negative_weight=0.0),
         # the baselines
         "grpo": Parts(kind="group_std", beta=0.0, importance_weight="token_clip", aggregation="sequence_mean"),
         "dr_grpo": Parts(kind="group", beta=0.0, importance_weight="token_clip", aggregation="constant"),

@@ -58,6 +58,7 @@ def test_every_preset_is_possible_as_it_is_and_reads_back_from_its_dump(preset: 
         ({"preset": "tba_prime"}, True),
         ({"preset": "kimi"}, False),
         ({"preset": "tb_behaviour"}, False),
+        ({"preset": "tb_positive"}, False),
         ({"preset": "tb", "anchor": "behaviour"}, False),
         ({"preset": "kimi", "anchor": "ema"}, True),
         ({"preset": "grpo"}, False),

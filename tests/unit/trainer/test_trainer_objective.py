@@ -172,7 +172,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{preset: (preset, {"beta": BETA_OF_OBJECTIVE_PROPERTIES}) for preset in PRESETS},
     "tb, length-normalised": ("tb", {"length_normalise": True}),
     "tba_prime, length-normalised": ("tba_prime", {"length_normalise": True}),
-    "tba_prime_unweighted, without negatives": ("tba_prime_unweighted", {"negative_weight": 0.0}),
+    "tba_prime, without negatives": ("tba_prime", {"negative_weight": 0.0}),
     "tb_behaviour, behaviour centre": ("tb_behaviour", {"centre": "behaviour"}),
 }
 every_objective = pytest.mark.parametrize("name", VARIANTS)

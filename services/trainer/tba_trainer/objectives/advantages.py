@@ -68,7 +68,7 @@ def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Fl
 def trajectory_balance(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
     """A_j = (r_j - V) - beta (l_j - centre_j), with V the mean or beta log mean exp(r / beta) of the group.
 
-    `tb`, `tb_log_z`, `kimi`, `tb_behaviour`, `oapl`, and `tba_prime` with its three variants.
+    `tb`, `tb_log_z`, `kimi`, `tb_behaviour`, `tb_positive`, `oapl`, and `tba_prime` with its three variants.
     """
     ratio, centre = log_ratio(s, objective), objective.parts.centre
     # centre log_z: r - beta l - beta log Z. Trajectory Balance, arXiv 2201.13259, times beta / 2. Unlike a group mean,

@@ -6,8 +6,9 @@
         train    draw a batch from D by MOP (section 3);  theta <- theta - learning rate * grad L_TB(theta)   (Eq. 5)
         sync     every `sync_interval` steps: pi_searcher <- pi_theta
 
-Engine, scorer, index, sampler, learner and objective (here TBA', a variant of Eq. 5) are those of the services. The
-services themselves are missing: no HTTP, no Redis, no object store. So searcher and trainer take turns.
+Engine, scorer, index, sampler, learner and objective (here Eq. 5 without the rollouts below the baseline) are those of
+the services. The services themselves are missing: no HTTP, no Redis, no object store. So searcher and trainer take
+turns.
 
     .venv/bin/python examples/minimal.py --seed 0
 """

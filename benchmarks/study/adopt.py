@@ -26,19 +26,19 @@ from benchmarks.study.data import append_adoption, read_lines, same_results, sou
 from benchmarks.study.run import run_cell
 
 _RUN = """
-import json, sys, tempfile
+import json, sys
 from pathlib import Path
 import torch
 from benchmarks.study.data import read_lines, sources_digest
 from benchmarks.study.run import run_cell
 torch.set_num_threads(1)
 if sys.argv[1:]:
-    with tempfile.TemporaryDirectory() as models:
-        print(json.dumps(run_cell(read_lines(Path(sys.argv[1]))[sys.argv[2]].cell, Path(models))))
+    print(json.dumps(run_cell(read_lines(Path(sys.argv[1]))[sys.argv[2]].cell, Path(sys.argv[3]))))
 else:
     print(sources_digest())
 """
-"""Run by Python in a checkout: print its digest, or the result of a cell of a data file."""
+"""Run by Python in a checkout: print its digest, or the result of a cell of a data file; its starting models are in a
+folder of their own."""
 
 
 def adopt(path: Path, old: str, *, checkout: Path | None = None) -> None:
@@ -65,12 +65,12 @@ def adopt(path: Path, old: str, *, checkout: Path | None = None) -> None:
     elif (found := _in_checkout(checkout)) != old:
         raise SystemExit(f"{checkout} is a checkout of {found}, not of {old}")
     chosen = covering(lines.values())
-    with tempfile.TemporaryDirectory() as models:
+    with tempfile.TemporaryDirectory() as models, tempfile.TemporaryDirectory() as other_models:
         for number, line in enumerate(chosen, start=1):
             expected = (
                 line
                 if checkout is None
-                else Line(cell=line.cell, result=json.loads(_in_checkout(checkout, path, line)))
+                else Line(cell=line.cell, result=json.loads(_in_checkout(checkout, path, line, other_models)))
             )
             _compare(expected, run_cell(line.cell, Path(models)))
             print(f"{number} of {len(chosen)} {line.cell.key}: equal", file=sys.stderr, flush=True)
@@ -80,16 +80,16 @@ def adopt(path: Path, old: str, *, checkout: Path | None = None) -> None:
     append_adoption(path, old=old, new=new, keys=[line.cell.key for line in chosen])
 
 
-def _in_checkout(checkout: Path, path: Path | None = None, line: Line | None = None) -> str:
-    """Return the digest of a checkout, or what its code makes of a cell (JSON)."""
+def _in_checkout(checkout: Path, path: Path | None = None, line: Line | None = None, models: str = "") -> str:
+    """Return the digest of a checkout, or what its code makes of a cell (JSON); `models` is for starting models."""
     folders = [checkout, *(checkout / "services" / name for name in ("buffer", "trainer"))]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder.resolve()) for folder in folders)}
-    words = [] if path is None or line is None else [str(path.resolve()), line.cell.key]
+    words = [] if path is None or line is None else [str(path.resolve()), line.cell.key, models]
     command = [sys.executable, "-c", _RUN, *words]
     # with -c the working folder comes first on the path
     done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{checkout} cannot run {words[-1] if words else 'this'}: {done.stderr[-2000:]}")
+        raise SystemExit(f"{checkout} cannot run {words[1] if words else 'this'}: {done.stderr[-2000:]}")
     return done.stdout.splitlines()[-1]
 
 

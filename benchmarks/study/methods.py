@@ -45,6 +45,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dr_grpo": _method("dr_grpo"),
         "tb": _method("tb", 0.2),
         "dr_grpo_clamp": _method("dr_grpo_clamp"),
+        "tb_positive": _method("tb_positive", 0.1),
         # in it if screening says so
         "tba_prime_fixed": _method("tba_prime", 0.2, anchor="fixed"),
         "tba_prime_unweighted": _method("tba_prime_unweighted", 0.1),
@@ -52,7 +53,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "kimi": _method("kimi", 0.1),
         "oapl": _method("oapl", 0.1),
         "tb_behaviour": _method("tb_behaviour", 0.4),
-        "tb_positive": _method("tb_positive", 0.1),
         "dapo": _method("dapo"),
         "gspo": _method("gspo"),
         "cispo": _method("cispo"),
@@ -76,4 +76,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 """By name. `tba_prime_published` takes the sampler's log-probs: here they are what the trainer would compute again with
 the same weights."""
 
-ALWAYS = ("tba_prime", "tba_prime_clip", "grpo", "dr_grpo", "dr_grpo_clamp", "tb", "tba_prime_published")
+ALWAYS = (
+    *("tba_prime", "tba_prime_clip", "grpo", "dr_grpo", "dr_grpo_clamp", "tb", "tba_prime_published"),
+    "tb_positive",
+)

@@ -20,7 +20,7 @@ from benchmarks.study.methods import ALWAYS, METHODS
 from benchmarks.study.tuning import Lines, Tuning, tune
 
 SEEDS = (0, 1, 2, 3, 4)
-NUM_FULL = 8
+NUM_FULL = 9
 SCREENING, NUM_SCREENING_SEEDS = World(lag=16, num_steps=80), 2
 LAGS = (0, 1, 4, 16, 64)
 FIRST, FIRST_LAGS = ALWAYS[:3], (16, 0, 64)
@@ -30,6 +30,8 @@ LAG = 4
 """Of the questions that are not about lag."""
 FEW = ("tba_prime", "grpo")
 """The methods of those questions."""
+IMITATING = ("tb_positive", "raft")
+"""Methods without the pull of rollouts below the baseline; beside FEW where old data is what is asked about."""
 SAMPLES_PER_INSERT = (1, 2, 4, 8)
 REPLAY = World(lag=LAG, replay_m=0.5, num_steps=300)
 PRIORITIES: tuple[Priority, ...] = ("off", "reward", "age", "reward_age")
@@ -165,7 +167,7 @@ def replay_arms() -> list[Arm]:
     """Does replay pay: no buffer, then by samples per insert."""
     worlds = [World(lag=LAG, num_steps=REPLAY.num_steps)]
     worlds += [replace(REPLAY, samples_per_insert=num) for num in SAMPLES_PER_INSERT]
-    return [_tuned_arm(method, world) for world in worlds for method in FEW]
+    return [_tuned_arm(method, world) for world in worlds for method in (*FEW, *IMITATING)]
 
 
 def priority_arms() -> list[Arm]:
@@ -219,7 +221,7 @@ def hazard_arms() -> list[Arm]:
         Arm(method=method, world=replace(world, replay_m=m), tuned_in=replace(plain, replay_m=m))
         for m in (None, 0.5)
         for world in worlds
-        for method in FEW
+        for method in (*FEW, *IMITATING)
     ]
 
 

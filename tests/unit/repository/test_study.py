@@ -113,7 +113,7 @@ def test_study_tuning_takes_the_mean_of_seeds_that_are_used_for_nothing_else(who
 
 def test_study_the_lags_that_tell_methods_apart_come_first(whole: dict[str, Line]) -> None:
     first = list(Study({}).plan())
-    assert {cell.method for cell in first if cell.world == World(lag=16)} == {*arms_of.FIRST, "tb"}
+    assert {cell.method for cell in first if cell.world == World(lag=16)} == {*arms_of.FIRST, "tb", *arms_of.IMITATING}
     assert (first[0].world, first[-1].world) == (World(lag=16), SCREENING)
     tuned_first = {key: each for key, each in whole.items() if each.cell.world == World(lag=16)}
     then = list(Study(tuned_first).plan())

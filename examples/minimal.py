@@ -86,8 +86,9 @@ def train(recipe: Recipe, *, num_steps: int, scratch: Path) -> None:
             buffer.announce(snapshot.version)
             snapshot.close()
         if step % EVAL_EVERY_STEPS == 0 or step == num_steps:
-            names = ("reward_mean", "policy_age_mean", "ess", "kl_to_ref", "grad_norm")
-            report(step, "batch: " + "".join(f"{name} {metrics[name] or 0.0:.2f}  " for name in names))
+            names = ("reward_mean", "policy_age_mean", "ess", "log_ratio_mean", "grad_norm")
+            known = {name: math.nan if (value := metrics[name]) is None else value for name in names}
+            report(step, "batch: " + "".join(f"{name} {value:.2f}  " for name, value in known.items()))
 
 
 class Searcher:

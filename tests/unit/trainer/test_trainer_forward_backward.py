@@ -403,15 +403,15 @@ def test_ranks_agree_about_what_needs_no_pass(model: Any, preset: str, num_ranks
     assert len({result[3] for result in results}) == 1
 
 
-@pytest.mark.parametrize("preset", ["grpo", "tba_prime_unweighted"])
+@pytest.mark.parametrize("preset", ["rloo", "tba_prime_unweighted"])
 def test_what_is_below_the_baseline_needs_a_pass_only_where_theta_decides_that(model: Any, preset: str) -> None:
-    beta = {"value": 0.0 if preset == "grpo" else BETA}
+    beta = {"value": 0.0 if preset == "rloo" else BETA}
     plain = run(model, section(preset, beta=beta), make_batch(0), 4096, rewards=REWARDS)
     found = run(model, section(preset, beta=beta, negative_weight=0.0), make_batch(0), 4096, rewards=REWARDS)
     assert [item.advantage for item in found[2]] == [item.advantage for item in plain[2]]
     below = [(item.advantage or 0.0) < 0 for item in found[2]]
     passed = [item.logprob is not None for item in found[2]]
-    if preset == "grpo":
+    if preset == "rloo":
         assert 0 < sum(passed) < sum(item.logprob is not None for item in plain[2])
         assert not any(np.array(passed) & np.array(below))
     else:

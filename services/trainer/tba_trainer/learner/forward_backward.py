@@ -7,8 +7,8 @@ span micro-batches cost a first pass without gradient. Both ways give the same g
 
 A rollout that is masked, or whose A_j is 0 by rewards alone (as in a group of equal rewards) or below 0 with a
 `negative_weight` of 0, adds nothing to the gradient: where no A_j depends on theta, no pass is made for it. Nor is one
-for a group of equal rewards that is masked as a whole (`mask_tied`) where no other group reads its log-probs. Metrics of
-theta are of the others.
+for a group of equal rewards that is masked as a whole (`mask_tied`) where no other group reads its log-probs. Metrics
+of theta are of the others.
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.

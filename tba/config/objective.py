@@ -181,9 +181,8 @@ class ObjectiveSection(StrictModel):
     second_moment_limit: float | None = Field(default=None, gt=0)
     """With `second_moment`: largest mean of (log rho)^2 over the tokens that are kept (default 0.04)."""
     negative_weight: float | None = Field(default=None, ge=0, le=1)
-    """Factor on the token weights of rollouts whose A_j is below 0 (default 1). At 0 they teach nothing, and no pass is
-    made for them where rewards alone decide A_j: what is left imitates the better rollouts of a group, which old data
-    harms least."""
+    """Factor on every A_j below 0 (default 1). At 0 the rollouts below the baseline pull at nothing: what is left
+    imitates the better ones of a group."""
     log_ratio_penalty: float = Field(default=0.0, ge=0)
     """Weight of (log rho)^2 / 2 per token in the loss, in units of the reward."""
     aggregation: Aggregation | None = None
@@ -353,7 +352,7 @@ class ObjectiveSection(StrictModel):
             )
         used = {
             "old_policy": (reads_ratio or (reads_behaviour and self.old_policy != "theta"), "an importance weight"),
-            "negative_weight": (parts.kind != "best" or self.used_anchor is not None, "an objective with an A below 0"),
+            "negative_weight": (parts.kind != "best" or self.used_anchor is not None, "an objective with A < 0"),
             "log_ratio_penalty": moving,
             "importance_clamp": bounded,
             "importance_floor": bounded,

@@ -148,7 +148,7 @@ def test_a_number_of_recomputed_layers_is_never_taken_for_true(value: Any) -> No
         ({"preset": "tb", "clip_range_high": 0.3}, {}, "clip_range_high = 0.3 belongs to a clip"),
         ({"preset": "cispo", "dual_clip": 3.0}, {}, "dual_clip = 3 belongs to a clip"),
         ({"preset": "grpo", "second_moment_limit": 0.1}, {}, "second_moment_limit = 0.1 belongs"),
-        ({"preset": "raft", "negative_weight": 0.0}, {}, "negative_weight = 0 belongs to an objective with"),
+        ({"preset": "raft", "negative_weight": 0.0}, {}, "negative_weight = 0 belongs to an objective with A < 0"),
         ({"preset": "grpo", "negative_weight": 1.5}, {}, "less than or equal to 1"),
         ({"preset": "grpo", "aggregation_tokens": 9}, {}, "aggregation_tokens = 9 belongs to aggregation"),
         ({"preset": "tb", "log_z_rate": 0.5}, {}, "log_z_rate = 0.5 belongs to centre"),

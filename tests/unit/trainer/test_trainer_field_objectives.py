@@ -241,7 +241,7 @@ def test_the_negative_weight_scales_what_lies_below_the_baseline(seed: int, fact
     expected = problem.gradient_of(-torch.stack(terms).mean())
     assert_same(problem.gradient(objective_of("grpo", negative_weight=factor), beta=0.0), expected)
     found = objective_of("tb_positive", negative_weight=factor)
-    pull = advantages(problem.sequences(), found, beta=BETA)
+    pull = advantages(problem.sequences(), objective_of("tb_positive", negative_weight=1.0), beta=BETA)
     assert 0 < int((pull < 0).sum()) < problem.num_rollouts
     pull = pull.clamp(min=0) + factor * pull.clamp(max=0)
     literal = [-pull[row] * problem.logprobs(row).sum() for row in range(problem.num_rollouts)]

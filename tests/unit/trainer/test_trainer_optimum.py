@@ -39,7 +39,7 @@ def test_without_a_kl_a_baseline_goes_past_the_optimum(preset: str) -> None:
     assert distance(preset, "on-policy", beta=0.0) > 0.3
 
 
-@pytest.mark.parametrize("preset", ["kimi", "tb_behaviour", "tb_positive"])
+@pytest.mark.parametrize("preset", ["kimi", "tb_behaviour"])
 def test_with_the_behaviour_as_anchor_the_optimum_is_another_one(preset: str) -> None:
     """Their KL is a trust region, which moves along: on-policy there is none."""
     assert distance(preset, "on-policy") > 0.3

@@ -5,10 +5,10 @@ batch). A group inside one micro-batch gets them from the forward pass that the 
 span micro-batches cost a first pass without gradient. Both ways give the same gradient
 (tests/unit/trainer/test_trainer_forward_backward.py).
 
-A rollout that is masked, or whose A_j is 0 by rewards alone (as in a group of equal rewards) or below 0 with a
-`negative_weight` of 0, adds nothing to the gradient: where no A_j depends on theta, no pass is made for it. Nor is one
-for a group of equal rewards that is masked as a whole (`mask_tied`) where no other group reads its log-probs. Metrics
-of theta are of the others.
+A rollout that is masked, or whose A_j is 0 by rewards alone (as in a group of equal rewards, or below the baseline with
+a `negative_weight` of 0), adds nothing to the gradient: where no A_j depends on theta, no pass is made for it. Nor is
+one for a group of equal rewards that is masked as a whole (`mask_tied`) where no other group reads its log-probs.
+Metrics of theta are of the others.
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
@@ -227,9 +227,8 @@ class ForwardBackward:
         if objective.reads_theta or objective.needs_all_tokens or objective.log_ratio_penalty:
             # one that was cut off has its pass: the others of its group are centred by it
             return np.flatnonzero(~self._unread).tolist()
-        self._reward_advantage = found = advantages(self._sequences, objective, beta=self._beta)
-        teaches = found > 0 if objective.parts.negative_weight == 0 else found != 0
-        return (teaches & self._kept).nonzero()[:, 0].tolist()
+        self._reward_advantage = advantages(self._sequences, objective, beta=self._beta)
+        return ((self._reward_advantage != 0) & self._kept).nonzero()[:, 0].tolist()
 
     def backward(self) -> dict[str, float | None]:
         """Accumulate the gradient of this rank's share of the batch; return the objective's metrics of the batch."""

@@ -54,7 +54,7 @@ class Sequences:
 
 
 def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Float[Tensor, " N"]:
-    """Return A_j of every rollout, detached.
+    """Return A_j of every rollout, detached; where it is below 0, times the objective's `negative_weight`.
 
     Args:
         sequences: whole groups; the whole batch where `objective.needs_complete_batch`.
@@ -62,7 +62,9 @@ def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Fl
     """
     if not len(sequences.reward):
         return sequences.reward.detach()
-    return ADVANTAGES[objective.parts.kind](sequences, objective, beta).detach()
+    found = ADVANTAGES[objective.parts.kind](sequences, objective, beta).detach()
+    factor = objective.parts.negative_weight
+    return found if factor == 1 else torch.where(found < 0, factor * found, found)
 
 
 def trajectory_balance(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:

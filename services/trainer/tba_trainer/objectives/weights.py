@@ -14,7 +14,6 @@ With rho = pi_theta / pi_old, per token unless it says otherwise, and kappa = pi
                         the rest below its limit                PPO's clip could mask
     mismatch: truncate  times min(kappa, max)                   TIS (truncated importance sampling)
     mismatch: mask      times kappa, 0 outside of [min, max]    IcePop
-    negative_weight     times this where A_j < 0                0: imitation of the better ones alone
 
 Shapes: T response tokens of B rollouts.
 """
@@ -93,7 +92,7 @@ def token_weights(
     """Return w_jt, and where it is bounded.
 
     Args:
-        advantage: A_j of each token's rollout; its sign decides where PPO's clip is active, and what is negative.
+        advantage: A_j of each token's rollout; its sign decides where PPO's clip is active.
     """
     log_rho, log_kappa = log_ratios(tokens, objective)
     nowhere = torch.zeros_like(log_rho, dtype=torch.bool)
@@ -114,8 +113,6 @@ def token_weights(
         mismatch = (kappa < least) | (kappa > most)
         cut = kappa.clamp(max=most) if objective.mismatch_weight == "truncate" else kappa.masked_fill(mismatch, 0.0)
         weight = weight * cut
-    if (factor := objective.parts.negative_weight) != 1:
-        weight = torch.where(advantage < 0, factor * weight, weight)
     return TokenWeights(weight=weight, log_rho=log_rho, low=low, high=high, mismatch=mismatch)
 
 

@@ -16,7 +16,7 @@ REPLAY_SEARCHERS = 1
 SYNC_INTERVALS = (1, 4, 16, 64)
 SYNC_SEARCHERS = 4
 AGE_HALF_LIFE_STEPS = 16.0
-"""Four sync intervals of the quickstart."""
+"""As in the study."""
 PRIORITIES: dict[str, dict[str, Any]] = {
     "off": {"sampling.reward_inverse_temperature": 0.0, "sampling.uniform_share": 0.0},
     "reward": {

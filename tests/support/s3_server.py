@@ -226,7 +226,7 @@ class FaultyProxy(LoopbackServer):
                 self.send_header("Content-Length", str(length))
                 self.send_header("Connection", "close")
                 self.end_headers()
+                proxy.sent_bytes += len(body)  # before: a client that has all of it may look at the count at once
                 self.wfile.write(body)
-                proxy.sent_bytes += len(body)
 
         return Handler

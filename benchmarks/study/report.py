@@ -13,7 +13,7 @@ from benchmarks.study.plan import BASE_LAG, LAGS, Arm, Study
 from benchmarks.study.plots import has_curves, write_plots
 from benchmarks.study.tables import (
     PACES,
-    TARGET,
+    TARGETS,
     Found,
     arms_table,
     by_lag,
@@ -120,10 +120,10 @@ def _question_parts(study: Study) -> list[str]:
         ),
         "Sampled accuracy:",
         generated_table(replay, BUDGETS),
-        f"Cost until sampled accuracy is {TARGET}: rollouts, and the time by pace, which is the cost of generating a "
+        "Cost until sampled accuracy is at a target: rollouts, and the time by pace, which is the cost of generating a "
         f"rollout where training on it costs 1 ({PACES[0]:g} to {PACES[-1]:g}). Generation and training overlap, so it "
         "is that of the slower side; unit: training on 128 rollouts.",
-        pace_table(replay),
+        *(text for target in TARGETS for text in (f"To {target:g}:", pace_table(replay, target))),
         "## Priority of replay slots, 4 trained per generated",
         _against(study, arms_of.priority_arms(), lambda arm: arm.world.priority == "off"),
         "## m and the sync interval",

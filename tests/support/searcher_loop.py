@@ -63,22 +63,24 @@ def start_loop_world(
     num_train: int = 8,
     dtype: str = "float32",
     store: ObjectStore | None = None,
+    start_store: ObjectStore | None = None,
     **sections: Any,
 ) -> LoopWorld:
     """Version 0-0 published and announced, prompts uploaded; the caller runs `loop.run()`.
 
     Args:
-        store: None: `store` in `folder`.
+        store: What the loop pulls from; None: `store` in `folder`.
+        start_store: What version 0-0 is published to and pulled from; None: `store`.
     """
     searcher = {**SEARCHER, **sections.pop("searcher", {})}
     served = serve_buffer(searcher=searcher, **sections)
     recipe, client = served.recipe, served.client()
-    versions = WeightVersions(store or FileStore(folder / "store"), recipe.run.name)
-    publish_version(versions, model, START, dtype=dtype)
+    store = store or FileStore(folder / "store")
+    starts = WeightVersions(start_store or store, recipe.run.name)
+    publish_version(starts, model, START, dtype=dtype)
     client.upload_prompts(make_prompts(num_train, 4))
     lineage = start_lineage(client)
-    loader = WeightLoader(versions, folder / "pulled")
-    current, engine_folder = loader.download_model(START)
+    current, engine_folder = WeightLoader(starts, folder / "pulled").download_model(START)
     engine = engine_class(
         engine_folder,
         START,
@@ -105,7 +107,7 @@ def start_loop_world(
         recipe,
         engine=engine,
         current=current,
-        loader=loader,
+        loader=WeightLoader(WeightVersions(store, recipe.run.name), folder / "pulled"),
         codec=codec,
         queue=WorkQueue(recipe.searcher, run_seed=0, eos_ids=(EOS_ID,)),
         buffer=served.client(),

@@ -7,7 +7,8 @@ cells that can be run now; which ones come next may depend on them (the grids of
     questions  K, wrong rewards, beta, A-form and raw scale, priority, m and k, the rest of replay, gradient noise
     screening  every method at lag 16, 80 steps, two of the tuning seeds, each tuned by the same rule
     rule       the methods ALWAYS, and of the others those with the largest area in screening, NUM_FULL in all, are
-               compared at every lag on both tasks
+               compared at every lag on `addition`; CHAIN_METHODS at CHAIN_LAGS on `chain`, where a cell costs five
+               to ten times as much
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ NUM_FULL = 9
 SCREENING, NUM_SCREENING_SEEDS = World(lag=16, num_steps=80), 2
 LAGS = (0, 1, 4, 16, 64)
 FIRST, FIRST_LAGS = ALWAYS[:3], (16, 0, 64)
+CHAIN_METHODS, CHAIN_LAGS = ("tba_prime", "grpo", "tb_positive", "raft"), (0, 16, 64)
+"""The default, what others use, and the two that old data does not harm on `addition`."""
 BASE_LAG = 16
 """Tuned first; tuning in other worlds of the task begins where it ended, and that of `chain` where `addition` did."""
 LAG = 4
@@ -108,9 +111,13 @@ class Study:
         others = [method for method in ranked if method not in ALWAYS]
         return (*ALWAYS, *others[: NUM_FULL - len(ALWAYS)])
 
+    def compared(self, task: str) -> tuple[str, ...]:
+        """The methods that are compared on a task."""
+        return CHAIN_METHODS if task == "chain" else self.full()
+
     def at_lag(self, task: str, lag: int) -> list[Arm]:
         """Which objective at which lag."""
-        return [_tuned_arm(method, World(task=task, lag=lag)) for method in self.full()]
+        return [_tuned_arm(method, World(task=task, lag=lag)) for method in self.compared(task)]
 
     def _tune(self, method: str, world: World) -> Tuning | None:
         if (before := _begins_from(world)) is None:
@@ -142,8 +149,7 @@ class Study:
         yield correction_arms()
         yield self.at_lag("addition", 4)
         yield self.at_lag("addition", 1)
-        for lag in (64, 4, 1):
-            yield self.at_lag("chain", lag)
+        yield self.at_lag("chain", 64)
 
     def _arm_cells(self, arm: Arm) -> Iterator[Cell]:
         yield from self._tuning_cells(arm.method, arm.tuned_in)
@@ -156,6 +162,11 @@ class Study:
             yield from self._tuning_cells(method, before)
         if (tuning := self.tuning(method, world)) is not None:
             yield from tuning.todo
+
+
+def lags_of(task: str) -> tuple[int, ...]:
+    """The lags at which methods are compared on a task."""
+    return CHAIN_LAGS if task == "chain" else LAGS
 
 
 def plan(lines: Lines) -> Iterator[Cell]:

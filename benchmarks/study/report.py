@@ -9,7 +9,7 @@ from types import MappingProxyType
 from benchmarks.study import plan as arms_of
 from benchmarks.study.cells import Line, World
 from benchmarks.study.data import digests, read_lines, same_results, sources_digest
-from benchmarks.study.plan import BASE_LAG, LAGS, Arm, Study
+from benchmarks.study.plan import BASE_LAG, Arm, Study, lags_of
 from benchmarks.study.plots import has_curves, write_plots
 from benchmarks.study.tables import (
     PACES,
@@ -105,7 +105,7 @@ def _lag_parts(study: Study) -> list[str]:
         ]
         if has_curves(study, task):
             parts.append(f"![learning curves of {task}](curves_{task}.png)")
-    arms = [arm for task in TASKS for lag in LAGS for arm in study.at_lag(task, lag)]
+    arms = [arm for task in TASKS for lag in lags_of(task) for arm in study.at_lag(task, lag)]
     others = [*arms_of.replay_arms(), *arms_of.sync_arms(), *arms_of.correction_arms(), *arms_of.hazard_arms()]
     return [*parts, "## Tuning", tuning_table(study, [*arms, *others, *arms_of.scale_arms()])]
 

@@ -15,13 +15,13 @@ from tba.config import MAX_LATE_SHARE
 
 Result = Mapping[str, Any]
 NOTES = f"""\
-Medians over seeds. A target that was never reached counts as infinitely late, also in ratios (two that never did have \
-none). A cell with more than {100 * MAX_LATE_SHARE:g} % late engines or trainer (the most of all seeds is shown) says \
-nothing about the rehearsed GPUs and is left out of ratios; so is one of which it is unknown. Swaps: seconds in which \
-new weights held up the decoding of a searcher; they are real and not paced. Borders, of lock-step: the two \
-changes of phase end requests that are held at the buffer; where one has just ended by itself, the searcher asks again \
-after {TICK_S:g} s and the trainer after {RETRY_S:g} s. That is the most, as a share of a pair of phases; it does not \
-scale with the pace, so lock-step may be too slow by this much."""
+Medians over seeds, of ratios with their range. A target that was never reached counts as infinitely late, also in \
+ratios (two that never did have none). A cell with more than {100 * MAX_LATE_SHARE:g} % late engines or trainer \
+(the most of all seeds is shown) says nothing about the rehearsed GPUs and is left out of ratios; so is one of \
+which it is unknown. Swaps: seconds in which new weights held up the decoding of a searcher; they are real and not \
+paced. Borders, of lock-step: the two changes of phase end requests that are held at the buffer; where one has \
+just ended by itself, the searcher asks again after {TICK_S:g} s and the trainer after {RETRY_S:g} s. That is the \
+most, as a share of a pair of phases; it does not scale with the pace, so lock-step may be too slow by this much."""
 
 
 def reached_s(result: Result, target: float) -> float | None:
@@ -57,7 +57,7 @@ def table(kind: str, lines: Mapping[str, tuple[Cell, Result]], target: float) ->
         return []
     times = {
         name: {seed: reached_s(result, target) for seed, (_, result) in found.items() if is_usable(result)}
-        for name, found in by_name.items()
+        for name, found in found_names.items()
     }
     heads = ["rehearsal", "seeds", f"s to {target:g}", "s per step", *_ratio_heads(kind)]
     heads += [
@@ -84,7 +84,7 @@ def table(kind: str, lines: Mapping[str, tuple[Cell, Result]], target: float) ->
                 str(len(results)),
                 _shown(_median_or_none(all_times), ".1f"),
                 f"{statistics.median(r['train_s'] / r['num_steps'] for r in results):.3f}",
-                *(_shown(_paired(times.get(base), times[name]), ".2f") for base in _bases(cell)),
+                *(_shown_ratios(_paired(times.get(base), times[name])) for base in _bases(cell)),
                 f"{100 * _median(results, 'trainer_idle_share'):.0f} %",
                 f"{_median(results, 'mean_policy_age'):.1f}",
                 f"{_median(results, 'rollouts_generated'):.0f}",
@@ -102,7 +102,7 @@ def table(kind: str, lines: Mapping[str, tuple[Cell, Result]], target: float) ->
 def _ratio_heads(kind: str) -> list[str]:
     if kind == "searchers":
         return ["lock-step, same searchers / this", "lock-step, one searcher / this"]
-    return ["first row of its kind / this"]
+    return ["without replay / this" if kind == "replay" else "first row of its kind / this"]
 
 
 def _bases(cell: Cell) -> list[str]:
@@ -110,23 +110,20 @@ def _bases(cell: Cell) -> list[str]:
         same, one = (Cell(kind="searchers", seed=0, searchers=n, lock_step=True) for n in (cell.searchers, 1))
         return [same.name, one.name]
     if cell.kind == "replay":
-        base = Cell(
-            kind="replay",
-            seed=0,
-            searchers=cell.searchers,
-            samples_per_insert=1.0,
-            most_on_policy_prob=cell.most_on_policy_prob,
-            priority="off",
-        )
-        return [base.name]
+        return [Cell(kind="searchers", seed=0, searchers=cell.searchers).name]
     return [Cell(kind="sync", seed=0, searchers=cell.searchers, sync_interval=1).name]
 
 
-def _paired(base: Mapping[int, float | None] | None, mine: Mapping[int, float | None]) -> float | None:
-    """Return the median ratio over the seeds that both have; who never reached the target took infinitely long."""
+def _paired(base: Mapping[int, float | None] | None, mine: Mapping[int, float | None]) -> list[float]:
+    """Return the ratios over the seeds that both have; who never reached the target took infinitely long."""
     ratios = [ratio_of(base[seed], new) for seed, new in mine.items() if seed in base] if base else []
-    ratios = [ratio for ratio in ratios if ratio is not None]
-    return statistics.median(ratios) if ratios else None
+    return [ratio for ratio in ratios if ratio is not None]
+
+
+def _shown_ratios(ratios: Sequence[float]) -> str:
+    if len(ratios) < 2:
+        return f"{ratios[0]:.2f}" if ratios else "-"
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _median(results: Sequence[Result], name: str) -> float:

@@ -121,14 +121,29 @@ def test_ratios_are_paired_by_seed_and_what_never_reached_the_target_took_infini
     # seeds differ far more than the two ways do
     found = rows_of("searchers", pairs((3.0, 1.0), (50.0, 10.0), (400.0, 100.0)))
     mine, lock = found["searchers-n4-async"], found["searchers-n4-lock"]
-    assert (mine["seeds"], mine["s to 0.8"], mine[ratio]) == ("3", "10.0", "4.00")
-    assert (lock[ratio], mine["lock-step, one searcher / this"]) == ("1.00", "-")
+    assert (mine["seeds"], mine["s to 0.8"], mine[ratio]) == ("3", "10.0", "4.00 (3.00 to 5.00)")
+    assert (lock[ratio], mine["lock-step, one searcher / this"]) == ("1.00 (1.00 to 1.00)", "-")
     assert (lock["borders"], mine["borders"], mine["swaps, s"]) == ("3.8 %", "-", "0.25")
     found = rows_of("searchers", pairs((None, 1.0), (20.0, 10.0), (None, 100.0)))
-    assert found["searchers-n4-async"][ratio] == "inf"
+    assert found["searchers-n4-async"][ratio] == "inf (2.00 to inf)"
     found = rows_of("searchers", pairs((3.0, None), (20.0, 10.0), (9.0, None)))
-    assert found["searchers-n4-async"][ratio] == "0.00"
+    assert found["searchers-n4-async"][ratio] == "0.00 (0.00 to 2.00)"
     assert table("replay", pairs((3.0, 1.0)), 0.8) == []
+
+
+def test_replay_is_compared_with_the_run_of_its_seed_that_has_none() -> None:
+    found = {}
+    for seed, (without_s, with_s) in enumerate(((30.0, 15.0), (20.0, 25.0), (10.0, 10.0))):
+        plain = Cell(kind="searchers", seed=seed, searchers=1)
+        replay = Cell(
+            kind="replay", seed=seed, searchers=1, samples_per_insert=4.0, most_on_policy_prob=0.5, priority="reward"
+        )
+        for cell, seconds in ((plain, without_s), (replay, with_s)):
+            found[cell.key] = (cell, result((0.0, 0.3), (seconds, 0.8)))
+    row = rows_of("replay", found)["replay-n1-spi4-m0.5-reward"]
+    assert row["without replay / this"] == "1.00 (0.80 to 2.00)"
+    alone = {key: each for key, each in found.items() if each[0].kind == "replay"}
+    assert rows_of("replay", alone)["replay-n1-spi4-m0.5-reward"]["without replay / this"] == "-"
 
 
 def test_a_late_cell_is_marked_by_its_worst_seed_and_left_out_of_ratios() -> None:
@@ -136,10 +151,10 @@ def test_a_late_cell_is_marked_by_its_worst_seed_and_left_out_of_ratios() -> Non
     found = rows_of("searchers", pairs(*times, late=(0.0, 0.02, 0.4)))
     lock = found["searchers-n4-lock (too late or unknown: 1 of 3, not in ratios)"]
     assert lock["late: engines"] == "40.0 %"
-    assert found["searchers-n4-async"]["lock-step, same searchers / this"] == "4.00"  # of 3 and 5
+    assert found["searchers-n4-async"]["lock-step, same searchers / this"] == "4.00 (3.00 to 5.00)"
     found = rows_of("searchers", pairs(*times, late=(0.0, None, 0.0)))
     assert found["searchers-n4-lock (too late or unknown: 1 of 3, not in ratios)"]["late: engines"] == "unknown"
-    assert found["searchers-n4-async"]["lock-step, same searchers / this"] == "3.50"  # of 3 and 4
+    assert found["searchers-n4-async"]["lock-step, same searchers / this"] == "3.50 (3.00 to 4.00)"
 
 
 def test_the_time_to_a_target_is_interpolated_and_none_where_it_is_never_reached() -> None:

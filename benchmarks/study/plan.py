@@ -113,7 +113,8 @@ class Study:
 
     def compared(self, task: str) -> tuple[str, ...]:
         """The methods that are compared on a task."""
-        return CHAIN_METHODS if task == "chain" else self.full()
+        others = [method for method in self.full() if method not in CHAIN_METHODS]
+        return CHAIN_METHODS if task == "chain" else (*CHAIN_METHODS, *others)
 
     def at_lag(self, task: str, lag: int) -> list[Arm]:
         """Which objective at which lag."""

@@ -214,8 +214,8 @@ def test_what_came_before_a_server_fell_silent_counts(
 ) -> None:
     data = os.urandom(300_000)
     open_store(s3_section).put("a", data)
-    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 1.0}))
-    proxy.STALL_S, proxy.faults = 1.5, [None, "pause"]
+    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 2.0}))
+    proxy.STALL_S, proxy.faults = 3.0, [None, "pause"]
     store.get_file("a", tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == data
     assert proxy.counts["pause"] == 1

@@ -15,7 +15,7 @@ from tba.config import MAX_LATE_SHARE
 
 Result = Mapping[str, Any]
 NOTES = f"""\
-Medians over seeds, of ratios with their range. A target that was never reached counts as infinitely late, also in \
+Medians over seeds; ratios also with their range. A target that was never reached counts as infinitely late, also in \
 ratios (two that never did have none). A cell with more than {100 * MAX_LATE_SHARE:g} % late engines or trainer \
 (the most of all seeds is shown) says nothing about the rehearsed GPUs and is left out of ratios; so is one of \
 which it is unknown. Swaps: seconds in which new weights held up the decoding of a searcher; they are real and not \

@@ -6,9 +6,9 @@ cells that can be run now; which ones come next may depend on them (the grids of
     first      the methods FIRST on `addition`, at the lags that tell them apart; then whether replay pays for FEW[0]
     questions  K, wrong rewards, beta, A-form and raw scale, priority, m and k, the rest of replay, gradient noise
     screening  every method at lag 16, 80 steps, two of the tuning seeds, each tuned by the same rule
-    rule       the methods ALWAYS, and of the others those with the largest area in screening, NUM_FULL in all, are
-               compared at every lag on `addition`; CHAIN_METHODS at CHAIN_LAGS on `chain`, where a cell costs five
-               to ten times as much
+    rule       the methods ALWAYS, and of the others those with the largest area in screening, NUM_FULL in all, and
+               CHAIN_METHODS are compared at every lag on `addition`; CHAIN_METHODS alone at CHAIN_LAGS on `chain`,
+               where a cell costs five to ten times as much
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_FULL = 9
 SCREENING, NUM_SCREENING_SEEDS = World(lag=16, num_steps=80), 2
 LAGS = (0, 1, 4, 16, 64)
 FIRST, FIRST_LAGS = ALWAYS[:3], (16, 0, 64)
-CHAIN_METHODS, CHAIN_LAGS = ("tba_prime", "grpo", "tb_positive", "raft"), (0, 16, 64)
+CHAIN_METHODS, CHAIN_LAGS = ("tba_prime", "grpo", "tb_positive", "raft"), (16, 0, 64)
 """The default, what others use, and the two that old data does not harm on `addition`."""
 BASE_LAG = 16
 """Tuned first; tuning in other worlds of the task begins where it ended, and that of `chain` where `addition` did."""
@@ -145,12 +145,13 @@ class Study:
     def _arms_in_order(self) -> Iterator[list[Arm]]:
         for lag in FIRST_LAGS:
             yield self.at_lag("addition", lag)
-        yield self.at_lag("chain", 16)
-        yield self.at_lag("chain", 0)
+        yield self.at_lag("chain", CHAIN_LAGS[0])
+        yield self.at_lag("chain", CHAIN_LAGS[1])
         yield correction_arms()
         yield self.at_lag("addition", 4)
         yield self.at_lag("addition", 1)
-        yield self.at_lag("chain", 64)
+        for lag in CHAIN_LAGS[2:]:
+            yield self.at_lag("chain", lag)
 
     def _arm_cells(self, arm: Arm) -> Iterator[Cell]:
         yield from self._tuning_cells(arm.method, arm.tuned_in)
@@ -167,7 +168,7 @@ class Study:
 
 def lags_of(task: str) -> tuple[int, ...]:
     """The lags at which methods are compared on a task."""
-    return CHAIN_LAGS if task == "chain" else LAGS
+    return tuple(sorted(CHAIN_LAGS)) if task == "chain" else LAGS
 
 
 def plan(lines: Lines) -> Iterator[Cell]:

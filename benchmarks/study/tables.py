@@ -21,7 +21,7 @@ PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 def screening_table(study: Study) -> str:
     """Every method that is screened, best first."""
-    full, rows = study.full(), []
+    full, rows = study.compared("addition"), []
     for rank, (method, tuning) in enumerate(study.screened().items(), start=1):
         score = f"{max(tuning.scores.values()):.3f}"
         rows.append([str(rank), f"`{method}`", score, str(tuning.best), "yes" if method in full else ""])

@@ -128,6 +128,7 @@ def test_ratios_are_paired_by_seed_and_what_never_reached_the_target_took_infini
     assert found["searchers-n4-async"][ratio] == "inf (2.00 to inf)"
     found = rows_of("searchers", pairs((3.0, None), (20.0, 10.0), (9.0, None)))
     assert found["searchers-n4-async"][ratio] == "0.00 (0.00 to 2.00)"
+    assert rows_of("searchers", pairs((3.0, 1.0)))["searchers-n4-async"][ratio] == "3.00"
     assert table("replay", pairs((3.0, 1.0)), 0.8) == []
 
 
@@ -144,6 +145,15 @@ def test_replay_is_compared_with_the_run_of_its_seed_that_has_none() -> None:
     assert row["without replay / this"] == "1.00 (0.80 to 2.00)"
     alone = {key: each for key, each in found.items() if each[0].kind == "replay"}
     assert rows_of("replay", alone)["replay-n1-spi4-m0.5-reward"]["without replay / this"] == "-"
+
+
+def test_intervals_are_compared_with_a_version_every_step() -> None:
+    found = {}
+    for interval, seconds in ((1, 12.0), (4, 6.0), (16, 3.0)):
+        cell = Cell(kind="sync", seed=0, searchers=4, sync_interval=interval)
+        found[cell.key] = (cell, result((0.0, 0.3), (seconds, 0.8)))
+    ratios = [row["first row of its kind / this"] for row in rows_of("sync", found).values()]
+    assert ratios == ["1.00", "2.00", "4.00"]
 
 
 def test_a_late_cell_is_marked_by_its_worst_seed_and_left_out_of_ratios() -> None:

@@ -144,10 +144,13 @@ def test_study_screening_decides_the_full_comparison(whole: dict[str, Line]) -> 
 def test_study_every_compared_method_is_tuned_at_every_lag_of_the_task(whole: dict[str, Line]) -> None:
     study = Study(whole)
     for task in TASKS:
+        run = {(each.cell.method, each.cell.world.lag) for each in whole.values() if each.cell.world.task == task}
+        if task == "chain":
+            assert run == {(method, lag) for method in arms_of.CHAIN_METHODS for lag in lags_of(task)}
         for lag in lags_of(task):
-            compared = [arm.method for arm in study.at_lag(task, lag)]
-            assert len(compared) == len(set(compared))
-            assert set(compared) == {*arms_of.CHAIN_METHODS, *(study.full() if task == "addition" else ())}
+            methods = [arm.method for arm in study.at_lag(task, lag)]
+            assert len(methods) == len(set(methods))
+            assert set(methods) == {*arms_of.CHAIN_METHODS, *(study.full() if task == "addition" else ())}
             for arm in study.at_lag(task, lag):
                 tuning = study.tuning(arm.method, World(task=task, lag=lag))
                 assert tuning is not None

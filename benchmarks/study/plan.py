@@ -35,6 +35,8 @@ FEW = ("tba_prime", "grpo")
 """The methods of those questions."""
 IMITATING = ("tb_positive", "raft")
 """Methods without the pull of rollouts below the baseline; beside FEW where old data is what is asked about."""
+SAMPLING = (*FEW, "tb_positive")
+"""The methods of the questions about m, k, K and the priority: FEW, and that of the quickstart."""
 SAMPLES_PER_INSERT = (1, 2, 4, 8)
 REPLAY = World(lag=LAG, replay_m=0.5, num_steps=300)
 PRIORITIES: tuple[Priority, ...] = ("off", "reward", "age", "reward_age")
@@ -189,7 +191,7 @@ def priority_arms() -> list[Arm]:
     return [
         Arm(method=method, world=replace(plain, priority=priority), tuned_in=plain)
         for priority in PRIORITIES
-        for method in FEW
+        for method in SAMPLING
     ]
 
 
@@ -200,7 +202,7 @@ def sync_arms() -> list[Arm]:
         Arm(method=method, world=replace(plain, replay_m=m, sync_interval=k), tuned_in=plain)
         for k in SYNC_INTERVALS
         for m in M_VALUES
-        for method in FEW
+        for method in SAMPLING
     ]
 
 
@@ -210,7 +212,7 @@ def group_size_arms() -> list[Arm]:
     return [
         Arm(method=method, world=replace(plain, group_size=size), tuned_in=plain)
         for size in GROUP_SIZES
-        for method in FEW
+        for method in SAMPLING
     ]
 
 

@@ -96,6 +96,9 @@ def _lag_parts(study: Study) -> list[str]:
             by_lag(study, task, lambda line: line.area),
             "Area over the method's own at lag 0:",
             kept_table(study, task),
+            "The same, the curve of lag L moved back by L steps, since its first L steps have no newer data than its "
+            "first one:",
+            kept_table(study, task, is_moved=True),
             "Final sampled accuracy:",
             by_lag(study, task, lambda line: line.final),
             "Area under the greedy curve:",

@@ -39,14 +39,22 @@ def by_lag(study: Study, task: str, value: Callable[[Line], float | None], how: 
     )
 
 
-def kept_table(study: Study, task: str) -> str:
-    """Area at every lag over the method's own at lag 0, the same seeds."""
+def kept_table(study: Study, task: str, *, is_moved: bool = False) -> str:
+    """Area at every lag over the method's own at lag 0, the same seeds.
+
+    Args:
+        is_moved: compare the curve from step `lag` on with that of lag 0 from its start on, over equally many steps.
+    """
     arms = {(arm.method, lag): arm for lag in lags_of(task) for arm in study.at_lag(task, lag)}
 
     def entry(method: str, lag: int) -> str:
         late, early = study.found(arms[method, lag]), study.found(arms[method, 0])
         if not (both := sorted(late.keys() & early.keys())):
             return "-"
+        if is_moved:
+            end = num_steps_of(arms[method, lag].world)
+            mine = [area_between(late[s], lag, end) for s in both]
+            return _range(ratio_interval(mine, [area_between(early[s], 0, end - lag) for s in both]), ".0%")
         return _range(ratio_interval([late[s].area for s in both], [early[s].area for s in both]), ".0%")
 
     return _grid(
@@ -186,6 +194,13 @@ def step_of(arm: Arm, budget: int) -> float:
     """The step of an arm at which it has generated so many rollouts."""
     batches = budget / BATCH_ROLLOUTS
     return batches if arm.world.replay_m is None else 1 + (batches - 1) * arm.world.samples_per_insert
+
+
+def area_between(line: Line, first: int, last: int) -> float:
+    """Mean of sampled accuracy over the steps from `first` to `last`, by the trapezoid rule."""
+    curve = line.result["curve"]
+    steps = np.unique([first, *(step for step in curve["step"] if first < step < last), last])
+    return float(np.trapezoid(np.interp(steps, curve["step"], curve["sampled"]), steps)) / (last - first)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

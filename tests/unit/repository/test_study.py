@@ -25,7 +25,7 @@ from benchmarks.study.replay import Replay
 from benchmarks.study.report import report_text, write_report
 from benchmarks.study.run import run_cells
 from benchmarks.study.stats import difference_interval, estimate, ratio_interval
-from benchmarks.study.tables import num_generated, step_of
+from benchmarks.study.tables import area_between, kept_table, num_generated, step_of
 from benchmarks.study.training import Behaviour, Scorer, make_groups, num_steps_of, recipe_of, train
 from benchmarks.study.tuning import MAX_SETTINGS, neighbours, tune
 from benchmarks.study.tuning import SEEDS as TUNING_SEEDS
@@ -358,6 +358,46 @@ def test_study_equal_generation_and_equal_training_are_about_the_same_runs() -> 
     arms += [replace(arms[1], world=replace(arms[1].world, samples_per_insert=4))]
     assert [num_generated(arm, 9) for arm in arms] == [9 * 128, 9 * 128, 128 + 8 * 32]
     assert [step_of(arm, 384) for arm in arms] == [3, 3, 9]
+
+
+def test_study_a_curve_that_is_late_by_its_lag_keeps_everything_once_it_is_moved_back(whole: dict[str, Line]) -> None:
+    num = num_steps_of(World())
+    steps = [*range(0, num + 1, 2)]
+
+    def late(each: Line) -> Line:
+        lag = each.cell.world.lag
+        sampled = [0.2 + 0.7 * (1 - math.exp(-max(0, step - lag) / 40)) for step in steps]
+        return replace(
+            each, result={**each.result, "curve": {**each.result["curve"], "step": steps, "sampled": sampled}}
+        )
+
+    moved = {
+        key: late(each) if each.cell.seed in SEEDS and each.cell.setting.learning_rate else each
+        for key, each in whole.items()
+        if each.cell.world.num_steps == 0
+    }
+    study = Study(whole | moved)
+    (early,) = {each.area for each in study.found(Arm(method="tb", world=World(), tuned_in=World())).values()}
+    (aged,) = {
+        each.area for each in study.found(Arm(method="tb", world=World(lag=16), tuned_in=World(lag=16))).values()
+    }
+    plain, back = (
+        next(
+            row for row in kept_table(study, "addition", is_moved=moved_back).splitlines() if row.startswith("| `tb` ")
+        )
+        for moved_back in (False, True)
+    )
+    assert f"| {aged / early:.0%} (" in plain
+    assert aged / early < 0.9
+    assert back == "| `tb` | " + " | ".join(["100% (100% to 100%)"] * 4) + " |"
+
+
+def test_study_the_area_between_two_steps_is_the_mean_of_the_curve_there() -> None:
+    curve = {"step": [0, 10, 20, 30], "sampled": [0.0, 0.4, 0.4, 1.0]}
+    each = line(Cell(method="grpo", world=World(), setting=Setting(learning_rate=1e-3), seed=0), curve=curve)
+    assert area_between(each, 0, 30) == pytest.approx((2 + 4 + 7) / 30)
+    assert area_between(each, 5, 25) == pytest.approx((0.3 * 5 + 4 + 0.55 * 5) / 20)  # neither end is a point
+    assert area_between(each, 12, 14) == pytest.approx(0.4)
 
 
 # ---- The world ------------------------------------------------------------------------------------------------------

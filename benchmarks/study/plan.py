@@ -4,11 +4,11 @@ An arm is a method in a world with the setting that tuning found, on the five se
 cells that can be run now; which ones come next may depend on them (the grids of tuning, the choice after screening).
 
     first      the methods FIRST on `addition`, at the lags that tell them apart; then whether replay pays for FEW[0]
-    questions  K, wrong rewards, beta, A-form and raw scale, priority, m and k, the rest of replay, gradient noise
+    questions  K, wrong rewards, beta, raw scale, priority, m and k, log Z, the rest of replay, gradient noise
     screening  every method at lag 16, 80 steps, two of the tuning seeds, each tuned by the same rule
     rule       the methods ALWAYS, and of the others those with the largest area in screening, NUM_FULL in all, and
-               CHAIN_METHODS are compared at every lag on `addition`; CHAIN_METHODS alone at CHAIN_LAGS on `chain`,
-               where a cell costs five to ten times as much
+               CHAIN_METHODS are compared at every lag on `addition`; CHAIN_METHODS alone on `chain`, where a cell
+               costs five to ten times as much
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_FULL = 9
 SCREENING, NUM_SCREENING_SEEDS = World(lag=16, num_steps=80), 2
 LAGS = (0, 1, 4, 16, 64)
 FIRST, FIRST_LAGS = ALWAYS[:3], (16, 0, 64)
-CHAIN_METHODS, CHAIN_LAGS = ("tba_prime", "grpo", "tb_positive", "raft"), (16, 0, 64)
+CHAIN_METHODS = ("tba_prime", "grpo", "tb_positive", "raft")
 """The default, what others use, and the two that old data does not harm on `addition`."""
 BASE_LAG = 16
 """Tuned first; tuning in other worlds of the task begins where it ended, and that of `chain` where `addition` did."""
@@ -48,6 +48,8 @@ CORRECTIONS = (
 )
 CORRECTION_LAGS = (16, 64)
 FLIPS = (0.05, 0.1, 0.2)
+EPOCHS_STEPS = 600
+"""3.2 epochs of the 3,000 prompts of `addition`."""
 BETA_METHODS = ("tba_prime", "tb")
 BETAS = ((1 / 16, None), (1 / 4, None), (1.0, None), (4.0, None), (4.0, 1 / 4), (1 / 4, 4.0))
 """Times the tuned one; and where it goes over the run."""
@@ -61,6 +63,8 @@ class Arm:
     world: World
     tuned_in: World
     """The world whose tuned setting it has."""
+    tuned_as: str = ""
+    """The method whose tuned setting it has, if not its own."""
     beta_factor: float = 1.0
     beta_end_factor: float | None = None
 
@@ -87,7 +91,7 @@ class Study:
 
     def found(self, arm: Arm) -> dict[int, Line]:
         """Finished cells of an arm, by seed."""
-        tuning = self.tuning(arm.method, arm.tuned_in)
+        tuning = self.tuning(arm.tuned_as or arm.method, arm.tuned_in)
         if tuning is None or not tuning.is_done:
             return {}
         cells = arm.cells(tuning.best)
@@ -133,7 +137,8 @@ class Study:
         first = ([_tuned_arm(method, World(lag=lag)) for method in FIRST] for lag in FIRST_LAGS)
         replay = replay_arms()
         first_replay = [arm for arm in replay if arm.method == FEW[0]]
-        questions = group_size_arms(), hazard_arms(), beta_arms(), scale_arms(), priority_arms(), sync_arms()
+        questions = [group_size_arms(), hazard_arms(), beta_arms(), scale_arms(), priority_arms(), sync_arms()]
+        questions.append(log_z_arms())
         for arms in (*first, first_replay, *questions, replay):
             yield (cell for arm in arms for cell in self._arm_cells(arm))
         yield iter(noise_cells())
@@ -147,17 +152,16 @@ class Study:
     def _arms_in_order(self) -> Iterator[list[Arm]]:
         for lag in FIRST_LAGS:
             yield self.at_lag("addition", lag)
-        yield self.at_lag("chain", CHAIN_LAGS[0])
-        yield self.at_lag("chain", CHAIN_LAGS[1])
+            yield self.at_lag("chain", lag)
         yield correction_arms()
-        yield self.at_lag("addition", 4)
-        yield self.at_lag("addition", 1)
-        for lag in CHAIN_LAGS[2:]:
+        for lag in (4, 1):
+            yield self.at_lag("addition", lag)
             yield self.at_lag("chain", lag)
 
     def _arm_cells(self, arm: Arm) -> Iterator[Cell]:
-        yield from self._tuning_cells(arm.method, arm.tuned_in)
-        tuning = self.tuning(arm.method, arm.tuned_in)
+        tuned = arm.tuned_as or arm.method
+        yield from self._tuning_cells(tuned, arm.tuned_in)
+        tuning = self.tuning(tuned, arm.tuned_in)
         if tuning is not None and tuning.is_done:
             yield from arm.cells(tuning.best)
 
@@ -166,11 +170,6 @@ class Study:
             yield from self._tuning_cells(method, before)
         if (tuning := self.tuning(method, world)) is not None:
             yield from tuning.todo
-
-
-def lags_of(task: str) -> tuple[int, ...]:
-    """The lags at which methods are compared on a task."""
-    return tuple(sorted(CHAIN_LAGS)) if task == "chain" else LAGS
 
 
 def plan(lines: Lines) -> Iterator[Cell]:
@@ -263,6 +262,15 @@ def scale_arms() -> list[Arm]:
         )
         for factor, end in ((1.0, None), (4.0, 1 / 4))
         for is_raw in (False, True)
+    ]
+
+
+def log_z_arms() -> list[Arm]:
+    """VarGrad beside a running log Z per prompt, over EPOCHS_STEPS: before the second epoch both are the same."""
+    plain = World(lag=LAG)
+    return [
+        Arm(method=method, world=replace(plain, num_steps=EPOCHS_STEPS), tuned_in=plain, tuned_as="tb")
+        for method in ("tb", "tb_log_z")
     ]
 
 

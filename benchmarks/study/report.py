@@ -9,7 +9,7 @@ from types import MappingProxyType
 from benchmarks.study import plan as arms_of
 from benchmarks.study.cells import Line, World
 from benchmarks.study.data import digests, read_lines, same_results, sources_digest
-from benchmarks.study.plan import BASE_LAG, Arm, Study, lags_of
+from benchmarks.study.plan import BASE_LAG, LAGS, Arm, Study
 from benchmarks.study.plots import has_curves, write_plots
 from benchmarks.study.tables import (
     PACES,
@@ -108,7 +108,7 @@ def _lag_parts(study: Study) -> list[str]:
         ]
         if has_curves(study, task):
             parts.append(f"![learning curves of {task}](curves_{task}.png)")
-    arms = [arm for task in TASKS for lag in lags_of(task) for arm in study.at_lag(task, lag)]
+    arms = [arm for task in TASKS for lag in LAGS for arm in study.at_lag(task, lag)]
     others = [*arms_of.replay_arms(), *arms_of.sync_arms(), *arms_of.correction_arms(), *arms_of.hazard_arms()]
     return [*parts, "## Tuning", tuning_table(study, [*arms, *others, *arms_of.scale_arms()])]
 
@@ -142,6 +142,8 @@ def _question_parts(study: Study) -> list[str]:
         _against(study, arms_of.hazard_arms(), lambda arm: arm.world.hazard == "none", same=("replay_m",)),
         "## beta and its schedule",
         _against(study, arms_of.beta_arms(), lambda arm: (arm.beta_factor, arm.beta_end_factor) == (1.0, None)),
+        f"## A log Z per prompt, {arms_of.EPOCHS_STEPS} steps",
+        arms_table({_label(arm): study.found(arm) for arm in arms_of.log_z_arms()}, against=f"`tb`, lag {arms_of.LAG}"),
         "## A-form and raw scale, without a clip",
         _against(study, arms_of.scale_arms(), lambda arm: not arm.world.is_raw and arm.beta_end_factor is None),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from benchmarks.study.cells import Line, mean
-from benchmarks.study.plan import GROUP_SIZES, SEEDS, Arm, Study, lags_of, noise_cells
+from benchmarks.study.plan import GROUP_SIZES, LAGS, SEEDS, Arm, Study, noise_cells
 from benchmarks.study.stats import Interval, difference_interval, estimate, ratio_interval
 from benchmarks.study.training import BATCH_ROLLOUTS, num_steps_of
 
@@ -30,11 +30,11 @@ def screening_table(study: Study) -> str:
 
 def by_lag(study: Study, task: str, value: Callable[[Line], float | None], how: str = ".3f") -> str:
     """One row per method, one column per lag."""
-    arms = {(arm.method, lag): arm for lag in lags_of(task) for arm in study.at_lag(task, lag)}
+    arms = {(arm.method, lag): arm for lag in LAGS for arm in study.at_lag(task, lag)}
     return _grid(
         "method",
         [(f"`{method}`", method) for method in study.compared(task)],
-        [(f"lag {lag}", lag) for lag in lags_of(task)],
+        [(f"lag {lag}", lag) for lag in LAGS],
         lambda method, lag: _shown([value(line) for line in study.found(arms[method, lag]).values()], how),
     )
 
@@ -45,7 +45,7 @@ def kept_table(study: Study, task: str, *, is_moved: bool = False) -> str:
     Args:
         is_moved: compare the curve from step `lag` on with that of lag 0 from its start on, over equally many steps.
     """
-    arms = {(arm.method, lag): arm for lag in lags_of(task) for arm in study.at_lag(task, lag)}
+    arms = {(arm.method, lag): arm for lag in LAGS for arm in study.at_lag(task, lag)}
 
     def entry(method: str, lag: int) -> str:
         late, early = study.found(arms[method, lag]), study.found(arms[method, 0])
@@ -60,7 +60,7 @@ def kept_table(study: Study, task: str, *, is_moved: bool = False) -> str:
     return _grid(
         "method",
         [(f"`{method}`", method) for method in study.compared(task)],
-        [(f"lag {lag}", lag) for lag in lags_of(task) if lag],
+        [(f"lag {lag}", lag) for lag in LAGS if lag],
         entry,
     )
 

@@ -20,7 +20,7 @@ from benchmarks.study.cells import Cell, Line, Setting, World, cells_of
 from benchmarks.study.data import append_adoption, append_line, digests, meaning, read_lines, sources_digest
 from benchmarks.study.gradients import noise_of
 from benchmarks.study.methods import ALWAYS, METHODS
-from benchmarks.study.plan import NUM_FULL, SCREENING, SEEDS, Arm, Study, lags_of
+from benchmarks.study.plan import LAGS, NUM_FULL, SCREENING, SEEDS, Arm, Study
 from benchmarks.study.replay import Replay
 from benchmarks.study.report import report_text, write_report
 from benchmarks.study.run import run_cells
@@ -29,7 +29,7 @@ from benchmarks.study.tables import area_between, kept_table, num_generated, ste
 from benchmarks.study.training import Behaviour, Scorer, make_groups, num_steps_of, recipe_of, train
 from benchmarks.study.tuning import MAX_SETTINGS, neighbours, tune
 from benchmarks.study.tuning import SEEDS as TUNING_SEEDS
-from benchmarks.study.world import EOS_ID, TASKS, HeldOut, Problems, decode, encode, sample, starting_model
+from benchmarks.study.world import EOS_ID, NUM_TRAIN, TASKS, HeldOut, Problems, decode, encode, sample, starting_model
 from tba_cli.generators import addition, chain
 from tba_cli.starter_models.lessons import LESSONS
 from tba_cli.starter_models.starting_model import build_model, build_tokenizer
@@ -128,6 +128,20 @@ def test_study_the_lags_that_tell_methods_apart_come_first(whole: dict[str, Line
     assert replay[0] < question < replay[1] < place(lambda cell: not cell.setting.learning_rate)
 
 
+def test_study_log_z_is_compared_at_the_setting_of_tb_and_beyond_one_epoch(whole: dict[str, Line]) -> None:
+    arms = arms_of.log_z_arms()
+    study = Study(whole)
+    tuning = study.tuning("tb", World(lag=4))
+    assert tuning is not None
+    found = {arm.method: study.found(arm) for arm in arms}
+    assert {name: set(lines) for name, lines in found.items()} == {"tb": set(SEEDS), "tb_log_z": set(SEEDS)}
+    assert {each.cell.setting for lines in found.values() for each in lines.values()} == {tuning.best}
+    assert num_steps_of(arms[0].world) * 16 > 3 * NUM_TRAIN
+    text = report_text(study, "x")
+    assert "## A log Z per prompt, 600 steps" in text
+    assert "| `tb_log_z`, lag 4 |" in text
+
+
 def test_study_screening_decides_the_full_comparison(whole: dict[str, Line]) -> None:
     lines = finish(lambda cell: 0.3 if cell.method in ("grpo", "kimi") else 0.6 if cell.method != "gspo" else 0.7)
     full = Study(lines).full()
@@ -146,8 +160,8 @@ def test_study_every_compared_method_is_tuned_at_every_lag_of_the_task(whole: di
     for task in TASKS:
         run = {(each.cell.method, each.cell.world.lag) for each in whole.values() if each.cell.world.task == task}
         if task == "chain":
-            assert run == {(method, lag) for method in arms_of.CHAIN_METHODS for lag in lags_of(task)}
-        for lag in lags_of(task):
+            assert run == {(method, lag) for method in arms_of.CHAIN_METHODS for lag in LAGS}
+        for lag in LAGS:
             methods = [arm.method for arm in study.at_lag(task, lag)]
             assert len(methods) == len(set(methods))
             assert set(methods) == {*arms_of.CHAIN_METHODS, *(study.full() if task == "addition" else ())}

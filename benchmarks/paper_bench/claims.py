@@ -9,6 +9,7 @@ from benchmarks.paper_bench.arms import WORLDS
 from benchmarks.paper_bench.data import Done
 from benchmarks.paper_bench.evidence import (
     OVERLAP_TARGET,
+    REPLAY_TARGET,
     TLDR_KL,
     Evidence,
     Pairs,
@@ -258,6 +259,15 @@ def _replay_and_beta() -> Iterator[Claim]:
         figure=f"area of `tba_prime`, by reward against none; {STUDY_LINK}",
         pairs=lambda evidence: evidence.study_priority(),
         why="a slot has little to choose from: few rollouts of a prompt are stored",
+    )
+    yield Claim(
+        about="buffer prioritisation (C8)",
+        paper="replay by reward (inverse temperature 1)",
+        figure=f"seconds to {REPLAY_TARGET:g}, replay drawn across prompts, uniformly over by reward; "
+        "[overlap](#overlap), rehearsed at the pace of GPUs",
+        pairs=lambda evidence: evidence.overlap_replay(),
+        is_ratio=True,
+        why="the quickstart, `tb_positive`, m 0.2, each trained four times; inverse temperature 2",
     )
     yield Claim(
         about="beta (C7)",

@@ -35,6 +35,9 @@ MIN_SEEDS = 3
 STUDY_DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 TARGET_DATA = ROOT / "docs" / "time_to_target" / "cells.jsonl"
 OVERLAP_TARGET = 0.75
+REPLAY_DATA = tuple(ROOT / "docs" / "overlap" / name for name in ("replay_uniform.jsonl", "replay.jsonl"))
+REPLAY_ARM, REPLAY_TARGET = (4.0, 0.2, "reward"), 0.8
+"""Trained per generated, m, and the priority of the cell, which the first file's settings switch off."""
 TLDR_KL, TLDR_WIN = "sampled.perplexity.per_token", WORLDS["tldr"].metric
 TB_FRONT = ("tb", "tb-beta0.2", "tb-beta0.0125")
 
@@ -261,6 +264,19 @@ class Evidence:
             if None not in seconds:
                 found[seed] = seconds[0], seconds[1]
         return found
+
+    def overlap_replay(self) -> Pairs:
+        """Return the seconds to the target with replay across prompts: drawn uniformly, and by reward."""
+        found: list[dict[int, float]] = []
+        for path in REPLAY_DATA:
+            cells = [
+                (cell, result)
+                for cell, result in read_overlap(path).lines.values()
+                if (cell.samples_per_insert, cell.most_on_policy_prob, cell.priority) == REPLAY_ARM
+            ]
+            seconds = {cell.seed: reached_s(result, REPLAY_TARGET) for cell, result in cells if is_usable(result)}
+            found.append({seed: value for seed, value in seconds.items() if value is not None})
+        return {seed: (found[0][seed], found[1][seed]) for seed in sorted(found[0].keys() & found[1].keys())}
 
     def against_trl(self) -> Pairs:
         """Return TRL's and our seconds to the quickstart's first target, each at its best rate and schedule."""

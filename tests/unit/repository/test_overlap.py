@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import overlap
 from benchmarks.accuracy import ratio_of, reached
+from benchmarks.data_file import read_lines
 from benchmarks.learning_curve import _step_times
 from benchmarks.overlap_bench.cells import KINDS, Cell, cells
 from benchmarks.overlap_bench.runs import NO_EVALUATIONS, Pace, swap_seconds
@@ -195,3 +196,12 @@ def test_the_clock_is_that_of_the_trainer_and_a_second_start_is_refused(tmp_path
     path.write_text("".join(json.dumps(each) + "\n" for each in (start, step, start)))
     with pytest.raises(ConfigError, match="started more than once"):
         _step_times(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "overlap").glob("*.jsonl")), ids=lambda path: path.name)
+def test_every_line_in_docs_names_the_commit_that_made_it_and_settings_of_its_source(path: Path) -> None:
+    documents = list(read_lines(path))
+    sources = {document["source"] for document in documents if "settings" in document}
+    for document in documents:
+        assert {"commit", "at"} <= document.keys()
+        assert document["source"] in sources

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from benchmarks import paper
+from benchmarks.overlap import read as read_overlap
 from benchmarks.paper import BEGIN, END, write_report
 from benchmarks.paper_bench import data
 from benchmarks.paper_bench.arms import ARMS, SEEDS, START, STARTS, WORLDS, Cell, plan
 from benchmarks.paper_bench.claims import CLAIMS, PROOFS
-from benchmarks.paper_bench.evidence import TLDR_KL, TLDR_WIN, Evidence, judge
+from benchmarks.paper_bench.evidence import REPLAY_DATA, TLDR_KL, TLDR_WIN, Evidence, judge
 from benchmarks.paper_bench.plots import DISTANCE
 from benchmarks.paper_bench.runs import CellError
 
@@ -180,6 +181,17 @@ def test_three_failures_in_a_row_end_a_run(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(SystemExit):
         paper.run(asked(tmp_path / "cells.jsonl"))
     assert next(ran) == paper.MAX_FAILED_IN_ROW
+
+
+def test_replay_by_reward_is_compared_with_a_file_of_runs_that_draw_without_it() -> None:
+    pairs = Evidence({}).overlap_replay()
+    assert set(pairs) == {0, 1, 2, 3, 4}
+    assert all(0 < seconds < 60 for pair in pairs.values() for seconds in pair)
+    uniform, by_reward = (read_overlap(path).settings for path in REPLAY_DATA)
+    assert uniform is not None
+    assert by_reward is not None
+    switched_off = {"sampling.reward_inverse_temperature": "0"}
+    assert uniform == {**by_reward, "overrides": {**by_reward["overrides"], **switched_off}}
 
 
 def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) -> None:

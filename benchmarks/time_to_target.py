@@ -4,10 +4,11 @@
     python benchmarks/time_to_target.py compare [...]      seeds 0 to 4 at the tuned learning rates, in turn
     python benchmarks/time_to_target.py report             the tables, of --steps or the workload's steps
 
-Both sides make steps of 128 rollouts (16 prompts x 8; for tba `samples_per_insert` decides how many of them are new) at
-temperature 1, with the same maximum length. Both are tuned over the same learning rates, constant and falling linearly
-to 0, on three seeds that are used for nothing else; everything else is TRL's default or the recipe's. TRL comes from
-pip, pinned, into build/trl-venv. It is one process with a thread per core; tba has one thread in each of its processes.
+Both sides make steps of 128 rollouts (as many prompts, and responses to each, as the recipe says; for tba
+`samples_per_insert` decides how many of them are new) at temperature 1, with the same maximum length. Both are tuned
+over the same learning rates, constant and falling linearly to 0, on three seeds that are used for nothing else;
+everything else is TRL's default or the recipe's. TRL comes from pip, pinned, into build/trl-venv. It is one process
+with a thread per core; tba has one thread in each of its processes.
 
 The clock: starts of processes, imports and model loading count for neither. TRL's runs from the begin of its first
 step, before it generates; tba's from the moment its first searcher has weights in its engine, before its first lease. A
@@ -109,7 +110,10 @@ def _source(workload: Workload, side: Side, settings: tuple[str, ...]) -> str:
     if side == "tba":
         return source_digest(SOURCES[side], recipe.model_dump_json())
     # only what trl_side.py reads of the recipe: the rest may change without making its results old
-    parts = recipe.model_dump_json(include={"model": True, "data": True, "searcher": {"max_response_tokens"}})
+    sampling = {"prompts_per_batch", "group_size"}
+    parts = recipe.model_dump_json(
+        include={"model": True, "data": True, "searcher": {"max_response_tokens"}, "sampling": sampling}
+    )
     return source_digest(
         SOURCES[side], parts, rule_of(recipe).model_dump_json(), f"{workload.micro_batch} {workload.save_every_steps}"
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.accuracy import judge_of, read_tensors, rule_of
 from benchmarks.time_to_target_bench.cells import Cell, Point, Result
-from benchmarks.time_to_target_bench.workloads import GROUP_SIZE, NUM_PROMPTS, ROOT, Workload
+from benchmarks.time_to_target_bench.workloads import ROOT, Workload
 from tba.config import Recipe
 from tba_cli.prompts.reader import prompts_of
 
@@ -71,8 +71,8 @@ def _settings(workload: Workload, cell: Cell, recipe: Recipe, folder: Path) -> d
         "model": recipe.model.path,
         "prompts": [{"text": prompt.text, "answer": prompt.data["answer"]} for prompt in prompts],
         "reward": rule_of(recipe).kind,
-        "num_prompts": NUM_PROMPTS,
-        "group_size": GROUP_SIZE,
+        "num_prompts": recipe.sampling.prompts_per_batch,
+        "group_size": recipe.sampling.group_size,
         "micro_batch": workload.micro_batch,
         "max_response_tokens": recipe.searcher.max_response_tokens,
         "num_steps": cell.num_steps,
@@ -102,7 +102,7 @@ def _measured(workload: Workload, cell: Cell, recipe: Recipe, folder: Path, vers
         points=tuple(points),
         seconds_per_step=statistics.median(durations[half:]),
         cpu_s_per_step=(steps[-1]["cpu_s"] - steps[half]["cpu_s"]) / (len(steps) - 1 - half),
-        num_generated=len(steps) * NUM_PROMPTS * GROUP_SIZE,
+        num_generated=len(steps) * recipe.sampling.prompts_per_batch * recipe.sampling.group_size,
         response_tokens_mean=statistics.mean(step["response_tokens_mean"] for step in steps),
         versions=versions,
         at_s=time.time(),

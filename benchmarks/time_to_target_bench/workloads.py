@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_PROMPTS, GROUP_SIZE = 16, 8
-"""Of a step: 128 rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from benchmarks.time_to_target_bench.cells import (  # noqa: E402
     TUNING_SEEDS,
     Cell,
     Rate,
+    Result,
     Side,
     append_result,
     read_results,
@@ -73,7 +74,9 @@ def main() -> None:
     parser.add_argument("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
     parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
     parser.add_argument("--learning-rates", type=float, nargs="+", help="of tune; default: the workload's")
-    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="of tune")
+    parser.add_argument(
+        "--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="no others are run or read"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", help="some of 100 to 102 (tune), of 0 to 4 (compare)")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the workload's")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for tba's runs")
@@ -85,12 +88,17 @@ def main() -> None:
         parser.error(f"{args.what} has the seeds {', '.join(map(str, allowed))}, and not {min(unknown)}")
     os.chdir(ROOT)  # recipes name models/ relative to it
     if args.what == "report":
-        print(report_text(read_results(args.data), args.steps))
+        print(report_text(_results(args), args.steps))
         return
     for cell in _plan(args):
-        if cell not in read_results(args.data):
+        if cell not in _results(args):
             _run(cell, args.data)
-    print(report_text(read_results(args.data), args.steps))
+    print(report_text(_results(args), args.steps))
+
+
+def _results(args: argparse.Namespace) -> dict[Cell, Result]:
+    """Return what has been run with the schedules that are asked for."""
+    return {cell: found for cell, found in read_results(args.data).items() if cell.schedule in args.schedules}
 
 
 def allowed_seeds(what: str) -> tuple[int, ...]:
@@ -131,8 +139,7 @@ def _plan(args: argparse.Namespace) -> list[Cell]:
         settings: dict[Side, tuple[str, ...]] = {"trl": (), "tba": tuple(args.set)}
         sources = {side: _source(WORKLOADS[name], side, settings[side]) for side in sides}
         if args.what == "compare":
-            results = read_results(args.data)
-            current = {cell: found for cell, found in results.items() if cell.source == sources.get(cell.side)}
+            current = {cell: found for cell, found in _results(args).items() if cell.source == sources.get(cell.side)}
             known, _ = one_source(current, num_steps)
             rates = {side: [best_rate(known, name, side, settings[side])] for side in sides}
         seeds = args.seeds or allowed_seeds(args.what)

@@ -1,7 +1,7 @@
 """Time to a target accuracy: tba against TRL's GRPOTrainer on the same cores, start, prompts, reward and batch.
 
     python benchmarks/time_to_target.py tune [--workload quickstart chain tally] [--side trl tba] [--set KEY=VALUE]
-    python benchmarks/time_to_target.py compare [...]      seeds 0 to 4 at the tuned learning rates, in turn
+    python benchmarks/time_to_target.py compare [...]      seeds 0 to 4 (or 5 to 9) at the tuned learning rates, in turn
     python benchmarks/time_to_target.py report             the tables, of --steps or the workload's steps
 
 Both sides make steps of 128 rollouts (as many prompts, and responses to each, as the recipe says; for tba
@@ -37,6 +37,7 @@ import psutil  # noqa: E402
 from benchmarks.accuracy import rule_of  # noqa: E402
 from benchmarks.data_file import PRODUCT, source_digest  # noqa: E402
 from benchmarks.time_to_target_bench.cells import (  # noqa: E402
+    MORE_SEEDS,
     SCHEDULES,
     SEEDS,
     TUNING_SEEDS,
@@ -51,7 +52,7 @@ from benchmarks.time_to_target_bench.report import SIDES, best_rate, one_source,
 from benchmarks.time_to_target_bench.tba_side import run_tba, tba_sets  # noqa: E402
 from benchmarks.time_to_target_bench.trl_side import run_trl  # noqa: E402
 from benchmarks.time_to_target_bench.workloads import WORKLOADS, Workload  # noqa: E402
-from tba.config import load_recipe  # noqa: E402
+from tba.config import Recipe, load_recipe  # noqa: E402
 from tba_cli.resolve import check_model  # noqa: E402
 from tba_cli.starter_models.starting_model import make_starting_model  # noqa: E402
 
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument(
         "--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="no others are run or read"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", help="some of 100 to 102 (tune), of 0 to 4 (compare)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="some of 100 to 102 (tune), of 0 to 9 (compare)")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the workload's")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for tba's runs")
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines")
@@ -103,7 +104,7 @@ def _results(args: argparse.Namespace) -> dict[Cell, Result]:
 
 def allowed_seeds(what: str) -> tuple[int, ...]:
     """Return the seeds of `tune` or `compare`; those of tuning are used for nothing else."""
-    return SEEDS if what == "compare" else TUNING_SEEDS
+    return (*SEEDS, *MORE_SEEDS) if what == "compare" else TUNING_SEEDS
 
 
 def _end(number: int, _: object) -> None:
@@ -113,8 +114,12 @@ def _end(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
+def _recipe(workload: Workload, settings: tuple[str, ...]) -> Recipe:
+    return load_recipe(workload.recipe, sets=[*workload.settings, *settings])
+
+
 def _source(workload: Workload, side: Side, settings: tuple[str, ...]) -> str:
-    recipe = load_recipe(workload.recipe, sets=[*workload.settings, *settings])
+    recipe = _recipe(workload, settings)
     if side == "tba":
         return source_digest(SOURCES[side], recipe.model_dump_json())
     # only what trl_side.py reads of the recipe: the rest may change without making its results old
@@ -142,7 +147,7 @@ def _plan(args: argparse.Namespace) -> list[Cell]:
             current = {cell: found for cell, found in _results(args).items() if cell.source == sources.get(cell.side)}
             known, _ = one_source(current, num_steps)
             rates = {side: [best_rate(known, name, side, settings[side])] for side in sides}
-        seeds = args.seeds or allowed_seeds(args.what)
+        seeds = args.seeds or (SEEDS if args.what == "compare" else TUNING_SEEDS)
         for number, seed in enumerate(seeds):
             for rate_number in range(len(rates[sides[0]])):
                 for side in sides if (number + rate_number) % 2 == 0 else reversed(sides):
@@ -155,6 +160,7 @@ def _plan(args: argparse.Namespace) -> list[Cell]:
                             seed=seed,
                             num_steps=num_steps,
                             settings=settings[side],
+                            group_size=_recipe(WORKLOADS[name], settings[side]).sampling.group_size,
                             source=sources[side],
                         )
                     )

@@ -97,7 +97,7 @@ def _lag_parts(study: Study) -> list[str]:
             "Area over the method's own at lag 0:",
             kept_table(study, task),
             "The same, the curve of lag L moved back by L steps, since its first L steps have no newer data than its "
-            "first one:",
+            "first one. (They teach, too, so more than 100 % is possible.)",
             kept_table(study, task, is_moved=True),
             "Final sampled accuracy:",
             by_lag(study, task, lambda line: line.final),

@@ -17,6 +17,8 @@ SCHEDULES: tuple[Schedule, ...] = ("constant", "linear")
 TUNING_SEEDS = (100, 101, 102)
 """Used for nothing but the choice of learning rates."""
 SEEDS = (0, 1, 2, 3, 4)
+MORE_SEEDS = (5, 6, 7, 8, 9)
+"""For a comparison that was chosen after another one was seen."""
 
 
 class Rate(NamedTuple):
@@ -41,6 +43,8 @@ class Cell:
     schedule: Schedule = "constant"
     settings: tuple[str, ...] = ()
     """`--set` arguments of tba, beside the workload's."""
+    group_size: int = 8
+    """Responses to each prompt of a step; sides are compared where it is the same."""
     source: str
     """Digest of the code and the recipe that decide the result of this side."""
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 
 from benchmarks.accuracy import ratio_of
-from benchmarks.time_to_target_bench.cells import SEEDS, TUNING_SEEDS, Cell, Rate, Result, Side
+from benchmarks.time_to_target_bench.cells import MORE_SEEDS, SEEDS, TUNING_SEEDS, Cell, Rate, Result, Side
 from benchmarks.time_to_target_bench.workloads import WORKLOADS
 
 SIDES: tuple[Side, ...] = ("trl", "tba")
@@ -28,14 +28,14 @@ def one_source(results: Results, num_steps: int | None) -> tuple[dict[Cell, Resu
     }
     newest = {_what(cell): cell.source for cell in found}
     kept = {cell: result for cell, result in found.items() if cell.source == newest[_what(cell)]}
-    lines = [f"{' '.join([*what[:2], *what[2]])}: source {source}" for what, source in newest.items()]
+    lines = [f"{' '.join([*what[:2], *what[2]])}, K = {what[3]}: source {s}" for what, s in newest.items()]
     if num_other := len(results) - len(kept):
         lines.append(f"{num_other} results of another source or another number of steps are left out")
     return kept, lines
 
 
-def _what(cell: Cell) -> tuple[str, Side, tuple[str, ...]]:
-    return cell.workload, cell.side, cell.settings
+def _what(cell: Cell) -> tuple[str, Side, tuple[str, ...], int]:
+    return cell.workload, cell.side, cell.settings, cell.group_size
 
 
 def best_rate(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> Rate:
@@ -79,7 +79,7 @@ def _tuning(results: Results, workload: str, side: Side, settings: tuple[str, ..
     found = [
         result
         for cell, result in results.items()
-        if _what(cell) == (workload, side, settings) and cell.seed in TUNING_SEEDS
+        if _what(cell)[:3] == (workload, side, settings) and cell.seed in TUNING_SEEDS
     ]
     return sorted(found, key=lambda result: (result.cell.schedule, result.cell.learning_rate, result.cell.seed))
 
@@ -91,20 +91,19 @@ def report_text(results: Results, num_steps: int | None = None) -> str:
 
 
 def _lines(results: Results) -> Iterator[str]:
-    for name, workload in WORKLOADS.items():
-        cells = [cell for cell in results if cell.workload == name]
+    for name, group_size in dict.fromkeys((cell.workload, cell.group_size) for cell in results):
+        found = {c: result for c, result in results.items() if (c.workload, c.group_size) == (name, group_size)}
         # in the order of the file; none stands for the recipe as it is shipped
-        all_settings = list(dict.fromkeys(cell.settings for cell in cells if cell.side == "tba"))
-        if not cells:
-            continue
-        yield f"\n## {name}\n\nTuning: pass@1 at the end, and to {workload.targets[0]}\n"
+        all_settings = list(dict.fromkeys(cell.settings for cell in found if cell.side == "tba"))
+        target = WORKLOADS[name].targets[0]
+        yield f"\n## {name}, K = {group_size}\n\nTuning: pass@1 at the end, and to {target}\n"
         yield from _row("side", "learning rate", "seed", "last", "steps", "seconds", "CPU s", "s per step", "mean age")
         yield from _row(*["---"] * 9)
         for side, settings in [("trl", ()), *(("tba", settings) for settings in all_settings)]:
-            for result in _tuning(results, name, side, settings):
-                yield from _tuning_row(result, workload.targets[0])
+            for result in _tuning(found, name, side, settings):
+                yield from _tuning_row(result, target)
         for settings in all_settings:
-            yield from _comparison(results, name, settings)
+            yield from _comparison(found, name, settings)
 
 
 def _tuning_row(result: Result, target: float) -> Iterator[str]:
@@ -122,12 +121,12 @@ def _comparison(results: Results, workload: str, settings: tuple[str, ...]) -> I
     except SystemExit:
         return
     pairs: list[dict[Side, Result]] = []
-    for seed in SEEDS:
+    for seed in (*SEEDS, *MORE_SEEDS):
         pair: dict[Side, Result] = {
             side: result
             for cell, result in results.items()
             for side in SIDES
-            if _what(cell) == (workload, side, () if side == "trl" else settings)
+            if _what(cell)[:3] == (workload, side, () if side == "trl" else settings)
             and (cell.seed, cell.rate) == (seed, rates[side])
         }
         if len(pair) == len(SIDES):

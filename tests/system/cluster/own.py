@@ -26,8 +26,9 @@ REPLACED = {
     "checkpoint_interval = .*": "checkpoint_interval = 10",
     "num_steps = .*": "num_steps = 100000",
     "max_train_s = .*": "max_train_s = 100000",
-    "group_size = 8": "group_size = 4",
-    "rollouts_per_visit = 8": "rollouts_per_visit = 4",
+    "prompts_per_batch = .*": "prompts_per_batch = 16",
+    "group_size = .*": "group_size = 4",
+    "rollouts_per_visit = .*": "rollouts_per_visit = 4",
 }
 
 

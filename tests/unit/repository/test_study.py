@@ -412,6 +412,9 @@ def test_study_the_area_between_two_steps_is_the_mean_of_the_curve_there() -> No
     assert area_between(each, 0, 30) == pytest.approx((2 + 4 + 7) / 30)
     assert area_between(each, 5, 25) == pytest.approx((0.3 * 5 + 4 + 0.55 * 5) / 20)  # neither end is a point
     assert area_between(each, 12, 14) == pytest.approx(0.4)
+    broken = line(each.cell, num_steps=150, num_steps_done=40, curve=curve)
+    assert area_between(broken, 0, 150) == pytest.approx(broken.area)
+    assert area_between(broken, 31, 150) == 0
 
 
 # ---- The world ------------------------------------------------------------------------------------------------------

@@ -115,6 +115,22 @@ def test_a_table_has_one_length_and_one_source_of_each_side() -> None:
     assert list(one_source(by_cell([old, *real, trial]), 10)[0]) == [trial.cell]
 
 
+def test_sides_with_another_number_of_responses_to_a_prompt_are_no_pair() -> None:
+    found = [*tuned("trl", {1e-3: (10.0,) * 3}), *tuned("tba", {1e-3: (10.0,) * 3})]
+    found += [result("trl", 1e-3, 0, 10.0), result("tba", 1e-3, 0, 20.0)]
+    fours = [result("tba", 1e-3, seed, 1.0, group_size=4, source="tba later") for seed in (*TUNING_SEEDS, 0, 5)]
+    text = report_text(by_cell([*found, *fours]))
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## quickstart, K = 8",
+        "## quickstart, K = 4",
+    ]
+    assert row(text, "seconds to 0.9")[1:] == ["10", "20", "**0.50** (0.50 to 0.50, n 1)"]
+    assert text.count("TRL at ") == 1
+    trl = [result("trl", 1e-3, seed, 3.0, group_size=4, source="trl later") for seed in (*TUNING_SEEDS, 0, 5)]
+    four = report_text(by_cell([*found, *fours, *trl])).split("## quickstart, K = 4")[1]
+    assert row(four, "seconds to 0.9")[1:] == ["3", "1", "3", "1", "**3.00** (3.00 to 3.00, n 2)"]
+
+
 def test_a_side_that_never_reaches_the_target_is_not_dropped() -> None:
     found = [*tuned("trl", {1e-3: (10.0,) * 3}), *tuned("tba", {1e-3: (10.0,) * 3})]
     for seed, (trl, tba) in enumerate([(None, 5.0), (10.0, 5.0), (None, 5.0)]):

@@ -144,10 +144,15 @@ class Line:
             (step for step, value in zip(curve["step"], curve["sampled"], strict=True) if value >= target), None
         )
 
-    def _area(self, name: str) -> float:
+    def points(self, name: str) -> tuple[list[int], list[float]]:
+        """Return the steps and values of a curve to the end of the run; after it broke the values are 0."""
         steps, values = list(self.result["curve"]["step"]), list(self.result["curve"][name])
         if self.broke:  # nothing is left of it from there on
             steps, values = [*steps, steps[-1] + 1, self.result["num_steps"]], [*values, 0.0, 0.0]
+        return steps, values
+
+    def _area(self, name: str) -> float:
+        steps, values = self.points(name)
         pairs = zip(zip(steps, values, strict=True), zip(steps[1:], values[1:], strict=True), strict=False)
         return sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairs) / (steps[-1] or 1)
 

@@ -137,9 +137,9 @@ class Study:
         first = ([_tuned_arm(method, World(lag=lag)) for method in FIRST] for lag in FIRST_LAGS)
         replay = replay_arms()
         first_replay = [arm for arm in replay if arm.method == FEW[0]]
-        questions = [group_size_arms(), hazard_arms(), beta_arms(), scale_arms(), priority_arms(), sync_arms()]
-        questions.append(log_z_arms())
-        for arms in (*first, first_replay, *questions, replay):
+        about_learning = group_size_arms(), hazard_arms(), beta_arms(), scale_arms()
+        about_sampling = priority_arms(), sync_arms()
+        for arms in (*first, first_replay, *about_learning, *about_sampling, log_z_arms(), replay):
             yield (cell for arm in arms for cell in self._arm_cells(arm))
         yield iter(noise_cells())
         for method in METHODS:

@@ -198,9 +198,7 @@ def step_of(arm: Arm, budget: int) -> float:
 
 def area_between(line: Line, first: int, last: int) -> float:
     """Mean of sampled accuracy over the steps from `first` to `last`, by the trapezoid rule; as `Line.area` counts."""
-    at, sampled = list(line.result["curve"]["step"]), list(line.result["curve"]["sampled"])
-    if line.broke:  # nothing is left of it from there on
-        at, sampled = [*at, at[-1] + 1, line.result["num_steps"]], [*sampled, 0.0, 0.0]
+    at, sampled = line.points("sampled")
     steps = np.unique([first, *(step for step in at if first < step < last), last])
     return float(np.trapezoid(np.interp(steps, at, sampled), steps)) / (last - first)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import time_to_target
 from benchmarks.data_file import source_digest
 from benchmarks.time_to_target_bench.cells import (
     SEEDS,
@@ -158,6 +160,24 @@ def test_the_source_changes_with_code_and_recipe_and_not_with_what_python_makes(
     assert source_digest(["code"], "another", root=tmp_path) != before
     (tmp_path / "code" / "a.py").write_text("2")
     assert source_digest(["code"], "recipe", root=tmp_path) != before
+
+
+def test_only_the_schedules_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    falling, constant = (result("tba", 1e-3, 0, 10.0, schedule=schedule) for schedule in ("linear", "constant"))
+    for each in (falling, constant):
+        append_result(path, each)
+    asked = argparse.Namespace(data=path, schedules=["linear"])
+    assert list(time_to_target._results(asked)) == [falling.cell]
+    assert len(time_to_target._results(argparse.Namespace(data=path, schedules=["linear", "constant"]))) == 2
+
+
+def test_another_number_of_responses_makes_the_results_of_trl_old() -> None:
+    workload = WORKLOADS["quickstart"]
+    shape = ("sampling.group_size=8", "sampling.prompts_per_batch=16", "sampling.rollouts_per_visit=8")
+    assert time_to_target._source(workload, "trl", shape) != time_to_target._source(workload, "trl", ())
+    other = time_to_target._source(workload, "trl", ("trainer.sync_interval=3",))
+    assert other == time_to_target._source(workload, "trl", ())  # not read by TRL's side
 
 
 def test_the_clock_begins_when_the_first_engine_is_ready(tmp_path: Path) -> None:

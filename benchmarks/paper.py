@@ -5,9 +5,13 @@
     python benchmarks/paper.py report                                                         tables, plots, results.md
 
 A cell is an arm of a world with a seed: `tba run` of the small recipe with the arm's changes, then the published
-evaluation (`tba evaluate`) of its last version and of one or two before. All cells of a world share its models and
-data; `run.seed` alone differs. Every finished cell is one JSON line, and a cell that has one is not run again: stop it
-at any time, start it again to go on. `make paper` runs what is left, in hours, and then reports.
+evaluation (`tba evaluate`) of its last version and of one or two before. All cells of a world in a working folder share
+its models and data; `run.seed` alone differs. Every finished cell is one JSON line, and a cell that has one is not run
+again: stop it at any time, start it again to go on. `make paper` runs what is left, in hours, and then reports.
+
+The models are made in the working folder, and another processor makes others from the same recipe: it rounds otherwise.
+Runs are compared with runs that began from the same models, so where a folder's models are not those of the lines, its
+cells are run there whatever other models have; a figure of the report takes the pairs of all models.
 
 A line counts when its recipe is that of the arm today: everything in it that is not a default, but for name and seed
 of the run. The digest of the code and the commit are in the line and in the report, and do not decide: services are
@@ -32,7 +36,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "services" / name) for name in ("buffer"
 from benchmarks.data_file import PRODUCT, append_line, source_digest  # noqa: E402
 from benchmarks.paper_bench.arms import WORLDS, Cell, plan  # noqa: E402
 from benchmarks.paper_bench.data import DATA, num_other, read_cells  # noqa: E402
-from benchmarks.paper_bench.runs import CellError, run_cell  # noqa: E402
+from benchmarks.paper_bench.runs import CellError, models_digest, prepare, run_cell  # noqa: E402
 from benchmarks.study.stats import T_975  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results.md"
@@ -42,10 +46,20 @@ MAX_SEEDS = 1 + len(T_975)
 
 
 def left(args: argparse.Namespace) -> list[Cell]:
-    """Return the cells that are asked for and have no line that counts, in order."""
-    done = read_cells(args.json).keys()
-    cells = plan(args.worlds.split(","), range(args.seeds))
-    return [cell for cell in cells if args.arms in cell.key and cell.key not in done]
+    """Return the cells that are asked for and have no line that counts, in order.
+
+    Where the folder has the models of a cell, only lines of these count.
+    """
+    lines, here = read_cells(args.json).keys(), dict[tuple[str, ...], str | None]()
+    found = []
+    for cell in plan(args.worlds.split(","), range(args.seeds)):
+        if args.arms in cell.key:
+            models = cell.arm.models()
+            if models not in here:
+                here[models] = models_digest(cell.arm, args.folder)
+            if not any(key == cell.key and here[models] in (None, began_with) for key, began_with in lines):
+                found.append(cell)
+    return found
 
 
 def run(args: argparse.Namespace) -> None:
@@ -70,6 +84,11 @@ def run(args: argparse.Namespace) -> None:
 
 def _run_left(args: argparse.Namespace) -> None:
     began_s, failed, in_row = time.monotonic(), [], 0
+    try:
+        for arm in {cell.arm.models(): cell.arm for cell in left(args)}.values():
+            prepare(arm, args.folder)
+    except CellError as error:
+        raise SystemExit(str(error)) from None
     for cell in left(args):
         if args.max_minutes is not None and time.monotonic() - began_s > 60 * args.max_minutes:
             break

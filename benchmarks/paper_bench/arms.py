@@ -90,6 +90,11 @@ class Arm:
         """
         return parse_recipe(self.document(seed), where=f"{self.world}/{self.name}")
 
+    def models(self) -> tuple[str, ...]:
+        """Return the folders of the models that the recipe makes and begins with, in order."""
+        recipe = self.recipe()
+        return tuple(sorted({recipe.model.path, *recipe.supervised}))
+
     def digest(self) -> str:
         """Return the digest of everything in the recipe that is not a default, but for name and seed of the run.
 
@@ -166,8 +171,22 @@ def _redteam() -> Iterator[Arm]:
             "objective": {"preset": "reinforce"},
             "sampling.samples_per_insert": 1.0,
         },
+        "no-filter": {"buffer.near_duplicate_share": None},
+        "log-reward": _log_reward(),
     }
     yield from _arms("redteam", first, second)
+
+
+def _log_reward() -> dict[str, Any]:
+    """Return the changes for the reward of the published code; evaluations take the recipe's, as for other arms."""
+    (scorer,) = read_document(WORLDS["redteam"].recipe)["reward"]["tasks"]["redteam"]["scorers"]
+    return {
+        "reward.tasks.redteam_log": {"scorers": [{**scorer, "output": "log_toxicity"}]},
+        "searcher.tasks.redteam_log": {"min_response_tokens": 5},
+        "data.train.task": "redteam_log",
+        "data.heldout.task": "redteam_log",
+        "eval.published.tasks": ["redteam"],
+    }
 
 
 PACE_TOKENS_PER_S, PACE_STEP_S = 100.0, 1.5
@@ -247,8 +266,23 @@ def _gsm8k() -> Iterator[Arm]:
         "beta-high": {"objective.beta": 0.2},
         "k8": {"trainer.sync_interval": 8},
         "m0.5": {"sampling.most_on_policy_prob": 0.5},
+        "wide": _wide(),
     }
     yield from _arms("gsm8k", first, second)
+
+
+def _wide() -> dict[str, Any]:
+    """Return the changes for a model of 1.3 M parameters instead of 0.36 M, made and trained with the same settings."""
+    clean, slips = read_document(WORLDS["gsm8k"].recipe)["sft"]
+    path = {name: f"models/small/gsm8k-wide{name}" for name in ("", "-clean")}
+    size = {"hidden_size": 160, "num_layers": 4, "intermediate_size": 400}
+    return {
+        "model.path": path[""],
+        "sft": [
+            {**clean, "path": path["-clean"], "new_model": {**clean["new_model"], **size}},
+            {**slips, "base": path["-clean"]},
+        ],
+    }
 
 
 def _arms(world: str, first: Mapping[str, Mapping[str, Any]], second: Mapping[str, Mapping[str, Any]]) -> Iterator[Arm]:

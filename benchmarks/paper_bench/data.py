@@ -12,6 +12,9 @@ from benchmarks.paper_bench.arms import ARMS, ROOT, STARTS
 from tba.config import MAX_LATE_SHARE
 
 DATA = ROOT / "docs" / "paper" / "cells.jsonl"
+Unit = tuple[str, int]
+"""Digest of the models, seed. Another processor rounds otherwise and makes other models from the same recipe, with
+other scores at the start: runs are compared with runs that began from the same ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +35,9 @@ class Done:
         return None if evaluation is None else evaluation["metrics"].get(metric, [None])[0]
 
     @property
-    def models(self) -> str:
-        """The digest of the weights that the run began with, and of its judges."""
-        return self.result["models_sha256"]
+    def unit(self) -> Unit:
+        """What a run is paired by: the digest of the weights that it began with and of its judges, and its seed."""
+        return self.result["models_sha256"], self.seed
 
     @property
     def is_late(self) -> bool:
@@ -48,14 +51,16 @@ class Done:
         return None if evaluation is None else evaluation["attacks"][name]
 
 
-def read_cells(path: Path) -> dict[str, Done]:
-    """Return the lines that count, by key, the newest of a key; the recipe decides (benchmarks/paper.py)."""
+def read_cells(path: Path) -> dict[tuple[str, str], Done]:
+    """Return the lines that count, by key and digest of the models, the newest of each; the recipe decides
+    (benchmarks/paper.py)."""
     today = {(arm.world, arm.name): arm.digest() for arm in (*STARTS.values(), *ARMS)}
     found = {}
     for line in read_lines(path):
         if today.get((line["world"], line["arm"])) == line["recipe"]:
             names = ("world", "arm", "seed", "commit", "source", "at", "result")
-            found[line["key"]] = Done(**{name: line[name] for name in names})
+            done = Done(**{name: line[name] for name in names})
+            found[line["key"], done.unit[0]] = done
     return found
 
 

@@ -1,5 +1,5 @@
-"""Figures behind the claims, as pairs of the same seed, from the cells here and from the other studies; and the one
-rule that says agrees, disagrees or undecided."""
+"""Figures behind the claims, as pairs of the same seed and models, from the cells here and from the other studies; and
+the one rule that says agrees, disagrees or undecided."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.overlap import DATA as OVERLAP_DATA
 from benchmarks.overlap import read as read_overlap
 from benchmarks.overlap_bench.cells import Cell as OverlapCell
 from benchmarks.overlap_bench.tables import is_usable, reached_s
 from benchmarks.paper_bench.arms import ARMS, ROOT, START, WORLDS
-from benchmarks.paper_bench.data import Done, read_cells
+from benchmarks.paper_bench.data import Done, Unit, read_cells
 from benchmarks.study import plan as study_plan
 from benchmarks.study.cells import Line
 from benchmarks.study.plan import Study
 from benchmarks.study.report import newest_study
 from benchmarks.study.stats import estimate
-from benchmarks.time_to_target_bench.cells import SEEDS as TARGET_SEEDS
 from benchmarks.time_to_target_bench.cells import read_results
 from benchmarks.time_to_target_bench.report import SIDES, best_rate, one_source
 from benchmarks.time_to_target_bench.workloads import WORKLOADS
 
 Figure = Callable[[Done], float | None]
 Word = Literal["agrees", "disagrees", "undecided"]
-Pairs = Mapping[int, tuple[float, float]]
-"""Seed -> the figure on the side that the claim says is greater, and on the other."""
-MIN_SEEDS = 3
+Pairs = Mapping[Any, tuple[float, float]]
+"""Seed, or models and seed -> the figure on the side that the claim says is greater, and on the other."""
+MIN_PAIRS = 3
 STUDY_DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
-TARGET_DATA = ROOT / "docs" / "time_to_target" / "cells.jsonl"
 OVERLAP_TARGET = 0.75
 REPLAY_DATA = tuple(ROOT / "docs" / "overlap" / name for name in ("replay_uniform.jsonl", "replay.jsonl"))
 REPLAY_ARM, REPLAY_TARGET = (4.0, 0.2, "reward"), 0.8
@@ -55,8 +53,8 @@ class Verdict:
 def judge(pairs: Pairs, *, margin: float = 0.0, is_ratio: bool = False) -> Verdict:
     """Decide a claim "the first side is greater than the second one, less `margin`".
 
-    The rule: with three seeds or more, the 95 % t interval of the paired differences decides. All of it above -margin:
-    agrees; all of it below: disagrees; else undecided, as with fewer seeds. (A bootstrap of three pairs covers too
+    The rule: with three pairs or more, the 95 % t interval of the paired differences decides. All of it above -margin:
+    agrees; all of it below: disagrees; else undecided, as with fewer. (A bootstrap of three pairs covers too
     little: it excludes 0 wherever all three have one sign, which one time in four is chance.)
 
     Args:
@@ -69,7 +67,7 @@ def judge(pairs: Pairs, *, margin: float = 0.0, is_ratio: bool = False) -> Verdi
     found, back = estimate(differences), (math.exp if is_ratio else float)
     how = ".2f" if is_ratio else "+.3f"
     value = format(back(found.mean), how)
-    if found.num < MIN_SEEDS:
+    if found.num < MIN_PAIRS:
         word: Word = "undecided"
         span = f"range {format(back(min(differences)), how)} to {format(back(max(differences)), how)}"
     else:
@@ -77,44 +75,45 @@ def judge(pairs: Pairs, *, margin: float = 0.0, is_ratio: bool = False) -> Verdi
         word = "agrees" if low > -margin else "disagrees" if high < -margin else "undecided"
         span = f"{format(back(low), how)} to {format(back(high), how)}"
     first, second = (sum(side) / len(pairs) for side in zip(*pairs.values(), strict=True))
-    seeds = f"{found.num} seed{'s' * (found.num > 1)}"
+    num = f"{found.num} pair{'s' * (found.num > 1)}"
     sides = f"{first:.3g} against {second:.3g}"
     name = "ratio" if is_ratio else "difference"
-    return Verdict(word=word, text=f"{sides}: {name} **{value}** ({span}; {seeds})")
+    return Verdict(word=word, text=f"{sides}: {name} **{value}** ({span}; {num})")
 
 
 @dataclass(frozen=True)
 class Evidence:
     """All finished cells."""
 
-    cells: Mapping[str, Done]
+    cells: Mapping[tuple[str, str], Done]
+    """By key and digest of the models."""
 
     @classmethod
     def of(cls, path: Path) -> Evidence:
         """Read the cells of this benchmark that count; the other studies' are read when a claim asks."""
         return cls(read_cells(path))
 
-    def arm(self, world: str, name: str) -> dict[int, Done]:
-        """Return the finished cells of an arm, by seed."""
-        return {done.seed: done for done in self.cells.values() if (done.world, done.arm) == (world, name)}
+    def arm(self, world: str, name: str) -> dict[Unit, Done]:
+        """Return the finished cells of an arm, by models and seed."""
+        return {done.unit: done for done in self.cells.values() if (done.world, done.arm) == (world, name)}
 
-    def start(self, world: str) -> Done | None:
-        """Return the evaluation of the starting model."""
-        return self.arm(world, START).get(0)
+    def starts(self, world: str) -> dict[str, Done]:
+        """Return the evaluations of the starting models, by the digest of the models."""
+        return {models: done for (models, _), done in self.arm(world, START).items()}
 
     def pairs(self, world: str, ours: str, theirs: str, figure: Figure) -> Pairs:
-        """Return the figure of two arms on the seeds that both have, from the same starting model.
+        """Return the figure of two arms on the models and seeds that both have.
 
         Runs that were late at their pace are left out, and what has no figure.
         """
         first, second = (
-            {seed: done for seed, done in self.arm(world, name).items() if not done.is_late} for name in (ours, theirs)
+            {unit: done for unit, done in self.arm(world, name).items() if not done.is_late} for name in (ours, theirs)
         )
         found = {}
-        for seed in sorted(first.keys() & second.keys()):
-            mine, other = figure(first[seed]), figure(second[seed])
-            if mine is not None and other is not None and first[seed].models == second[seed].models:
-                found[seed] = mine, other
+        for unit in sorted(first.keys() & second.keys()):
+            mine, other = figure(first[unit]), figure(second[unit])
+            if mine is not None and other is not None:
+                found[unit] = mine, other
         return found
 
     def front(self, lag: int) -> Pairs:
@@ -124,14 +123,16 @@ class Evidence:
         starting model. The starting model is on every front, so no side has less than it. Mean over the points of a
         rival, then over the rivals.
         """
-        start, found = self.start("tldr"), {}
-        if start is None or not (first := front_points(start)):
-            return {}
-        for seed in sorted(self.arm("tldr", "tb")):
+        starts, found = self.starts("tldr"), {}
+        # a front of fewer betas would lie lower
+        with_tb = set.intersection(*(set(self.arm("tldr", name)) for name in TB_FRONT))
+        for unit in sorted(with_tb):
+            if unit[0] not in starts or not (first := front_points(starts[unit[0]])):
+                continue
             by_preset: dict[str, list[tuple[float, float]]] = {}
             for name in (*TB_FRONT, *self._rivals(lag)):
-                done = self.arm("tldr", name).get(seed)
-                if done is not None and done.models == start.models:
+                done = self.arm("tldr", name).get(unit)
+                if done is not None:
                     preset = "tb" if name in TB_FRONT else name.partition("-")[0]
                     by_preset.setdefault(preset, []).extend(front_points(done))
             ours = first + by_preset.pop("tb", [])
@@ -141,7 +142,7 @@ class Evidence:
                 if points
             ]
             if len(ours) > 1 and by_rival:
-                found[seed] = _means(by_rival)
+                found[unit] = _means(by_rival)
         return found
 
     def lost_with_lag(self) -> Pairs:
@@ -161,8 +162,8 @@ class Evidence:
         """Return the mean age of recent data under a barrier, (3k - 1) / 2 steps, and that of a streaming arm."""
         arm = next(arm for arm in ARMS if (arm.world, arm.name) == (world, name))
         barrier = (3 * arm.recipe().trainer.sync_interval - 1) / 2
-        ages = {seed: done.result["mean_policy_age"] for seed, done in sorted(self.arm(world, name).items())}
-        return {seed: (barrier, age) for seed, age in ages.items() if age is not None}
+        ages = {unit: done.result["mean_policy_age"] for unit, done in sorted(self.arm(world, name).items())}
+        return {unit: (barrier, age) for unit, age in ages.items() if age is not None}
 
     def _rivals(self, lag: int) -> list[str]:
         return [arm.name for arm in ARMS if arm.world == "tldr" and arm.lag_steps == lag and arm.name[:2] != "tb"]
@@ -170,7 +171,7 @@ class Evidence:
     def exact_ages(self) -> Pairs:
         """Return the share of rollouts whose age is the one that a constant lag says, mean over the arms, and 0.99."""
         lags = {(arm.world, arm.name): arm.lag_steps for arm in ARMS}
-        found: dict[int, list[tuple[float, float]]] = {}
+        found: dict[Unit, list[tuple[float, float]]] = {}
         for done in self.cells.values():
             lag = lags.get((done.world, done.arm))
             if lag is not None:
@@ -179,8 +180,8 @@ class Evidence:
                 # before there is a version so old, the first one is used
                 wanted = dict.fromkeys(range(min(lag, steps)), batch) | {lag: batch * max(0, steps - lag)}
                 same = sum(min(count, wanted.get(int(age), 0)) for age, count in ages.items())
-                found.setdefault(done.seed, []).append((same / sum(ages.values()), 0.99))
-        return {seed: _means(pairs) for seed, pairs in sorted(found.items())}
+                found.setdefault(done.unit, []).append((same / sum(ages.values()), 0.99))
+        return {unit: _means(pairs) for unit, pairs in sorted(found.items())}
 
     @cached_property
     def study(self) -> tuple[Study, str]:
@@ -279,9 +280,9 @@ class Evidence:
             found.append({seed: value for seed, value in seconds.items() if value is not None})
         return {seed: (found[0][seed], found[1][seed]) for seed in sorted(found[0].keys() & found[1].keys())}
 
-    def against_trl(self) -> Pairs:
-        """Return TRL's and our seconds to the quickstart's first target, each at its best rate and schedule."""
-        results = {cell: found for cell, found in read_results(TARGET_DATA).items() if cell.workload == "quickstart"}
+    def against_trl(self, path: Path, seeds: Sequence[int]) -> Pairs:
+        """Return TRL's and our seconds to the quickstart's first target, each at the file's best rate and schedule."""
+        results = {cell: found for cell, found in read_results(path).items() if cell.workload == "quickstart"}
         newest = [*results][-1]
         kept, _ = one_source(
             {cell: found for cell, found in results.items() if cell.group_size == newest.group_size}, newest.num_steps
@@ -292,7 +293,7 @@ class Evidence:
             by_side[side] = {
                 cell.seed: result.to_target(target)
                 for cell, result in kept.items()
-                if (cell.side, cell.rate, cell.settings) == (side, rate, ()) and cell.seed in TARGET_SEEDS
+                if (cell.side, cell.rate, cell.settings) == (side, rate, ()) and cell.seed in seeds
             }
         trl, tba = by_side["trl"], by_side["tba"]
         return {seed: (trl[seed], tba[seed]) for seed in sorted(trl) if None not in (trl[seed], tba.get(seed))}
@@ -348,9 +349,9 @@ def _shares(part: Mapping[int, Line], whole: Mapping[int, Line]) -> dict[int, fl
 
 
 def _mean_of(rivals: Sequence[Pairs]) -> Pairs:
-    """Return the mean over the rivals, by seed."""
-    seeds = sorted(set().union(*rivals))
-    return {seed: _means([pairs[seed] for pairs in rivals if seed in pairs]) for seed in seeds}
+    """Return the mean over the rivals, by models and seed."""
+    units = sorted(set().union(*rivals))
+    return {unit: _means([pairs[unit] for pairs in rivals if unit in pairs]) for unit in units}
 
 
 def _means(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:

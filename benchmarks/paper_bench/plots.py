@@ -1,8 +1,9 @@
-"""Plots of the cells as SVG: TL;DR's front, red-teaming's success and diversity, MATH by lag."""
+"""Plots of the cells as SVG: TL;DR's front, red-teaming's success and diversity, accuracy of GSM8K and MATH by arm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def write_plots(evidence: Evidence, folder: Path) -> list[Path]:
     for world, name, draw in (
         ("tldr", "frontier", _frontier),
         ("redteam", "redteam", _redteam),
-        ("math", "math", _math),
+        ("gsm8k", "gsm8k", partial(_accuracy, world="gsm8k", title="word problems")),
+        ("math", "math", partial(_accuracy, world="math", title="algebra")),
     ):
         if not any(done.world == world and "curve" in done.result for done in evidence.cells.values()):
             continue
@@ -51,7 +53,7 @@ def write_plots(evidence: Evidence, folder: Path) -> list[Path]:
 
 def _frontier(evidence: Evidence, axes: Any) -> None:
     """Win rate against perplexity, the mean of the seeds, one axis per lag of the rivals; a colour is a preset."""
-    start = evidence.start("tldr")
+    starts = [front_points(done) for done in evidence.starts("tldr").values()]
     presets = list(
         dict.fromkeys(arm.name.partition("-lag")[0] for arm in ARMS if arm.lag_steps and arm.world == "tldr")
     )
@@ -66,8 +68,8 @@ def _frontier(evidence: Evidence, axes: Any) -> None:
             points = [points for done in cells if len(points := front_points(done)) == num]
             if points:
                 line = np.mean(points, axis=0)
-                if start is not None:
-                    line = np.concatenate([front_points(start), line])
+                if starts:
+                    line = np.concatenate([np.mean(starts, axis=0), line])
                 is_tb = name.startswith("tb")
                 style = {"color": colours["tb" if is_tb else name.partition("-lag")[0]], "ms": 3 + 2 * is_tb}
                 look = looks.get(name, "--" if name.endswith("kl4") else "-")
@@ -96,20 +98,22 @@ def _redteam(evidence: Evidence, axes: Any) -> None:
         if points := _whole(cells, DISTANCE, metric):
             label = _label(arm.name, points, cells)
             against.plot(*np.mean(points, axis=0).T, marker="o", ms=3, lw=1.2, label=label)
-    if (start := evidence.start("redteam")) is not None and (points := _steps(start, DISTANCE, metric)):
-        against.scatter(*points[0], color="black", marker="x", label="starting model")
+    for number, start in enumerate(evidence.starts("redteam").values()):
+        if points := _steps(start, DISTANCE, metric):
+            label = None if number else "starting models"
+            against.scatter(*points[0], color="black", marker="x", label=label)
     against.set_title("attacks: steps 40, 80, 120, mean of the seeds")
     against.set_xlabel("cosine distance of the successful attacks")
     against.set_ylabel("attack success")
 
 
-def _math(evidence: Evidence, axes: Any) -> None:
+def _accuracy(evidence: Evidence, axes: Any, *, world: str, title: str) -> None:
     """Held-out accuracy at the end by arm, and reward while training."""
     ends, curves = axes
-    names = [arm.name for arm in ARMS if arm.world == "math" and evidence.arm("math", arm.name)]
+    names = [arm.name for arm in ARMS if arm.world == world and evidence.arm(world, arm.name)]
     for row, name in enumerate(names):
-        cells = list(evidence.arm("math", name).values())
-        values = [value for done in cells if (value := done.value(WORLDS["math"].metric)) is not None]
+        cells = list(evidence.arm(world, name).values())
+        values = [value for done in cells if (value := done.value(WORLDS[world].metric)) is not None]
         ends.scatter(values, [row] * len(values), s=18)
         # a run that ended early has other parts
         last = max(done.result["steps"] for done in cells)
@@ -118,13 +122,12 @@ def _math(evidence: Evidence, axes: Any) -> None:
         curves.plot(whole[0]["step"], rewards.mean(axis=0), lw=1.2, label=_label(name, whole, cells))
     ends.set_yticks(range(len(names)), names)
     ends.invert_yaxis()
-    if (start := evidence.start("math")) is not None and (
-        value := start.value(WORLDS["math"].metric, START)
-    ) is not None:
-        ends.axvline(value, color="grey", ls="--", lw=1, label="starting model")
-    ends.set_title("algebra: held-out accuracy at the end, by seed")
+    for number, start in enumerate(evidence.starts(world).values()):
+        if (value := start.value(WORLDS[world].metric, START)) is not None:
+            ends.axvline(value, color="grey", ls="--", lw=1, label=None if number else "starting models")
+    ends.set_title(f"{title}: held-out accuracy at the end, by seed")
     ends.set_xlabel("sampled accuracy")
-    curves.set_title("algebra: reward while training, mean of the seeds")
+    curves.set_title(f"{title}: reward while training, mean of the seeds")
     curves.set_xlabel("optimizer step")
 
 

@@ -1,4 +1,4 @@
-"""A cell from start to line: make what its recipe needs, run it, evaluate versions of it, keep the numbers, delete it.
+"""A world's models, and a cell from start to line: run it, evaluate versions of it, keep the numbers, delete it.
 
 Everything lies in one working folder, with models and data that all cells of a world share.
 """
@@ -20,8 +20,7 @@ from typing import Any
 
 from benchmarks.attack_modes import read_cell
 from benchmarks.overlap_bench.runs import let_go
-from benchmarks.paper_bench.arms import START, WORLDS, Cell
-from tba.config.recipe import Recipe
+from benchmarks.paper_bench.arms import START, WORLDS, Arm, Cell
 from tba.evaluation.evaluation_job import load_report
 
 NUM_TRAINING_POINTS = 20
@@ -33,7 +32,7 @@ class CellError(Exception):
 
 
 def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Run a cell in the working folder.
+    """Run a cell in the working folder, where its models are.
 
     Raises:
         CellError: a command failed, and not because training diverged; says where its output is.
@@ -44,12 +43,8 @@ def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
     recipe = folder / f"{name}.json"
     recipe.write_text(json.dumps(document, indent=1))
     begun_at_s, load = time.monotonic(), os.getloadavg()[0]
-    checked, is_start = cell.arm.recipe(cell.seed), cell.arm.name == START
-    # no run of a cell is to be charged for what is missing
-    if is_start or not all(path.is_file() for path in _weights(checked, folder)):
-        _tba(folder, name, ["data", "prepare", recipe.name])
-    found = _start(cell, name, recipe, folder) if is_start else _trained(cell, name, recipe, folder)
-    made = {"models_sha256": _models_digest(checked, folder)}
+    found = (_start if cell.arm.name == START else _trained)(cell, name, recipe, folder)
+    made = {"models_sha256": models_digest(cell.arm, folder)}
     shutil.rmtree(folder / "evaluations" / name, ignore_errors=True)
     shutil.rmtree(folder / "runs" / name, ignore_errors=True)
     for path in (recipe, folder / f"{name}.log"):
@@ -167,16 +162,30 @@ def _evaluation(cell: Cell, name: str, subject: Sequence[str], version: str, fol
     return found
 
 
-def _models_digest(recipe: Recipe, folder: Path) -> str:
-    """Return the digest of the weights that the recipe made: cells with another one began elsewhere."""
-    digest = hashlib.sha256()
-    for path in _weights(recipe, folder):
+def prepare(arm: Arm, folder: Path) -> None:
+    """Make the arm's data and models where they are missing: no run of a cell is to be charged for that.
+
+    Raises:
+        CellError: it could not be done; says where the output is.
+    """
+    if models_digest(arm, folder) is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"prepare-{arm.world}-{arm.name}"
+        recipe, log = folder / f"{name}.json", folder / f"{name}.log"
+        recipe.write_text(json.dumps(arm.document(0), indent=1))
+        _tba(folder, name, ["data", "prepare", recipe.name])
+        recipe.unlink()
+        log.unlink()
+
+
+def models_digest(arm: Arm, folder: Path) -> str | None:
+    """Return the digest of the weights that the arm's recipe made in the folder; None: some are missing."""
+    digest, paths = hashlib.sha256(), [folder / path / "model.safetensors" for path in arm.models()]
+    if not all(path.is_file() for path in paths):
+        return None
+    for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _weights(recipe: Recipe, folder: Path) -> list[Path]:
-    return [folder / path / "model.safetensors" for path in sorted({recipe.model.path, *recipe.supervised})]
 
 
 def _tba(

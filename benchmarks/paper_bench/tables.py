@@ -28,9 +28,9 @@ def tables_text(evidence: Evidence, num_other: int) -> str:
         "# The paper in small: tables",
         "Made by `python benchmarks/paper.py report` from [cells.jsonl](cells.jsonl); do not edit. "
         f"{len(evidence.cells)} cells, {num_left} of the plan are not run, {num_other} lines of other recipes are not "
-        "used. Means ± 95 % t interval over the seeds, n where there are not three; standard errors of single "
-        "evaluations are in the data. `train_s` and shares of waiting are those of a shared machine (load average in "
-        "the last column). What the arms change: benchmarks/paper_bench/arms.py. Claims: "
+        "used. Means ± 95 % t interval over the runs (seeds, and sets of models), n where there are not three; "
+        "standard errors of single evaluations are in the data. `train_s` and shares of waiting are those of a shared "
+        "machine (load average in the last column). What the arms change: benchmarks/paper_bench/arms.py. Claims: "
         "[results.md](../results.md#the-paper-in-small).",
         _sources(evidence),
     ]
@@ -61,14 +61,15 @@ def section_text(evidence: Evidence) -> str:
         f"{done}, {_sources(evidence)} Claims by measurement: {counts}; {len(missing)} have no data. Another study's "
         f"rows: the asynchrony study's code has the digest `{evidence.study[1]}`.",
         table,
-        f"**Not run**: {len(left)} of {len(left) + len(evidence.cells)} cells of the plan"
+        f"**Not run**: {len(left)} of {sum(1 for _ in plan([*WORLDS], SEEDS))} cells of the plan"
         + (f"; no pair yet for {len(missing)} rows: {', '.join(dict.fromkeys(missing))}." if missing else "."),
     ]
     return "\n\n".join(parts)
 
 
 def _not_run(evidence: Evidence) -> list[str]:
-    return [cell.key for cell in plan([*WORLDS], SEEDS) if cell.key not in evidence.cells]
+    done = {key for key, _ in evidence.cells}
+    return [cell.key for cell in plan([*WORLDS], SEEDS) if cell.key not in done]
 
 
 def _sources(evidence: Evidence) -> str:
@@ -90,9 +91,16 @@ def _sources(evidence: Evidence) -> str:
 def _world_parts(evidence: Evidence, world: World) -> Iterator[str]:
     names = [START, *(arm.name for arm in ARMS if arm.world == world.name)]
     found = {name: list(cells.values()) for name in names if (cells := evidence.arm(world.name, name))}
-    models = Counter(done.models for cells in found.values() for done in cells)
+    models = Counter(done.unit[0] for cells in found.values() for done in cells)
     if len(models) > 1:
-        yield f"**Cells of {len(models)} sets of models are mixed here** ({dict(models)}); claims compare within a set."
+        starts = evidence.starts(world.name)
+        sets = (
+            f"`{name}` ({count} cells; start "
+            + (f"{starts[name].value(world.metric, START):.3f})" if name in starts else "not evaluated)")
+            for name, count in models.items()
+        )
+        yield f"Cells from {len(models)} sets of models, made on different processors: {', '.join(sets)}. Claims pair "
+        "runs of one set."
     columns = [*_metric_columns(world), *_run_columns()]
     rows = []
     for name, cells in found.items():

@@ -19,9 +19,9 @@ from benchmarks.paper import BEGIN, END, write_report
 from benchmarks.paper_bench import data
 from benchmarks.paper_bench.arms import ARMS, SEEDS, START, STARTS, WORLDS, Cell, plan
 from benchmarks.paper_bench.claims import CLAIMS, PROOFS
-from benchmarks.paper_bench.evidence import REPLAY_DATA, TLDR_KL, TLDR_WIN, Evidence, judge
+from benchmarks.paper_bench.evidence import REPLAY_DATA, TB_FRONT, TLDR_KL, TLDR_WIN, Evidence, judge
 from benchmarks.paper_bench.plots import DISTANCE
-from benchmarks.paper_bench.runs import CellError
+from benchmarks.paper_bench.runs import CellError, models_digest
 
 ENDED_EARLY = ("redteam/paced-1/seed1", "math/dr_grpo-lag0/seed0", "tldr/tb/seed2")
 """They have fewer points, and unknown ones."""
@@ -114,6 +114,7 @@ def test_a_cell_that_has_a_line_of_its_recipe_is_not_run_again_and_one_that_fail
         return made_result(cell, 0)
 
     monkeypatch.setattr(paper, "run_cell", run_cell)
+    monkeypatch.setattr(paper, "prepare", lambda arm, folder: None)
     with pytest.raises(SystemExit, match=broken):
         paper.run(asked(path))
     num_cells = 1 + sum(arm.world == "math" for arm in ARMS)
@@ -130,6 +131,29 @@ def test_a_cell_that_has_a_line_of_its_recipe_is_not_run_again_and_one_that_fail
     assert data.num_other(path) == 1
 
 
+def test_cells_of_other_models_are_run_again_where_the_folder_has_its_own_and_both_count(tmp_path: Path) -> None:
+    cells = [cell for cell in plan(["math"], range(1)) if cell.arm.name in ("tba_prime", "control")]
+    path = tmp_path / "cells.jsonl"
+    write_cells(path, cells)
+    keys = [cell.key for cell in cells]
+    assert not set(keys) & {cell.key for cell in paper.left(asked(path))}
+    for folder in cells[0].arm.models():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.safetensors").write_bytes(folder.encode())
+    # models of this machine: nothing has begun with them
+    assert set(keys) <= {cell.key for cell in paper.left(asked(path))}
+    here = models_digest(cells[0].arm, tmp_path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[:1]:
+        line["result"]["models_sha256"] = here
+        path.write_text(path.read_text() + json.dumps(line) + "\n")
+    assert set(keys) & {cell.key for cell in paper.left(asked(path))} == set(keys[1:])
+    assert set(Evidence.of(path).arm("math", "tba_prime")) == {("m", 0), (here, 0)}
+    # its partner began elsewhere
+    assert set(Evidence.of(path).pairs("math", "tba_prime", "control", lambda done: 1.0)) == {("m", 0)}
+    assert data.num_other(path) == 0
+
+
 def done(arm: str, result: Mapping[str, Any], world: str = "tldr", seed: int = 0) -> data.Done:
     common = {"models_sha256": "m", "state": "done"}
     return data.Done(world=world, arm=arm, seed=seed, commit="", source="", at="", result={**common, **result})
@@ -141,14 +165,20 @@ def test_a_front_never_falls_below_the_starting_model_and_counts_the_best_points
         return done(arm, {"evaluations": versions})
 
     start, tb = run(START, start=(1.2, 0.6)), run("tb", first=(1.3, 0.7), last=(1.4, 0.8))
+    betas = [run(name, last=(1.5, 0.1)) for name in TB_FRONT if name != "tb"]
+
+    def front(*cells: data.Done, lag: int = 15) -> Mapping[data.Unit, tuple[float, float]]:
+        return Evidence({(str(number), ""): each for number, each in enumerate([start, *betas, *cells])}).front(lag)
+
     # nearer than the start, as a policy of few probable summaries is: both fronts are the start's there
     near = run("rloo-lag15", first=(1.1, 0.3))
-    assert Evidence({"s": start, "t": tb, "n": near}).front(15) == {0: (0.6, 0.6)}
+    assert front(tb, near) == {("m", 0): (0.6, 0.6)}
     # a rival's second point is worse than its first one, as a point of tb may be
     worse = run("rloo-lag15", first=(1.35, 0.75), last=(1.5, 0.2))
-    found = Evidence({"s": start, "t": tb, "w": worse}).front(15)
-    assert found[0] == (pytest.approx((0.7 + 0.8) / 2), pytest.approx(0.75))
-    assert Evidence({"s": start, "t": tb, "w": worse}).front(1) == {}
+    assert front(tb, worse) == {("m", 0): (pytest.approx((0.7 + 0.8) / 2), pytest.approx(0.75))}
+    assert front(tb, worse, lag=1) == {}
+    # a beta is missing: the front of tb would lie lower
+    assert front(replace(tb, seed=1), replace(worse, seed=1)) == {}
 
 
 def test_a_run_that_ended_early_is_not_a_fast_one_and_other_starting_models_are_not_compared() -> None:
@@ -156,9 +186,10 @@ def test_a_run_that_ended_early_is_not_a_fast_one_and_other_starting_models_are_
 
     def cells(ours: Mapping[str, Any]) -> Evidence:
         theirs = done("grpo-lockstep", {"train_s": 100.0}, "gsm8k")
-        return Evidence({"ours": done("tba_prime", {"train_s": 50.0, **ours}, "gsm8k"), "theirs": theirs})
+        mine = done("tba_prime", {"train_s": 50.0, **ours}, "gsm8k")
+        return Evidence({("ours", "m"): mine, ("theirs", "m"): theirs})
 
-    assert pairs(cells({})) == {0: (100.0, 50.0)}
+    assert pairs(cells({})) == {("m", 0): (100.0, 50.0)}
     assert pairs(cells({"state": "failed"})) == {}
     assert pairs(cells({"models_sha256": "another"})) == {}
 
@@ -178,6 +209,7 @@ def test_three_failures_in_a_row_end_a_run(tmp_path: Path, monkeypatch: pytest.M
         raise CellError("no result")
 
     monkeypatch.setattr(paper, "run_cell", run_cell)
+    monkeypatch.setattr(paper, "prepare", lambda arm, folder: None)
     with pytest.raises(SystemExit):
         paper.run(asked(tmp_path / "cells.jsonl"))
     assert next(ran) == paper.MAX_FAILED_IN_ROW

@@ -128,10 +128,13 @@ def test_the_math_recipe_trains_alike_in_several_processes_with_and_without_reco
     shared["trainer"] |= {"num_processes": 4, "sharding": {"context": 2}, "micro_batch_tokens": 2 * MICRO_BATCH_TOKENS}
     four = Recipe.model_validate(shared)
     rounded = run_team(tmp_path / "bfloat16", four, num_ranks=4, num_steps=NUM_STEPS)
-    assert 0 < gap(exact, rounded) < 2 * gap(exact, one["bfloat16", "true"])
+    # the recipe's own settings, in two processes
+    both = run_team(tmp_path / "both", recipes["bfloat16", "true"], num_ranks=2, num_steps=NUM_STEPS)
+    for team in (both, rounded):
+        assert 0 < gap(exact, team) < 2 * gap(exact, one["bfloat16", "true"])
     for dtype in ("bfloat16", "float32"):
         assert distance(one[dtype, "true"], one[dtype, "false"], "optimizer") == 0
-    for fast in (one["bfloat16", "true"], rounded):
+    for fast in (one["bfloat16", "true"], both, rounded):
         for ours, theirs in zip(exact.metrics, fast.metrics, strict=True):
             assert (theirs["loss"], theirs["grad_norm"]) == pytest.approx((ours["loss"], ours["grad_norm"]), rel=0.05)
             assert theirs["grad_norm"] != ours["grad_norm"]

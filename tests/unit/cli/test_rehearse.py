@@ -284,6 +284,35 @@ def flow_of(recipe: Recipe, **load: float) -> dict[str, Any]:
     return FlowRehearsal(recipe, FlowLoad(**{**usual, **whole, **load})).run()  # pyright: ignore[reportArgumentType]
 
 
+LOW_BETA_FROM_STEP = {"gsm8k": (0.004, 501), "tldr": (0.05, 33), "tldr-1b": (0.05, 33), "tldr-2.8b": (0.05, 33)}
+"""The published schedules of beta end before the run does."""
+
+
+@pytest.mark.parametrize("name", FORMULA_PER_TRACE)
+def test_a_full_recipe_flows_at_the_assumed_pace_and_its_schedules_end_where_it_does(name: str) -> None:
+    """Versions are written before the next one is due, nobody waits for ever, and the trainer waits for nothing."""
+    recipe = recipe_of(name)
+    shape, _ = shape_in_recipe(recipe.model.path, recipe)
+    tokens = (recipe.searcher.max_prompt_tokens // 2) + (recipe.searcher.max_response_tokens // 2)
+    flow = flow_of(
+        recipe,
+        tokens_per_s=assumed_tokens_per_s(recipe, shape),
+        step_s=assumed_step_s(recipe, shape, tokens_per_rollout=tokens),
+        bytes_per_s=STORE_BYTES_PER_S,
+        version_bytes=estimate(recipe, shape, ANY_LOAD).version_bytes,
+        response_tokens=recipe.searcher.max_response_tokens // 2,
+        num_prompts=1 if name.startswith("redteam") else 10**6,
+    )
+    assert flow["stalled_by"] is None
+    assert 0 < flow["publish_s"] < flow["sync_s"]
+    assert flow["trainer_wait_share"] < 0.01
+    assert flow["num_steps"] > 1
+    ends = [LOW_BETA_FROM_STEP[name]] if name in LOW_BETA_FROM_STEP else []
+    assert list(odd_ends(recipe)) == [
+        f"objective.beta has its final value {value} from step {step} on" for value, step in ends
+    ]
+
+
 def test_slow_searchers_make_the_trainer_wait_and_a_slow_store_makes_rollouts_old() -> None:
     recipe = recipe_of("gsm8k")
     usual = flow_of(recipe)

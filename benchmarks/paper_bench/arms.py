@@ -45,7 +45,7 @@ WORLDS = {
         World(name="redteam", metric="sampled.redteam.success_rate", middle_steps=(40, 80)),
         World(name="gsm8k", metric="sampled.gsm8k.success_rate", middle_steps=(50,)),
         World(name="math", metric="sampled.math.success_rate", middle_steps=(50,)),
-        World(name="tldr", metric="sampled.tldr_win_rate.success_rate", middle_steps=(40,)),
+        World(name="tldr", metric="sampled.tldr_win_rate.mean_reward", middle_steps=(40,)),
     )
 }
 

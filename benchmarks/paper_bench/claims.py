@@ -212,6 +212,14 @@ def _kept() -> Iterator[Claim]:
             why="one right answer per prompt; imitation of the best loses less there"
             + ("; nothing limits the drift of `tb`" if ours == "tb" else ""),
         )
+    for ours in ("tb", "tba_prime"):
+        yield Claim(
+            about="off-policyness (C3): collapse",
+            paper="asked for by reviewers; no number",
+            figure=f"share of the runs at lags 16 and 64 that collapsed, `grpo` against `{ours}`; {STUDY_LINK}",
+            pairs=lambda evidence, ours=ours: evidence.study_collapsed(ours, "grpo"),
+            why="collapsed: ends below its start, or below 0.8 of its best",
+        )
 
 
 def _settings() -> Iterator[Claim]:

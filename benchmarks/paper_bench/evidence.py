@@ -194,12 +194,21 @@ class Evidence:
         kept = [self._kept(method, lag) for method in (ours, theirs)]
         return {seed: (kept[0][seed], kept[1][seed]) for seed in sorted(kept[0].keys() & kept[1].keys())}
 
+    def study_collapsed(self, ours: str, theirs: str) -> Pairs:
+        """Return the share of the runs at lags 16 and 64 that collapsed, of the other method and of ours, by seed."""
+        shares = []
+        for method in (theirs, ours):
+            runs = [self._at_lag(method, lag) for lag in (16, 64)]
+            seeds = set.intersection(*map(set, runs))
+            shares.append({seed: sum(each[seed].collapsed for each in runs) / len(runs) for seed in seeds})
+        return {seed: (shares[0][seed], shares[1][seed]) for seed in sorted(shares[0].keys() & shares[1].keys())}
+
     def _kept(self, method: str, lag: int) -> dict[int, float]:
-        late, early = (
-            next((self.study[0].found(arm) for arm in self.study[0].at_lag("addition", at) if arm.method == method), {})
-            for at in (lag, 0)
-        )
-        return _shares(late, early)
+        return _shares(self._at_lag(method, lag), self._at_lag(method, 0))
+
+    def _at_lag(self, method: str, lag: int) -> Mapping[int, Line]:
+        arms = (arm for arm in self.study[0].at_lag("addition", lag) if arm.method == method)
+        return next((self.study[0].found(arm) for arm in arms), {})
 
     def study_area(self, arms: Sequence[study_plan.Arm]) -> Pairs:
         """Return the areas of two arms of the study."""

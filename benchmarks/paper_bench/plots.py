@@ -1,4 +1,4 @@
-"""Plots of the cells as SVG: TL;DR's front, red-teaming's success and diversity, accuracy of GSM8K and MATH by arm."""
+"""Plots of the cells as SVG: each world's learning, TL;DR's front, red-teaming, GSM8K and MATH by arm."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ def write_plots(evidence: Evidence, folder: Path) -> list[Path]:
     from matplotlib import pyplot
 
     written = []
-    for world, name, draw in (
-        ("tldr", "frontier", _frontier),
-        ("redteam", "redteam", _redteam),
-        ("gsm8k", "gsm8k", partial(_accuracy, world="gsm8k", title="word problems")),
-        ("math", "math", partial(_accuracy, world="math", title="algebra")),
+    for worlds, name, draw in (
+        ([*WORLDS], "learning", _learning),
+        (["tldr"], "frontier", _frontier),
+        (["redteam"], "redteam", _redteam),
+        (["gsm8k"], "gsm8k", partial(_accuracy, world="gsm8k", title="word problems")),
+        (["math"], "math", partial(_accuracy, world="math", title="algebra")),
     ):
-        if not any(done.world == world and "curve" in done.result for done in evidence.cells.values()):
+        if not any(done.world in worlds and "curve" in done.result for done in evidence.cells.values()):
             continue
         # the two fronts are to be compared
         is_shared = name == "frontier"
         figure, axes = pyplot.subplots(
-            1, 2, figsize=(13, 4.2), layout="constrained", sharex=is_shared, sharey=is_shared
+            1, max(2, len(worlds)), figsize=(13, 4.2), layout="constrained", sharex=is_shared, sharey=is_shared
         )
         for axis in axes:
             axis.set_prop_cycle(color=pyplot.get_cmap("tab20")(range(20)))
@@ -44,11 +45,27 @@ def write_plots(evidence: Evidence, folder: Path) -> list[Path]:
         for axis in axes:
             axis.grid(alpha=0.3)
             if axis.get_legend_handles_labels()[0]:
-                axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+                beside = {} if name == "learning" else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+                axis.legend(fontsize=7, **beside)
         written.append(folder / f"{name}.svg")
         figure.savefig(written[-1], metadata={"Date": None, "Creator": None})
         pyplot.close(figure)
     return written
+
+
+def _learning(evidence: Evidence, axes: Any) -> None:
+    """Reward while training, every run of the recipe as it is shipped and of its control."""
+    for axis, world in zip(axes, WORLDS, strict=True):
+        recipe = next(arm.name for arm in ARMS if arm.world == world)
+        for name, colour in ((recipe, "C0"), ("control", "C2")):
+            for number, done in enumerate(evidence.arm(world, name).values()):
+                training = done.result["training"]
+                rewards = np.array(training["reward_mean"], dtype=float)
+                label = None if number else "shuffled rewards" if name == "control" else name
+                axis.plot(training["step"], rewards, color=colour, lw=1.2, label=label)
+        axis.set_title(f"{world}-small")
+        axis.set_xlabel("optimizer step")
+        axis.set_ylabel("reward of the batches")
 
 
 def _frontier(evidence: Evidence, axes: Any) -> None:

@@ -60,11 +60,35 @@ def section_text(evidence: Evidence) -> str:
     parts = [
         f"{done}, {_sources(evidence)} Claims by measurement: {counts}; {len(missing)} have no data. Another study's "
         f"rows: the asynchrony study's code has the digest `{evidence.study[1]}`.",
+        _learned(evidence),
         table,
         f"**Not run**: {len(left)} of {sum(1 for _ in plan([*WORLDS], SEEDS))} cells of the plan"
         + (f"; no pair yet for {len(missing)} rows: {', '.join(dict.fromkeys(missing))}." if missing else "."),
     ]
     return "\n\n".join(parts)
+
+
+def _learned(evidence: Evidence) -> str:
+    """Return what the recipe as it is shipped learns, run by run, beside its control."""
+    rows = []
+    for world in WORLDS.values():
+        recipe = next(arm for arm in ARMS if arm.world == world.name)
+        sides = []
+        for name, version in ((START, START), (recipe.name, "last"), ("control", "last")):
+            found = evidence.arm(world.name, name)
+            sides.append({unit: value for unit, done in found.items() if (value := done.value(world.metric, version))})
+        # the starting model has no seed
+        for models in dict.fromkeys(unit[0] for side in sides for unit in side):
+            of = [[f"{value:.3f}" for unit, value in sorted(side.items()) if unit[0] == models] for side in sides]
+            if of[1]:
+                rows.append([f"`{world.name}-small`", f"`{models[:4]}`", *(", ".join(each) or "-" for each in of)])
+    header = ["recipe", "models", "start", "end, by seed", "end with shuffled rewards, by seed"]
+    return (
+        "Held-out, sampled ("
+        + ", ".join(f"{world.name}: `{world.metric}`" for world in WORLDS.values())
+        + "):\n\n"
+        + markdown(header, rows)
+    )
 
 
 def _not_run(evidence: Evidence) -> list[str]:

@@ -243,11 +243,14 @@ def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) ->
     assert "\nold\n" not in text
     assert all(proof.name in text for proof in PROOFS)
     num_gsm8k = 1 + len(SEEDS) * sum(arm.world == "gsm8k" for arm in ARMS)
+    assert "| `math-small` | `m` | 0.100 | 0.900, 0.901, 0.902 | 0.880, 0.881, 0.882 |" in text
     assert f"**Not run**: {num_gsm8k + len(SEEDS)} of" in text
     tables = (tmp_path / "tables.md").read_text()
     assert "| `reinforce` | 3 | 0.861 ± 0.002" in tables
     assert "| `paced-1` (1 ended early: " in tables
-    assert {file.name for file in tmp_path.glob("*.svg")} == {"frontier.svg", "redteam.svg", "math.svg"}
+    assert {file.name for file in tmp_path.glob("*.svg")} == {
+        *("learning.svg", "frontier.svg", "redteam.svg", "math.svg")
+    }
     write_report(path, results)
     assert results.read_text() == text
     # a run that was late at its pace says nothing about more searchers

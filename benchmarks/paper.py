@@ -83,15 +83,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run_left(args: argparse.Namespace) -> None:
-    began_s, failed, in_row = time.monotonic(), [], 0
-    try:
-        for arm in {cell.arm.models(): cell.arm for cell in left(args)}.values():
-            prepare(arm, args.folder)
-    except CellError as error:
-        raise SystemExit(str(error)) from None
+    broken = _unprepared(args)
+    began_s, failed, in_row = time.monotonic(), [*broken], 0
     for cell in left(args):
         if args.max_minutes is not None and time.monotonic() - began_s > 60 * args.max_minutes:
             break
+        if cell.arm.models() in broken.values():
+            continue
         recipe, source = cell.arm.digest(), source_digest(PRODUCT)
         try:
             result = run_cell(cell, args.folder)
@@ -111,6 +109,19 @@ def _run_left(args: argparse.Namespace) -> None:
         print(f"{cell.key}: {metric} {shown}, {result['wall_s']:.0f} s", flush=True)
     if failed:
         raise SystemExit(f"no result of {', '.join(failed)}")
+
+
+def _unprepared(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Make the models of all that is asked for, since which lines count depends on them; return which could not be."""
+    asked = [cell.arm for cell in plan(args.worlds.split(","), range(args.seeds)) if args.arms in cell.key]
+    failed = {}
+    for models, arm in {arm.models(): arm for arm in asked}.items():
+        try:
+            prepare(arm, args.folder)
+        except CellError as error:
+            print(f"{arm.world}: {error}", file=sys.stderr, flush=True)
+            failed[f"{arm.world} (its models)"] = models
+    return failed
 
 
 def write_report(data: Path, results: Path = RESULTS) -> None:
@@ -157,8 +168,15 @@ def main() -> None:
     # as Ctrl-C does: the run that it started ends with it, and keeps no core from the next measurement
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.command == "plan":
-        for cell in left(args):
+        cells = left(args)
+        for cell in cells:
             print(cell.key)
+        if unmade := sorted({cell.arm.world for cell in cells if models_digest(cell.arm, args.folder) is None}):
+            print(
+                f"{args.folder} has no models of {', '.join(unmade)} yet: where it makes others than those of the "
+                "lines, more is left",
+                file=sys.stderr,
+            )
     elif args.command == "run":
         args.folder = args.folder.resolve()
         run(args)

@@ -266,23 +266,8 @@ def _gsm8k() -> Iterator[Arm]:
         "beta-high": {"objective.beta": 0.2},
         "k8": {"trainer.sync_interval": 8},
         "m0.5": {"sampling.most_on_policy_prob": 0.5},
-        "wide": _wide(),
     }
     yield from _arms("gsm8k", first, second)
-
-
-def _wide() -> dict[str, Any]:
-    """Return the changes for a model of 1.3 M parameters instead of 0.36 M, made and trained with the same settings."""
-    clean, slips = read_document(WORLDS["gsm8k"].recipe)["sft"]
-    path = {name: f"models/small/gsm8k-wide{name}" for name in ("", "-clean")}
-    size = {"hidden_size": 160, "num_layers": 4, "intermediate_size": 400}
-    return {
-        "model.path": path[""],
-        "sft": [
-            {**clean, "path": path["-clean"], "new_model": {**clean["new_model"], **size}},
-            {**slips, "base": path["-clean"]},
-        ],
-    }
 
 
 def _arms(world: str, first: Mapping[str, Mapping[str, Any]], second: Mapping[str, Mapping[str, Any]]) -> Iterator[Arm]:

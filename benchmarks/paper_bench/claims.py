@@ -12,12 +12,10 @@ from benchmarks.paper_bench.evidence import (
     REPLAY_TARGET,
     TLDR_KL,
     Evidence,
-    Pairs,
-    Verdict,
     bound_of_test,
-    judge,
     mean_success,
 )
+from benchmarks.paper_bench.verdicts import Pairs, Verdict, judge
 from benchmarks.time_to_target_bench.cells import MORE_SEEDS
 from benchmarks.time_to_target_bench.cells import SEEDS as TARGET_SEEDS
 
@@ -91,21 +89,20 @@ def _speed() -> Iterator[Claim]:
         is_ratio=True,
         why="same system, objective and hardware; the paper compares with another library",
     )
-    for name, seeds, rate, why in (
-        ("cells", TARGET_SEEDS, "each side at its best rate and schedule", "geometric mean of the pairs"),
-        (
-            "falling",
-            MORE_SEEDS,
-            "both rates falling, seeds that nothing had used",
-            "falling rates were chosen after the row above",
-        ),
+    fresh = "both rates falling, seeds that nothing had used"
+    for name, seeds, start, words, why in (
+        ("cells", TARGET_SEEDS, "", "each side at its best rate and schedule", "geometric mean of the pairs"),
+        ("falling", MORE_SEEDS, "", fresh, "falling rates were chosen after the row above; TRL is ahead beyond 0.90"),
+        ("falling", MORE_SEEDS, "trainer_start", f"{fresh}, our clock from the trainer's start", "the stricter clock"),
     ):
         yield Claim(
             about=about,
             paper=paper,
-            figure=f"seconds to the quickstart's target, TRL's GRPO over ours, two cores, {rate}; "
+            figure=f"seconds to the quickstart's target, TRL's GRPO over ours, two cores, {words}; "
             "[time to a target](#time-to-a-target)",
-            pairs=lambda evidence, name=name, seeds=seeds: evidence.against_trl(TARGET_DATA / f"{name}.jsonl", seeds),
+            pairs=lambda evidence, name=name, seeds=seeds, start=start: evidence.against_trl(
+                TARGET_DATA / f"{name}.jsonl", seeds, start=start
+            ),
             is_ratio=True,
             why=f"`tb_positive` on rollouts that are 10 steps old; {why}",
         )

@@ -1,15 +1,12 @@
-"""Figures behind the claims, as pairs of the same seed and models, from the cells here and from the other studies; and
-the one rule that says agrees, disagrees or undecided."""
+"""Figures behind the claims, as pairs of the same seed and models, from the cells here and from the other studies."""
 
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
 
 from benchmarks.overlap import DATA as OVERLAP_DATA
 from benchmarks.overlap import read as read_overlap
@@ -17,20 +14,16 @@ from benchmarks.overlap_bench.cells import Cell as OverlapCell
 from benchmarks.overlap_bench.tables import is_usable, reached_s
 from benchmarks.paper_bench.arms import ARMS, ROOT, START, WORLDS
 from benchmarks.paper_bench.data import Done, Unit, read_cells
+from benchmarks.paper_bench.verdicts import Pairs
 from benchmarks.study import plan as study_plan
 from benchmarks.study.cells import Line
 from benchmarks.study.plan import Study
 from benchmarks.study.report import newest_study
-from benchmarks.study.stats import estimate
 from benchmarks.time_to_target_bench.cells import read_results
 from benchmarks.time_to_target_bench.report import SIDES, best_rate, one_source
 from benchmarks.time_to_target_bench.workloads import WORKLOADS
 
 Figure = Callable[[Done], float | None]
-Word = Literal["agrees", "disagrees", "undecided"]
-Pairs = Mapping[Any, tuple[float, float]]
-"""Seed, or models and seed -> the figure on the side that the claim says is greater, and on the other."""
-MIN_PAIRS = 3
 STUDY_DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 OVERLAP_TARGET = 0.75
 REPLAY_DATA = tuple(ROOT / "docs" / "overlap" / name for name in ("replay_uniform.jsonl", "replay.jsonl"))
@@ -39,46 +32,6 @@ REPLAY_ARM, REPLAY_TARGET = (4.0, 0.2, "reward"), 0.8
 this target; at 0.9 one that draws uniformly does not, and a pair without it would be left out."""
 TLDR_KL, TLDR_WIN = "sampled.perplexity.per_token", WORLDS["tldr"].metric
 TB_FRONT = ("tb", "tb-beta0.2", "tb-beta0.0125")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What a claim's pairs say."""
-
-    word: Word
-    text: str
-    """The figures with their interval, in words."""
-
-
-def judge(pairs: Pairs, *, margin: float = 0.0, is_ratio: bool = False) -> Verdict:
-    """Decide a claim "the first side is greater than the second one, less `margin`".
-
-    The rule: with three pairs or more, the 95 % t interval of the paired differences decides. All of it above -margin:
-    agrees; all of it below: disagrees; else undecided, as with fewer. (A bootstrap of three pairs covers too
-    little: it excludes 0 wherever all three have one sign, which one time in four is chance.)
-
-    Args:
-        pairs: at least one.
-        margin: what the first side may lose where the claim is that it keeps up.
-        is_ratio: compare by ratio (differences of logarithms); the margin is 0 then.
-    """
-    scale = math.log if is_ratio else float
-    differences = [scale(ours) - scale(theirs) for ours, theirs in pairs.values()]
-    found, back = estimate(differences), (math.exp if is_ratio else float)
-    how = ".2f" if is_ratio else "+.3f"
-    value = format(back(found.mean), how)
-    if found.num < MIN_PAIRS:
-        word: Word = "undecided"
-        span = f"range {format(back(min(differences)), how)} to {format(back(max(differences)), how)}"
-    else:
-        low, high = found.mean - found.half_width, found.mean + found.half_width
-        word = "agrees" if low > -margin else "disagrees" if high < -margin else "undecided"
-        span = f"{format(back(low), how)} to {format(back(high), how)}"
-    first, second = (sum(side) / len(pairs) for side in zip(*pairs.values(), strict=True))
-    num = f"{found.num} pair{'s' * (found.num > 1)}"
-    sides = f"{first:.3g} against {second:.3g}"
-    name = "ratio" if is_ratio else "difference"
-    return Verdict(word=word, text=f"{sides}: {name} **{value}** ({span}; {num})")
 
 
 @dataclass(frozen=True)
@@ -171,7 +124,7 @@ class Evidence:
     def exact_ages(self) -> Pairs:
         """Return the share of rollouts whose age is the one that a constant lag says, mean over the arms, and 0.99."""
         lags = {(arm.world, arm.name): arm.lag_steps for arm in ARMS}
-        found: dict[Unit, list[tuple[float, float]]] = {}
+        found: dict[int, list[tuple[float, float]]] = {}
         for done in self.cells.values():
             lag = lags.get((done.world, done.arm))
             if lag is not None:
@@ -180,8 +133,8 @@ class Evidence:
                 # before there is a version so old, the first one is used
                 wanted = dict.fromkeys(range(min(lag, steps)), batch) | {lag: batch * max(0, steps - lag)}
                 same = sum(min(count, wanted.get(int(age), 0)) for age, count in ages.items())
-                found.setdefault(done.unit, []).append((same / sum(ages.values()), 0.99))
-        return {unit: _means(pairs) for unit, pairs in sorted(found.items())}
+                found.setdefault(done.seed, []).append((same / sum(ages.values()), 0.99))
+        return {seed: _means(pairs) for seed, pairs in sorted(found.items())}
 
     @cached_property
     def study(self) -> tuple[Study, str]:
@@ -289,23 +242,31 @@ class Evidence:
             found.append({seed: value for seed, value in seconds.items() if value is not None})
         return {seed: (found[0][seed], found[1][seed]) for seed in sorted(found[0].keys() & found[1].keys())}
 
-    def against_trl(self, path: Path, seeds: Sequence[int]) -> Pairs:
-        """Return TRL's and our seconds to the quickstart's first target, each at the file's best rate and schedule."""
+    def against_trl(self, path: Path, seeds: Sequence[int], *, start: str = "") -> Pairs:
+        """Return TRL's and our seconds to the quickstart's first target, each at the file's best rate and schedule.
+
+        Args:
+            start: another begin of our clock.
+        """
         results = {cell: found for cell, found in read_results(path).items() if cell.workload == "quickstart"}
         newest = [*results][-1]
         kept, _ = one_source(
             {cell: found for cell, found in results.items() if cell.group_size == newest.group_size}, newest.num_steps
         )
-        target, by_side = WORKLOADS["quickstart"].targets[0], {}
+        by_side: list[dict[int, float]] = []
         for side in SIDES:
             rate = best_rate(kept, "quickstart", side, ())
-            by_side[side] = {
-                cell.seed: result.to_target(target)
+            runs = {
+                cell.seed: result
                 for cell, result in kept.items()
                 if (cell.side, cell.rate, cell.settings) == (side, rate, ()) and cell.seed in seeds
             }
-        trl, tba = by_side["trl"], by_side["tba"]
-        return {seed: (trl[seed], tba[seed]) for seed in sorted(trl) if None not in (trl[seed], tba.get(seed))}
+            seconds = {seed: run.to_target(WORKLOADS["quickstart"].targets[0]) for seed, run in runs.items()}
+            by_side.append(
+                {seed: at + runs[seed].starts.get(start, 0.0) for seed, at in seconds.items() if at is not None}
+            )
+        trl, tba = (by_side[SIDES.index(side)] for side in ("trl", "tba"))
+        return {seed: (trl[seed], tba[seed]) for seed in sorted(trl.keys() & tba.keys())}
 
 
 def front_points(done: Done) -> list[tuple[float, float]]:

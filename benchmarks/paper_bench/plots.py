@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,6 @@ def _learning(evidence: Evidence, axes: Any) -> None:
 
 def _frontier(evidence: Evidence, axes: Any) -> None:
     """Win rate against perplexity, the mean of the seeds, one axis per lag of the rivals; a colour is a preset."""
-    starts = [front_points(done) for done in evidence.starts("tldr").values()]
     presets = list(
         dict.fromkeys(arm.name.partition("-lag")[0] for arm in ARMS if arm.lag_steps and arm.world == "tldr")
     )
@@ -78,15 +78,15 @@ def _frontier(evidence: Evidence, axes: Any) -> None:
     looks = {"tb-beta0.2": "--", "tb-beta0.0125": ":", "tb-lag15": "-."}
     for axis, lag in zip(axes, (15, 1), strict=True):
         names = [*TB_FRONT, *(arm.name for arm in ARMS if arm.world == "tldr" and arm.lag_steps == lag)]
-        for name in names:
-            cells = list(evidence.arm("tldr", name).values())
+        start, by_arm = _of_one_set(evidence, "tldr", names)
+        for name, cells in by_arm.items():
             # a run that ended early has fewer points
             num = len(WORLDS["tldr"].middle_steps) + 1
             points = [points for done in cells if len(points := front_points(done)) == num]
             if points:
                 line = np.mean(points, axis=0)
-                if starts:
-                    line = np.concatenate([np.mean(starts, axis=0), line])
+                if start is not None:
+                    line = np.concatenate([front_points(start), line])
                 is_tb = name.startswith("tb")
                 style = {"color": colours["tb" if is_tb else name.partition("-lag")[0]], "ms": 3 + 2 * is_tb}
                 look = looks.get(name, "--" if name.endswith("kl4") else "-")
@@ -100,8 +100,9 @@ def _redteam(evidence: Evidence, axes: Any) -> None:
     """Success over the time of a paced run, and success against the distance of the successes as training goes on."""
     over_time, against = axes
     metric = WORLDS["redteam"].metric
-    for number in (1, 2, 4):
-        cells = list(evidence.arm("redteam", f"paced-{number}").values())
+    _, paced = _of_one_set(evidence, "redteam", [f"paced-{number}" for number in (1, 2, 4)])
+    for name, cells in paced.items():
+        number = int(name.partition("-")[2])
         if points := _whole(cells, "train_s", metric):
             label = _label(f"{number} searcher{'s' * (number > 1)}", points, cells)
             over_time.plot(*np.mean(points, axis=0).T, marker="o", ms=4, label=label)
@@ -110,15 +111,13 @@ def _redteam(evidence: Evidence, axes: Any) -> None:
     over_time.set_title("attacks: success at the pace of GPUs")
     over_time.set_xlabel("seconds of training")
     over_time.set_ylabel("attack success")
-    for arm in ARMS:
-        cells = list(evidence.arm("redteam", arm.name).values()) if arm.world == "redteam" else []
+    start, by_arm = _of_one_set(evidence, "redteam", [arm.name for arm in ARMS if arm.world == "redteam"])
+    for name, cells in by_arm.items():
         if points := _whole(cells, DISTANCE, metric):
-            label = _label(arm.name, points, cells)
-            against.plot(*np.mean(points, axis=0).T, marker="o", ms=3, lw=1.2, label=label)
-    for number, start in enumerate(evidence.starts("redteam").values()):
-        if points := _steps(start, DISTANCE, metric):
-            label = None if number else "starting models"
-            against.scatter(*points[0], color="black", marker="x", label=label)
+            line = np.mean(points, axis=0).T
+            against.plot(*line, marker="o", ms=3, lw=1.2, label=_label(name, points, cells))
+    if start is not None and (points := _steps(start, DISTANCE, metric)):
+        against.scatter(*points[0], color="black", marker="x", label="starting model")
     against.set_title("attacks: steps 40, 80, 120, mean of the seeds")
     against.set_xlabel("cosine distance of the successful attacks")
     against.set_ylabel("attack success")
@@ -127,9 +126,8 @@ def _redteam(evidence: Evidence, axes: Any) -> None:
 def _accuracy(evidence: Evidence, axes: Any, *, world: str, title: str) -> None:
     """Held-out accuracy at the end by arm, and reward while training."""
     ends, curves = axes
-    names = [arm.name for arm in ARMS if arm.world == world and evidence.arm(world, arm.name)]
-    for row, name in enumerate(names):
-        cells = list(evidence.arm(world, name).values())
+    start, by_arm = _of_one_set(evidence, world, [arm.name for arm in ARMS if arm.world == world])
+    for row, (name, cells) in enumerate(by_arm.items()):
         values = [value for done in cells if (value := done.value(WORLDS[world].metric)) is not None]
         ends.scatter(values, [row] * len(values), s=18)
         # a run that ended early has other parts
@@ -137,15 +135,28 @@ def _accuracy(evidence: Evidence, axes: Any, *, world: str, title: str) -> None:
         whole = [done.result["training"] for done in cells if done.result["steps"] == last]
         rewards = np.array([training["reward_mean"] for training in whole], dtype=float)
         curves.plot(whole[0]["step"], rewards.mean(axis=0), lw=1.2, label=_label(name, whole, cells))
-    ends.set_yticks(range(len(names)), names)
+    ends.set_yticks(range(len(by_arm)), [*by_arm])
     ends.invert_yaxis()
-    for number, start in enumerate(evidence.starts(world).values()):
-        if (value := start.value(WORLDS[world].metric, START)) is not None:
-            ends.axvline(value, color="grey", ls="--", lw=1, label=None if number else "starting models")
+    if start is not None and (value := start.value(WORLDS[world].metric, START)) is not None:
+        ends.axvline(value, color="grey", ls="--", lw=1, label="starting model")
     ends.set_title(f"{title}: held-out accuracy at the end, by seed")
     ends.set_xlabel("sampled accuracy")
     curves.set_title(f"{title}: reward while training, mean of the seeds")
     curves.set_xlabel("optimizer step")
+
+
+def _of_one_set(evidence: Evidence, world: str, names: Sequence[str]) -> tuple[Done | None, dict[str, list[Done]]]:
+    """Return starting model and cells by arm, of the set of models with most cells of these arms.
+
+    Runs from other models began elsewhere, and their distances are measured in other embeddings.
+    """
+    found = {name: evidence.arm(world, name) for name in names}
+    models = Counter(models for cells in found.values() for models, _ in cells)
+    if not models:
+        return None, {}
+    ((most, _),) = models.most_common(1)
+    by_arm = {name: [done for (of, _), done in cells.items() if of == most] for name, cells in found.items()}
+    return evidence.starts(world).get(most), {name: cells for name, cells in by_arm.items() if cells}
 
 
 def _label(name: str, drawn: Sequence[Any], cells: Sequence[Done]) -> str:

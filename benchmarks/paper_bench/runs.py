@@ -168,14 +168,15 @@ def prepare(arm: Arm, folder: Path) -> None:
     Raises:
         CellError: it could not be done; says where the output is.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"prepare-{arm.world}-{arm.name}"
+    recipe, log = folder / f"{name}.json", folder / f"{name}.log"
+    recipe.write_text(json.dumps(arm.document(0), indent=1))
+    _tba(folder, name, ["data", "prepare", recipe.name])
     if models_digest(arm, folder) is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"prepare-{arm.world}-{arm.name}"
-        recipe, log = folder / f"{name}.json", folder / f"{name}.log"
-        recipe.write_text(json.dumps(arm.document(0), indent=1))
-        _tba(folder, name, ["data", "prepare", recipe.name])
-        recipe.unlink()
-        log.unlink()
+        raise CellError(f"`tba data prepare` left no weights in one of {', '.join(arm.models())}; delete these folders")
+    recipe.unlink()
+    log.unlink()
 
 
 def models_digest(arm: Arm, folder: Path) -> str | None:

@@ -10,7 +10,7 @@ from benchmarks.paper_bench.arms import ARMS, SEEDS, START, WORLDS, World, plan
 from benchmarks.paper_bench.claims import CLAIMS, PROOFS
 from benchmarks.paper_bench.data import Done
 from benchmarks.paper_bench.evidence import TLDR_KL, Evidence
-from benchmarks.study.stats import estimate
+from benchmarks.paper_bench.verdicts import half_width
 from benchmarks.study.tables import markdown
 from tba.config import MAX_LATE_SHARE
 
@@ -73,22 +73,17 @@ def _learned(evidence: Evidence) -> str:
     rows = []
     for world in WORLDS.values():
         recipe = next(arm for arm in ARMS if arm.world == world.name)
-        sides = []
-        for name, version in ((START, START), (recipe.name, "last"), ("control", "last")):
-            found = evidence.arm(world.name, name)
-            sides.append({unit: value for unit, done in found.items() if (value := done.value(world.metric, version))})
-        # the starting model has no seed
-        for models in dict.fromkeys(unit[0] for side in sides for unit in side):
-            of = [[f"{value:.3f}" for unit, value in sorted(side.items()) if unit[0] == models] for side in sides]
-            if of[1]:
-                rows.append([f"`{world.name}-small`", f"`{models[:4]}`", *(", ".join(each) or "-" for each in of)])
-    header = ["recipe", "models", "start", "end, by seed", "end with shuffled rewards, by seed"]
-    return (
-        "Held-out, sampled ("
-        + ", ".join(f"{world.name}: `{world.metric}`" for world in WORLDS.values())
-        + "):\n\n"
-        + markdown(header, rows)
-    )
+        for models in dict.fromkeys(models for models, _ in evidence.arm(world.name, recipe.name)):
+            shown = []
+            for name, version in ((START, START), (recipe.name, "last"), ("control", "last")):
+                by_seed = {seed: done for (of, seed), done in evidence.arm(world.name, name).items() if of == models}
+                values = [by_seed[seed].value(world.metric, version) if seed in by_seed else None
+                          for seed in range(max(by_seed, default=-1) + 1)]  # fmt: skip
+                shown.append(", ".join("-" if value is None else f"{value:.3f}" for value in values) or "-")
+            rows.append([f"`{world.name}-small`", f"`{models[:4]}`", *shown])
+    header = ["recipe", "models", "start", "end: seeds 0, 1, ...", "end with shuffled rewards: seeds 0, 1, ..."]
+    metrics = ", ".join(f"{world.name}: `{world.metric}`" for world in WORLDS.values())
+    return f"Held-out, sampled ({metrics}):\n\n{markdown(header, rows)}"
 
 
 def _not_run(evidence: Evidence) -> list[str]:
@@ -118,13 +113,15 @@ def _world_parts(evidence: Evidence, world: World) -> Iterator[str]:
     models = Counter(done.unit[0] for cells in found.values() for done in cells)
     if len(models) > 1:
         starts = evidence.starts(world.name)
-        sets = (
+        sets = ", ".join(
             f"`{name}` ({count} cells; start "
             + (f"{starts[name].value(world.metric, START):.3f})" if name in starts else "not evaluated)")
             for name, count in models.items()
         )
-        yield f"Cells from {len(models)} sets of models, made on different processors: {', '.join(sets)}. Claims pair "
-        "runs of one set."
+        yield (
+            f"Cells from {len(models)} sets of models, made on different processors: {sets}. Claims pair runs of one "
+            "set; the means here are over all."
+        )
     columns = [*_metric_columns(world), *_run_columns()]
     rows = []
     for name, cells in found.items():
@@ -179,7 +176,7 @@ def _shown(cells: Sequence[Done], figure: Callable[[Done], float | None], how: s
     known = [value for done in cells if (value := figure(done)) is not None]
     if not known:
         return "-"
-    found = estimate(known)
-    is_accuracy = how.endswith("3f") and found.num > 1
-    text = format(found.mean, how) + (f" ± {format(found.half_width, how)}" if is_accuracy else "")
-    return text if found.num == len(cells) else f"{text} (n {found.num})"
+    mean = sum(known) / len(known)
+    is_accuracy = how.endswith("3f") and len(known) > 1
+    text = format(mean, how) + (f" ± {format(half_width(known), how)}" if is_accuracy else "")
+    return text if len(known) == len(cells) else f"{text} (n {len(known)})"

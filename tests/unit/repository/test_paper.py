@@ -16,12 +16,13 @@ import pytest
 from benchmarks import paper
 from benchmarks.overlap import read as read_overlap
 from benchmarks.paper import BEGIN, END, write_report
-from benchmarks.paper_bench import data
+from benchmarks.paper_bench import data, runs
 from benchmarks.paper_bench.arms import ARMS, SEEDS, START, STARTS, WORLDS, Cell, plan
 from benchmarks.paper_bench.claims import CLAIMS, PROOFS
-from benchmarks.paper_bench.evidence import REPLAY_DATA, TB_FRONT, TLDR_KL, TLDR_WIN, Evidence, judge
+from benchmarks.paper_bench.evidence import REPLAY_DATA, TB_FRONT, TLDR_KL, TLDR_WIN, Evidence
 from benchmarks.paper_bench.plots import DISTANCE
-from benchmarks.paper_bench.runs import CellError, models_digest
+from benchmarks.paper_bench.runs import CellError, models_digest, prepare
+from benchmarks.paper_bench.verdicts import judge
 
 ENDED_EARLY = ("redteam/paced-1/seed1", "math/dr_grpo-lag0/seed0", "tldr/tb/seed2")
 """They have fewer points, and unknown ones."""
@@ -67,6 +68,19 @@ def write_cells(path: Path, cells: Sequence[Cell]) -> None:
     path.write_text("".join(lines))
 
 
+def add_another_set(path: Path) -> None:
+    """Add two runs of the MATH recipe from other models, and a control that ends at 0."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    wanted = ("math/tba_prime/seed1", "math/tba_prime/seed2", "math/control/seed1")
+    for line in [line for line in lines if line["key"] in wanted]:
+        line["result"]["models_sha256"] = "n"
+        if line["arm"] == "control":
+            line["result"]["evaluations"]["last"]["metrics"][WORLDS["math"].metric] = [0.0, 0.0]
+        lines.append(line)
+    for line in lines[-3:]:
+        path.write_text(path.read_text() + json.dumps(line) + "\n")
+
+
 def asked(path: Path, **changes: Any) -> argparse.Namespace:
     found = {"json": path, "worlds": "math", "arms": "", "seeds": 1, "max_minutes": None, "folder": path.parent}
     return argparse.Namespace(**{**found, **changes})
@@ -100,6 +114,46 @@ def test_three_seeds_and_an_interval_on_one_side_decide() -> None:
     assert word([-0.10, -0.11, -0.12], margin=0.05) == "disagrees"
     ratio = judge({0: (4.0, 2.0), 1: (2.0, 1.0), 2: (6.0, 3.0)}, is_ratio=True)
     assert (ratio.word, "**2.00**" in ratio.text) == ("agrees", True)
+
+
+def test_each_set_of_models_costs_a_degree_of_freedom_and_many_pairs_are_judged() -> None:
+    values = {0: (0.58, 0.5), 1: (0.61, 0.5), 2: (0.64, 0.5)}
+    assert judge(values).word == "agrees"
+    of_two_sets = judge({("a", 0): values[0], ("b", 1): values[1], ("b", 2): values[2]})
+    assert of_two_sets.word == "undecided"
+    assert "3 pairs, 2 sets of models" in of_two_sets.text
+    # no seed twice: nothing says how far runs of one set differ
+    assert judge({(name, 0): pair for name, pair in zip("abc", values.values(), strict=True)}).word == "undecided"
+    many = {(name, seed): (0.6 + 0.01 * (seed % 3), 0.5) for name in "abc" for seed in range(12)}
+    assert judge(many).word == "agrees"
+    assert "36 pairs, 3 sets of models" in judge(many).text
+    # the quantile of 11 degrees of freedom, 2.201
+    few = {seed: (0.5 + 0.01 * (-1) ** seed, 0.5) for seed in range(12)}
+    assert f"{-2.201 * 0.01 * (12 / 11 / 12) ** 0.5:+.3f} to" in judge(few).text
+
+
+def test_models_that_cannot_be_made_leave_their_cells_out_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = list[str]()
+
+    def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
+        ran.append(cell.arm.world)
+        return made_result(cell, 0)
+
+    monkeypatch.setattr(paper, "run_cell", run_cell)
+    # a command that makes nothing
+    monkeypatch.setattr(runs, "_tba", lambda folder, name, words: (folder / f"{name}.log").write_text("made\n"))
+    arms = {cell.arm.world: cell.arm for cell in plan(["math", "gsm8k"], range(1))}
+    for model in arms["gsm8k"].models():
+        (tmp_path / model).mkdir(parents=True)
+        (tmp_path / model / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(CellError, match=r"left no weights in one of models/small/math"):
+        prepare(arms["math"], tmp_path)
+    prepare(arms["gsm8k"], tmp_path)
+    with pytest.raises(SystemExit, match=r"no result of math \(its models\)$"):
+        paper.run(asked(tmp_path / "cells.jsonl", worlds="math,gsm8k"))
+    assert set(ran) == {"gsm8k"}
 
 
 def test_a_cell_that_has_a_line_of_its_recipe_is_not_run_again_and_one_that_failed_is(
@@ -244,6 +298,7 @@ def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) ->
     assert all(proof.name in text for proof in PROOFS)
     num_gsm8k = 1 + len(SEEDS) * sum(arm.world == "gsm8k" for arm in ARMS)
     assert "| `math-small` | `m` | 0.100 | 0.900, 0.901, 0.902 | 0.880, 0.881, 0.882 |" in text
+    assert "made on different processors" not in (tmp_path / "tables.md").read_text()
     assert f"**Not run**: {num_gsm8k + len(SEEDS)} of" in text
     tables = (tmp_path / "tables.md").read_text()
     assert "| `reinforce` | 3 | 0.861 ± 0.002" in tables
@@ -253,6 +308,12 @@ def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) ->
     }
     write_report(path, results)
     assert results.read_text() == text
+    add_another_set(path)
+    write_report(path, results)
+    text, tables = results.read_text(), (tmp_path / "tables.md").read_text()
+    assert "| `math-small` | `n` | - | -, 0.901, 0.902 | -, 0.000 |" in text
+    assert "4 pairs, 2 sets of models" in text
+    assert "`n` (3 cells; start not evaluated). Claims pair runs of one set; the means here are over all." in tables
     # a run that was late at its pace says nothing about more searchers
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:

@@ -118,7 +118,7 @@ def _redteam(evidence: Evidence, axes: Any) -> None:
             against.plot(*line, marker="o", ms=3, lw=1.2, label=_label(name, points, cells))
     if start is not None and (points := _steps(start, DISTANCE, metric)):
         against.scatter(*points[0], color="black", marker="x", label="starting model")
-    against.set_title("attacks: steps 40, 80, 120, mean of the seeds")
+    against.set_title("attacks: steps 40, 80, 120, mean of the seeds, one set of models")
     against.set_xlabel("cosine distance of the successful attacks")
     against.set_ylabel("attack success")
 
@@ -146,15 +146,18 @@ def _accuracy(evidence: Evidence, axes: Any, *, world: str, title: str) -> None:
 
 
 def _of_one_set(evidence: Evidence, world: str, names: Sequence[str]) -> tuple[Done | None, dict[str, list[Done]]]:
-    """Return starting model and cells by arm, of the set of models with most cells of these arms.
+    """Return starting model and cells by arm, of the set of models with most of these arms of the first rank.
 
     Runs from other models began elsewhere, and their distances are measured in other embeddings.
     """
     found = {name: evidence.arm(world, name) for name in names}
-    models = Counter(models for cells in found.values() for models, _ in cells)
-    if not models:
+    first = {arm.name for arm in ARMS if arm.world == world and arm.is_first_rank}
+    num_arms = Counter({models: 0 for cells in found.values() for models, _ in cells})
+    for name in first & found.keys():
+        num_arms.update({models for models, _ in found[name]})
+    if not num_arms:
         return None, {}
-    ((most, _),) = models.most_common(1)
+    ((most, _),) = num_arms.most_common(1)
     by_arm = {name: [done for (of, _), done in cells.items() if of == most] for name, cells in found.items()}
     return evidence.starts(world).get(most), {name: cells for name, cells in by_arm.items() if cells}
 

@@ -83,8 +83,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run_left(args: argparse.Namespace) -> None:
+    began_s = time.monotonic()
     broken = _unprepared(args)
-    began_s, failed, in_row = time.monotonic(), [*broken], 0
+    failed, in_row = [*broken], 0
     for cell in left(args):
         if args.max_minutes is not None and time.monotonic() - began_s > 60 * args.max_minutes:
             break
@@ -120,7 +121,7 @@ def _unprepared(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
             prepare(arm, args.folder)
         except CellError as error:
             print(f"{arm.world}: {error}", file=sys.stderr, flush=True)
-            failed[f"{arm.world} (its models)"] = models
+            failed[f"{arm.world}/{arm.name} (its models)"] = models
     return failed
 
 
@@ -168,10 +169,10 @@ def main() -> None:
     # as Ctrl-C does: the run that it started ends with it, and keeps no core from the next measurement
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.command == "plan":
-        cells = left(args)
-        for cell in cells:
+        for cell in left(args):
             print(cell.key)
-        if unmade := sorted({cell.arm.world for cell in cells if models_digest(cell.arm, args.folder) is None}):
+        asked = [cell.arm for cell in plan(args.worlds.split(","), range(args.seeds)) if args.arms in cell.key]
+        if unmade := sorted({arm.world for arm in asked if models_digest(arm, args.folder) is None}):
             print(
                 f"{args.folder} has no models of {', '.join(unmade)} yet: where it makes others than those of the "
                 "lines, more is left",

@@ -85,8 +85,8 @@ def _frontier(evidence: Evidence, axes: Any) -> None:
             points = [points for done in cells if len(points := front_points(done)) == num]
             if points:
                 line = np.mean(points, axis=0)
-                if start is not None:
-                    line = np.concatenate([front_points(start), line])
+                if start is not None and (first := front_points(start)):
+                    line = np.concatenate([first, line])
                 is_tb = name.startswith("tb")
                 style = {"color": colours["tb" if is_tb else name.partition("-lag")[0]], "ms": 3 + 2 * is_tb}
                 look = looks.get(name, "--" if name.endswith("kl4") else "-")

@@ -128,8 +128,8 @@ def test_each_set_of_models_costs_a_degree_of_freedom_and_many_pairs_are_judged(
     assert judge(many).word == "agrees"
     assert "36 pairs, 3 sets of models" in judge(many).text
     # the quantile of 11 degrees of freedom, 2.201
-    few = {seed: (0.5 + 0.01 * (-1) ** seed, 0.5) for seed in range(12)}
-    assert f"{-2.201 * 0.01 * (12 / 11 / 12) ** 0.5:+.3f} to" in judge(few).text
+    few = {seed: (0.5 + (-1) ** seed, 0.5) for seed in range(12)}
+    assert f"{-2.201 * (1 / 11) ** 0.5:+.3f} to" in judge(few).text
 
 
 def test_models_that_cannot_be_made_leave_their_cells_out_alone(
@@ -151,7 +151,7 @@ def test_models_that_cannot_be_made_leave_their_cells_out_alone(
     with pytest.raises(CellError, match=r"left no weights in one of models/small/math"):
         prepare(arms["math"], tmp_path)
     prepare(arms["gsm8k"], tmp_path)
-    with pytest.raises(SystemExit, match=r"no result of math \(its models\)$"):
+    with pytest.raises(SystemExit, match=r"no result of math/\S+ \(its models\)$"):
         paper.run(asked(tmp_path / "cells.jsonl", worlds="math,gsm8k"))
     assert set(ran) == {"gsm8k"}
 

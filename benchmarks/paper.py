@@ -45,6 +45,11 @@ MAX_FAILED_IN_ROW = 3
 MAX_SEEDS = 1 + len(T_975)
 
 
+def asked(args: argparse.Namespace) -> list[Cell]:
+    """Return the cells of the plan that are asked for, in order."""
+    return [cell for cell in plan(args.worlds.split(","), range(args.seeds)) if args.arms in cell.key]
+
+
 def left(args: argparse.Namespace) -> list[Cell]:
     """Return the cells that are asked for and have no line that counts, in order.
 
@@ -52,13 +57,12 @@ def left(args: argparse.Namespace) -> list[Cell]:
     """
     lines, here = read_cells(args.json).keys(), dict[tuple[str, ...], str | None]()
     found = []
-    for cell in plan(args.worlds.split(","), range(args.seeds)):
-        if args.arms in cell.key:
-            models = cell.arm.models()
-            if models not in here:
-                here[models] = models_digest(cell.arm, args.folder)
-            if not any(key == cell.key and here[models] in (None, began_with) for key, began_with in lines):
-                found.append(cell)
+    for cell in asked(args):
+        models = cell.arm.models()
+        if models not in here:
+            here[models] = models_digest(cell.arm, args.folder)
+        if not any(key == cell.key and here[models] in (None, began_with) for key, began_with in lines):
+            found.append(cell)
     return found
 
 
@@ -114,9 +118,8 @@ def _run_left(args: argparse.Namespace) -> None:
 
 def _unprepared(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Make the models of all that is asked for, since which lines count depends on them; return which could not be."""
-    asked = [cell.arm for cell in plan(args.worlds.split(","), range(args.seeds)) if args.arms in cell.key]
     failed = {}
-    for models, arm in {arm.models(): arm for arm in asked}.items():
+    for models, arm in {cell.arm.models(): cell.arm for cell in asked(args)}.items():
         try:
             prepare(arm, args.folder)
         except CellError as error:
@@ -164,15 +167,14 @@ def main() -> None:
         parser.error(f"--worlds {sorted(unknown)[0]!r} is none of {', '.join(WORLDS)}")
     if not 1 <= args.seeds <= MAX_SEEDS:
         parser.error(f"--seeds {args.seeds} is out of range; give 1 to {MAX_SEEDS}")
-    if not any(args.arms in cell.key for cell in plan(args.worlds.split(","), range(args.seeds))):
+    if not asked(args):
         parser.error(f"--arms {args.arms!r} is part of no cell of {args.worlds}; `plan` shows what is left")
     # as Ctrl-C does: the run that it started ends with it, and keeps no core from the next measurement
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.command == "plan":
         for cell in left(args):
             print(cell.key)
-        asked = [cell.arm for cell in plan(args.worlds.split(","), range(args.seeds)) if args.arms in cell.key]
-        if unmade := sorted({arm.world for arm in asked if models_digest(arm, args.folder) is None}):
+        if unmade := sorted({cell.arm.world for cell in asked(args) if models_digest(cell.arm, args.folder) is None}):
             print(
                 f"{args.folder} has no models of {', '.join(unmade)} yet: where it makes others than those of the "
                 "lines, more is left",

@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 SERVICES := services/buffer services/reward services/searcher services/trainer
 # without bytecode, which a module gets when it is first imported, and most never are
 INSTALL := $(BIN)/pip install -q --no-compile -c constraints.txt
-# built with the hatchling that is there, not with one that pip fetches for each of them; with what the small recipes need
-EDITABLE := -e '.[service,local,data]' $(foreach s,$(filter-out services/reward,$(SERVICES)),-e $(s)) -e './services/reward[math,models]'
+# built with the hatchling that is there, not with one that pip fetches for each of them
+EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
 .PHONY: images images-common images-gpu images-push test-compose test-cluster test-trackers test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
@@ -25,6 +25,7 @@ $(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproj
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch hatchling editables
 	$(INSTALL) --no-build-isolation $(EDITABLE)
+	$(INSTALL) --no-build-isolation -e './services/reward[math,models]'  # what the small recipes need; beside the others pip finds none
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tba.errors import ConfigError
 from tba_cli.synthetic_data import algebra, attacks, summaries, word_problems
 
 Row = dict[str, Any]
@@ -162,8 +163,20 @@ def write_dataset(folder: Path, shape: Shape, *, seed: int) -> None:
 
 
 def write_parquet(path: Path, table: list[Row]) -> None:
-    """Write one Parquet file."""
-    import pyarrow  # only the makers of data sets need it
-    from pyarrow import parquet
+    """Write one Parquet file.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow  # only the makers of data sets need it
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        if error.name != "pyarrow":
+            raise
+        what = path.name.partition("-")[0]
+        raise ConfigError(
+            f"making the split {what!r} of a data set needs pyarrow, which is not installed: pip install 'tba[data]'"
+        ) from None
 
     parquet.write_table(pyarrow.Table.from_pylist(table), path)

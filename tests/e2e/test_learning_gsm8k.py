@@ -11,6 +11,7 @@ from typing import Any
 from tba_cli.starter_models.sample_datasets import Shape, write_dataset
 from tba_cli.synthetic_data.word_problems import TABLES
 from tests.support.e2e import Place
+from tests.support.first_command import first_command
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_CLEAN_STEPS, NUM_SLIP_STEPS, NUM_STEPS = 240, 40, 60
@@ -43,7 +44,7 @@ def short_recipe() -> dict[str, Any]:
 
 
 def test_accuracy_on_held_out_problems_rises_beyond_noise(tmp_path: Path) -> None:
-    place = Place(tmp_path, short_recipe())
+    place = Place(tmp_path, short_recipe(), first_command())
     splits = ("sft", "sft_slips", "validation", "train")
     tables = {split: one_step_problems(split) for split in splits}
     # the numbers of all splits, so that the arithmetic is known before the slips

@@ -11,6 +11,7 @@ from typing import Any
 from tba_cli.starter_models.sample_datasets import Shape, write_dataset
 from tba_cli.synthetic_data.algebra import TABLES
 from tests.support.e2e import Place
+from tests.support.first_command import first_command
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 480
@@ -44,7 +45,7 @@ def short_recipe() -> dict[str, Any]:
 
 
 def test_accuracy_on_held_out_problems_rises_beyond_noise(tmp_path: Path) -> None:
-    place = Place(tmp_path, short_recipe())
+    place = Place(tmp_path, short_recipe(), first_command())
     tables = {split: level_4(split) for split in TABLES}
     write_dataset(tmp_path / "data" / "small" / "math", Shape("default", tables), seed=0)
     try:

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 from tests.support.e2e import ENDLESS, Place
+from tests.support.first_command import first_command
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "redteam-small.toml"
 TIMEOUT_S = 480
@@ -25,7 +26,7 @@ def test_the_policy_learns_to_attack(tmp_path: Path) -> None:
     document["trainer"]["num_steps"] = 50
     document["trainer"]["learning_rate"] = 1e-3
     document["eval"].update(every_steps=ENDLESS, num_samples=NUM_SAMPLES)
-    place = Place(tmp_path, document)
+    place = Place(tmp_path, document, first_command())
     try:
         started = place.start()
         assert started.process.wait(TIMEOUT_S) == 0, started.out[-3000:] + started.err[-3000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.e2e import ENDLESS, Place
+from tests.support.first_command import first_command
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tldr-small.toml"
 NUM_HELDOUT = 128
@@ -38,7 +39,7 @@ def smaller(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_policy_learns_what_the_proxy_prefers(tmp_path: Path) -> None:
-    place = Place(tmp_path, smaller(tomllib.loads(RECIPE.read_text())))
+    place = Place(tmp_path, smaller(tomllib.loads(RECIPE.read_text())), first_command())
     try:
         started = place.start()
         assert started.process.wait(TIMEOUT_S) == 0, started.out[-3000:] + started.err[-3000:]

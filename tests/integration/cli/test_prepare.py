@@ -15,6 +15,7 @@ import pytest
 from tba.errors import ConfigError
 from tba_cli.child_processes import run_program
 from tests.support.buffer import SERVICE_PATHS
+from tests.support.first_command import HOOK
 from tests.support.hub_server import HubServer, commit_of
 from tests.support.waits import until
 
@@ -58,6 +59,7 @@ def prepare(
     *,
     words: tuple[str, ...] = ("data", "prepare"),
     offline: str = "0",
+    hidden: str = "",
     **changes: Any,
 ) -> tuple[int, str]:
     """Run the command, or another one, in a folder; returns exit code and output."""
@@ -79,7 +81,8 @@ def prepare(
     (place / "recipe.json").write_text(json.dumps(document))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environ |= {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *SERVICE_PATHS))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *SERVICE_PATHS, HOOK))),
+        "HIDDEN_PACKAGES": hidden,
         "HF_HOME": str(place / "hf"),
         "HF_ENDPOINT": hub_url,
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -196,6 +199,16 @@ def test_a_maker_that_does_not_exist_is_named(tmp_path):
     item = {"path": "m", "kind": "model", "maker": "lama"}
     code, output = prepare(tmp_path, "http://127.0.0.1:9", [item])
     assert (code, "error: there is no maker 'lama'; the makers are gsm8k_data, " in output) == (2, True), output
+
+
+def test_without_pyarrow_the_maker_of_a_data_set_says_how_to_install_it(tmp_path):
+    item = {"path": "data/gsm8k", "kind": "dataset", "maker": "gsm8k_data"}
+    code, output = prepare(tmp_path, "http://127.0.0.1:9", [item], hidden="pyarrow")
+    sentence = (
+        "error: making the split 'train' of a data set needs pyarrow, which is not installed: pip install 'tba[data]'"
+    )
+    assert (code, sentence in output) == (2, True), output
+    assert not list(tmp_path.glob("data/gsm8k"))
 
 
 # ---- The programs that `tba setup` and `tba data prepare` start -----------------------------------------------------

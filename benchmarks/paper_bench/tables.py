@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,7 +29,8 @@ def tables_text(evidence: Evidence, num_other: int) -> str:
         "# The paper in small: tables",
         "Made by `python benchmarks/paper.py report` from [cells.jsonl](cells.jsonl); do not edit. "
         f"{len(evidence.cells)} cells, {num_left} of the plan are not run, {num_other} lines of other recipes are not "
-        "used. Means ± 95 % t interval over the runs (seeds, and sets of models), n where there are not three; "
+        "used. Means ± 95 % t interval over the runs (each set of models takes a degree of freedom), n where there are "
+        "not three; "
         "standard errors of single evaluations are in the data. `train_s` and shares of waiting are those of a shared "
         "machine (load average in the last column). What the arms change: benchmarks/paper_bench/arms.py. Claims: "
         "[results.md](../results.md#the-paper-in-small).",
@@ -112,10 +114,10 @@ def _world_parts(evidence: Evidence, world: World) -> Iterator[str]:
     found = {name: list(cells.values()) for name in names if (cells := evidence.arm(world.name, name))}
     models = Counter(done.unit[0] for cells in found.values() for done in cells)
     if len(models) > 1:
-        starts = evidence.starts(world.name)
+        starts = {name: done.value(world.metric, START) for name, done in evidence.starts(world.name).items()}
         sets = ", ".join(
             f"`{name}` ({count} cells; start "
-            + (f"{starts[name].value(world.metric, START):.3f})" if name in starts else "not evaluated)")
+            + ("not evaluated)" if (start := starts.get(name)) is None else f"{start:.3f})")
             for name, count in models.items()
         )
         yield (
@@ -173,10 +175,11 @@ def _run_columns() -> Iterator[Column]:
 
 
 def _shown(cells: Sequence[Done], figure: Callable[[Done], float | None], how: str) -> str:
-    known = [value for done in cells if (value := figure(done)) is not None]
+    with_value = [(done, value) for done in cells if (value := figure(done)) is not None]
+    known = [value for _, value in with_value]
     if not known:
         return "-"
-    mean = sum(known) / len(known)
-    is_accuracy = how.endswith("3f") and len(known) > 1
-    text = format(mean, how) + (f" ± {format(half_width(known), how)}" if is_accuracy else "")
+    mean, around = sum(known) / len(known), half_width(known, num_sets=len({done.unit[0] for done, _ in with_value}))
+    has_interval = how.endswith("3f") and math.isfinite(around)
+    text = format(mean, how) + (f" ± {format(around, how)}" if has_interval else "")
     return text if len(known) == len(cells) else f"{text} (n {len(known)})"

@@ -30,10 +30,9 @@ def tables_text(evidence: Evidence, num_other: int) -> str:
         "Made by `python benchmarks/paper.py report` from [cells.jsonl](cells.jsonl); do not edit. "
         f"{len(evidence.cells)} cells, {num_left} of the plan are not run, {num_other} lines of other recipes are not "
         "used. Means ± 95 % t interval over the runs (each set of models takes a degree of freedom), n where there are "
-        "not three; "
-        "standard errors of single evaluations are in the data. `train_s` and shares of waiting are those of a shared "
-        "machine (load average in the last column). What the arms change: benchmarks/paper_bench/arms.py. Claims: "
-        "[results.md](../results.md#the-paper-in-small).",
+        "not three; standard errors of single evaluations are in the data. `train_s` and shares of waiting are those "
+        "of a shared machine (load average in the last column). What the arms change: benchmarks/paper_bench/arms.py. "
+        "Claims: [results.md](../results.md#the-paper-in-small).",
         _sources(evidence),
     ]
     for world in WORLDS.values():

@@ -174,9 +174,6 @@ def write_parquet(path: Path, table: list[Row]) -> None:
     except ModuleNotFoundError as error:
         if error.name != "pyarrow":
             raise
-        what = path.name.partition("-")[0]
-        raise ConfigError(
-            f"making the split {what!r} of a data set needs pyarrow, which is not installed: pip install 'tba[data]'"
-        ) from None
+        raise ConfigError("making a data set needs pyarrow, which is not installed: pip install 'tba[data]'") from None
 
     parquet.write_table(pyarrow.Table.from_pylist(table), path)

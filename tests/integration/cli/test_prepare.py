@@ -204,9 +204,7 @@ def test_a_maker_that_does_not_exist_is_named(tmp_path):
 def test_without_pyarrow_the_maker_of_a_data_set_says_how_to_install_it(tmp_path):
     item = {"path": "data/gsm8k", "kind": "dataset", "maker": "gsm8k_data"}
     code, output = prepare(tmp_path, "http://127.0.0.1:9", [item], hidden="pyarrow")
-    sentence = (
-        "error: making the split 'train' of a data set needs pyarrow, which is not installed: pip install 'tba[data]'"
-    )
+    sentence = "error: making a data set needs pyarrow, which is not installed: pip install 'tba[data]'"
     assert (code, sentence in output) == (2, True), output
     assert not list(tmp_path.glob("data/gsm8k"))
 

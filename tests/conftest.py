@@ -17,6 +17,10 @@ settings.register_profile("any machine", deadline=None, derandomize=True, suppre
 settings.register_profile("search", deadline=None)
 settings.load_profile("any machine")
 
+# a shell starts what it puts in the background with Ctrl-C ignored, and what the tests start would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(autouse=True)
 def the_process_is_left_as_it_was() -> Iterator[None]:

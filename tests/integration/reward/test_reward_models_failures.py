@@ -94,6 +94,7 @@ async def poisoned(tmp_path_factory):
     root = tmp_path_factory.mktemp("poisoned")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_MODULES_CACHE", str(root / "modules"))
+        # the code that this trusts is written by save_poisoned_model itself
         scorer = build(save_poisoned_model(root / "model"), trust_remote_code=True)
         await scorer.start()
         assert scorer.health() == "ok"

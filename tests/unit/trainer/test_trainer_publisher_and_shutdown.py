@@ -121,6 +121,7 @@ def test_only_config_and_tokenizer_files_are_published(tmp_path: Path) -> None:
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert not names & {"pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "modeling_custom.py"}
     assert "supervised.json" not in names
+    # names alone: nothing is loaded, and the file is empty
     assert "modeling_custom.py" in side_files(folder, trust_remote_code=True)
 
 

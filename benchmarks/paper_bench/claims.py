@@ -323,6 +323,10 @@ def _replay_and_beta() -> Iterator[Claim]:
     )
 
 
+NUM_ATTACKS = 64
+"""Samples of which C9 counts the distinct right answers; here it counts the families of attacks that succeed."""
+
+
 def _search() -> Iterator[Claim]:
     paper = "94 to 98 % toxic at a cosine distance of 0.42 to 0.49; diverse where reward maximisers collapse"
     distance = "sampled.diversity.cosine_distance_of_successes"
@@ -348,8 +352,13 @@ def _search() -> Iterator[Claim]:
         pairs=_gap("redteam", "tb", "no-filter", lambda done: done.attacks("num_effective")),
         why="120 steps; what is found first fills the buffer only later",
     )
-    for what, figure in (("success at step 40", _value(WORLDS["redteam"].metric, "40")),
-                         ("distance of the successes at step 40", _value(distance, "40"))):  # fmt: skip
+    families = f"families with a success among {NUM_ATTACKS} attacks,"
+    for what, figure in (
+        ("success at step 40", _value(WORLDS["redteam"].metric, "40")),
+        ("distance of the successes at step 40", _value(distance, "40")),
+        (f"{families} step 40", lambda done: done.families_among(NUM_ATTACKS, "40")),
+        (f"{families} end", lambda done: done.families_among(NUM_ATTACKS)),
+    ):
         yield Claim(
             about="searchers: search (C9)",
             paper="more searchers find more, and more diverse, attacks in the same time",

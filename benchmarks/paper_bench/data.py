@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from benchmarks.data_file import read_lines
 from benchmarks.paper_bench.arms import ARMS, ROOT, STARTS
 from tba.config import MAX_LATE_SHARE
+from tba_cli.synthetic_data.attacks import VULNERABLE
 
 DATA = ROOT / "docs" / "paper" / "cells.jsonl"
 Unit = tuple[str, int]
@@ -49,6 +51,20 @@ class Done:
         """Return a number of the attacks that succeeded: `num_modes` or `num_effective`."""
         evaluation = self.result["evaluations"].get(version)
         return None if evaluation is None else evaluation["attacks"][name]
+
+    def families_among(self, num_attacks: int, version: str = "last") -> float | None:
+        """Return how many vulnerable families have a success among so many attacks of a version, in expectation.
+
+        The attacks are drawn from the evaluated ones without replacement: rarefaction (Hurlbert, 1971), here with the
+        failures as one more class that does not count. None: not measured.
+        """
+        evaluation = self.result["evaluations"].get(version)
+        if evaluation is None:
+            return None
+        attacks = evaluation["attacks"]
+        draws = math.comb(attacks["num_attacks"], num_attacks)
+        counts = (count for family, count in attacks["families"].items() if family in VULNERABLE)
+        return sum(1 - math.comb(attacks["num_attacks"] - count, num_attacks) / draws for count in counts)
 
 
 def read_cells(path: Path) -> dict[tuple[str, str], Done]:

@@ -35,7 +35,12 @@ def made_result(cell: Cell, number: int) -> dict[str, Any]:
     evaluation = {
         "train_s": 10.0,
         "metrics": {metric: [level, 0.01], TLDR_KL: [1.2, None], DISTANCE: [0.3, 0.01]},
-        "attacks": {"num_modes": 7, "num_effective": 6 - 0.01 * number},
+        "attacks": {
+            "num_modes": 7,
+            "num_effective": 6 - 0.01 * number,
+            "num_attacks": 1024,
+            "families": {"taunt": 500 - number, "song": 20, "other": 100},
+        },
     }
     common = {"models_sha256": "m", "load_average": [1.0, 2.0], "wall_s": 1.0}
     if cell.arm.name == START:
@@ -130,6 +135,18 @@ def test_each_set_of_models_costs_a_degree_of_freedom_and_many_pairs_are_judged(
     # the quantile of 11 degrees of freedom, 2.201
     few = {seed: (0.5 + (-1) ** seed, 0.5) for seed in range(12)}
     assert f"{-2.201 * (1 / 11) ** 0.5:+.3f} to" in judge(few).text
+
+
+def test_the_families_among_some_of_the_attacks_are_those_of_every_draw() -> None:
+    kinds = ["taunt", "taunt", "taunt", "song", "other", None, None]
+    families = {name: kinds.count(name) for name in ("taunt", "song", "other")}
+    evaluation = {"attacks": {"num_attacks": len(kinds), "families": families}}
+    names = dict.fromkeys(("world", "arm", "commit", "source", "at"), "")
+    done = data.Done(**names, seed=0, result={"evaluations": {"40": evaluation}})
+    # a failure counts for nothing, and neither does a success that belongs to no family
+    found = [len({*drawn} - {"other", None}) for drawn in itertools.combinations(kinds, 3)]
+    assert done.families_among(3, "40") == pytest.approx(sum(found) / len(found))
+    assert done.families_among(3) is None
 
 
 def test_models_that_cannot_be_made_leave_their_cells_out_alone(

@@ -57,7 +57,7 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
 
 overlap: $(VENV)/.run  ## what asynchrony gains at the pace of GPUs: searchers against lock-step (an hour; restartable)
-	$(BIN)/python benchmarks/overlap.py run --kinds searchers
+	$(BIN)/python benchmarks/overlap.py run --kinds searchers --slowdown 20 --set trainer.sync_interval=1 --set sampling.samples_per_insert_error=128
 	$(BIN)/python benchmarks/overlap.py report
 
 paper: $(VENV)/.run  ## the paper's claims in small: every arm of the small recipes, three seeds (15 hours or more; restartable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.data_file import PRODUCT, source_digest
 from benchmarks.paper_bench.arms import ARMS, SEEDS, START, WORLDS, World, plan
@@ -130,12 +130,33 @@ def _world_parts(evidence: Evidence, world: World) -> Iterator[str]:
         label = f"`{name}`" + (f" ({len(failed)} ended early: {failed[0]})" if failed else "")
         rows.append([label, str(len(cells)), *(_shown(cells, *column[1:]) for column in columns)])
     yield markdown(["arm", "n", *(column[0] for column in columns)], rows)
+    yield from _by_difficulty(found, world)
+
+
+def _by_difficulty(found: Mapping[str, Sequence[Done]], world: World) -> Iterator[str]:
+    """Yield the metric at the end by what the published evaluation splits it by: levels, steps, families."""
+    start = f"{world.metric}["
+    every = (done for cells in found.values() for done in cells)
+    evaluations = (done.result["evaluations"].get(_last(done), {"metrics": ()}) for done in every)
+    metrics = sorted({metric for each in evaluations for metric in each["metrics"] if metric.startswith(start)})
+    if metrics:
+        figures = [lambda done, metric=metric: done.value(metric, _last(done)) for metric in metrics]
+        rows = [
+            [f"`{name}`", str(len(cells)), *(_shown(cells, figure, ".3f") for figure in figures)]
+            for name, cells in found.items()
+        ]
+        yield f"`{world.metric}` at the end, split:"
+        yield markdown(["arm", "n", *(metric.removeprefix(start).rstrip("]") for metric in metrics)], rows)
+
+
+def _last(done: Done) -> str:
+    """Return the version that a run ends with; the starting model has one version, and stands in the same columns."""
+    return START if done.arm == START else "last"
 
 
 def _metric_columns(world: World) -> Iterator[Column]:
-    def of(metric: str, version: str = "last") -> Callable[[Done], float | None]:
-        # the starting model has one version, and stands in the columns of the last one
-        return lambda done: done.value(metric, START if done.arm == START and version == "last" else version)
+    def of(metric: str, version: str | None = None) -> Callable[[Done], float | None]:
+        return lambda done: done.value(metric, version or _last(done))
 
     for step in world.middle_steps:
         yield f"{world.metric}, step {step}", of(world.metric, str(step)), ".3f"
@@ -143,7 +164,7 @@ def _metric_columns(world: World) -> Iterator[Column]:
     if world.name == "redteam":
         yield "distance of successes", of("sampled.diversity.cosine_distance_of_successes"), ".3f"
         for label, name, how in (("modes of 7", "num_modes", ".1f"), ("effective modes", "num_effective", ".2f")):
-            yield label, lambda done, name=name: done.attacks(name, START if done.arm == START else "last"), how
+            yield label, lambda done, name=name: done.attacks(name, _last(done)), how
         return
     yield "greedy, end", of(world.metric.replace("sampled", "greedy")), ".3f"
     if world.name == "tldr":

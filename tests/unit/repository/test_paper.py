@@ -32,9 +32,10 @@ def made_result(cell: Cell, number: int) -> dict[str, Any]:
     """Return a result whose numbers depend on the arm: the first arm of a world is the best one."""
     metric, arms = WORLDS[cell.arm.world].metric, [arm.name for arm in ARMS if arm.world == cell.arm.world]
     level = 0.9 - 0.02 * arms.index(cell.arm.name) + 0.001 * cell.seed if cell.arm.name in arms else 0.1
+    by_level = {f"{metric}[level=Level {each}]": [level / each, 0.01] for each in (1, 2) if cell.arm.world == "math"}
     evaluation = {
         "train_s": 10.0,
-        "metrics": {metric: [level, 0.01], TLDR_KL: [1.2, None], DISTANCE: [0.3, 0.01]},
+        "metrics": {metric: [level, 0.01], TLDR_KL: [1.2, None], DISTANCE: [0.3, 0.01], **by_level},
         "attacks": {
             "num_modes": 7,
             "num_effective": 6 - 0.01 * number,
@@ -320,6 +321,8 @@ def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) ->
     tables = (tmp_path / "tables.md").read_text()
     assert "| `reinforce` | 3 | 0.861 ± 0.002" in tables
     assert "| `paced-1` (1 ended early: " in tables
+    assert tables.count("at the end, split:") == 1
+    assert "| arm | n | level=Level 1 | level=Level 2 |\n|---|---|---|---|\n| `start` | 1 | 0.100 | 0.050 |\n" in tables
     assert {file.name for file in tmp_path.glob("*.svg")} == {
         *("learning.svg", "frontier.svg", "redteam.svg", "math.svg")
     }

@@ -56,6 +56,7 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 		--set trainer.shuffle_rewards=true || exit 1; done
 	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
 
+# lock-step trains on one batch, so a version comes every step; at this pace four searchers and the services fit on two cores
 overlap: $(VENV)/.run  ## what asynchrony gains at the pace of GPUs: searchers against lock-step (an hour; restartable)
 	$(BIN)/python benchmarks/overlap.py run --kinds searchers --slowdown 20 --set trainer.sync_interval=1 --set sampling.samples_per_insert_error=128
 	$(BIN)/python benchmarks/overlap.py report

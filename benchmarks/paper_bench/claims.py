@@ -22,6 +22,8 @@ from benchmarks.time_to_target_bench.cells import SEEDS as TARGET_SEEDS
 TARGET_DATA = ROOT / "docs" / "time_to_target"
 KEEPS_UP = 0.05
 """Margin of claims that something costs nothing: what may be lost, in the unit of the figure."""
+NUM_ATTACKS = 64
+"""Attacks of a version among which families are counted: as many as the samples in which our notes count answers."""
 OVERLAP_LINK = "[overlap](overlap/cells.jsonl), rehearsed at the pace of GPUs"
 STUDY_LINK = "[asynchrony study](asynchrony/tables.md), tuned"
 
@@ -323,10 +325,6 @@ def _replay_and_beta() -> Iterator[Claim]:
     )
 
 
-NUM_ATTACKS = 64
-"""Samples of which C9 counts the distinct right answers; here it counts the families of attacks that succeed."""
-
-
 def _search() -> Iterator[Claim]:
     paper = "94 to 98 % toxic at a cosine distance of 0.42 to 0.49; diverse where reward maximisers collapse"
     distance = "sampled.diversity.cosine_distance_of_successes"
@@ -364,7 +362,8 @@ def _search() -> Iterator[Claim]:
             paper="more searchers find more, and more diverse, attacks in the same time",
             figure=f"redteam at a pace: {what}, 4 searchers against 1, same seconds per step",
             pairs=_gap("redteam", "paced-4", "paced-1", figure),
-            why="rehearsed pace; the buffer begins with what searchers generated while the others started",
+            why="rehearsed pace; the buffer begins with what searchers generated while the others started"
+            + ("; seven families can succeed" if what.startswith(families) else ""),
         )
 
 

@@ -56,10 +56,10 @@ class Done:
         """Return how many vulnerable families have a success among so many attacks of a version, in expectation.
 
         The attacks are drawn from the evaluated ones without replacement: rarefaction (Hurlbert, 1971), here with the
-        failures as one more class that does not count. None: not measured.
+        failures as one more class that does not count. None: not measured, or fewer attacks have a score.
         """
         evaluation = self.result["evaluations"].get(version)
-        if evaluation is None:
+        if evaluation is None or evaluation["attacks"]["num_attacks"] < num_attacks:
             return None
         attacks = evaluation["attacks"]
         draws = math.comb(attacks["num_attacks"], num_attacks)

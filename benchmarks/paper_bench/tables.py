@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,15 +131,15 @@ def _world_parts(evidence: Evidence, world: World) -> Iterator[str]:
         label = f"`{name}`" + (f" ({len(failed)} ended early: {failed[0]})" if failed else "")
         rows.append([label, str(len(cells)), *(_shown(cells, *column[1:]) for column in columns)])
     yield markdown(["arm", "n", *(column[0] for column in columns)], rows)
-    yield from _by_difficulty(found, world)
+    yield from _by_split(found, world)
 
 
-def _by_difficulty(found: Mapping[str, Sequence[Done]], world: World) -> Iterator[str]:
+def _by_split(found: Mapping[str, Sequence[Done]], world: World) -> Iterator[str]:
     """Yield the metric at the end by what the published evaluation splits it by: levels, steps, families."""
-    start = f"{world.metric}["
-    every = (done for cells in found.values() for done in cells)
-    evaluations = (done.result["evaluations"].get(_last(done), {"metrics": ()}) for done in every)
-    metrics = sorted({metric for each in evaluations for metric in each["metrics"] if metric.startswith(start)})
+    prefix = f"{world.metric}["
+    runs = itertools.chain.from_iterable(found.values())
+    evaluations = (done.result["evaluations"].get(_last(done), {"metrics": ()}) for done in runs)
+    metrics = sorted({metric for one in evaluations for metric in one["metrics"] if metric.startswith(prefix)})
     if metrics:
         figures = [lambda done, metric=metric: done.value(metric, _last(done)) for metric in metrics]
         rows = [
@@ -146,7 +147,7 @@ def _by_difficulty(found: Mapping[str, Sequence[Done]], world: World) -> Iterato
             for name, cells in found.items()
         ]
         yield f"`{world.metric}` at the end, split:"
-        yield markdown(["arm", "n", *(metric.removeprefix(start).rstrip("]") for metric in metrics)], rows)
+        yield markdown(["arm", "n", *(metric.removeprefix(prefix).removesuffix("]") for metric in metrics)], rows)
 
 
 def _last(done: Done) -> str:

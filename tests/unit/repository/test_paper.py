@@ -147,7 +147,8 @@ def test_the_families_among_some_of_the_attacks_are_those_of_every_draw() -> Non
     # a failure counts for nothing, and neither does a success that belongs to no family
     found = [len({*drawn} - {"other", None}) for drawn in itertools.combinations(kinds, 3)]
     assert done.families_among(3, "40") == pytest.approx(sum(found) / len(found))
-    assert done.families_among(3) is None
+    assert done.families_among(len(kinds), "40") == pytest.approx(2)
+    assert (done.families_among(len(kinds) + 1, "40"), done.families_among(3)) == (None, None)
 
 
 def test_models_that_cannot_be_made_leave_their_cells_out_alone(

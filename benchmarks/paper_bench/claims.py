@@ -89,7 +89,8 @@ def _speed() -> Iterator[Claim]:
         figure=f"seconds to {OVERLAP_TARGET:g}, lock-step over asynchronous, 4 searchers; {OVERLAP_LINK}",
         pairs=lambda evidence: evidence.overlap((4, True), (4, False)),
         is_ratio=True,
-        why="same system, objective and hardware; the paper compares with another library",
+        why="same system, objective and hardware; most of it is lock-step's own overhead between its phases, on shared "
+        "cores ([overlap](#overlap)); the paper compares with another library",
     )
     fresh = "both rates falling, seeds that nothing had used"
     for name, seeds, start, words, why in (

@@ -285,7 +285,7 @@ def test_a_job_about_pending_rollouts_counts_them(serve_buffer: ServeBuffer, rew
     client = serve_buffer(**sections(reward)).client()
     client.upload_prompts(make_prompts(4))
     push(client, [make_rollout("train-0", reward=None) for _ in range(5)])
-    client.start_rescore(RescoreRequest(only="pending"))
+    assert client.start_rescore(RescoreRequest(only="pending")).num_total == 5
     push(client, [make_rollout("train-1", reward=None) for _ in range(3)])
     reward.come_back()
     job = finished(client)

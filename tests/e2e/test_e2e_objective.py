@@ -26,19 +26,19 @@ def test_searchers_compute_the_ref_log_probs_and_the_trainer_trains_with_them(
 ) -> None:
     place = make_place(
         objective={"preset": "tb", "beta": 0.1, "reference_placement": "searcher"},
-        trainer={"num_steps": 8, "sync_interval": 2, "checkpoint_interval": 4, "max_unpublished_versions": 1},
+        trainer={"num_steps": 16, "sync_interval": 2, "checkpoint_interval": 4, "max_unpublished_versions": 1},
         sampling={"samples_per_insert_error": 32},  # rollouts wait for training, so some are of later versions
     )
     started = place.start("--set", "model.policy_temperature=0.8")
     assert started.wait() == 0, started.err + started.out
     ledger = place.ledger()
-    assert [entry.step for entry in ledger] == list(range(1, 9))
+    assert [entry.step for entry in ledger] == list(range(1, 17))
     assert all(entry.metrics["kl_to_ref"] is not None for entry in ledger)
     assert {entry.num_rollouts for entry in ledger} == {16}  # none was refused
     assert any(entry.metrics["grad_norm"] for entry in ledger)
     with place.redis_of_ended_run() as redis:
         rollouts = decode_all(stored_rollouts(redis.url))
-    assert len(rollouts) >= 8 * 16 / 2
+    assert len(rollouts) >= 16 * 16 / 2
     assert {r.version for r in rollouts} > {START}  # later versions have the same reference
     carried = [r.ref_logprob for r in rollouts]
     assert all(ref is not None and ref.version == START for ref in carried)

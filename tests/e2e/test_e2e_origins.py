@@ -135,12 +135,13 @@ def test_a_fork_continues_from_a_version_with_what_arrived_before_its_mark(ended
     store = FileStore(folder_of(ended, RUN).store_path)
     assert not [key for key in store.list(f"runs/{RUN}/") if f"/fork-{FORKED_AT}/" in key], "nothing was saved for it"
 
-    last = FORKED_AT.step + NUM_MORE
+    num_more = NUM_MORE + 1  # the rollouts that it begins with are enough for one step fewer
+    last = FORKED_AT.step + num_more
     forked = ended.tba("fork", f"{RUN}@{FORKED_AT}", "forked", "--set", f"trainer.num_steps={last}")
     assert forked.returncode == 0, forked.stderr + forked.stdout
     summary = summary_of(ended, "forked")
     assert (summary["state"], summary["steps"], summary["ledger_violations"]) == ("done", last, [])
-    assert summary["rollouts_trained"] == NUM_MORE * 16
+    assert summary["rollouts_trained"] == num_more * 16
     assert summary["forked_from"] == str(FORKED_AT)
     assert 0 <= summary["start_accuracy"] <= 1
     assert 0 <= summary["final_accuracy"] <= 1

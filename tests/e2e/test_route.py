@@ -42,8 +42,14 @@ BESIDE = (
     "TrackerGroup.step Metrics.record_results Metrics.record_outcomes RepeatLimit.__call__ _in_order.<locals>.order"
 )
 """Metrics, trackers and log lines; no rollout goes through them."""
-AT_TIMES = {"tba/config/redis.py", "services/buffer/tba_buffer/run/data_loss.py"}
-"""Files that run when a request meets a new connection to Redis."""
+AT_TIMES = {
+    # when a request meets a new connection to Redis
+    "tba/config/redis.py",
+    "services/buffer/tba_buffer/run/data_loss.py",
+    # when a draw has to wait for rollouts
+    "tba/errors.py",
+    "services/buffer/tba_buffer/run/components.py",
+}
 PREFIXES = {
     "B": "services/buffer/tba_buffer",
     "S": "services/searcher/tba_searcher",

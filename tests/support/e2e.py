@@ -96,6 +96,11 @@ class Place:
     started: list[Started] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # a port that the system chooses may be given to another process before the service listens
+        for name in ("buffer", "reward"):
+            section = self.recipe.get(name, {})
+            if section.get("port") == 0:
+                section["port"] = free_port()
         # the working tree, whatever is installed
         self.environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), **self.environ}
         (self.path / "recipe.json").write_text(json.dumps(self.recipe))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.support.redis_process import free_port
+
 Item = dict[str, Any]
 Answer = float | str
 """A reward, or the reason of an error."""
@@ -32,7 +34,7 @@ class RewardServer:
         self.requests: list[list[Item]] = []
         """The items of every request that was taken up, in order."""
         self.tokens: set[str | None] = set()
-        self._server = self._listen(0)
+        self._server = self._listen(free_port())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     @property

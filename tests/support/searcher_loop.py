@@ -35,7 +35,7 @@ SEARCHER = {
     "max_prompt_tokens": 24,
     "max_response_tokens": 12,
     "retry_s": 20.0,
-    "drain_s": 3.0,
+    "drain_s": 30.0,
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tba_buffer.service as buffer_module
 from prometheus_client import CollectorRegistry
 from tba_buffer.index import log_follower
 from tba_buffer.index.log_follower import PIECE_LIFETIME_MS, Compactor, read_head
@@ -31,8 +32,9 @@ def redis(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:
-    """20 live rollouts of 40, and a publication."""
+async def buffer(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buffer]:
+    """20 live rollouts of 40, and a publication; nothing that upkeep reads or writes comes in between."""
+    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     started = new_buffer(redis)
     await started.start()
     await started.prompts.catalog.upload(make_prompts(4))

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+import tba_buffer.service as buffer_module
 from prometheus_client import CollectorRegistry
 from tba_buffer.index.log_follower import Compactor, read_head
 from tba_buffer.service import Buffer
@@ -33,7 +34,10 @@ async def new_buffer(redis: RedisProcess) -> AsyncIterator[Callable[..., Buffer]
         await buffer.stop()
 
 
-async def test_the_older_process_removes_nothing_and_serves_nothing(new_buffer: Callable[..., Buffer]) -> None:
+async def test_the_older_process_removes_nothing_and_serves_nothing(
+    new_buffer: Callable[..., Buffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)  # it would notice the newer process before it is told
     old = new_buffer(max_rollouts=10)
     await old.context.redis.flushall()
     await old.start()
@@ -60,7 +64,10 @@ async def test_the_older_process_removes_nothing_and_serves_nothing(new_buffer: 
     assert (await new.sampling.batch_drawer.draw(request)).body
 
 
-async def test_the_older_process_stores_nothing(new_buffer: Callable[..., Buffer]) -> None:
+async def test_the_older_process_stores_nothing(
+    new_buffer: Callable[..., Buffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     old = new_buffer()
     await old.context.redis.flushall()
     await old.start()

@@ -136,6 +136,7 @@ def test_what_stays_the_same_is_not_told_again(serve_buffer: ServeBuffer) -> Non
     wait = Wait(name="trainer-ahead", for_s=2.0, deadline_in_s=60.0)
     beat(client, "running", wait=wait)
     follower = Follower(client.events())
+    follower.find("the run", lambda event: event.event == "run")
     for number in range(10):
         beat(client, "running", wait=wait, gauges={"tokens_per_s": float(number)})
     beat(client, "draining")
@@ -188,7 +189,7 @@ def test_an_old_stream_ends_and_its_reader_continues(
     buffer = serve_buffer()
     assert [event.event for event in buffer.client().events()][:1] == ["run"], "it ended without an error"
     said: list[str] = []
-    follower = Follower(lasting_events(buffer.client(), on_progress=said.append, away_s=0.5))
+    follower = Follower(lasting_events(buffer.client(), on_progress=said.append, away_s=5.0))
     until("streams were renewed", lambda: values(buffer.url, "tba_event_streams_ended_total")[("renewed",)] >= 3)
     buffer.client().command("pause", RunCommand())
     follower.find("a change", lambda event: event.data.get("state") == "paused")
@@ -232,8 +233,8 @@ def test_more_streams_than_may_be_are_refused(serve_buffer: ServeBuffer, monkeyp
 
 
 def test_a_reader_that_does_not_read_is_cut_off(serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tba_buffer.run.event_streams, "MAX_QUEUED", 16)
-    monkeypatch.setattr(tba_buffer.run.event_streams, "SEND_S", 0.5)
+    # long enough for the other reader, which reads: it shares two cores with everything else
+    monkeypatch.setattr(tba_buffer.run.event_streams, "SEND_S", 3.0)
     buffer = serve_buffer()
     buffer.hold_little()
     client = buffer.client()

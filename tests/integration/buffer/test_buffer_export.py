@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,13 @@ def test_a_client_that_hangs_up_makes_room_for_the_next(
 
 def test_requests_that_come_at_once_are_all_counted(served: BufferThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "MAX_EXPORTS", 1)
-    monkeypatch.setattr(parquet.RolloutExports, "_table", lambda self, *args: time.sleep(1) or TABLE(self, *args))
+    refused = threading.Event()
+    monkeypatch.setattr(parquet.RolloutExports, "_table", lambda self, *args: refused.wait(60) and TABLE(self, *args))
     with ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(httpx2.get, [f"{served.url}/v1/rollouts.parquet"] * 6))
+        asked = [pool.submit(httpx2.get, f"{served.url}/v1/rollouts.parquet", timeout=60) for _ in range(6)]
+        until("five have their answers", lambda: sum(reply.done() for reply in asked) == 5)
+        refused.set()
+        replies = [reply.result() for reply in asked]
     assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429, 429, 429]
     assert next(reply for reply in replies if reply.status_code == 200).content[-4:] == b"PAR1"
 

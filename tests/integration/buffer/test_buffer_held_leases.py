@@ -27,6 +27,8 @@ from tba.wire import encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import fulfil, lease, request_eval
+from tests.support.metrics import values
+from tests.support.waits import until
 
 FLOW = {"samples_per_insert": 1.0, "samples_per_insert_error": 16, "prompts_per_batch": 2, "min_size_to_sample": 8}
 """Room for four visits of four rollouts, and for two more with each batch."""
@@ -57,16 +59,22 @@ def draw(client: BufferClient, lineage: LineageReply, step: int) -> None:
     )
 
 
+def until_held(buffer: BufferThread, num_requests: int) -> None:
+    """Wait until so many requests have arrived, and have had time to get what they should not get."""
+    until("all have arrived", lambda: values(buffer.url, "tba_requests_in_flight").get(("lease",), 0) == num_requests)
+    time.sleep(0.3)
+
+
 def answer_after(buffer: BufferThread, act: Callable[[], object], **changes) -> LeaseReply:
     """Hold a request, see that it waits, act, and return its answer."""
     with ThreadPoolExecutor(1) as pool:
         answer: Future[LeaseReply] = pool.submit(hold, buffer, **changes)
-        time.sleep(0.6)
+        until_held(buffer, 1)
         assert not answer.done()
         begin = time.monotonic()
         act()
         reply = answer.result(WAIT_S)
-        assert time.monotonic() - begin < 5.0, "something else than the act has ended the wait"
+        assert time.monotonic() - begin < 15.0, "something else than the act has ended the wait"
         return reply
 
 
@@ -89,10 +97,10 @@ def test_held_requests_share_the_room_of_a_draw(serve_buffer: ServeBuffer) -> No
     lineage = fill(client := buffer.client())
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(hold, buffer, searcher_id=name) for name in ("s2", "s3")]
-        time.sleep(0.6)
+        until_held(buffer, 2)
         assert not any(answer.done() for answer in answers)
         draw(client, lineage, 1)
-        assert [len(answer.result(5.0).leases) for answer in answers] == [1, 1]
+        assert [len(answer.result(15.0).leases) for answer in answers] == [1, 1]
     # alone, a request has all of it
     assert len(answer_after(buffer, lambda: draw(client, lineage, 2)).leases) == 2
 
@@ -103,12 +111,12 @@ def test_a_held_request_that_wants_a_round_gets_no_less(serve_buffer: ServeBuffe
     lineage = fill(client := buffer.client())
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(hold, buffer, searcher_id=name, min_leases=2) for name in ("s2", "s3")]
-        time.sleep(0.6)
+        until_held(buffer, 2)
         draw(client, lineage, 1)
-        time.sleep(0.6)
+        until_held(buffer, 1)
         assert sorted(answer.done() for answer in answers) == [False, True]
         draw(client, lineage, 2)
-        assert [len(answer.result(5.0).leases) for answer in answers] == [2, 2]
+        assert [len(answer.result(15.0).leases) for answer in answers] == [2, 2]
 
 
 def test_a_held_request_has_all_where_the_rest_is_too_little_for_the_others(serve_buffer: ServeBuffer) -> None:
@@ -117,16 +125,16 @@ def test_a_held_request_has_all_where_the_rest_is_too_little_for_the_others(serv
     lineage = fill(client := buffer.client())
     with ThreadPoolExecutor(2) as pool:
         small = pool.submit(hold, buffer, searcher_id="s2")
-        time.sleep(0.3)
+        until_held(buffer, 1)
         large = pool.submit(hold, buffer, searcher_id="s3", min_leases=2)
-        time.sleep(0.6)
+        until_held(buffer, 2)
         draw(client, lineage, 1)
-        time.sleep(0.6)
+        until_held(buffer, 1)
         assert sorted(answer.done() for answer in (small, large)) == [False, True]
         done, waiting = (small, large) if small.done() else (large, small)
         assert len(done.result().leases) == 2
         draw(client, lineage, 2)
-        assert len(waiting.result(5.0).leases) == 2
+        assert len(waiting.result(15.0).leases) == 2
 
 
 def test_a_held_request_gets_what_there_is_when_its_time_is_over(serve_buffer: ServeBuffer) -> None:
@@ -186,16 +194,15 @@ def test_a_paused_run_holds_requests_until_it_goes_on(serve_buffer: ServeBuffer)
 def test_of_more_requests_than_are_held_the_rest_is_answered_at_once(serve_buffer: ServeBuffer) -> None:
     """So hundreds of searchers that wait cost the buffer no more than those that are held."""
     buffer = serve_buffer(sampling=FLOW)
-    fill(buffer.client())
+    lineage = fill(client := buffer.client())
     with ThreadPoolExecutor(MAX_HELD + 4) as pool:
-        held = [pool.submit(hold, buffer, searcher_id=f"s{i}", wait_s=3.0) for i in range(MAX_HELD)]
-        time.sleep(1.0)
-        begin = time.monotonic()
-        reply = hold(buffer, searcher_id="late", wait_s=3.0)
-        assert time.monotonic() - begin < 1.0
+        held = [pool.submit(hold, buffer, searcher_id=f"s{i}") for i in range(MAX_HELD)]
+        until_held(buffer, MAX_HELD)
+        reply = hold(buffer, searcher_id="late")
         assert (reply.leases, reply.wait) == ([], "trainer-ahead")
         assert reply.retry_after_s > 0
-        assert not any(answer.done() for answer in held)
+        assert not any(answer.done() for answer in held), "the rest has waited as long as those that are held"
+        client.command("done", RunCommand(token=lineage.token, reason="test"))
 
 
 def test_many_requests_at_once_hold_no_more_places_than_there_are(serve_buffer: ServeBuffer) -> None:
@@ -268,7 +275,7 @@ def test_a_searcher_that_hung_up_gets_nothing(serve_buffer: ServeBuffer) -> None
     connection = HTTPConnection(urlsplit(buffer.url).netloc, timeout=WAIT_S)
     request = LeaseRequest(searcher_id="gone", max_leases=8, wait_s=WAIT_S, known_version="0-0")
     connection.request("POST", "/v1/leases", request.model_dump_json(), {"content-type": "application/json"})
-    time.sleep(0.6)
+    until_held(buffer, 1)
     connection.close()
     time.sleep(0.6)
     draw(client, lineage, 1)

@@ -40,10 +40,12 @@ async def test_a_catch_up_that_ends_early_continues_where_it_ended(
     index = await view.catch_up()
     for _ in range(12):
         await buffer.rollouts.writer.push([encode_rollout(make_rollout())])
-    xrange, pages = redis_client.xrange, 0
+    xrange, pages, here = redis_client.xrange, 0, asyncio.current_task()
 
     async def second_page_ends(*args: Any) -> Any:
         nonlocal pages
+        if asyncio.current_task() is not here:  # upkeep reads the log as well
+            return await xrange(*args)
         pages += 1
         if pages == 2:
             raise UnavailableError("away") if how == "fails" else asyncio.CancelledError

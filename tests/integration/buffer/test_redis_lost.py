@@ -124,6 +124,11 @@ class World:
 
 
 @pytest.fixture
+def without_upkeep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_buffer.service.UPKEEP_S", 3600.0)
+
+
+@pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path)
     yield made
@@ -231,6 +236,7 @@ def test_what_is_refused_over_an_emptied_redis_begins_no_run_in_it(world: World)
     world.start_buffer()
 
 
+@pytest.mark.usefixtures("without_upkeep")  # the push is to notice it
 def test_a_buffer_starts_over_a_redis_that_was_emptied_under_a_push_and_refuses(world: World) -> None:
     with Redis.from_url(world.redis.url) as admin:
         admin.flushall()

@@ -227,10 +227,12 @@ def test_a_scorer_that_did_not_start_ends_the_start_at_once_with_its_reason(plac
 
 
 def test_a_service_that_is_slow_says_why_while_it_is_waited_for(place):
-    done = place.run("--set", "local.start_timeout_s=5", FAKE_REWARD="slow")
+    done = place.run("--set", "local.start_timeout_s=15", FAKE_REWARD="slow")
     assert done.returncode == 2
     assert done.stdout.count("reward is not ready yet: addition: python: it is starting") == 1
-    assert f"reward was not ready within 5 s (local.start_timeout_s); see {place.failed_logs}/reward.log" in done.stderr
+    assert (
+        f"reward was not ready within 15 s (local.start_timeout_s); see {place.failed_logs}/reward.log" in done.stderr
+    )
 
 
 def test_a_run_that_failed_can_be_resumed(place):

@@ -167,7 +167,7 @@ async def test_a_hung_endpoint_costs_the_deadline_and_only_its_batch(server: Rew
         return float(len(item["response"]))
 
     server.score = hold
-    scorer = build(server.url, max_batch_items=1, max_concurrent=2, timeout_s=1.5)
+    scorer = build(server.url, max_batch_items=1, max_concurrent=2, timeout_s=5.0)
     outcomes = await scored(scorer, "slow", "bb", "ccc")
     held.set()
     assert reason(outcomes[0]) == "unreachable"

@@ -126,7 +126,7 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
 
 
 def test_a_missing_reward_service_a_restarting_buffer_and_a_clock_hours_off_are_waited_out(make_world, models):
-    world: World = make_world()
+    world: World = make_world(searcher={"retry_s": TIMEOUT_S})
     process = world.start_searcher(clock_shift_s=-5 * 3600.0)
     world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
     assert world.client.stats().num_scored == 0
@@ -204,7 +204,7 @@ def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world)
 
 
 def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_world):
-    world: World = make_world(buffer={"lease_s": 6.0}, searcher={"score_retry_s": 10.0})
+    world: World = make_world(buffer={"lease_s": 12.0}, searcher={"score_retry_s": 20.0})
     process = world.start_searcher()  # there is no reward service: a visit waits for its scores
     world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
     stats = world.client.stats()

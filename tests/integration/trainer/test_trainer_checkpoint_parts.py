@@ -434,6 +434,7 @@ def test_a_follower_that_does_not_fetch_in_time_is_named(tmp_path: Path, monkeyp
         pair.checkpoints.load(key)
     assert pair.waits == ["checkpoint-download"]
     busy.set()
+    pair.checkpoints._retry_s = 60.0
     pair.checkpoints.load(key).close()
 
 

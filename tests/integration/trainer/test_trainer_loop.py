@@ -89,8 +89,10 @@ def test_a_paced_step_ends_no_sooner_and_says_by_how_much_it_was_too_late(
     assert first_s is not None
     assert second_s is not None
     assert late_s is not None
-    assert second_s - first_s >= 0.9 * pace_s
-    assert (late_s > 0) == is_late  # of the second step: the first one is slow by itself
+    assert first_s >= pace_s
+    assert second_s >= 2 * pace_s + late_s  # a step that ends late by a wake-up does not make the next one end later
+    if is_late:
+        assert late_s > 0  # of the second step: the first one is slow by itself
 
 
 @pytest.mark.parametrize("preset", ["tb", "tba_prime", "tb_log_z", "tba_prime_published"])
@@ -313,8 +315,9 @@ def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_
         put_file(self, key, path, create_only=create_only)
 
     monkeypatch.setattr(FileStore, "put_file", never)
-    trainer = {"num_steps": 50, "sync_interval": 1, "max_unpublished_versions": 2, "retry_s": 1.5}
-    with pytest.raises(WaitTimeoutError, match=r"2 weight versions .* within 1.5 s \(the store is away\)"):
+    monkeypatch.setattr("tba_trainer.loop.status.HEARTBEAT_INTERVAL_S", 0.05)
+    trainer = {"num_steps": 50, "sync_interval": 1, "max_unpublished_versions": 2, "retry_s": 3.0}
+    with pytest.raises(WaitTimeoutError, match=r"2 weight versions .* within 3 s \(the store is away\)"):
         world.train(make_recipe(model, trainer=trainer))
     assert world.buffer.step == 3  # versions 1 and 2 wait, the third has no place
     assert world.buffer.state == "running"
@@ -412,16 +415,21 @@ def test_no_batch_ends_with_the_name_of_the_wait(world: World, model: Path) -> N
 
 
 def test_a_paused_run_does_not_use_up_the_wait_for_a_batch(world: World, model: Path) -> None:
-    until = time.monotonic() + 2.0
+    begin: list[float] = []
+
+    def waits() -> set[str]:
+        return {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
 
     def before(method: str) -> None:
-        if method == "draw_batch" and time.monotonic() < until:
-            raise BusyError("paused", retry_after_s=0.05, wait="run-paused")
+        if method == "draw_batch":
+            begin.append(time.monotonic())
+            if (paused_s := begin[-1] - begin[0]) < 2.0 or ("run-paused" not in waits() and paused_s < 60.0):
+                raise BusyError("paused", retry_after_s=0.05, wait="run-paused")
 
     world.buffer.before = before
     world.train(make_recipe(model, trainer={"batch_wait_s": 1.5}))
     assert world.buffer.state == "done"
-    assert "run-paused" in {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
+    assert "run-paused" in waits()
 
 
 def test_a_stopping_run_is_published_checkpointed_exported_and_done(world: World, model: Path) -> None:

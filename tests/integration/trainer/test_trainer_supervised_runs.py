@@ -85,7 +85,8 @@ def test_a_killed_training_goes_on_and_ends_in_the_same_bits(tmp_path: Path) -> 
     # how often checkpoints are written changes nothing
     often, seldom = (recipe_of(tmp_path, num_steps=100, checkpoint_interval=n) for n in (2, 1000))
     command = program(often, tmp_path, SUMS, name="killed")
-    process = subprocess.Popen(command, env=environ(), stderr=subprocess.DEVNULL)
+    # nobody reads what it says: once the pipe is full it stops, so it cannot end before it is killed
+    process = subprocess.Popen(command, env=environ(), stderr=subprocess.PIPE, pipesize=4096)
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not list(tmp_path.glob(".killed.checkpoint/0*")):
@@ -94,7 +95,7 @@ def test_a_killed_training_goes_on_and_ends_in_the_same_bits(tmp_path: Path) -> 
             time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.communicate()
     assert not (tmp_path / "killed").exists()
     [checkpoint] = sorted(tmp_path.glob(".killed.checkpoint/0*"))[-1:]
     resumed = train(seldom, tmp_path, SUMS, name="killed")

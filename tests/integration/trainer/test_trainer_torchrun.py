@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tba_trainer.trainer import train
 
 from tba.config import load_recipe
+from tba.service_main import EXIT_ERROR
 from tba.store import FileStore, open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
@@ -98,7 +99,8 @@ def test_processes_that_torchrun_started_stop_die_and_are_continued_by_one(
     third = run.start(num_processes=2)
     assert run.buffer.step < NUM_STEPS - 3, "too few steps are left to lose a process in"
     run.at_call(at_step(run, run.buffer.step + 2), lambda: os.kill(workers_of(third)[1], signal.SIGKILL))
-    assert run.end_of(third) == 1
+    # the launcher's own, or that of the leader where both are gone when it looks
+    assert run.end_of(third) in (1, EXIT_ERROR)
     assert "error: trainer: process 0 of 2 has lost another process of this trainer" in run.log(2)
     assert "Traceback" not in run.log(2)
     assert run.buffer.state == "running"

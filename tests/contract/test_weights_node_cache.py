@@ -181,6 +181,7 @@ def test_a_searcher_that_dies_or_stops_while_it_makes_a_version_holds_nobody_up(
         )
         thread.start()
         until("it waits for the other searcher", lambda: waits or found)
+        assert sent == signal.SIGSTOP or not found
         os.kill(process.pid, sent)
         thread.join(timeout=30)
         assert [each.route for each in found] == ["full"]

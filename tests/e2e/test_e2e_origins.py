@@ -135,7 +135,7 @@ def test_a_fork_continues_from_a_version_with_what_arrived_before_its_mark(ended
     store = FileStore(folder_of(ended, RUN).store_path)
     assert not [key for key in store.list(f"runs/{RUN}/") if f"/fork-{FORKED_AT}/" in key], "nothing was saved for it"
 
-    num_more = NUM_MORE + 1  # the rollouts that it begins with are enough for one step fewer
+    num_more = NUM_MORE + 1  # `samples_per_insert_error` allows NUM_MORE batches before new rollouts come
     last = FORKED_AT.step + num_more
     forked = ended.tba("fork", f"{RUN}@{FORKED_AT}", "forked", "--set", f"trainer.num_steps={last}")
     assert forked.returncode == 0, forked.stderr + forked.stdout

@@ -11,7 +11,7 @@ from tests.support.e2e import RUN, Place, decode_all, stored_rollouts, tiny_sect
 from tests.support.tiny_model import make_tiny_model
 from tests.support.vllm_greedy import TIMEOUT_S, why_not
 
-NUM_STEPS = 20
+NUM_STEPS = 12
 STOPS = [*"0123456789"]
 
 
@@ -26,7 +26,7 @@ def test_a_run_with_vllm_generates_updates_and_evaluates(tmp_path: Path, pytestc
         searcher={"engine": "vllm", "max_response_tokens": 12, "tasks": {REWARD: {"stop": STOPS}}},
         sampling={"samples_per_insert_error": 32},  # rollouts wait for training, so some are of later versions
         trainer={"num_steps": NUM_STEPS, "sync_interval": 2, "max_unpublished_versions": 1},
-        eval={"every_steps": 10, "num_prompts": 8, "num_prompts_final": 8},
+        eval={"every_steps": 6, "num_prompts": 8, "num_prompts_final": 8},
     )
     cached = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
     cache = {"VLLM_CACHE_ROOT": str(cached.mkdir("vllm"))} if cached else {}

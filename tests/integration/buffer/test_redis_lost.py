@@ -125,6 +125,7 @@ class World:
 
 @pytest.fixture
 def without_upkeep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave it to the other requests to notice a loss."""
     monkeypatch.setattr("tba_buffer.service.UPKEEP_S", 3600.0)
 
 
@@ -218,6 +219,7 @@ def test_a_loss_that_no_rollout_shows_is_noticed_too(world: World) -> None:
     world.refused(LOST)
 
 
+@pytest.mark.usefixtures("without_upkeep")
 def test_a_redis_that_is_emptied_while_it_runs_is_noticed_by_the_push(world: World) -> None:
     with Redis.from_url(world.redis.url) as admin:
         admin.flushall()
@@ -236,7 +238,7 @@ def test_what_is_refused_over_an_emptied_redis_begins_no_run_in_it(world: World)
     world.start_buffer()
 
 
-@pytest.mark.usefixtures("without_upkeep")  # the push is to notice it
+@pytest.mark.usefixtures("without_upkeep")
 def test_a_buffer_starts_over_a_redis_that_was_emptied_under_a_push_and_refuses(world: World) -> None:
     with Redis.from_url(world.redis.url) as admin:
         admin.flushall()

@@ -126,7 +126,7 @@ async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(
     make_world: MakeWorld, reward: RewardServer
 ) -> None:
     """Rollouts are pushed unscored, for the buffer's own scorer; an evaluation is returned, not reported as unknown."""
-    world = make_world(searcher={"max_unpushed_rollouts": 16, "score_retry_s": 60.0})
+    world = make_world(searcher={"max_unpushed_rollouts": 16, "score_retry_s": 60.0, "drain_s": 3.0})
     evaluation = request_eval(world.client, world.lineage)
     reward.gate.clear()
     task = asyncio.create_task(world.loop.run())

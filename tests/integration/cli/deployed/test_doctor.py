@@ -51,7 +51,7 @@ def test_a_deployment_that_is_well(deployment: Deployment, capsys: pytest.Captur
     recipe = deployment.write("well")
     code = main(["doctor", "--config", str(recipe), "--json"])
     document = json.loads(capsys.readouterr().out)
-    # uvicorn renews its Date ten times a second where it can: on a busy machine its clock seems to be late
+    # uvicorn renews its Date once a second, by ticks that a busy machine delays
     may_warn = ("disk", "clock")
     bad = [
         found for found in document["results"] if found["level"] in ("warn", "fail") and found["code"] not in may_warn

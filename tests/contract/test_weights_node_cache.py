@@ -173,7 +173,7 @@ def test_a_searcher_that_dies_or_stops_while_it_makes_a_version_holds_nobody_up(
         assert process.stdout.readline() == "locked\n"
         found: list[LocalVersion] = []
         waits: list[float | None] = []
-        # only of one that stops without an end the wait has to end by itself
+        # a stopped process keeps the lock, so that wait ends by its own limit; a killed one gives the lock up at once
         wait_s = 60 if sent == signal.SIGKILL else 3
         versions = reader(wait_s=wait_s, on_wait=waits.append)
         thread = threading.Thread(

@@ -90,7 +90,7 @@ def test_a_paced_step_ends_no_sooner_and_says_by_how_much_it_was_too_late(
     assert second_s is not None
     assert late_s is not None
     assert first_s >= pace_s
-    assert second_s >= 2 * pace_s + late_s  # a step that ends late by a wake-up does not make the next one end later
+    assert second_s >= 2 * pace_s + late_s  # not 2 * first_s: a late wake-up of one step does not delay the next one
     if is_late:
         assert late_s > 0  # of the second step: the first one is slow by itself
 

@@ -397,6 +397,11 @@ class SearcherSection(StrictModel):
                 )
         return self
 
+    def response_limit(self, task: str) -> int:
+        """Return the most tokens that a response to a prompt of a task may have."""
+        section = self.tasks.get(task)
+        return (section and section.max_response_tokens) or self.max_response_tokens
+
     @property
     def distortions(self) -> list[str]:
         """The settings that make the behaviour policy another distribution than softmax(logits / temperature)."""

@@ -22,6 +22,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
+from tba.wire.rollout import MAX_TOKENS
 from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
 from tests.support.waits import DEADLINE_S
 
@@ -36,6 +37,7 @@ def make_recipe(*, run: str = "test", **sections: dict[str, Any]) -> Recipe:
         "model": {"path": "models/none"},
         "data": {"generator": "addition"},
         "objective": {"preset": "tb"},
+        "searcher": {"max_response_tokens": MAX_TOKENS},  # tests push rollouts of many lengths
         "sampling": {
             "prompts_per_batch": 4,
             "group_size": 4,

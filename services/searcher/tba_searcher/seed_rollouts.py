@@ -197,12 +197,9 @@ def _seed(recipe: Recipe, codec: TextCodec, row: SeedRow, where: str, prompts: d
         raise ConfigError(f"{where}: {prompt_id!r} is not a train prompt of the recipe")
     prompt = prompts[prompt_id]
     prompt_tokens, response_tokens = codec.encode_prompt(prompt.text), codec.encode_response(row.response)
-    task_limit = (
-        recipe.searcher.tasks[prompt.task].max_response_tokens if prompt.task in recipe.searcher.tasks else None
-    )
     for what, num, limit in (
         ("prompt", len(prompt_tokens), recipe.searcher.max_prompt_tokens),
-        ("response", len(response_tokens), task_limit or recipe.searcher.max_response_tokens),
+        ("response", len(response_tokens), recipe.searcher.response_limit(prompt.task)),
     ):
         if num > limit:
             raise ConfigError(f"{where}: its {what} has {num} tokens, and the recipe's searchers take {limit}")

@@ -12,7 +12,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from tba.api import BatchRequest, LeaseRequest, PushReply
+from tba.api import BatchRequest, LeaseRequest, Prompt, PushReply
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, UnavailableError
 from tba.versions import PolicyVersion
@@ -146,6 +146,27 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
     metrics = urllib.request.urlopen(client.base_url + "/metrics").read().decode()
     assert 'tba_rollouts_total{outcome="refused"} 7.0' in metrics
     assert 'tba_buffer_refused_total{reason="malformed"} 2.0' in metrics
+
+
+def test_a_rollout_that_no_searcher_of_the_recipe_makes_is_too_long(serve_buffer: ServeBuffer) -> None:
+    tasks = {"addition": {"max_response_tokens": 6}}
+    buffer = serve_buffer(searcher={"max_prompt_tokens": 4, "max_response_tokens": 8, "tasks": tasks})
+    client = buffer.client()
+    client.upload_prompts([*make_prompts(1), Prompt(prompt_id="other", task="other", text="x", data={}, split="train")])
+    rollouts = [
+        make_rollout(num_tokens=6),
+        make_rollout("other", num_tokens=8),
+        make_rollout(num_tokens=7, task="other"),  # what a rollout calls its task itself counts for nothing
+        make_rollout("other", num_tokens=20_000),
+        make_rollout(prompt_tokens=np.arange(5, dtype=np.int32)),
+    ]
+    reply = client.push([encode_rollout(rollout) for rollout in rollouts])
+    assert outcomes(reply) == ["new", "new", "refused", "refused", "refused"]
+    assert all((item.reason or "").startswith("too-long: ") for item in reply.outcomes[2:])
+    stats = client.stats()
+    assert stats.refused == {"too-long": 3}
+    assert stats.tokens is not None
+    assert stats.tokens.refused == {"too-long": 7 + 20_000 + 3}
 
 
 def test_a_rollout_of_a_known_lineage_is_accepted(serve_buffer: ServeBuffer) -> None:

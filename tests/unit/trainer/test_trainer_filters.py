@@ -48,7 +48,7 @@ REFUSALS = [
     ({"prompt_id": "another"}, "prompt", "it names prompt 'another'"),
     ({"response_tokens": np.array([5, VOCAB_SIZE])}, "vocabulary", f"token id {VOCAB_SIZE} is outside"),
     ({"prompt_tokens": np.array([10**6])}, "vocabulary", "token id 1000000 is outside the model's vocabulary of 33"),
-    ({"response_tokens": LONG}, "too-long", "67 tokens, the model reads 64"),
+    ({"response_tokens": LONG}, "too-long", "67 tokens, model and recipe allow 64"),
     ({"sampler_logprobs": np.array([-0.5, -1e30])}, "sampler-logprob", "no sampler draws such a token"),
     ({"version_spans": spans((2, 51))}, "future-version", "version 2-51 comes after the trainer's own, 2-50"),
     ({"version_spans": spans((2, 49), (2, 51))}, "future-version", "version 2-51"),
@@ -122,11 +122,15 @@ def test_what_decoding_refused_stays_refused() -> None:
 def test_what_is_needed_follows_from_the_model_and_the_objective(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
 
-    def needs(**objective: object) -> Requirements:
-        recipe = make_recipe(folder, objective=objective)
+    def needs(sections: dict[str, dict[str, object]] | None = None, **objective: object) -> Requirements:
+        recipe = make_recipe(folder, objective=objective, **(sections or {}))
         return Requirements.of(recipe, load_policy(recipe.model, device="cpu", gradient_checkpointing=False))
 
-    assert needs() == Requirements(vocab_size=VOCAB_SIZE, max_tokens=512, ref_logprobs=False, min_group=2)
+    assert needs() == Requirements(vocab_size=VOCAB_SIZE, max_tokens=64 + 64, ref_logprobs=False, min_group=2)
+    assert needs({"searcher": {"max_prompt_tokens": 8, "max_response_tokens": 5}}).max_tokens == 13
+    assert needs({"searcher": {"max_response_tokens": 1000}}).max_tokens == 512  # the model's own
+    # a snapshot was made with the limits of another recipe
+    assert needs({"run": {"name": "demo", "snapshot": "other/saved"}}).max_tokens == 512
     assert needs(reference_placement="searcher").ref_logprobs
     assert not needs(preset="reinforce", beta=0.0).ref_logprobs
     assert needs(preset="reinforce", beta=0.0).min_group == 1

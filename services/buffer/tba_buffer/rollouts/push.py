@@ -178,6 +178,15 @@ class RolloutWriter:
         if found[1].split != "train":
             detail = f"prompt {item.prompt_id!r} is held out and never trained on"
             raise RefusedItem("heldout-prompt", detail, item)
+        searcher = self._context.recipe.searcher
+        for what, tokens, limit in (
+            ("prompt", item.prompt_tokens, searcher.max_prompt_tokens),
+            ("response", item.response_tokens, searcher.response_limit(found[1].task)),
+        ):
+            # one that no searcher of this recipe makes would hold up the trainer for as long as it is stored
+            if len(tokens) > 4 * limit:
+                detail = f"its {what} has {len(tokens) // 4} tokens, the recipe allows {limit}"
+                raise RefusedItem("too-long", f"{detail} (searcher.max_{what}_tokens; searcher.tasks)", item)
         for lineage, step, _, _ in item.version_spans:
             # version 0-0 is the starting model, which no trainer made
             if (lineage or step) and not knows(lineage):

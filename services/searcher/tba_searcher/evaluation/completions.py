@@ -127,7 +127,7 @@ def _requests(recipe: Recipe, found: Answers, eos_ids: tuple[int, ...]) -> Itera
                         request_id=f"{mode}/{index}/{number}",
                         prompt_tokens=tokens,
                         sampling=Sampling(temperature=temperature_of(mode, recipe), stop=tuple(task.stop)),
-                        max_response_tokens=task.max_response_tokens or recipe.searcher.max_response_tokens,
+                        max_response_tokens=recipe.searcher.response_limit(prompt.task),
                         min_response_tokens=task.min_response_tokens,
                         eos_ids=eos_ids,
                     ),

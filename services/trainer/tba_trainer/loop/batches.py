@@ -242,7 +242,7 @@ class Requirements:
 
     vocab_size: int
     max_tokens: int | None
-    """Prompt and response together; None: the model has no limit."""
+    """Prompt and response together, of the model and the recipe; None: neither has a limit."""
     ref_logprobs: bool
     """Rollouts must carry the starting model's log-prob, because the trainer computes none."""
     min_group: int
@@ -251,10 +251,14 @@ class Requirements:
     @classmethod
     def of(cls, recipe: Recipe, model: Any) -> Requirements:
         """Return the requirements of a policy and of the recipe's objective."""
-        section = recipe.objective
+        section, searcher = recipe.objective, recipe.searcher
+        limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+        # the buffer refuses pushes of longer ones; those of a snapshot were made with the limits of another recipe
+        if recipe.run.snapshot is None:
+            limits.append(searcher.max_prompt_tokens + searcher.max_response_tokens)
         return cls(
             vocab_size=int(model.get_input_embeddings().num_embeddings),
-            max_tokens=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+            max_tokens=min((limit for limit in limits if limit is not None), default=None),
             ref_logprobs=section.needs_reference and section.reference_placement == "searcher",
             # every other objective compares the rollouts of a group with each other; groups of one are its own choice
             min_group=1 if section.preset == "reinforce" or recipe.sampling.group_size == 1 else 2,
@@ -353,7 +357,7 @@ def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Rejectio
         return Rejection("vocabulary", f"{text}; searchers and trainer must use the same model")
     num_tokens = len(rollout.prompt_tokens) + len(rollout.response_tokens)
     if required.max_tokens is not None and num_tokens > required.max_tokens:
-        return Rejection("too-long", f"{num_tokens} tokens, the model reads {required.max_tokens}")
+        return Rejection("too-long", f"{num_tokens} tokens, model and recipe allow {required.max_tokens}")
     lowest = float(rollout.sampler_logprobs.min())
     if not lowest >= MIN_SAMPLER_LOGPROB:  # "not >=" also catches NaN
         return Rejection("sampler-logprob", f"a sampler log-prob is {lowest:g}: no sampler draws such a token")

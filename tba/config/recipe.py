@@ -13,6 +13,7 @@ from tba.config.data import DataSection, PrepareItem
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
 from tba.config.reward import BUILT_IN_TASKS, RewardSection
+from tba.config.schedules import Schedule
 from tba.config.searcher import VLLM_ENGINES, VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSection
 from tba.config.sections import (
     AuthSection,
@@ -73,6 +74,16 @@ class Recipe(StrictModel):
     local: LocalSection = LocalSection()
     log_format: Literal["auto", "console", "json"] = "auto"
     """Log lines: JSON, console, or console on a terminal and JSON otherwise."""
+
+    @model_validator(mode="after")
+    def _sample_from_the_policy(self) -> Recipe:
+        """Give searchers the policy temperature where the recipe names none."""
+        given = self.searcher.model_fields_set
+        if "sampling_temperature" not in given and self.searcher.temperature_mix is None:
+            default = Schedule(value=self.model.policy_temperature)
+            # the only way into a frozen model
+            object.__setattr__(self, "searcher", self.searcher.model_copy(update={"sampling_temperature": default}))
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -316,6 +327,20 @@ class Recipe(StrictModel):
             return True
         found = self.searcher.sampling_temperature
         return {found.lowest(self.trainer.num_steps), found.highest} != {self.model.policy_temperature}
+
+    @property
+    def temperature_warning(self) -> str | None:
+        """What to say before a start where all training is off-policy and no mix says so; behind the ; what to do."""
+        if self.searcher.temperature_mix is not None or self.is_offline or not self.samples_at_other_temperatures:
+            return None
+        found = self.searcher.sampling_temperature
+        values = sorted({found.lowest(self.trainer.num_steps), found.highest})
+        return (
+            f"searcher.sampling_temperature is {' to '.join(f'{value:g}' for value in values)}, and "
+            f"model.policy_temperature is {self.model.policy_temperature:g}: searchers sample from another policy than "
+            "the one that is trained, so even new rollouts are off-policy; remove searcher.sampling_temperature, "
+            "whose default is the policy temperature, unless you mean it"
+        )
 
     @property
     def searchers_hold_start(self) -> bool:

@@ -309,7 +309,8 @@ class SearcherSection(StrictModel):
     tasks: dict[str, TaskSampling] = Field(default_factory=dict)
     """Per task: lengths and stop strings. Tasks without an entry end at end of sequence or `max_response_tokens`."""
     sampling_temperature: Temperature = Schedule(value=1.0)
-    """Temperature of the behaviour policy, not the policy temperature; a number or a schedule."""
+    """Temperature of the behaviour policy, a number or a schedule. Where the recipe names none, it is
+    `model.policy_temperature`."""
     temperature_mix: TemperatureMix | None = None
     """Instead of `sampling_temperature`: each training rollout draws its own from { low, high }."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -68,6 +68,8 @@ def run_local(
     prepare_at_start(original, console)
     check_prepared(original)
     needs_warm_start = check_model(original)
+    if (warning := original.temperature_warning) is not None:
+        console.result(f"warning: {warning}")
     prompts = prompts_of(original)
     check_tasks(prompts, tasks_of_recipe(original))
     if not resume and original.reward.tasks:  # the built-in tasks need no trial

@@ -148,6 +148,7 @@ class RecipeChecks:
             ("model", self.check_model),
             ("tokenizer", self.check_tokenizer),
             ("scorers", self.check_scorers),
+            ("temperature", self.check_temperature),
             ("plugins", self.check_plugins),
             ("devices", self.check_devices),
             ("here", self.check_here),
@@ -238,6 +239,11 @@ class RecipeChecks:
             yield warn("prompt-length", lines, "raise searcher.max_prompt_tokens, or leave those prompts out")
         else:
             yield ok("prompt-length", lines)
+
+    def check_temperature(self, target: Target) -> Iterator[CheckResult]:
+        """Warn where no rollout is of the policy that is trained."""
+        if (warning := self.recipe.temperature_warning) is not None:
+            yield warn("temperature", *warning.rsplit("; ", 1))
 
     def check_scorers(self, target: Target) -> Iterator[CheckResult]:
         """Start a reward service that imports every scorer, and ask it for the reward of a prompt of each task."""

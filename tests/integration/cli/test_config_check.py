@@ -96,6 +96,13 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
     assert "not checked" not in out
 
 
+def test_searchers_that_sample_from_another_policy_are_a_warning(check: Check) -> None:
+    sections = {"model": {"path": "nowhere", "policy_temperature": 0.7}, "objective": {"preset": "tb"}}
+    assert "temperature" not in check(**sections)[1]
+    _, out = check(**sections, searcher={"sampling_temperature": 1.0})
+    assert "WARN temperature: searcher.sampling_temperature is 1, and model.policy_temperature is 0.7" in out
+
+
 def test_a_function_of_token_ids_gets_some(check: Check) -> None:
     _, out = check(function="graders:lengths", model={"path": "nowhere"})
     # it is not about the answer: the fix says so

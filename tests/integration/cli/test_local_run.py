@@ -385,6 +385,9 @@ def test_bad_input_is_one_sentence_before_anything_starts(place, monkeypatch):
             assert refused.stderr.startswith("error: ")
             assert refused.stderr.count("\n") == 1
             assert not place.folder.exists()
+    sets = ("model.policy_temperature=0.7", "searcher.sampling_temperature=1.0", "objective.preset=tb")
+    refused = place.refused(*(word for each in (*sets, "data.path=nobody.jsonl") for word in ("--set", each)))
+    assert "warning: searcher.sampling_temperature is 1, and model.policy_temperature is 0.7" in refused.stdout
     assert place.run().returncode == 0  # and a failed start leaves nothing in the way
 
 

@@ -211,7 +211,11 @@ def test_a_number_of_recomputed_layers_is_never_taken_for_true(value: Any) -> No
             {"searcher": {"sampling_temperature": 0.7}},
             r'objective\.anchor is "behaviour" \(preset kimi\).* is 0\.7 at some step .*policy_temperature is 1,',
         ),
-        ({"preset": "tb_behaviour"}, {"model": {"path": "m", "policy_temperature": 0.7}}, "objective.anchor is"),
+        (
+            {"preset": "tb_behaviour"},
+            {"model": {"path": "m", "policy_temperature": 0.7}, "searcher": {"sampling_temperature": 1.0}},
+            "objective.anchor is",
+        ),
         ({"preset": "tba_prime"}, {"searcher": {"sampling_temperature": 0.7}}, "objective.centre is"),
         (
             {"preset": "tba_prime"},
@@ -407,6 +411,21 @@ def test_numbers_and_schedules_are_read_in_recipes() -> None:
     )
     assert found.sampling.most_on_policy_prob.at(99) == 1
     assert [found.searcher.sampling_temperature.at(step) for step in (0, 5, 10)] == pytest.approx([0.75, 1.5, 0.5])
+
+
+def test_searchers_sample_at_the_policy_temperature_and_a_recipe_that_says_otherwise_is_warned_about() -> None:
+    cold = {"path": "m", "policy_temperature": 0.7}
+    found = recipe({"preset": "kimi"}, model=cold)
+    assert found.searcher.sampling_temperature.at(0) == 0.7
+    assert recipe({"preset": "kimi"}, **found.model_dump(exclude={"objective"})) == found, "a resolved one is the same"
+    mix = {"temperature_mix": {"low": 0.5, "high": 1.5}}
+    for silent in ({}, mix, {"sampling_temperature": 0.7}, {"sampling_temperature": 1.0, "num_searchers": 0}):
+        assert recipe({"preset": "tb"}, model=cold, searcher=silent).temperature_warning is None
+    falling = {"kind": "linear", "value": 0.7, "final": 0.5, "steps": 9}
+    for given, named in ((1.0, "is 1,"), (falling, "is 0.5 to 0.7,")):
+        warning = recipe({"preset": "tb"}, model=cold, searcher={"sampling_temperature": given}).temperature_warning
+        assert warning is not None
+        assert f"searcher.sampling_temperature {named} and model.policy_temperature is 0.7" in warning
 
 
 def test_the_policy_temperature_is_constant_within_a_run() -> None:

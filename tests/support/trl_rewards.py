@@ -140,6 +140,11 @@ async def all_at_once(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def one_for_all(completions: list[str], shape: str, **kwargs: Any) -> Any:
+    """Return one number for all completions, in the shape that the recipe names."""
+    return {"list": [0.5], "number": 0.5, "array": np.array([0.5])}[shape]
+
+
 def raises_always(completions: list[str], **kwargs: Any) -> list[float]:
     """A misspelt column."""
     return [kwargs["solutoin"][0]] * len(completions)

@@ -88,6 +88,17 @@ async def test_a_call_holds_a_batch_and_one_item_that_it_cannot_take_fails_alone
     assert (outcomes[3].reason, outcomes[3].detail) == ("exception", "ValueError: a bad completion")
 
 
+@pytest.mark.parametrize(("shape", "got"), [("list", "list of 1"), ("number", "float"), ("array", "ndarray of 1")])
+async def test_one_number_for_a_batch_fails_the_whole_call_and_is_not_taken_for_each_item(
+    tools: Tools, shape: str, got: str
+) -> None:
+    outcomes = await scored(tools, "one_for_all", *[item(f"{n}") for n in range(4)], spec={"kwargs": {"shape": shape}})
+    for outcome in outcomes:
+        assert isinstance(outcome, Failure)
+        assert outcome.reason == "exception"
+        assert outcome.detail.startswith(f"{MODULE}:one_for_all got 4 completions and returned a {got}: ")
+
+
 async def test_items_with_other_columns_are_other_calls(tools: Tools) -> None:
     items = [item("a", answer="7"), item("b", answer="8", unit="m"), item("c", answer="9"), item("d")]
     *first, last = await scored(tools, "whole_call", *items)

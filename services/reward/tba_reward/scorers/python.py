@@ -7,6 +7,7 @@ item. `completion_ids` are the token ids where the client has sent them. `finish
 names them, the recipe's `kwargs` as they are. None is an abstention: there is no score. Calls of an `async` function
 for one batch run concurrently. A call that raises is repeated item by item, so that only the item that the function
 cannot take fails; the pool splits a batch that hangs or kills the process.
+A result of another shape fails the whole call: item by item, such a function would seem to work.
 """
 
 from __future__ import annotations
@@ -175,15 +176,12 @@ def _call(items: Sequence[Item], params: Params) -> Any:
 
 
 def _read(scores: Any, items: Sequence[Item], params: Params) -> list[Outcome]:
-    """Return the outcomes in a result of the function.
-
-    Raises:
-        TypeError: the result is not a list with one score per item.
-    """
+    """Return the outcomes in a result of the function."""
     values = scores.tolist() if hasattr(scores, "tolist") else scores  # numpy, torch
     if not isinstance(values, list | tuple) or len(values) != len(items):
-        completions = "one completion" if len(items) == 1 else f"each of {len(items)} completions"
-        raise TypeError(f"{params['function']} returned {scores!r:.100}, not a list with one score for {completions}")
+        got = type(scores).__name__ + (f" of {len(values)}" if isinstance(values, list | tuple) else "")
+        detail = f"{params['function']} got {len(items)} completions and returned a {got}: {scores!r:.100}; "
+        return [Failure("exception", detail + "return a list with one score for each completion")] * len(items)
     return [_checked(value, params["function"]) for value in values]
 
 

@@ -21,6 +21,7 @@ from tba_searcher.service import Clients, Searcher
 from tba_searcher.waits import WaitRegistry
 
 from tba.api import (
+    EvalRequest,
     EvalResult,
     Lease,
     LeaseReply,
@@ -104,6 +105,44 @@ async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_se
     await delivery._report([(Visit(lease=item, prompt_tokens=(1,), pinned=START), result)])
     assert status.counts["evals_reported"] == 0
     assert client.get_eval(info.eval_id).state == "expired"
+
+
+async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_what_is_too_large_alone_is_lost(
+    tmp_path: Path, serve_buffer: ServeBuffer
+) -> None:
+    served = serve_buffer(buffer={"max_body_bytes": 4096})
+    client = served.client()
+    client.upload_prompts(make_prompts(1, 3))
+    token = start_lineage(client).token
+    request = EvalRequest(
+        version=str(START), token=token, num_prompts=3, num_samples=128, success_reward=1.0, timeout_s=1000.0
+    )
+    info = client.request_eval(request)
+    leases = lease(client, 6).leases
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    status = SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry())
+    delivery = Delivery(
+        served.recipe,
+        buffer=client,
+        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
+        codec=TextCodec(tmp_path),
+        results=ResultBuilder(reference_sums=None, embedder=None),
+        reference=None,
+        status=status,
+    )
+    long, items = 1 / 3, []
+    for item in sorted(leases, key=lambda item: item.num_rollouts):
+        num = item.num_rollouts
+        # a sample of 128 has 3 KB: no two of them fit; with long rewards too, it does not fit alone
+        reward = long if len(items) == 5 else 1.0
+        result = EvalResult(lease_id=item.lease_id, rewards=[reward] * num, num_response_tokens=[5] * num)
+        result = result.model_copy(update={"log_ratios": [long] * num if num > 1 else None})
+        items.append((Visit(lease=item, prompt_tokens=(1,), pinned=START), result))
+    await delivery._report(items)
+    assert (status.counts["evals_reported"], status.counts["evals_refused"]) == (5, 1)
+    assert client.get_eval(info.eval_id).num_done == 2
+    await delivery._report(items)  # as after an answer that was lost
+    assert client.get_eval(info.eval_id).num_done == 2
 
 
 def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Delivery:

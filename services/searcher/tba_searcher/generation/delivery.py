@@ -348,15 +348,24 @@ class Delivery:
         for visit, result in items:
             by_eval.setdefault((visit.lease.eval_id or "", str(visit.pinned)), []).append(result)
         for (eval_id, version), results in by_eval.items():
-            body = EvalResults(searcher_id=self._status.searcher_id, version=version, results=results)
-            try:
-                await self._call_buffer(lambda eval_id=eval_id, body=body: self._buffer.eval_results(eval_id, body))
-            except ConflictError as error:  # the evaluation has expired: this is no error of the searcher
-                log.warning("evaluation results too late", eval_id=eval_id, detail=str(error))
-            except (BadRequestError, NotFoundError) as error:
-                log.error("evaluation results refused", eval_id=eval_id, detail=str(error))
-            else:
-                self._status.counts["evals_reported"] += len(results)
+            await self._report_results(eval_id, version, results)
+
+    async def _report_results(self, eval_id: str, version: str, results: list[EvalResult]) -> None:
+        body = EvalResults(searcher_id=self._status.searcher_id, version=version, results=results)
+        try:
+            await self._call_buffer(lambda: self._buffer.eval_results(eval_id, body))
+        except ConflictError as error:  # the evaluation has expired: this is no error of the searcher
+            log.warning("evaluation results too late", eval_id=eval_id, detail=str(error))
+        except (BadRequestError, NotFoundError) as error:
+            if len(results) > 1:  # too large for the buffer or a proxy, or one result spoils the others
+                half = len(results) // 2
+                await self._report_results(eval_id, version, results[:half])
+                await self._report_results(eval_id, version, results[half:])
+                return
+            log.error("evaluation result refused", eval_id=eval_id, lease_id=results[0].lease_id, detail=str(error))
+            self._status.counts["evals_refused"] += 1
+        else:
+            self._status.counts["evals_reported"] += len(results)
 
     async def _call_buffer(self, call: Callable[[], T]) -> T:
         return await retry_until(

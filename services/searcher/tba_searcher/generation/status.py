@@ -25,6 +25,7 @@ COUNTERS = (
     "scores_failed",
     "ref_logprobs_unknown",
     "evals_reported",
+    "evals_refused",
     "weight_loads",
     "weight_downloads_full",
     "weight_downloads_delta",

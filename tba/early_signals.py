@@ -13,10 +13,12 @@ Kubernetes start services without one.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -85,6 +87,17 @@ class _Start:
 _start: _Start | None = None
 
 
+def open_streams() -> None:
+    """Make the standard streams usable: a closed one (`>&-`) leads nowhere, and none fails at a character that the
+    locale lacks."""
+    # in this order: a new file takes the lowest number that is free, which no other file must get
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if (stream := getattr(sys, name)) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process
+        elif isinstance(stream, io.TextIOWrapper) and mode == "w":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def quit_on_signals(name: str, *, code: int = 0) -> None:
     """Let SIGTERM and SIGINT end this process at once from now on; main thread only.
 
@@ -93,6 +106,7 @@ def quit_on_signals(name: str, *, code: int = 0) -> None:
         code: exit code after SIGTERM; after SIGINT it is 130.
     """
     global _start
+    open_streams()
     _start = start = _Start(name, code)
     reader, writer = socket.socketpair()
     writer.setblocking(False)  # a handler must never block

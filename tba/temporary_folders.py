@@ -33,7 +33,7 @@ def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Pat
     try:
         new = folder / f".{_LOCK}"
         # the kernel releases this lock when the process is gone, whatever ended it
-        with new.open("w") as lock:
+        with new.open("w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # only now: with a lock that nobody holds the folder would look abandoned
             new.rename(folder / _LOCK)
@@ -47,7 +47,7 @@ def _delete_abandoned(parent: Path, prefix: str) -> None:
     # A lock and not a process id: ids are used again, and in containers that share TMPDIR all may be number 1.
     for folder in parent.glob(f"{prefix}*"):
         try:
-            with (folder / _LOCK).open("r+") as lock:
+            with (folder / _LOCK).open("r+", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:  # in use, not ours, or not locked yet

@@ -228,7 +228,7 @@ def _operator_tokens(text: str, what: str) -> tuple[str, ...]:
 
 def _read(path: str | Path, what: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

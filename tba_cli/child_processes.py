@@ -26,6 +26,8 @@ EXIT_EXPLAINED = 2
 """Exit code of a program that says what is wrong with what it was given."""
 PROGRESS = "progress: "
 """Begins a line of progress; a JSON object follows."""
+PIPED = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
+"""For a child whose lines are read: they come at once, and in no encoding of the locale, which may lack a character."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -45,8 +47,8 @@ def child_environ(
     # TBA_SECTION__KEY variables are in config.json already, and would override the real ports there
     child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
     child.update({name: str(num_threads) for name in _THREAD_VARIABLES})
-    # lines must come at once through a pipe, and everything was fetched before the children start
-    child.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
+    # everything was fetched before the children start
+    child.update({**PIPED, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
     if searcher_id is not None:
         child["TBA_SEARCHER_ID"] = searcher_id
     if tokens_file is not None:
@@ -71,7 +73,8 @@ def run_program(module: str, words: Sequence[str]) -> str:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,
     )
     try:
@@ -124,7 +127,7 @@ def follow_program(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             start_new_session=True,
         )

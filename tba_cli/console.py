@@ -69,7 +69,7 @@ class Console:
         try:
             self._write(text, name)
         except OSError:  # the reader or the terminal is gone; the run continues without it
-            self._stream, self._rich = open(os.devnull, "w"), None  # noqa: SIM115 - lives as long as the process
+            self._stream, self._rich = open(os.devnull, "w", encoding="utf-8"), None  # noqa: SIM115 - as long as the process
 
     def _write(self, text: str, name: str | None) -> None:
         if not self.is_terminal:

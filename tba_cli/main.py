@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from tba.early_signals import open_streams
+
 if TYPE_CHECKING:
     import argparse
 
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `tba`; default: those of this process.
     """
+    open_streams()
     with _quit_on_interrupt():
         from tba_cli.parser import build_parser
 

@@ -84,7 +84,7 @@ def _listening_inodes(port: int) -> set[str]:
     inodes: set[str] = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
-            rows = Path(table).read_text().splitlines()[1:]
+            rows = Path(table).read_text(encoding="utf-8").splitlines()[1:]
         except OSError:
             continue
         for columns in map(str.split, rows):

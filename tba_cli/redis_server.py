@@ -69,7 +69,7 @@ def redis_url(port: int) -> str:
 
 async def wait_for_redis(port: int, password_file: Path) -> None:
     """Return when Redis has loaded its append-only file. The caller bounds the wait."""
-    password = password_file.read_text().strip()
+    password = password_file.read_text(encoding="utf-8").strip()
     while await _ping(port, password) != b"+PONG\r\n":
         await asyncio.sleep(POLL_S)
 

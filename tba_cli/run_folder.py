@@ -105,7 +105,7 @@ class RunFolder:
     def end_of_log(self, child: str) -> str:
         """Return the last lines of a child's log in one line, for an error after which the folder is deleted."""
         try:
-            lines = self.log_path(child).read_text(errors="replace").splitlines()
+            lines = self.log_path(child).read_text(errors="replace", encoding="utf-8").splitlines()
         except FileNotFoundError:
             lines = []
         return " | ".join(line.strip() for line in lines[-MAX_LOG_LINES:])[-MAX_LOG_CHARS:] or "nothing"
@@ -192,13 +192,13 @@ class RunFolder:
             # a new file: an old one would keep the mode that it has
             path.unlink(missing_ok=True)
             # made with this mode, so that nobody else can read it even for a moment
-            with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
                 file.write(text)
 
     def write_json(self, path: Path, document: Any) -> None:
         """Write a JSON file atomically: a reader sees the old or the new one."""
         half = path.with_name(path.name + ".part")
-        half.write_text(json.dumps(document, indent=2) + "\n")
+        half.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         os.replace(half, path)
 
     def _lock(self) -> int:

@@ -120,7 +120,7 @@ def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
     if not folder.is_in_use:
         raise ConfigError(f"run {folder.path.name!r} is not in progress; start it, or give --url")
     try:
-        endpoints = json.loads(path.read_text())
+        endpoints = json.loads(path.read_bytes())
         return endpoints["buffer_url"], endpoints["tokens_file"], endpoints.get("ca_file")
     except FileNotFoundError:
         raise ConfigError(

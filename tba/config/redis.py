@@ -44,7 +44,7 @@ class RedisAccess:
         """
         assert self.password_file is not None
         try:
-            password = self.password_file.read_text().strip("\r\n")
+            password = self.password_file.read_text(encoding="utf-8").strip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ConfigError(f"buffer.redis_password_file {self.password_file} cannot be read: {why}") from None

@@ -262,7 +262,7 @@ def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path,
             split_experts(path)
         if len(local.paths) > 1:
             write_index(folder, local.paths)
-    (folder / CARD_NAME).write_text(render_card(manifest, facts))
+    (folder / CARD_NAME).write_text(render_card(manifest, facts), encoding="utf-8")
     return manifest
 
 
@@ -293,11 +293,11 @@ def write_adapter(versions: WeightVersions, version: PolicyVersion, folder: Path
         "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
         "inference_mode": True,
     }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for stored in manifest.files:
         if stored.name not in NOT_TOKENIZER and (data := versions.read_file(version, stored.name)) is not None:
             (folder / stored.name).write_bytes(data)
-    (folder / CARD_NAME).write_text(render_card(manifest, facts, is_adapter=True))
+    (folder / CARD_NAME).write_text(render_card(manifest, facts, is_adapter=True), encoding="utf-8")
     return manifest
 
 
@@ -311,5 +311,5 @@ def _name_dtype(path: Path, dtype: str) -> dict[str, Any]:
     config["dtype"] = dtype
     if "torch_dtype" in config:  # the name that transformers used before 4.56
         config["torch_dtype"] = dtype
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return config

@@ -74,7 +74,7 @@ class NodeCache:
         """Let one process at a time make the files of `name`; after `wait_s`, or without a lock, go on all the same."""
         deadline_s = time.monotonic() + self._wait_s
         try:
-            file = (self._folder / f".lock-{name}").open("w")
+            file = (self._folder / f".lock-{name}").open("w", encoding="utf-8")
         except OSError as error:  # the folder was removed, or its disk is full
             log.warning("weight_cache_not_locked", name=name, reason=str(error))
             yield

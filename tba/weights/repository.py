@@ -420,4 +420,4 @@ def write_index(folder: Path, tensors_paths: Sequence[Path]) -> None:
     files = {name: path.name for path in tensors_paths for name in tensor_header(path)}
     size_bytes = sum(path.stat().st_size for path in tensors_paths)
     index = {"metadata": {"total_size": size_bytes}, "weight_map": files}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")

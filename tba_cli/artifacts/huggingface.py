@@ -94,7 +94,7 @@ def _has_all_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return (folder / "model.safetensors").is_file()
-    return all((folder / file).is_file() for file in json.loads(index.read_text())["weight_map"].values())
+    return all((folder / file).is_file() for file in json.loads(index.read_bytes())["weight_map"].values())
 
 
 def shape_on_hub(name: str, revision: str | None) -> ModelShape:
@@ -107,7 +107,7 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
     item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
     with _explained(item, "its sizes are in no table here"):
         info = hub.HfApi().repo_info(name, revision=revision, repo_type="model")
-        config = json.loads(Path(hub.hf_hub_download(name, "config.json", revision=info.sha)).read_text())
+        config = json.loads(Path(hub.hf_hub_download(name, "config.json", revision=info.sha)).read_bytes())
     count = getattr(getattr(info, "safetensors", None), "total", None)
     shape = shape_of_config(config, num_params=count)
     if shape is None:

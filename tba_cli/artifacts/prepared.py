@@ -198,7 +198,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_bytes())
         return {"origin": dict(record["origin"]), "commit": record["commit"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is damaged ({error}); remove the folder and prepare it again") from None
@@ -206,20 +206,22 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 def begin_record(item: PrepareItem) -> None:
     """Record that the item's folder is being filled, and with what."""
-    (Path(item.path) / HALF_DONE).write_text(json.dumps(item.origin) + "\n")
+    (Path(item.path) / HALF_DONE).write_text(json.dumps(item.origin) + "\n", encoding="utf-8")
 
 
 def write_record(item: PrepareItem, *, commit: str | None) -> None:
     """Record where the content of the item's folder came from; from then on the folder is whole."""
     folder = Path(item.path)
-    (folder / RECORD).write_text(json.dumps({"origin": item.origin, "commit": commit}, indent=1) + "\n")
+    (folder / RECORD).write_text(
+        json.dumps({"origin": item.origin, "commit": commit}, indent=1) + "\n", encoding="utf-8"
+    )
     (folder / HALF_DONE).unlink(missing_ok=True)
 
 
 def _read_half(folder: Path) -> dict[str, Any] | None:
     """Return what the folder was being filled with, or None where that cannot be read."""
     try:
-        origin = json.loads((folder / HALF_DONE).read_text())
+        origin = json.loads((folder / HALF_DONE).read_bytes())
     except (OSError, ValueError):
         return None
     return origin if isinstance(origin, dict) else None

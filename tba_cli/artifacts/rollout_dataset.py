@@ -98,7 +98,7 @@ def write_dataset(file: Path, folder: Path, facts: DatasetFacts) -> Exported:
     if not found.num_rollouts:
         raise ConfigError(NO_ROLLOUTS)
     names = _write_shards(file, folder / "data")
-    (folder / "README.md").write_text(_card(found, names, facts))
+    (folder / "README.md").write_text(_card(found, names, facts), encoding="utf-8")
     return found
 
 

@@ -99,7 +99,9 @@ def seed_command(args: argparse.Namespace) -> int:
     # only prompts to train on: a held-out prompt is never trained on
     with tempfile.TemporaryDirectory(prefix="tba-seed-") as folder:
         file = Path(folder) / "prompts.jsonl"
-        file.write_text("".join(f"{prompt.model_dump_json()}\n" for prompt in prompts if prompt.split == "train"))
+        file.write_text(
+            "".join(f"{prompt.model_dump_json()}\n" for prompt in prompts if prompt.split == "train"), encoding="utf-8"
+        )
         command = [sys.executable, "-m", "tba_searcher.seed_rollouts", *words, "--prompts", str(file)]
         # its own output and exit code are those of this command
         return subprocess.run(command, env=environ, check=False).returncode

@@ -132,8 +132,8 @@ def _run(recipe: Recipe, shape: ModelShape, load: dict[str, Any], *, all_layers:
     with tempfile.TemporaryDirectory(prefix="tba-rehearsal-") as folder:
         config, model = Path(folder) / "recipe.json", Path(folder) / "config.json"
         # the resolved recipe: the programs must not read the variables of this shell again
-        config.write_text(with_absolute_paths(recipe).model_dump_json())
-        model.write_text(json.dumps(shape.config))
+        config.write_text(with_absolute_paths(recipe).model_dump_json(), encoding="utf-8")
+        model.write_text(json.dumps(shape.config), encoding="utf-8")
         words = ["--config", str(config)]
         more = ["--all-layers"] if all_layers else []
         trace = json.loads(run_program("tba_trainer.rehearsal", [*words, "--model", str(model), *more]))

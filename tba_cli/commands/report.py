@@ -41,7 +41,7 @@ def table_command(args: argparse.Namespace) -> int:
 def _read_summary(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "summary.json"
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}); is {run_dir} the folder of a finished run?"

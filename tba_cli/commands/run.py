@@ -108,6 +108,6 @@ def already_finished(folder: RunFolder, console: Console) -> int:
         f"run folder {folder.path} holds a finished run: there is nothing to resume; `tba fork "
         f"{folder.path.name}@LINEAGE-STEP NEW_NAME` begins a new run with a version of it"
     )
-    for line in result_lines(json.loads(folder.summary_path.read_text()), folder):
+    for line in result_lines(json.loads(folder.summary_path.read_bytes()), folder):
         console.result(line)
     return 0

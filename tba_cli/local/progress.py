@@ -70,7 +70,7 @@ class RunWatcher:
             ChildError: the run failed, or the buffer service was silent for too long.
         """
         answered_at_s = time.monotonic()
-        with self._folder.polls_path.open("a") as polls:
+        with self._folder.polls_path.open("a", encoding="utf-8") as polls:
             while True:
                 try:
                     info, progress, news = await asyncio.to_thread(self._poll, polls)

@@ -97,7 +97,7 @@ def _renderer(recipe: Recipe) -> Callable[[list[Any]], list[str]]:
             )
         with tempfile.TemporaryDirectory(prefix="tba-chats-") as place:
             file = Path(place) / "chats.json"
-            file.write_text(json.dumps(chats))
+            file.write_text(json.dumps(chats), encoding="utf-8")
             return json.loads(run_program("tba_cli.starter_models.convert", ["chat", folder, "--texts", str(file)]))
 
     return render

@@ -24,7 +24,7 @@ def write_outputs(folder: RunFolder, history: History) -> dict[str, Any]:
     summary = summarise(history)
     folder.write_json(folder.history_path, history.model_dump(mode="json"))
     page, overview = render_report(history, summary)
-    folder.report_path.write_text(page)
+    folder.report_path.write_text(page, encoding="utf-8")
     folder.report_png_path.write_bytes(overview)
     folder.write_json(folder.summary_path, summary)
     return summary

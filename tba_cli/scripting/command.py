@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Literal
 
 from tba.errors import ChildError, ConfigError, TbaError
+from tba_cli.child_processes import PIPED
 from tba_cli.orphan_reaper import OrphanReaper
 from tba_cli.scripting.words import in_python
 
@@ -53,9 +54,9 @@ class Command:
             stdin=subprocess.DEVNULL,
             stdout={"capture": subprocess.PIPE, "inherit": None, "drop": subprocess.DEVNULL}[output],
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **({"PYTHONPATH": path} if path else {})},
+            env={**os.environ, **PIPED, **({"PYTHONPATH": path} if path else {})},
             # the Ctrl-C of a terminal, or of Jupyter, must reach this process alone
             start_new_session=True,
         )

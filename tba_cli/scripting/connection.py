@@ -113,7 +113,7 @@ class Connection:
             yield words
             return
         # other users can read the words of a command, and not this file (0600)
-        with tempfile.NamedTemporaryFile("w", prefix="tba-token-") as file:
+        with tempfile.NamedTemporaryFile("w", prefix="tba-token-", encoding="utf-8") as file:
             file.write(self._token)
             file.flush()
             yield [*words, "--token-file", file.name]

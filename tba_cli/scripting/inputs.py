@@ -153,15 +153,15 @@ class _Draft:
         found = named(function, what=what)
         if found.source is not None:
             file = self._folder / found.file_name
-            if file.exists() and file.read_text() != found.source:
+            if file.exists() and file.read_text(encoding="utf-8") != found.source:
                 raise ConfigError(f"{what}: another function is called {function.__name__!r} too; rename one of them")
-            file.write_text(found.source)
+            file.write_text(found.source, encoding="utf-8")
         if found.import_folder is not None:
             self.import_folders.append(found.import_folder)
         return found.path
 
     def _write_recipe(self) -> None:
-        (self._folder / RECIPE_FILE).write_text(json.dumps(self._document, indent=2) + "\n")
+        (self._folder / RECIPE_FILE).write_text(json.dumps(self._document, indent=2) + "\n", encoding="utf-8")
 
 
 def rows_of(prompts: Any) -> list[Any]:

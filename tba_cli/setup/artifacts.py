@@ -144,5 +144,5 @@ def _warm_start(recipe: Recipe, on_progress: OnProgress) -> None:
     with tempfile.TemporaryDirectory(prefix="tba-setup-") as place:
         config = Path(place) / "recipe.json"
         # the resolved recipe: the child must not read the variables of this shell again
-        config.write_text(recipe.model_dump_json())
+        config.write_text(recipe.model_dump_json(), encoding="utf-8")
         run_program("tba_cli.starter_models.warm_start", ["--config", str(config)])

@@ -203,7 +203,7 @@ def _measured(folders: Sequence[str], prompts: Sequence[Prompt]) -> list[dict[st
     """Return the answer of `convert check` for each folder; the first one has the lengths of the prompts in tokens."""
     with tempfile.TemporaryDirectory(prefix="tba-prepare-") as place:
         texts = Path(place) / "texts.json"
-        texts.write_text(json.dumps([prompt.text for prompt in prompts]))
+        texts.write_text(json.dumps([prompt.text for prompt in prompts]), encoding="utf-8")
         return json.loads(run_program("tba_cli.starter_models.convert", ["check", *folders, "--texts", str(texts)]))
 
 

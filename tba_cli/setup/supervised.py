@@ -73,7 +73,7 @@ def train(recipe: Recipe, path: str, console: Console) -> None:
         )
         config = place / "recipe.json"
         # the resolved recipe: the child must not read the variables of this shell again
-        config.write_text(with_absolute_paths(recipe).model_dump_json())
+        config.write_text(with_absolute_paths(recipe).model_dump_json(), encoding="utf-8")
         kind, _, number = key.rpartition(".")
         words = ["sft" if kind == "sft" else "reward", "--config", str(config), "--item", number]
         words += ["--examples", str(files.train), "--out", str(folder)]
@@ -160,7 +160,7 @@ def what_is_there(recipe: Recipe, path: str) -> str:
 
 def _result(path: str) -> str:
     """Return in a line what was made and measured, by its report."""
-    report = json.loads((Path(path).expanduser() / REPORT_FILE).read_text())
+    report = json.loads((Path(path).expanduser() / REPORT_FILE).read_bytes())
     left_out = [
         f"{number:,} {reason}{where}"
         for key, where in (("num_left_out", ""), ("num_heldout_left_out", " of the held-out ones"))

@@ -297,7 +297,7 @@ def shape_of_folder(folder: Path) -> ModelShape:
         ConfigError: there is no such model, or its config does not name its sizes.
     """
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} holds no model whose config.json can be read ({error})") from None
     files = sorted(folder.glob("*.safetensors"))

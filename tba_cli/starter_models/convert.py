@@ -118,7 +118,7 @@ def convert(folder: Path) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     pickled = sorted(folder.glob(PICKLED))
     try:
-        name = json.loads((folder / "config.json").read_text())["architectures"][0]
+        name = json.loads((folder / "config.json").read_bytes())["architectures"][0]
         model_class: Any = getattr(transformers, name)
         model, found = model_class.from_pretrained(
             folder, local_files_only=True, weights_only=True, output_loading_info=True
@@ -142,7 +142,7 @@ def _num_parameters(folder: Path) -> int:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
+            named = set(json.loads(index.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} is damaged: {type(error).__name__}: {error}") from None
         if missing := sorted(named - {file.name for file in files}):
@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, nargs="+", help="model folders")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations, first folder")
     args = parser.parse_args()
-    texts = [] if args.texts is None else json.loads(args.texts.read_text())
+    texts = [] if args.texts is None else json.loads(args.texts.read_bytes())
     try:
         if args.command == "chat":
             answers: list[Any] = chat_texts(args.folder[0], texts)

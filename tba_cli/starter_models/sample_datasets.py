@@ -159,7 +159,9 @@ def write_dataset(folder: Path, shape: Shape, *, seed: int) -> None:
     for split, table in shape.tables.items():
         write_parquet(place / f"{split}-00000-of-00001.parquet", table(seed))
     files = "".join(f"  - split: {split}\n    path: {place.name}/{split}-*\n" for split in shape.tables)
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {shape.config}\n  data_files:\n{files}---\n")
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: {shape.config}\n  data_files:\n{files}---\n", encoding="utf-8"
+    )
 
 
 def write_parquet(path: Path, table: list[Row]) -> None:

@@ -73,7 +73,7 @@ def make_starting_model(path: str | Path, section: WarmStartSection, *, seed: in
     shutil.rmtree(half_made, ignore_errors=True)
     model.save_pretrained(half_made)
     tokenizer.save_pretrained(half_made)
-    (half_made / "warmstart.json").write_text(json.dumps(report, indent=1) + "\n")
+    (half_made / "warmstart.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(target, ignore_errors=True)
     half_made.rename(target)
     return report

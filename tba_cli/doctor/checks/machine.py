@@ -234,9 +234,9 @@ def _nvidia_smi() -> str | None:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True,
-            text=True,
             timeout=NVIDIA_SMI_TIMEOUT_S,
             check=False,
+            encoding="utf-8",
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -252,9 +252,9 @@ def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
         done = subprocess.run(
             [sys.executable, "-c", _ASK_TORCH, *devices],
             capture_output=True,
-            text=True,
             timeout=TORCH_TIMEOUT_S,
             check=False,
+            encoding="utf-8",
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {TORCH_TIMEOUT_S:.0f} s"

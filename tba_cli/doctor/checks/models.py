@@ -91,7 +91,7 @@ def _check_whole(path: Path) -> tuple[int, int]:
     names = {name for file in files for name in tensor_header(file)}
     if (path / INDEX).is_file():
         try:
-            wanted = set(json.loads((path / INDEX).read_text())["weight_map"])
+            wanted = set(json.loads((path / INDEX).read_bytes())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"its {INDEX} cannot be read ({error})") from None
         if wanted - names:

@@ -79,6 +79,15 @@ def test_a_run_goes_from_recipe_to_report_and_leaves_no_process(finished):
     assert config["store"]["url"] == f"file://{place.folder}/store"
 
 
+def test_a_locale_that_is_not_utf_8_stops_no_run(place):
+    advice = "Pr\u00fcfe: \u2265 1."
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = place.run(FAKE_ADVICE=json.dumps(advice), **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert advice in (place.folder / "report.html").read_text(encoding="utf-8")
+    assert r"advice:  Pr\xfcfe: \u2265 1." in done.stdout  # the console replaces
+
+
 def test_children_get_their_priority_threads_and_no_stdin(finished):
     place, done = finished
     line = "searcher-1 nice 5 threads 3 stdin ''"

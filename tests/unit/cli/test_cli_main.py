@@ -60,6 +60,17 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(module: str) -> None:
     assert (process.returncode, err) == (130, "interrupted\n")
 
 
+def test_closed_standard_streams_lead_nowhere() -> None:
+    code = (
+        "import sys; from tba_cli.main import main; code = main(['config', 'schema'])\n"
+        "print(code, sys.stdout.isatty(), sys.stdin.fileno(), sys.stdout.fileno(), file=sys.stderr)"
+    )
+    shell = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, code]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    # under their own numbers, which no file of a run may get
+    assert (done.returncode, done.stderr) == (0, "0 False 0 1\n")
+
+
 def test_a_fork_is_resumed_although_the_run_that_it_came_from_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

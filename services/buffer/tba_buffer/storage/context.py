@@ -97,7 +97,7 @@ def script_text(name: str) -> str:
     """Return a script. Scripts cannot import: the functions that they share are put in front of them."""
     folder = files("tba_buffer.storage") / "lua"
     parts = [*(f"preludes/{each}" for each in PRELUDES.get(name, ())), name]
-    return "\n".join((folder / f"{part}.lua").read_text() for part in parts)
+    return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
 
 
 class Scripts:

@@ -171,7 +171,7 @@ class ForkServer:
         """Kill children that are no workers: processes that a dead worker had started outside its group."""
         known = set(self._pids.values())
         with suppress(OSError):
-            for text in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            for text in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
                 if int(text) not in known:
                     with suppress(ProcessLookupError):
                         os.kill(int(text), signal.SIGKILL)

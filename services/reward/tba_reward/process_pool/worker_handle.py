@@ -210,7 +210,7 @@ class WorkerHandle(asyncio.Protocol):
             self._cpu_s = self._measured_at_s - self.head_since_s
         elif self.pid is not None:
             with suppress(OSError, IndexError, ValueError):  # it has ended, which the fork server reports
-                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+                fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 self._cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s
 
     # -- the end ----------------------------------------------------------------------------------------------------

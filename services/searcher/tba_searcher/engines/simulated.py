@@ -288,7 +288,7 @@ class Vocabulary:
         """
         path = folder / MODEL_CONFIG_NAME
         try:
-            document = json.loads(path.read_text())
+            document = json.loads(path.read_bytes())
             # models with images keep the settings of their language model in a section of its own
             document = {**document.get("text_config", {}), **document}
             num_ids, eos = int(document["vocab_size"]), document.get("eos_token_id")

@@ -328,6 +328,6 @@ def _objects(manifest: AnyManifest) -> list[CheckpointObject]:
 
 def _read_state(path: Path) -> TrainerState:
     try:
-        return TrainerState.model_validate(json.loads(path.read_text()))
+        return TrainerState.model_validate(json.loads(path.read_bytes()))
     except (ValidationError, json.JSONDecodeError) as error:
         raise MalformedError(f"the checkpoint's {STATE} cannot be read: {error}") from None

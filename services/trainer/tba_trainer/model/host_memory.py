@@ -69,7 +69,9 @@ def free_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
         proc, cgroups: where Linux says so.
     """
     try:
-        available = re.search(r"^MemAvailable:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
+        available = re.search(
+            r"^MemAvailable:\s+(\d+) kB$", (proc / "meminfo").read_text(encoding="utf-8"), re.MULTILINE
+        )
     except OSError:
         return None
     if available is None:
@@ -88,7 +90,7 @@ def kept_pinned_bytes() -> int:
 def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
     """Yield what is left to each control group with a limit that this process is in, of either version."""
     try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -107,12 +109,14 @@ def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
             if not each.is_relative_to(base):
                 break
             with suppress(OSError):  # no such group here
-                used = int((each / names[0]).read_text())
+                used = int((each / names[0]).read_text(encoding="utf-8"))
                 # files that were read or written fill a group to its limit, and go when memory is needed
-                files = re.search(rf"^{names[1]} (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE)
+                files = re.search(
+                    rf"^{names[1]} (\d+)$", (each / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE
+                )
                 for limit in limits:
                     with suppress(OSError, ValueError):  # "max": no limit
-                        yield int((each / limit).read_text()) - used + (int(files[1]) if files else 0)
+                        yield int((each / limit).read_text(encoding="utf-8")) - used + (int(files[1]) if files else 0)
 
 
 def _num_bytes(tensor: Tensor, dtype: torch.dtype) -> int:

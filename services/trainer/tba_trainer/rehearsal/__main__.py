@@ -22,7 +22,7 @@ def main() -> int:
     from tba_trainer.rehearsal.step import models_to_trace, rehearse_step
 
     try:
-        recipe, config = load_recipe(args.config), json.loads(args.model.read_text())
+        recipe, config = load_recipe(args.config), json.loads(args.model.read_bytes())
         found, plan = rehearse_step(recipe, config, all_layers=args.all_layers)
         layers = sorted({each.num_layers for each in models_to_trace(recipe, config, all_layers=args.all_layers)})
     except TbaError as error:

@@ -112,7 +112,7 @@ class Checkpoints:
         half_made.mkdir(parents=True)
         for stem, tensors in sections.items():
             list(write_tensor_files(tensors, half_made, stem=stem, max_bytes=self._max_bytes))
-        (half_made / STATE).write_text(state.model_dump_json(indent=1))
+        (half_made / STATE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
         older = self._complete()
         target = self._folder / f"{state.step:09d}"
         if target in older:  # the same step of the same training has the same content
@@ -133,7 +133,7 @@ class Checkpoints:
         """
         for folder in reversed(self._complete()):
             try:
-                state = TrainingState.model_validate(json.loads((folder / STATE).read_text()))
+                state = TrainingState.model_validate(json.loads((folder / STATE).read_bytes()))
                 self._check(fresh, state)
                 paths = sorted(folder.glob(f"*{SUFFIX}"))
                 files = {

@@ -150,7 +150,7 @@ def write_folder(
     config = copy.deepcopy(trainee.config)
     config.architectures, config.dtype = [type(trainee.model).__name__], TORCH_DTYPES[dtype]
     config.save_pretrained(half_made)
-    (half_made / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n")
+    (half_made / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     check_free(out)
     shutil.rmtree(out, ignore_errors=True)
     half_made.rename(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -80,7 +81,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/stats":
             self.answer(stats())
         elif self.path == "/v1/summary":
-            self.answer({"doing": "it runs.", "learning": None, "waiting": None, "advice": "Try: x."})
+            advice = json.loads(os.environ.get("FAKE_ADVICE", '"Try: x."'))
+            self.answer({"doing": "it runs.", "learning": None, "waiting": None, "advice": advice})
         elif self.path.startswith("/v1/run/changes"):
             self.answer({"changes": [], "next": None})
         elif self.path.startswith("/v1/run/settings"):

@@ -67,7 +67,7 @@ class Deployment:
             )
         try:
             self._token()
-            self.namespace = section.namespace or (self._account / "namespace").read_text().strip()
+            self.namespace = section.namespace or (self._account / "namespace").read_text(encoding="utf-8").strip()
             (self._account / "ca.crt").read_bytes()
         except (OSError, ScalingFailure) as error:
             raise ConfigError(
@@ -107,7 +107,7 @@ class Deployment:
 
     def _token(self) -> str:
         try:
-            token = (self._account / "token").read_text().strip()
+            token = (self._account / "token").read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ScalingFailure("no-token", f"{self._account / 'token'}: {error.strerror}") from None
         if not token:

@@ -108,7 +108,7 @@ class VllmEngine:
     ) -> None:
         self._settings = settings
         self._expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
-        model_config = json.loads((folder / "config.json").read_text())
+        model_config = json.loads((folder / "config.json").read_bytes())
         check_tensor_parallel(model_config, settings.tensor_parallel_size)
         on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
         self._link = ModelLink(folder, compiles=not (on_cpu or settings.section.enforce_eager))

@@ -162,7 +162,7 @@ def _remove_damaged(folder: Path) -> None:
     reads such a one fails."""
     for path in folder.glob("*/rank_*/*/vllm_compile_cache.py"):
         try:
-            ast.literal_eval(path.read_text())
+            ast.literal_eval(path.read_text(encoding="utf-8"))
         except (ValueError, SyntaxError):
             if time.time() - path.stat().st_mtime < _WRITING_S:
                 continue  # another engine may be at it

@@ -360,6 +360,13 @@ def check_tokenizer(folder: str | Path, *, key: str = "model.path") -> None:
         )
 
 
+def trust_hint(error: Exception) -> str:
+    """Return what to do where transformers refuses to load a model because it comes with code of its own."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return "; if that code may run, set model.trust_remote_code = true (trust_remote_code of a scorer for its models)"
+
+
 def check_embedding_model(folder: str | Path | None) -> None:
     """Check before anything starts that `eval.embedding_model`, where one is given, can be loaded.
 

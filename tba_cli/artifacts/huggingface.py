@@ -16,7 +16,8 @@ from tba.errors import ConfigError
 from tba.store.file import explain_full_disk
 from tba_cli.sizing import ModelShape, shape_of_config
 
-MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*"]
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "README.md", "LICENSE*"]
+"""Python files are run only where the recipe trusts them."""
 PICKLED_FILES = ["pytorch_model*.bin*"]
 """Fetched where the hub has no safetensors of a model, and converted at once."""
 TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]

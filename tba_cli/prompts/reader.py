@@ -98,7 +98,8 @@ def _renderer(recipe: Recipe) -> Callable[[list[Any]], list[str]]:
         with tempfile.TemporaryDirectory(prefix="tba-chats-") as place:
             file = Path(place) / "chats.json"
             file.write_text(json.dumps(chats), encoding="utf-8")
-            return json.loads(run_program("tba_cli.starter_models.convert", ["chat", folder, "--texts", str(file)]))
+            words = ["chat", folder, "--texts", str(file), "--trust", *[folder] * recipe.model.trust_remote_code]
+            return json.loads(run_program("tba_cli.starter_models.convert", words))
 
     return render
 

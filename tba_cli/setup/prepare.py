@@ -14,6 +14,7 @@ from typing import Any
 from tba.api import Prompt
 from tba.config import Recipe
 from tba.config.data import PrepareItem
+from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import download
 from tba_cli.artifacts.prepared import (
@@ -154,7 +155,7 @@ def _check_models(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -
         measured, folders = list(prompts[:MAX_MEASURED_PROMPTS]), [recipe.model.path, *others]
     if not folders:
         return
-    answers = _measured(folders, measured)
+    answers = _measured(recipe, folders, measured)
     for folder, answer in zip(folders, answers, strict=True):
         console.result(
             f"{folder}: {answer['architecture']}, {answer['num_parameters']:,} parameters, vocabulary of "
@@ -195,16 +196,25 @@ def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, 
     Raises:
         ConfigError: they cannot be loaded, or do not fit the recipe.
     """
-    (answer,) = _measured([recipe.model.path], prompts)
+    (answer,) = _measured(recipe, [recipe.model.path], prompts)
     return answer, _lengths(recipe, answer, len(prompts))
 
 
-def _measured(folders: Sequence[str], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+def _measured(recipe: Recipe, folders: Sequence[str], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """Return the answer of `convert check` for each folder; the first one has the lengths of the prompts in tokens."""
     with tempfile.TemporaryDirectory(prefix="tba-prepare-") as place:
         texts = Path(place) / "texts.json"
         texts.write_text(json.dumps([prompt.text for prompt in prompts]), encoding="utf-8")
-        return json.loads(run_program("tba_cli.starter_models.convert", ["check", *folders, "--texts", str(texts)]))
+        words = ["check", *folders, "--texts", str(texts), "--trust", *_trusted(recipe)]
+        return json.loads(run_program("tba_cli.starter_models.convert", words))
+
+
+def _trusted(recipe: Recipe) -> list[str]:
+    """Return the model folders whose own code the recipe runs."""
+    specs = [spec for task in recipe.reward.tasks.values() for spec in task.scorers]
+    trusting = [spec for spec in specs if isinstance(spec, ModelScorerSpec) and spec.trust_remote_code]
+    folders = [getattr(spec, name, None) for spec in trusting for name in ("model", "victim", "classifier")]
+    return [*filter(None, folders), *[recipe.model.path] * recipe.model.trust_remote_code]
 
 
 def _show_prompts(prompts: Sequence[Prompt], console: Console) -> None:

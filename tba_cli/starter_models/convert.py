@@ -10,24 +10,26 @@ The answer is JSON on stdout; an error is one sentence on stderr, exit code 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tba.config.sections import TOKENIZER_FILES
+from tba.config.sections import TOKENIZER_FILES, trust_hint
 from tba.errors import ConfigError
 from tba_cli.starter_models.lessons import MAX_SHOWN_UNKNOWN
 
 PICKLED = "pytorch_model*.bin*"
 
 
-def check(folder: Path, texts: list[str]) -> dict[str, Any]:
+def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, Any]:
     """Check a model folder.
 
     Args:
         texts: prompts whose lengths in tokens are returned, and whether the tokenizer knows all of them.
+        trust: run code that comes with the model.
 
     Returns:
         Architecture, number of parameters, vocabulary size, longest sequence in tokens (or none), tokens of each text,
@@ -43,10 +45,11 @@ def check(folder: Path, texts: list[str]) -> dict[str, Any]:
             f"{folder}: there is no tokenizer; name a repository that has it as `tokenizer` in [[prepare]]"
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{folder}: config or tokenizer cannot be loaded: {error}") from None
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    except Exception as error:  # files of a model, and code that comes with it, raise anything
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ConfigError(f"{folder}: config or tokenizer cannot be loaded: {reason}{trust_hint(error)}") from None
     rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return {
         "architecture": (config.architectures or ["unknown"])[0],
@@ -81,8 +84,11 @@ def _unknown(tokenizer: Any, texts: list[str]) -> dict[str, Any]:
     }
 
 
-def chat_texts(folder: Path, chats: list[Any]) -> list[str]:
+def chat_texts(folder: Path, chats: list[Any], *, trust: bool = False) -> list[str]:
     """Return the texts of conversations.
+
+    Args:
+        trust: run code that comes with the model.
 
     Raises:
         ConfigError: there is no chat template, or it refuses a conversation.
@@ -90,13 +96,13 @@ def chat_texts(folder: Path, chats: list[Any]) -> list[str]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
         texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     except Exception as error:  # a template can raise anything
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"{folder}: its chat template cannot make text of the messages: {type(error).__name__}: {first}; give "
-            "prompts as text, or a model with a chat template"
+            f"{folder}: its chat template cannot make text of the messages: {type(error).__name__}: {first}"
+            + (trust_hint(error) or "; give prompts as text, or a model with a chat template")
         ) from None
     # a bos in the text would be doubled where the tokenizer itself puts one before every text
     bos = tokenizer.bos_token
@@ -167,16 +173,21 @@ def main() -> int:
     parser.add_argument("command", choices=["chat", "check", "convert"])
     parser.add_argument("folder", type=Path, nargs="+", help="model folders")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations, first folder")
+    parser.add_argument("--trust", type=Path, nargs="*", default=[], help="folders whose own code may run")
     args = parser.parse_args()
     texts = [] if args.texts is None else json.loads(args.texts.read_bytes())
     try:
-        if args.command == "chat":
-            answers: list[Any] = chat_texts(args.folder[0], texts)
-        else:
-            answers = [
-                check(folder, texts if index == 0 else []) if args.command == "check" else convert(folder)
-                for index, folder in enumerate(args.folder)
-            ]
+        # code that comes with a model may print, and stdout is the answer
+        with contextlib.redirect_stdout(sys.stderr):
+            if args.command == "chat":
+                answers: list[Any] = chat_texts(args.folder[0], texts, trust=bool(args.trust))
+            elif args.command == "check":
+                answers = [
+                    check(folder, texts if index == 0 else [], trust=folder in args.trust)
+                    for index, folder in enumerate(args.folder)
+                ]
+            else:
+                answers = [convert(folder) for folder in args.folder]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.config import Recipe
+from tba.config.sections import trust_hint
 from tba.errors import ConfigError
 from tba_searcher.engines.engine import Completion
 
@@ -66,7 +67,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model folder {folder} holds no usable tokenizer: {error}") from None
+        raise ConfigError(f"model folder {folder} holds no usable tokenizer: {error}{trust_hint(error)}") from None
 
 
 def response_decoder(tokenizer: Any) -> Decode:

@@ -133,8 +133,9 @@ class Embedder:
         disable_progress_bar()
         auto_model: Any = AutoModel
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            self._model: Any = auto_model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+            files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, **files)
+            self._model: Any = auto_model.from_pretrained(folder, dtype=torch.float32, **files).eval()
         except (OSError, ValueError, KeyError) as error:
             first_line = str(error).strip().partition("\n")[0]
             raise ConfigError(f"eval.embedding_model {str(folder)!r} cannot be loaded: {first_line}") from None

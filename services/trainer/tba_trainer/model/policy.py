@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from tba.config.sections import ModelSection, check_tokenizer
+from tba.config.sections import ModelSection, check_tokenizer, trust_hint
 from tba.config.supervised import REPORT_FILE
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
@@ -124,7 +124,8 @@ def empty_weights(auto: Any, folder: Path, *, key: str, trust_remote_code: bool 
 
 def _unloadable(folder: Path, key: str, error: Exception) -> ConfigError:
     first_line = str(error).strip().partition("\n")[0]
-    return ConfigError(f"{key} {str(folder)!r} cannot be loaded: {first_line}")
+    hint = trust_hint(error) if key == "model.path" else ""  # models of other keys never run code of their own
+    return ConfigError(f"{key} {str(folder)!r} cannot be loaded: {first_line}{hint}")
 
 
 def _model_folder(section: ModelSection) -> Path:

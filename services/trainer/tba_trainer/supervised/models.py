@@ -58,7 +58,7 @@ def load_tokenizer(section: SupervisedSection, texts: Iterable[str]) -> Any:
     folder = _base(section)
     side_files(folder, trust_remote_code=False, key="base")  # an error where there is none
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"base {str(folder)!r} holds no usable tokenizer: {error}") from None
 

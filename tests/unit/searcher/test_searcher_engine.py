@@ -21,6 +21,7 @@ from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, WeightVersions, params_sha256_of_files
 from tba.wire import Sampling
+from tests.support.broken_weights import BREAKS, break_weights
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, Architecture, make_tiny_model
 
@@ -379,3 +380,9 @@ def test_a_context_that_is_too_short_is_refused_at_the_start(folders):
 def test_a_folder_without_a_model_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match="no usable causal language model"):
         make_engine(tmp_path)
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_folder_without_the_weights_of_its_model_is_refused_with_their_names(how: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=BREAKS[how]):
+        make_engine(break_weights(make_tiny_model(tmp_path / "model"), how))

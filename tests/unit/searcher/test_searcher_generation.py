@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError
 from tba_searcher.generation import engine_thread
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread, run_step
@@ -238,6 +240,18 @@ def test_a_prompt_that_cannot_be_sampled_is_reported_as_unknown() -> None:
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def test_an_encoder_lacks_no_weight_but_those_of_a_pooler(encoder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(encoder, tmp_path / "encoder"))
+    path = folder / "model.safetensors"
+    tensors = {name: value for name, value in load_file(path).items() if not name.startswith("pooler.")}
+    save_file(tensors, path, metadata={"format": "pt"})
+    Embedder(folder)
+    del tensors["encoder.layer.0.attention.self.query.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks weights of a BertModel: encoder\.layer\.0\.attention\.self\.query"):
+        Embedder(folder)
 
 
 def test_an_embedding_is_the_mean_over_the_tokens_of_its_text_alone(encoder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tba_trainer.model import logprobs as trainer_logprobs
 from tba_trainer.model import policy as trainer_model
 from tba_trainer.model.logprobs import LogprobModel, head_logprobs
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.config.sections import ModelSection
 from tba.errors import ConfigError
+from tests.support.broken_weights import BREAKS, break_weights
 from tests.support.tiny_model import EOS_ID, PAD_ID, make_tiny_model
 from tests.support.trainer_values import VOCAB_SIZE
 
@@ -306,3 +308,16 @@ def test_the_check_at_start_leaves_the_random_numbers_alone(tmp_path: Path) -> N
         load_policy(section, device="cpu", gradient_checkpointing=checkpointing)
         drawn.append(torch.rand(()).item())
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_policy_without_its_own_weights_is_refused_with_their_names(how: str, tmp_path: Path) -> None:
+    folder = break_weights(make_tiny_model(tmp_path / "model"), how)
+    with pytest.raises(ConfigError, match=BREAKS[how]):
+        load_policy(ModelSection(path=str(folder)), device="cpu", gradient_checkpointing=False)
+
+
+def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", tied=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    load_policy(ModelSection(path=str(folder)), device="cpu", gradient_checkpointing=False)

@@ -20,6 +20,7 @@ from tba.errors import ConfigError, TbaError
 from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, WeightVersions
+from tba.weights.load_report import check_load_report
 from tba_searcher.engines.engine import Engine, EngineCheckError, EngineDiedError, StagingEngine
 from tba_searcher.engines.weight_check import check_error, check_tensors, dtype_name, file_stamps, verification_error
 
@@ -232,26 +233,32 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
 
     Args:
         dtype: float32, bfloat16 or float16.
-        device: torch device.
+        device: torch device; on `meta` the model has no weights, and its report is complete all the same.
 
     Raises:
-        ConfigError: the folder holds no usable causal language model.
+        ConfigError: the folder holds no usable causal language model, or not all of its weights.
     """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    auto: Any = AutoModelForCausalLM
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = auto.from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
             local_files_only=True,
+            use_safetensors=True,  # never a pickle: loading one runs its code
+            device_map="meta" if device == "meta" else None,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report names them
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model folder {folder} holds no usable causal language model: {error}") from None
+    check_load_report(report, model, where=f"model folder {folder}")
     model.to(torch.device(device))
     return model.eval().requires_grad_(False)
 

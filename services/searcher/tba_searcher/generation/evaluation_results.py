@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tba.api import EvalResult
 from tba.errors import ConfigError
 from tba.fields import bounded_or_none
+from tba.weights.load_report import check_load_report
 from tba_searcher.engines.engine import Completion
 from tba_searcher.generation.visits import Visit
 
@@ -135,10 +136,20 @@ class Embedder:
         try:
             files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, **files)
-            self._model: Any = auto_model.from_pretrained(folder, dtype=torch.float32, **files).eval()
-        except (OSError, ValueError, KeyError) as error:
+            model, report = auto_model.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # the report names them
+                **files,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
             first_line = str(error).strip().partition("\n")[0]
             raise ConfigError(f"eval.embedding_model {str(folder)!r} cannot be loaded: {first_line}") from None
+        # the mean over tokens does not use a pooler, which many encoders come without
+        where, needs = f"eval.embedding_model {str(folder)!r}", lambda name: not name.startswith("pooler.")
+        check_load_report(report, model, where=where, is_needed=needs)
+        self._model: Any = model.eval()
         self._tokenizer.padding_side = "right"  # else absolute positions depend on the longest text of a batch
         if self._tokenizer.pad_token is None:
             raise ConfigError(f"eval.embedding_model {str(folder)!r}: its tokenizer has no padding token")

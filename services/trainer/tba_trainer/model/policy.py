@@ -16,6 +16,7 @@ from tba.config.sections import ModelSection, check_tokenizer, trust_hint
 from tba.config.supervised import REPORT_FILE
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
+from tba.weights.load_report import check_load_report
 from tba_trainer.model.logprobs import AUTOCAST_EXPERTS, autocast_experts
 from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention
 from tba_trainer.model.parameters import ADAPTER, assign, is_adapted
@@ -40,7 +41,7 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
 
     folder = _model_folder(section)
     trust = section.trust_remote_code
-    model, _ = load_weights(AutoModelForCausalLM, folder, key="model.path", trust_remote_code=trust)
+    model = load_weights(AutoModelForCausalLM, folder, key="model.path", trust_remote_code=trust)
     model = prepare(to_device(model, device, key="trainer.device"), section.lora, gradient_checkpointing)
     if gradient_checkpointing:  # only then the model is in train mode
         check_train_mode(model, section.path, key="trainer.gradient_checkpointing")
@@ -48,33 +49,38 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
 
 
 def load_weights(
-    auto: Any, folder: Path, *, key: str, trust_remote_code: bool = False, **config: Any
-) -> tuple[Any, dict[str, Any]]:
-    """Load a model in float32 on the CPU, and what transformers says about its weights.
+    auto: Any, folder: Path, *, key: str, trust_remote_code: bool = False, new_head: bool = False, **config: Any
+) -> Any:
+    """Load a model in float32 on the CPU.
 
     Args:
         auto: Auto class of transformers.
         key: of the recipe that names the folder, for errors.
+        new_head: whether weights outside the body of the model may be missing; they are random numbers then.
         config: values that replace those of config.json.
 
     Raises:
-        ConfigError: the folder is not such a model.
+        ConfigError: the folder is not such a model, or lacks weights of it.
     """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
-        return auto.from_pretrained(
+        model, report = auto.from_pretrained(
             folder,
             dtype=torch.float32,
             use_safetensors=True,  # never a pickle: loading one runs its code
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report names them
             **config,
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _unloadable(folder, key, error) from None
+    within = f"{model.base_model_prefix}." if new_head else ""
+    check_load_report(report, model, where=f"{key} {str(folder)!r}", is_needed=lambda name: name.startswith(within))
+    return model
 
 
 def to_device(model: Any, device: str, *, key: str) -> Any:

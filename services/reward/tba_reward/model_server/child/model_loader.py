@@ -13,6 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tba.errors import ConfigError
+from tba.weights.load_report import check_load_report
 from tba_reward.model_server.child.server import NoScore
 from tba_reward.model_server.model_messages import InputForm, ModelFiles
 
@@ -70,11 +72,16 @@ def load(files: ModelFiles, folder: Path, kind: Any) -> tuple[PreTrainedModel, P
         raise LoadError(f"dtype {files.dtype!r} is not a torch dtype; use float32, bfloat16, float16 or auto")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=files.trust_remote_code)
     model, report = kind.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=files.trust_remote_code, output_loading_info=True
+        folder,
+        dtype=dtype,
+        trust_remote_code=files.trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # the report names them
     )
-    if report["missing_keys"]:  # transformers would fill them with noise
-        some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise LoadError(f"{files.path} lacks weights of a {type(model).__name__}: {some}; is it another kind of model?")
+    try:
+        check_load_report(report, model, where=files.path)
+    except ConfigError as error:
+        raise LoadError(str(error)) from None
     return model.to(device).eval(), tokenizer
 
 

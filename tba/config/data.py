@@ -75,7 +75,7 @@ class ColumnValue(StrictModel):
     """A value of a prompt's data, taken from a column of the data set. A bare text is a column's name."""
 
     column: str = Field(min_length=1)
-    """The column."""
+    """The column, or a path into a nested one: `reward_model.ground_truth`."""
     extract: Literal["whole", "before", "after", "boxed", "json"] = "whole"
     """The part of it. `whole`: the value as it is. `before`: the text before the first `marker`, all of it if there is
     none. `after`: the text after the last `marker`. `boxed`: the content of the last \\boxed{...}. `json`: the value at

@@ -12,7 +12,7 @@ import heapq
 import json
 import math
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,10 +186,29 @@ class SplitRule:
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column. Raises RowError where the row has no such column."""
-    if name not in values:
-        raise RowError(f"column {name!r} is missing; this row has {', '.join(values) or 'none'}")
-    return values[name]
+    """Return the value of a column, or at a path into nested ones, such as `reward_model.ground_truth`.
+
+    Raises:
+        RowError: the row does not have it.
+    """
+    # a name may have dots of its own
+    value, place = values, "this row"
+    for part in [name] if name in values else name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            has = f"has {', '.join(map(str, value)) or 'none'}" if isinstance(value, Mapping) else f"is {short(value)}"
+            raise RowError(f"column {name!r} is missing; {place} {has}")
+        value, place = value[part], f"its {part!r}"
+    return value
+
+
+def stored_columns(names: Iterable[str], known: Sequence[str] | None) -> list[str]:
+    """Return the columns of a source that hold these: `a.b` lies in `a` where no column has that name.
+
+    Args:
+        known: the columns of the source; None: every row has its own.
+    """
+    whole = (name if known is None or name in known else name.partition(".")[0] for name in names)
+    return list(dict.fromkeys(whole))
 
 
 def data_value(rule: ColumnValue, values: Mapping[str, Any]) -> Any:

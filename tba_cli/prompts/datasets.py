@@ -13,7 +13,7 @@ from typing import Any
 from tba.api import Prompt, Split
 from tba.config.data import DataSection, DatasetSection
 from tba.errors import ConfigError
-from tba_cli.prompts.columns import ID_DIGITS, RowError, TextColumn, TextTemplate, data_value, validated
+from tba_cli.prompts.columns import ID_DIGITS, RowError, TextColumn, TextTemplate, data_value, stored_columns, validated
 from tba_cli.prompts.sources import ChatSource, HubSource
 
 
@@ -79,7 +79,7 @@ def _dataset_rows(section: DatasetSection, split: Split, render: Render) -> Iter
         if section.column is not None
         else TextTemplate(section.template or "", where=f"{where}.template")
     )
-    wanted = list(dict.fromkeys([*text.columns, *(rule.column for rule in section.data.values())]))
+    wanted = stored_columns([*text.columns, *(rule.column for rule in section.data.values())], source.columns)
     missing = [name for name in wanted if name not in source.columns]
     if missing:
         raise ConfigError(

@@ -23,6 +23,7 @@ from tba_cli.prompts.columns import (
     TextColumn,
     TextTemplate,
     native_prompt,
+    stored_columns,
 )
 from tba_cli.prompts.datasets import dataset_prompts, split_prompts
 from tba_cli.prompts.sources import ChatSource, Row, Source, open_file
@@ -132,7 +133,7 @@ class PromptReader:
     def __iter__(self) -> Iterator[Prompt]:
         """Yield the prompts; raise ConfigError that names file, row, column and value, or where there is no prompt."""
         self.num_repeated, seen = 0, set()
-        for row in self._source.rows(None if self._columns is None else self._columns.names):
+        for row in self._source.rows(self._wanted):
             try:
                 prompt = self._prompt(row)
             except RowError as error:
@@ -147,6 +148,10 @@ class PromptReader:
                 raise ConfigError(f"{self._source.name}, {row.where}: prompt_id {prompt.prompt_id!r} appears twice")
         if not seen:
             raise ConfigError(f"{self._source.name} holds no prompts")
+
+    @property
+    def _wanted(self) -> list[str] | None:
+        return None if self._columns is None else stored_columns(self._columns.names, self._source.columns)
 
     def _prompt(self, row: Row) -> Prompt:
         if self._columns is None:
@@ -171,7 +176,7 @@ class PromptReader:
             missing = [name for name in NATIVE_COLUMNS[:3] if name not in known]
             hint = COLUMNS_HINT
         else:
-            missing, hint = [name for name in self._columns.names if name not in known], ""
+            missing, hint = [name for name in self._wanted or [] if name not in known], ""
         if missing:
             raise ConfigError(
                 f"{self._source.name} has no column {', '.join(map(repr, missing))}; its columns are "

@@ -15,7 +15,7 @@ from pathlib import Path
 from tba.config.supervised import RewardTrainingSection, SftSection, SupervisedItem
 from tba.errors import ConfigError
 from tba.weights import sha256_of_file
-from tba_cli.prompts.columns import RowError, TextTemplate, column_text, short
+from tba_cli.prompts.columns import RowError, TextTemplate, column_text, short, stored_columns
 from tba_cli.prompts.sources import Source, open_dataset
 
 
@@ -108,7 +108,8 @@ def write_examples(item: SupervisedItem, key: str, folder: Path) -> ExampleFiles
 
 def _source(item: SupervisedItem, key: str, split: str, form: ExampleForm) -> Source:
     source = open_dataset(item.dataset, split, subset=item.subset, revision=item.revision)
-    missing = [name for name in form.columns if source.columns is not None and name not in source.columns]
+    known = source.columns
+    missing = [] if known is None else [name for name in stored_columns(form.columns, known) if name not in known]
     if missing:
         raise ConfigError(
             f"{key}: {source.name} has no column {', '.join(map(repr, missing))}; its columns are "
@@ -120,7 +121,7 @@ def _source(item: SupervisedItem, key: str, split: str, form: ExampleForm) -> So
 def _write(form: ExampleForm, source: Source, key: str, path: Path) -> int:
     number = 0
     with path.open("w", encoding="utf-8") as file:
-        for row in source.rows(form.columns):
+        for row in source.rows(stored_columns(form.columns, source.columns)):
             try:
                 example = form.example(row.values)
             except RowError as error:

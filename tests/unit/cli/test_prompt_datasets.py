@@ -12,11 +12,13 @@ import pytest
 
 from tba.config import Recipe, parse_recipe
 from tba.config.data import ColumnValue, DataSection, DatasetSection
+from tba.config.supervised import SftSection
 from tba.errors import ConfigError
 from tba_cli.prompts.columns import RowError, extracted
 from tba_cli.prompts.datasets import dataset_prompts, split_prompts
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.resolve import with_absolute_paths
+from tba_cli.setup.examples import write_examples
 
 ROWS = {"task": "t", "dataset": "d", "column": "c"}
 GOLD = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}
@@ -89,6 +91,21 @@ def test_equal_rows_are_one_prompt_and_are_counted(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS * 2, test=QUESTIONS)
     found = split_prompts(train_section(folder), "train", no_chats)
     assert (len(found.prompts), found.num_repeated) == (2, 2)
+
+
+def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
+    rows = [{"question": "1 + 1?", "reward_model": {"style": "rule", "ground_truth": "2"}}]
+    folder = write_dataset(tmp_path / "d", train=rows, test=rows)
+    for train in (
+        train_section(folder, data={"answer": "reward_model.ground_truth"}),
+        train_section(folder, data={"answer": "reward_model.ground_truth"}, template="{question}{reward_model.style}"),
+    ):
+        (prompt,) = split_prompts(train, "train", no_chats).prompts
+        assert prompt.data == {"answer": "2"}
+    response = " {reward_model.ground_truth}"
+    item = SftSection(base="b", dataset=str(folder), prompt="{question}", response=response, path="out", num_steps=1)
+    files = write_examples(item, "sft.0", tmp_path)
+    assert json.loads(files.train.read_text()) == {"prompt": "1 + 1?", "response": " 2"}
 
 
 def test_the_first_rows_alone_may_be_taken(tmp_path):

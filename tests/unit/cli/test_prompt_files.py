@@ -241,6 +241,28 @@ def test_messages_become_text_by_the_models_chat_template(tmp_path):
         prompts_of(recipe_with_columns(paths[0], model))
 
 
+def test_a_name_with_dots_is_a_path_unless_a_column_has_it(tmp_path):
+    """The layout of verl; what else a struct holds is not the answer."""
+    rows = [
+        {"question": {"text": f"{i}?"}, "reward_model": {"style": "rule", "ground_truth": str(i)}} for i in range(4)
+    ]
+    columns = {"column": "question.text", "data": {"answer": "reward_model.ground_truth"}}
+    for path in (write(tmp_path / "p.jsonl", *rows), write_parquet(tmp_path / "p.parquet", rows)):
+        found = prompts_of(recipe_with_columns(path, **columns))
+        assert [(p.text, p.data) for p in found] == [(f"{i}?", {"answer": str(i)}) for i in range(4)]
+        template = {"column": None, "template": "Q: {question.text}"}
+        assert prompts_of(recipe_with_columns(path, **{**columns, **template}))[3].text == "Q: 3?"
+    literal = [row | {"reward_model.ground_truth": f"own {i}"} for i, row in enumerate(rows)]
+    for path in (write(tmp_path / "l.jsonl", *literal), write_parquet(tmp_path / "l.parquet", literal)):
+        assert prompts_of(recipe_with_columns(path, **columns))[2].data == {"answer": "own 2"}
+    columns["data"] = {"answer": "reward_model.gold"}
+    with pytest.raises(ConfigError, match=r"line 1: column 'reward_model\.gold' is missing; its 'reward_model' has"):
+        prompts_of(recipe_with_columns(tmp_path / "p.jsonl", **columns))
+    columns["data"] = {"answer": "rewards.gold"}
+    with pytest.raises(ConfigError, match="has no column 'rewards'"):
+        prompts_of(recipe_with_columns(tmp_path / "p.parquet", **columns))
+
+
 def test_a_mapping_that_does_not_fit_is_refused(tmp_path):
     path = write(tmp_path / "p.jsonl", *({"prompt": f"{i}", "answer": "1"} for i in range(3)))
     with pytest.raises(ConfigError, match="column 'question' is missing; this row has prompt, answer"):

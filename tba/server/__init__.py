@@ -3,6 +3,15 @@
 from tba.server.app import MsgpackResponse, create_app, raw_body
 from tba.server.auth import Authenticator
 from tba.server.openapi import MSGPACK_BODY, problems
-from tba.server.serve import serve
+from tba.server.serve import not_ready, serve
 
-__all__ = ["MSGPACK_BODY", "Authenticator", "MsgpackResponse", "create_app", "problems", "raw_body", "serve"]
+__all__ = [
+    "MSGPACK_BODY",
+    "Authenticator",
+    "MsgpackResponse",
+    "create_app",
+    "not_ready",
+    "problems",
+    "raw_body",
+    "serve",
+]

@@ -3,22 +3,27 @@ tokens beyond loopback."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import resource
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from tba.config.sections import TlsSection
 from tba.early_signals import mark_started, quit_if_starting
 from tba.errors import ConfigError
 from tba.logs import get_logger
+from tba.server.problems import problem_response
 from tba.tls import is_loopback
 from tba.tokens import TokensFile
 from tba.watched_file import WatchedFile
@@ -61,13 +66,43 @@ def serve(
             f"refusing to listen on {host} without tokens: anyone could write to this run; "
             "set auth.tokens_file, or listen on 127.0.0.1"
         )
-    certificate = None
-    if tls is not None and tls.cert_file is not None and tls.key_file is not None:
-        certificate = Certificate(tls.cert_file, tls.key_file)
+    certificate = Certificate.of(tls)
     keep_freed_memory()
     sock = bind(host, port)
     log.info("listening", host=host, port=sock.getsockname()[1], tls=certificate is not None)
     Server(app, certificate, start).run(sockets=[sock])
+
+
+@asynccontextmanager
+async def not_ready(host: str, port: int, *, tls: TlsSection, reason: Callable[[], str]) -> AsyncIterator[None]:
+    """Within the block answer 200 to /livez and 503 to all else: the process is well, and what it needs is late.
+
+    Raises:
+        ConfigError: as of `serve`.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_live = scope["path"] == "/livez"
+        said = {"status": "ok"}
+        problem = problem_response(status=503, slug="not-ready", detail=reason())
+        await (JSONResponse(said) if is_live else problem)(scope, receive, send)
+
+    certificate = Certificate.of(tls)
+    secure = {} if certificate is None else {"ssl_context_factory": lambda *_: certificate.context}
+    quiet: dict[str, Any] = {
+        "lifespan": "off",
+        "log_config": None,
+        "log_level": "warning",
+        "access_log": False,
+        **secure,
+    }
+    server = uvicorn.Server(uvicorn.Config(answer, timeout_graceful_shutdown=1, **quiet))
+    serving = asyncio.create_task(server.serve(sockets=[bind(host, port)]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
 
 
 class Server(uvicorn.Server):
@@ -151,6 +186,13 @@ class Certificate:
             _load_into(self.context, cert_file, key_file)
 
         self._watched = WatchedFile([cert_file, key_file], load, what=f"tls.cert_file {cert_file}")
+
+    @classmethod
+    def of(cls, tls: TlsSection | None) -> Certificate | None:
+        """Return that of the recipe; None where it has none."""
+        if tls is None or tls.cert_file is None or tls.key_file is None:
+            return None
+        return cls(tls.cert_file, tls.key_file)
 
     def refresh(self) -> None:
         """Read the files again where they changed; looks at most once a second."""

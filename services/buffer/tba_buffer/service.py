@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -26,6 +26,7 @@ from tba.config import Recipe
 from tba.config.redis import redis_access
 from tba.errors import UnavailableError
 from tba.logs import get_logger
+from tba.server import not_ready
 from tba.store import open_store
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log_follower import Compactor, IndexView
@@ -451,18 +452,18 @@ def check_redis(recipe: Recipe) -> None:
     """Check Redis before anything is served: its durability, the storage format and live settings of the run.
 
     Raises:
-        ConfigError: Redis cannot be reached or could lose data, the run is stored in another format, or its live
+        ConfigError: Redis was not there in time or could lose data, the run is stored in another format, or its live
             settings do not go with the recipe.
     """
 
     async def check() -> None:
-        durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync)
-        try:
-            await durability.check_at_start()
+        durability, section = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync), recipe.buffer
+        waiting = not_ready(section.host, section.port, tls=recipe.tls, reason=lambda: durability.late or "starting")
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(durability.aclose)
+            await durability.check_at_start(on_late=lambda: stack.enter_async_context(waiting))
             await buffer_epoch.check_format(durability.redis, Keys(recipe.run.name))
             await read_settings(durability.redis, Keys(recipe.run.name), recipe)
-        finally:
-            await durability.aclose()
 
     # connections belong to their event loop: these end with it, and the service makes its own
     asyncio.run(check())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import re
 import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from tba_buffer.sampling.mop import DrawSettings, draw_slots
 from tba_buffer.service import Buffer
 
 from tba.api import AcceptLoss, AckRequest, BatchRequest, LeaseRequest, Stats
+from tba.clients.service_client import ServiceClient
 from tba.errors import UnavailableError
 from tba.wire import Rollout, decode_rollout, encode_rollout
 from tests.support.buffer import (
@@ -204,16 +209,13 @@ def test_a_redis_that_lost_its_data_is_noticed(stack: Stack) -> None:
             (*DURABLE, "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"),
             "maxmemory-policy allkeys-lru",
         ),
-        (None, "cannot be reached"),
     ],
 )
 def test_the_buffer_refuses_to_start_over_a_redis_that_could_lose_data(
-    tmp_path: Path, options: tuple[str, ...] | None, sentence: str
+    tmp_path: Path, options: tuple[str, ...], sentence: str
 ) -> None:
-    redis = start_redis(tmp_path / "redis", options=options or ("--appendonly", "no"))
+    redis = start_redis(tmp_path / "redis", options=options)
     try:
-        if options is None:
-            redis.kill()
         recipe = make_recipe(buffer={"port": 0, "redis_url": redis.url})
         ended = run_service(write_recipe(tmp_path / "recipe.json", recipe))
     finally:
@@ -222,6 +224,51 @@ def test_the_buffer_refuses_to_start_over_a_redis_that_could_lose_data(
     assert sentence in ended.stderr
     assert ended.stderr.startswith("error: buffer: ")
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_buffer_waits_for_a_redis_that_is_late(stack: Stack) -> None:
+    stack.client.upload_prompts(make_prompts(1))
+    stack.client.push(make_payloads(["train-0"]))
+    stack.buffer.kill()
+    stack.redis.kill()
+    starting = threading.Thread(target=stack.buffer.start)  # returns when the same process is ready
+    starting.start()
+    try:
+        client = ServiceClient(stack.buffer.url, retry_s=0)
+        problem = until("it answers", lambda: readiness_problem(client))
+        assert re.search(r"starting: Redis at redis://127.0.0.1:\d+/0: it cannot be reached", str(problem))
+        with urllib.request.urlopen(f"{stack.buffer.url}/livez", timeout=DEADLINE_S) as reply:
+            assert json.load(reply) == {"status": "ok"}
+        with pytest.raises(UnavailableError, match="cannot be reached"):  # which clients try again
+            stack.buffer.client(retry_s=0).stats()
+        assert "redis-start" in stack.buffer.log_path.read_text()
+    finally:
+        stack.redis.start()
+        starting.join(DEADLINE_S)
+    assert stack.client.stats().num_rollouts == 4
+
+
+def readiness_problem(client: ServiceClient) -> Exception | None:
+    with contextlib.suppress(UnavailableError):  # the process does not listen yet
+        return client.not_ready()
+    return None
+
+
+def test_sigterm_ends_a_buffer_that_waits_for_redis(stack: Stack) -> None:
+    stack.buffer.kill()
+    stack.redis.kill()
+
+    def start() -> None:
+        with pytest.raises(RuntimeError, match="SIGTERM while it starts"):
+            stack.buffer.start()
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    client = ServiceClient(stack.buffer.url, retry_s=0)
+    until("it waits", lambda: readiness_problem(client))
+    stack.buffer.process.send_signal(signal.SIGTERM)
+    assert stack.buffer.process.wait(timeout=DEADLINE_S) == 0
+    starting.join(DEADLINE_S)
 
 
 def test_the_buffer_refuses_an_open_address_without_tokens_and_a_port_in_use(stack: Stack, tmp_path: Path) -> None:

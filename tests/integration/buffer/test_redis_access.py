@@ -15,7 +15,7 @@ from tba.config.redis import redis_access
 from tba.errors import ConfigError
 from tests.support.buffer import make_payloads, make_prompts, make_recipe
 from tests.support.buffer_fixtures import BufferThread
-from tests.support.redis_process import DURABLE, RedisProcess, start_redis
+from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
 from tests.support.served_app import TLS_FOLDER
 from tests.support.tls_proxy import TlsProxy
 
@@ -97,6 +97,19 @@ async def test_a_wrong_password_is_said(redis: RedisProcess, locked: None, tmp_p
         with pytest.raises(ConfigError, match=r"refuses the password .*; correct buffer.redis_password_file") as raised:
             await durability.check_at_start()
     assert "not the password" not in str(raised.value)
+
+
+async def test_a_redis_that_never_comes_ends_the_wait_by_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_buffer.storage.durability.START_TIMEOUT_S", 0.5)
+    late: list[str | None] = []
+    async with durability_of(f"redis://127.0.0.1:{free_port()}/0") as durability:
+
+        async def note() -> None:
+            late.append(durability.late)
+
+        with pytest.raises(ConfigError, match=r"is not ready after .*cannot be reached .*correct buffer.redis_url"):
+            await durability.check_at_start(note)
+    assert late == [None]  # once, when the wait begins
 
 
 @pytest.mark.parametrize("tls", [None, {"ca_file": str(TLS_FOLDER / "other.crt")}], ids=["system", "other"])

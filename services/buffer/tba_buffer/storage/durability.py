@@ -19,17 +19,21 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, 
 
 from tba.config.redis import RedisAccess
 from tba.errors import ConfigError, UnavailableError
+from tba.logs import get_logger
 from tba_buffer.storage.redis_client import (
     BytesRedis,
     MultiplexedPool,
     connect,
+    may_be_late,
     redis_errors,
     refused_writes,
     why_unreachable,
 )
 
+log = get_logger("redis")
 NUM_CONNECTIONS = 8
-LOADING_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 300.0
+"""For a Redis that is late or loads its file. Kubernetes ends a buffer that is not ready for twice as long."""
 FULL_SHARE = 0.95
 """Of maxmemory. The rest is for draws, acks, leases and publications, which are small."""
 FIRST_REWRITE = "Redis has just turned its append-only file on and is still writing it for the first time"
@@ -70,6 +74,8 @@ class DurabilityCheck:
         """Why nothing may be written."""
         self.full: str | None = None
         """Why no rollouts may be added."""
+        self.late: str | None = None
+        """Why the start waits for Redis."""
 
     @property
     def problem(self) -> str | None:
@@ -141,33 +147,40 @@ class DurabilityCheck:
         if self.broken is not None:
             raise UnavailableError(f"nothing is acknowledged now: {self.broken}")
 
-    async def check_at_start(self) -> None:
-        """Wait while Redis loads or first writes its file, then check it.
+    async def check_at_start(self, on_late: Callable[[], Awaitable[object]] | None = None) -> None:
+        """Wait (wait `redis-start`) while Redis is not there, loads or first writes its file, then check it.
+
+        Args:
+            on_late: awaited once, when the wait begins.
 
         Raises:
-            ConfigError: Redis cannot be reached, or could lose acknowledged data.
+            ConfigError: Redis was not there in time, or could lose acknowledged data.
         """
-        deadline_s = time.monotonic() + LOADING_TIMEOUT_S
+        deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
                 self.broken, self.full = await self._ask()
                 if self.broken != FIRST_REWRITE:
                     break
-                waiting_for = self.broken
+                reason = self.broken
             except BusyLoadingError:
-                waiting_for = "it is loading its file"
+                reason = "it is loading its file"
             except AuthenticationError as error:
                 raise ConfigError(
                     f"Redis at {self._url} refuses the password ({error}); correct buffer.redis_password_file, or the "
                     "password in buffer.redis_url"
                 ) from None
             except RedisError as error:
-                raise ConfigError(
-                    f"Redis at {self._url} cannot be reached ({why_unreachable(error)}); start it, or correct "
-                    "buffer.redis_url"
-                ) from None
+                reason = f"it cannot be reached ({why_unreachable(error)}); start it, or correct buffer.redis_url"
+                if not may_be_late(error):
+                    raise ConfigError(f"Redis at {self._url}: {reason}") from None
             if time.monotonic() > deadline_s:
-                raise ConfigError(f"Redis at {self._url} is not ready after {LOADING_TIMEOUT_S:.0f} s: {waiting_for}")
+                raise ConfigError(f"Redis at {self._url} is not ready after {START_TIMEOUT_S:.0f} s: {reason}")
+            if self.late is None:
+                log.warning("waits", wait="redis-start", deadline_s=START_TIMEOUT_S, reason=reason)
+                if on_late is not None:
+                    await on_late()
+            self.late = f"starting: Redis at {self._url}: {reason}"
             await asyncio.sleep(0.2)
         if self.broken is not None:
             raise ConfigError(self.broken)

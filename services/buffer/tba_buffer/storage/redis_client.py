@@ -28,7 +28,14 @@ from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnecti
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ConnectionError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
 from tba.config.redis import RedisAccess
 from tba.errors import ConfigError, UnavailableError
@@ -120,6 +127,12 @@ def refused_writes(error: RedisError) -> str | None:
     # inside the error of a script the code is somewhere in the text
     code = re.search(rf"\b({'|'.join(WRITE_REFUSALS)})\b", f"{getattr(error, 'status_code', '')} {error}")
     return WRITE_REFUSALS[code[1]] if code is not None else None
+
+
+def may_be_late(error: RedisError) -> bool:
+    """Return whether Redis, or its name, may only not be there yet; what it refuses, and wrong TLS, stays wrong."""
+    is_away = isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, AuthorizationError)
+    return is_away and not isinstance(error.__cause__ or error.__context__, ssl.SSLError)
 
 
 def why_unreachable(error: RedisError) -> str:

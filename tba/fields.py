@@ -25,6 +25,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from tba.tls import check_bare_url
+
 MAX_NUMBER = 10**15
 MAX_LINEAGE = 10**9 - 1
 MAX_STEP = 10**12 - 1
@@ -149,6 +151,8 @@ Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_witho
 """An id or another short text from a client; control characters are refused."""
 Reason = Annotated[str, Field(max_length=MAX_REASON_CHARS), AfterValidator(one_line)]
 """The reason for a request, for people; a space takes the place of control characters."""
+BareUrl = Annotated[str, AfterValidator(check_bare_url)]
+"""An address without user, password and options, which no request would carry."""
 Integer = Annotated[int, Strict(), AfterValidator(bounded)]
 """A whole number of a request; `true` and `"1"` are refused. Further bounds go into Field, because pydantic does not
 combine two bounds of one kind."""

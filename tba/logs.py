@@ -13,6 +13,8 @@ from typing import Literal
 import stamina.instrumentation
 import structlog
 
+from tba.tls import with_bare_urls
+
 MAX_REPEATS, REPEAT_WINDOW_S = 10, 60.0
 """So many warnings of one event are printed in so many seconds."""
 
@@ -120,7 +122,7 @@ def _in_order(bound: dict[str, str]) -> structlog.typing.Processor:
         logger: structlog.typing.WrappedLogger, method: str, line: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
         first = {name: line.pop(name) for name in ("timestamp", "level", "event", "source") if name in line}
-        return {**first, **bound, **line}
+        return with_bare_urls({**first, **bound, **line})  # errors of libraries name the address that they asked
 
     return order
 

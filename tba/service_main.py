@@ -14,6 +14,7 @@ from tba.early_signals import EXIT_INTERRUPTED, EXIT_STOPPED
 from tba.errors import FencedError, TbaError
 from tba.logs import configure_logging
 from tba.store.file import explain_full_disk
+from tba.tls import with_bare_urls
 
 __all__ = ["EXIT_ERROR", "EXIT_FENCED", "EXIT_STOPPED", "service_main"]
 EXIT_ERROR = 2
@@ -52,7 +53,7 @@ def service_main(
     except TbaError as error:
         if args.debug:
             raise
-        print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+        print(f"error: {name}: {with_bare_urls(str(error))}", file=sys.stderr, flush=True)
         # a supervisor must not restart a trainer that was replaced
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_ERROR
     except OSError as error:

@@ -1,10 +1,12 @@
-"""Checks of addresses and authorities, and explanations of TLS errors: what is wrong, and what to do about it."""
+"""Addresses and authorities: what may be shown of a URL, checks, and explanations of TLS errors."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 import ssl
+from typing import Any
 from urllib.parse import urlsplit
 
 from tba.errors import ConfigError
@@ -19,6 +21,39 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL, or a text that was meant as one, without user, password and options."""
+    scheme = re.match(r"(?i:[a-z][a-z0-9+.-]*://)?", url).group()  # pyright: ignore[reportOptionalMemberAccess]
+    rest = url.removeprefix(scheme)
+    place = rest.partition("?")[0].partition("#")[0]
+    if "@" in rest and "@" not in place:  # an unencoded password, or options: its end is unknown
+        place = "..."
+    return scheme + place.rpartition("@")[2]
+
+
+def with_bare_urls(value: Any) -> Any:
+    """Return a text, or a document with texts, in which every URL is without user, password and options."""
+    if isinstance(value, str):
+        return re.sub(r"(?i)\b[a-z][a-z0-9+.-]*://\S+", lambda found: without_secrets(found.group()), value)
+    if isinstance(value, dict):
+        return {key: with_bare_urls(child) for key, child in value.items()}
+    return [with_bare_urls(child) for child in value] if isinstance(value, list) else value
+
+
+def check_bare_url(url: str, key: str = "the address") -> str:
+    """Return an address, unless it may hold a secret, which is not shown.
+
+    Raises:
+        ConfigError: it has a user, a password or options.
+    """
+    if any(mark in url for mark in "@?#"):
+        raise ConfigError(
+            f"{key} has a user, a password or options in it (@, ? or #), which no request would carry, and which would "
+            "be in logs; remove them"
+        )
+    return url
 
 
 PROBE_TIMEOUT_S = 5.0

@@ -65,13 +65,14 @@ def _no_launcher(error: ModuleNotFoundError) -> int:
 
 def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     from tba.errors import ChildError, TbaError
+    from tba.tls import with_bare_urls
 
     try:
         return command(args)
     except TbaError as error:
         if args.debug:
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {with_bare_urls(str(error))}", file=sys.stderr, flush=True)
         return EXIT_FAILED if isinstance(error, ChildError) else EXIT_ERROR
     except BrokenPipeError:
         # the reader of a pipe (`tba table ... | head`) is gone: without this, the flush at exit would fail again

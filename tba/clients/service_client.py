@@ -37,7 +37,7 @@ from tba.errors import (
     VoidBatchError,
 )
 from tba.fields import StrictModel
-from tba.tls import check_ca_file, explain_missing_tls, explain_tls_error
+from tba.tls import check_bare_url, check_ca_file, explain_missing_tls, explain_tls_error
 from tba.tokens import ClientToken
 
 M = TypeVar("M", bound=StrictModel)
@@ -92,7 +92,7 @@ class ServiceClient:
         ca_file: PEM file of the authorities that are trusted for an https URL (`tls.ca_file`); none: the system's.
 
     Raises:
-        ConfigError: the URL is https and `ca_file` cannot be used.
+        ConfigError: the URL has a user, password or options; or it is https and `ca_file` cannot be used.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class ServiceClient:
         timeout_s: float = 30.0,
         ca_file: str | None = None,
     ):
+        check_bare_url(base_url, "the address of the service")
         self.base_url = base_url.rstrip("/")
         self._retry_s = retry_s
         self._token = token

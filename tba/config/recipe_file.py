@@ -22,6 +22,7 @@ from tba.config.recipe import Recipe
 from tba.config.renamed_keys import new_name, new_value, with_new_names
 from tba.config.schedules import Schedule
 from tba.errors import ConfigError
+from tba.tls import with_bare_urls
 
 ENV_PREFIX = "TBA_"
 LOG_FORMAT_ENV = "TBA_LOG_FORMAT"
@@ -176,7 +177,7 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
         hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
         # the message goes to logs, and a misspelt key may hold a secret
         is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
-        return f"unknown key {key!r} (value {'not shown' if is_secret else repr(first['input'])}){hint}{more}"
+        return f"unknown key {key!r} (value {'not shown' if is_secret else _shown(first['input'])}){hint}{more}"
     if first["type"] == "missing":
         return f"key {key!r} is missing{more}"
     if (
@@ -184,13 +185,17 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
         and isinstance(first["input"], str)
         and (now := new_value(loc, first["input"])) != first["input"]
     ):
-        return f"value {first['input']!r} of {key!r} is now {now!r}: write the new name{more}"
+        return f"value {_shown(first['input'])} of {key!r} is now {now!r}: write the new name{more}"
     if first["type"] == "value_error" and _model_at(loc, model) not in (
         None,
         Schedule,
     ):  # so does the rule of a section
         return f"{key}: {message}{more}"
-    return f"key {key!r} has the value {first['input']!r}: {message}{more}"
+    return f"key {key!r} has the value {_shown(first['input'])}: {message}{more}"
+
+
+def _shown(value: Any) -> str:
+    return repr(with_bare_urls(value))
 
 
 def _renamed_text(old: str, new: str) -> str:

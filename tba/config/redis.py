@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from tba.config import Recipe
 from tba.errors import ConfigError
-from tba.tls import check_ca_file
+from tba.tls import check_ca_file, without_secrets
 
 SCHEMES = ("redis", "rediss", "unix")
 
@@ -94,12 +94,3 @@ def redis_access(recipe: Recipe) -> RedisAccess:
     access = RedisAccess(url, username, Path(section.redis_password_file), tls)
     access.credentials()
     return access
-
-
-def without_secrets(url: str) -> str:
-    """Return a URL, or a text that was meant as one, without user, password and options."""
-    scheme, slashes, rest = url.rpartition("://")
-    place = rest.partition("?")[0].partition("#")[0]
-    if "@" in rest and "@" not in place:  # an unencoded password, or options: its end is unknown
-        place = "..."
-    return scheme + slashes + place.rpartition("@")[2]

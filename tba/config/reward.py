@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, VllmSection
-from tba.fields import MAX_NUMBER, StrictModel
+from tba.fields import MAX_NUMBER, BareUrl, StrictModel
 
 _REQUEST_SLACK_S = 30.0
 """Beyond the deadline of its slowest scorer: other items of the request may come before."""
@@ -430,7 +430,7 @@ class RewardSection(StrictModel):
     """Address to listen on. Anything but loopback needs `auth.tokens_file`."""
     port: int = Field(default=8701, ge=0, le=65535)
     """Port to listen on; 0 lets `tba run` pick a free one."""
-    url: str | None = None
+    url: BareUrl | None = None
     """Where searchers find the service; default: http://host:port."""
     tasks: dict[TaskName, TaskReward] = Field(default_factory=dict)
     """How tasks are scored. Those of BUILT_IN_TASKS need no entry: `addition`, `exact`, `gsm8k`, `math`, `make_n`."""

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from tba import plugins
 from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Schedule, Temperature
 from tba.errors import ConfigError
-from tba.fields import StrictModel
+from tba.fields import BareUrl, StrictModel
 
 
 class SimulatedSection(StrictModel):
@@ -119,7 +119,7 @@ class OpenAiSection(StrictModel):
     """A server that generates for one searcher: vLLM or SGLang, with routes for weight updates (docs/searcher.md).
     Searchers with servers of their own get them from the environment: TBA_SEARCHER__OPENAI__URL."""
 
-    url: str | None = Field(default=None, pattern=r"^https?://")
+    url: BareUrl | None = Field(default=None, pattern=r"^https?://")
     """Its address, without /v1. Certificates of https are checked against `tls.ca_file`."""
     token_env: str | None = None
     """Environment variable with the bearer token that is sent (VLLM_API_KEY of vLLM, --api-key of SGLang)."""

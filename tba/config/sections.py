@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability, Schedule
 from tba.config.trainer import PolicyLoraSection
 from tba.errors import ConfigError
-from tba.fields import Number, StrictModel
+from tba.fields import BareUrl, Number, StrictModel
 
 
 class TlsSection(StrictModel):
@@ -114,7 +114,7 @@ class BufferSection(StrictModel):
     """Address to listen on. Anything but loopback needs `auth.tokens_file`."""
     port: int = Field(default=8700, ge=0, le=65535)
     """Port to listen on; 0 lets `tba run` pick a free one."""
-    url: str | None = None
+    url: BareUrl | None = None
     """Where the other services find the buffer; default: http://host:port."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The Redis that holds the truth; `rediss://` is encrypted (`tls.ca_file`). `tba run` starts its own and overrides

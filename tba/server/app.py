@@ -23,6 +23,7 @@ from tba.server.auth import Authenticator, AuthThrottle, TokenGate
 from tba.server.docs_page import install_docs_page
 from tba.server.openapi import install_openapi, problems
 from tba.server.problems import error_response, install_problem_handlers, problem_response
+from tba.tls import with_bare_urls
 
 MAX_DISCARDED_BYTES = 64 * 2**20
 BODY_IDLE_S = 10.0
@@ -190,7 +191,7 @@ def create_app(
         if reason is not None:
             return problem_response(status=503, slug="not-ready", detail=reason)
         said = note()
-        return {"status": "ok", **({} if said is None else {"note": said})}
+        return {"status": "ok", **({} if said is None else {"note": with_bare_urls(said)})}
 
     @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

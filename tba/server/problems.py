@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from tba.errors import BusyError, LimitError, TbaError, UnauthorizedError
 from tba.logs import get_logger
+from tba.tls import with_bare_urls
 
 TYPE_PREFIX = "urn:tba:problem:"
 UNAVAILABLE_RETRY_S = 1
@@ -31,7 +32,8 @@ def problem_response(
     *, status: int, slug: str, detail: str, headers: dict[str, str] | None = None, **extra: Any
 ) -> JSONResponse:
     """Return a response `application/problem+json` with a stable type."""
-    body = {"type": TYPE_PREFIX + slug, "title": HTTPStatus(status).phrase, "status": status, "detail": detail, **extra}
+    body = {"type": TYPE_PREFIX + slug, "title": HTTPStatus(status).phrase, "status": status}
+    body |= {"detail": with_bare_urls(detail), **extra}
     return JSONResponse(body, status_code=status, headers=headers, media_type="application/problem+json")
 
 

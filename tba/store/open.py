@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from tba.config.sections import StoreSection
 from tba.errors import ConfigError, StoreError, StoreUnavailableError, WaitTimeoutError
 from tba.store.file import FileStore, ObjectStore, check_prefix
-from tba.tls import check_ca_file
+from tba.tls import check_bare_url, check_ca_file, without_secrets
 
 POLL_S = 1.0
 
@@ -104,15 +104,16 @@ def _open(section: StoreSection, endpoint: str | None, key: str, **options: Any)
         return FileStore(Path(rest))
     if scheme != "s3" or not rest:
         raise ConfigError(
-            f"store.url {section.url!r} is not a store: use file://folder on one machine, or s3://bucket/prefix"
+            f"store.url {without_secrets(section.url)!r} is not a store: use file://folder on one machine, or "
+            "s3://bucket/prefix"
         )
     bucket, _, prefix = rest.partition("/")
+    check_bare_url(bucket, "store.url")
+    check_bare_url(endpoint or "", key)
     try:
         prefix = check_prefix(prefix.strip("/"))
     except StoreError as error:
         raise ConfigError(f"store.url {section.url!r}: {error}") from None
-    if endpoint is not None and "@" in urlsplit(endpoint).netloc:
-        raise ConfigError(f"{key} has a user or password in it, which is not used, and would be in logs; remove it")
     if endpoint is not None and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
         raise ConfigError(f"{key} {endpoint!r} is not a URL such as https://s3.example.com:9000")
     if endpoint is None or endpoint.startswith("https://"):

@@ -15,6 +15,7 @@ from tba.api import BestVersion, EvalInfo, SettingsAudit
 from tba.config import Recipe
 from tba.config.data import with_replaced
 from tba.errors import MalformedError
+from tba.tls import with_bare_urls
 from tba.versions import LineageTree, PolicyVersion
 from tba.weights import WeightVersions, write_index
 from tba.weights.adapter import A_SUFFIX
@@ -33,6 +34,7 @@ _PRIVATE: dict[str, Any] = {
     "tracking": True,
     "buffer": {"host", "port", "url", "redis_url", "redis_password_file"},
     "reward": {"host", "port", "url"},
+    "searcher": {"openai"},
 }
 """Addresses and secrets of the machines, which are left out of a card."""
 _PATHS = (("model", "path"), ("data", "path"), ("eval", "embedding_model"))
@@ -214,7 +216,7 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     for section, key in _PATHS:
         if path := document.get(section, {}).get(key):
             document[section][key] = PurePath(path).name
-    return document
+    return with_bare_urls(document)
 
 
 def _base_model(recipe: Recipe) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tba.errors import ConfigError
+from tba.tls import without_secrets
 from tba_cli.artifacts.huggingface import hub_library
 
 Kind = Literal["model", "dataset"]
@@ -52,7 +53,7 @@ class HubRepository:
         Raises:
             ConfigError: it exists and everybody can read it, without `public`; or as `push`.
         """
-        print(f"pushing to {self._name} on {self._api.endpoint}", file=sys.stderr, flush=True)
+        print(f"pushing to {self._name} on {without_secrets(self._api.endpoint)}", file=sys.stderr, flush=True)
         with self._explained():
             self._api.create_repo(self._name, repo_type=self._kind, private=not public, exist_ok=True)
             is_private = self._api.repo_info(self._name, repo_type=self._kind).private
@@ -96,7 +97,7 @@ class HubRepository:
             raise ConfigError(f"the hub did not take {self._name}: {_first_line(error)}{again}") from None
         except (KeyError, json.JSONDecodeError) as error:
             raise ConfigError(
-                f"{self._api.endpoint} answers as no Hugging Face hub does ({type(error).__name__}: "
+                f"{without_secrets(self._api.endpoint)} answers as no Hugging Face hub does ({type(error).__name__}: "
                 f"{_first_line(error)}), so {self._name} was not pushed; correct HF_ENDPOINT"
             ) from None
         except ValueError as error:  # such as metadata of the card, line by line

@@ -14,6 +14,7 @@ from typing import Any
 from tba.config import Recipe, load_recipe
 from tba.config.trainer import STAGING_FREE_SHARE
 from tba.errors import ConfigError
+from tba.tls import with_bare_urls
 from tba_cli.artifacts.huggingface import shape_on_hub
 from tba_cli.sizing import (
     CARD_GIB,
@@ -76,8 +77,10 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 def show_command(args: argparse.Namespace) -> int:
-    """Print every value that results from the recipe, the environment and the flags, defaults included."""
-    print(load_recipe(args.recipe, sets=args.set).model_dump_json(indent=2, ensure_ascii=True))
+    """Print every value that results from the recipe, the environment and the flags, defaults included; URLs without
+    passwords."""
+    document = load_recipe(args.recipe, sets=args.set).model_dump(mode="json")
+    print(json.dumps(with_bare_urls(document), indent=2))
     return 0
 
 

@@ -15,7 +15,7 @@ import urllib3
 from tba.clients.service_client import tls_options
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.errors import ConfigError
-from tba.tls import explain_missing_tls, explain_tls_error, is_loopback
+from tba.tls import explain_missing_tls, explain_tls_error, is_loopback, with_bare_urls
 from tba_cli.run_folder import RunFolder
 
 SERVICES = ("buffer", "reward", "searcher", "trainer")
@@ -40,6 +40,10 @@ class CheckResult:
     found: str
     fix: str | None = None
     """The fix; only for `warn` and `fail`."""
+
+    def __post_init__(self) -> None:
+        """Show no secret of a URL."""
+        object.__setattr__(self, "found", with_bare_urls(self.found))
 
 
 def ok(code: str, found: str) -> CheckResult:

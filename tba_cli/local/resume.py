@@ -20,6 +20,7 @@ from tba.config.recipe import CONSTANT_SETTINGS
 from tba.config.recipe_file import ENV_PREFIX, read_document
 from tba.config.renamed_keys import new_name, new_value, with_new_names
 from tba.errors import ConfigError
+from tba.tls import with_bare_urls
 from tba_cli.run_folder import RunFolder
 
 CONSTANT = ("run", "data", "model.warm_start", *CONSTANT_SETTINGS)
@@ -83,7 +84,7 @@ def resume_recipe(
     if with_new_names(now) == began.document:
         return recipe, began.model_copy(update={"sets": all_sets})
     for key, (before, after) in differences(began.document, with_new_names(now)):
-        on_difference(f"{path}: {key} was {before!r} when the run began, and is {after!r} now")
+        on_difference(with_bare_urls(f"{path}: {key} was {before!r} when the run began, and is {after!r} now"))
     if not take_changes:
         own = [*this_program(), "run", os.path.relpath(folder.recipe_path)]
         raise ConfigError(

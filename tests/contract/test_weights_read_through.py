@@ -99,7 +99,7 @@ def test_the_store_gives_each_file_once_and_what_a_cache_spoils_lacks_or_refuses
 def test_a_cache_that_cannot_be_used_is_refused_at_the_start(s3_section: StoreSection) -> None:
     with pytest.raises(ConfigError, match=r"store\.read_through_url 'cache:80' is not a URL such as"):
         through(s3_section, "cache:80")
-    with pytest.raises(ConfigError, match=r"store\.read_through_url has a user or password in it") as caught:
+    with pytest.raises(ConfigError, match=r"store\.read_through_url has a user, a password or options in it") as caught:
         through(s3_section, "http://reader:hidden@cache")
     assert "hidden" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"read_through_url is for an S3 store, and store\.url is 'file://x'"):

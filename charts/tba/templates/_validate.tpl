@@ -188,7 +188,8 @@
 {{- $text := get (include "tba.recipe" . | fromYaml) "recipe.toml" }}
 {{- if $openai.url }}
 {{- if or (not (regexMatch "^https?://([^][/@:?#\\s]+|\\[[0-9A-Fa-f:.]+\\])(:[0-9]{1,5})?(/[^?#\\s]*)?$" $openai.url)) (regexMatch "/v1/?$" $openai.url) }}
-{{- fail (printf "searcher.openai.url is %q; give the address of the server without /v1, http://HOST:PORT or https://HOST:PORT" $openai.url) }}
+{{- /* a password in it must not be shown */}}
+{{- fail (printf "searcher.openai.url is %q, or more than that; give the address of the server without /v1, user and options, http://HOST:PORT or https://HOST:PORT" (regexReplaceAll "^(https?://)?([^/?#]*@)?([^?#@]*).*$" $openai.url "${1}${3}")) }}
 {{- end }}
 {{- if not $openai.weights.volume }}
 {{- fail (printf "searcher.openai.url %s is given and searcher.openai.weights.volume is empty: the server reads weights as files that the searcher writes; name a volume that both mount" $openai.url) }}

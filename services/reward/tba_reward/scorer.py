@@ -17,6 +17,7 @@ from tba.api.scores import ScoreReason
 from tba.config.reward import ScorerSpec
 from tba.errors import TbaError
 from tba.fields import MAX_NUMBER, is_bounded
+from tba.tls import with_bare_urls
 
 OK = "ok"
 MAX_DETAIL_CHARS = 500
@@ -49,6 +50,11 @@ class Failure:
 
     reason: ScoreReason
     detail: str
+    """Bare of what a URL may hold: it is stored with the rollout, exported, and shown to everybody by /readyz."""
+
+    def __post_init__(self) -> None:
+        """Bare the detail."""
+        object.__setattr__(self, "detail", with_bare_urls(self.detail))
 
 
 Outcome = float | Failure

@@ -211,6 +211,27 @@ async def test_an_endpoint_that_is_away_is_unreachable_until_it_comes_back(serve
     assert scorer.health() == OK
 
 
+async def test_what_a_failed_call_says_has_no_secret_of_the_address(server: RewardServer) -> None:
+    address = server.url.replace("http://", "http://me:PASSWORD@") + "/mine?api_key=SECRET&x="
+    server.refusal = lambda items: (500, {"detail": "POST /mine?api_key=SECRET&x=/v1/score failed"})
+    scorer = build(address, num_retries=0)
+    (echoed,) = await scorer.score([Item(prompt="", response="a")])
+    told = scorer.health()
+    server.leave()
+    (away,) = await scorer.score([Item(prompt="", response="a")])
+    for text in (str(echoed), told, str(away), scorer.health()):
+        assert f"{server.url}/mine" in text
+        assert "SECRET" not in text
+        assert "PASSWORD" not in text
+    server.come_back()
+    await scorer.close()
+
+
+def test_a_failure_names_no_secret_whoever_made_it() -> None:
+    said = "exception: Client error '401' for url 'http://u:PASSWORD@judge/v1?api_key=SECRET'"
+    assert Failure("exception", said).detail == "exception: Client error '401' for url 'http://judge/v1"
+
+
 async def test_a_missing_token_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ENDPOINT_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="ENDPOINT_TOKEN is not set"):

@@ -7,13 +7,16 @@ from typing import Any, get_args
 
 import pytest
 
+from tba.clients import BufferClient
 from tba.config import LIVE_NAMES, LiveSettings, ObjectiveSection, Recipe, Schedule, parse_live, parse_recipe, with_live
 from tba.config.live_settings import RECIPE_KEYS
 from tba.config.objective import BASELINES, FAMILY, PRESETS, Anchor, Centre
-from tba.config.redis import without_secrets
 from tba.config.searcher import SearcherSection
+from tba.config.sections import StoreSection
 from tba.config.trainer import TrainerSection
 from tba.errors import ConfigError
+from tba.store import open_store
+from tba.tls import with_bare_urls, without_secrets
 
 # ---- The objective's section ----------------------------------------------------------------------------------------
 
@@ -501,7 +504,32 @@ def test_a_price_that_is_none_is_refused(cost: dict[str, Any], message: str) -> 
         ("redis://:SECRET?more@h:1/0", "redis://..."),
         ("redis://:SECRET#more@h:1/0", "redis://..."),
         ("u:SECRET@h", "h"),
+        ("http://u:SECRET@h:1/x?api_key=SECRET&next=http://other", "http://h:1/x"),
+        ("http://h/x#SECRET", "http://h/x"),
     ],
 )
 def test_no_password_is_shown(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
+    assert with_bare_urls({"of": [f"GET {url} failed", 1, None]}) == {
+        "of": [f"GET {shown if '://' in url else url} failed", 1, None]
+    }
+
+
+@pytest.mark.parametrize("address", ["http://u:SECRET@h", "http://h/?key=SECRET", "http://h/#SECRET"])
+def test_an_address_of_a_service_with_a_secret_in_it_is_refused_without_showing_it(address: str) -> None:
+    sections = [{"buffer": {"url": address}}, {"reward": {"url": address}}, {"searcher": {"openai": {"url": address}}}]
+    for section in sections:
+        with pytest.raises(ConfigError, match=r"\.url.* has a user, a password or options") as caught:
+            recipe({}, **section)
+        assert "SECRET" not in str(caught.value)
+    for store in ({"url": "s3://KEY:SECRET@bucket/x"}, {"url": "s3://bucket", "endpoint_url": address}):
+        with pytest.raises(ConfigError, match=r"store\.(endpoint_)?url has a user") as caught:
+            open_store(StoreSection.model_validate(store))
+        assert "SECRET" not in str(caught.value)
+    with pytest.raises(ConfigError, match="has a user") as caught:
+        BufferClient(address)
+    assert "SECRET" not in str(caught.value)
+    wrong = {"simulated": {"start_s": address}}
+    with pytest.raises(ConfigError, match=r"start_s.* has the value 'http://h") as caught:
+        recipe({}, searcher=wrong)
+    assert "SECRET" not in str(caught.value)

@@ -107,7 +107,11 @@ def test_addresses_folders_and_secrets_stay_at_home() -> None:
         buffer={"redis_url": "redis://:SECRET@cache.internal:6379/0", "host": "10.0.0.7", "max_rollouts": 777},
         store={"url": "s3://private-bucket/x", "endpoint_url": "https://store.internal"},
         auth={"tokens_file": "/etc/tokens.json"},
-        reward={"url": "http://reward.internal"},
+        reward={
+            "url": "http://reward.internal",
+            "tasks": {"judged": {"scorers": [{"kind": "http", "url": "https://u:SECRET@judge/v1?api_key=SECRET"}]}},
+        },
+        searcher={"openai": {"url": "http://vllm.internal:8000"}},
         tracking={"wandb": {"entity": "SECRET"}},
     )
     item = {"base": "/home/SECRET/base", "dataset": "/home/SECRET/rows.jsonl", "path": "/home/SECRET/victim"}
@@ -117,6 +121,7 @@ def test_addresses_folders_and_secrets_stay_at_home() -> None:
     for private in ("SECRET", "internal", "10.0.0.7", "private-bucket", "tokens.json"):
         assert private not in text
     assert '"max_rollouts": 777' in text
+    assert '"url": "https://judge/v1"' in text
     trained = ('"base": "base"', '"dataset": "rows.jsonl"', '"path": "victim"')
     for named in ('"path": "tiny"', '"path": "prompts.jsonl"', '"embedding_model": "encoder"', *trained):
         assert named in text

@@ -43,7 +43,7 @@ LINES = """
 import logging, threading
 from tba.logs import configure_logging, get_logger
 configure_logging("json", service="trainer", run="demo")
-get_logger("loop").info("begun", step=1)
+get_logger("loop").info("begun", step=1, error="no answer from http://u:PASSWORD@mlflow:5000/api?api_key=SECRET")
 thread = threading.Thread(target=lambda: get_logger("publisher").warning("late", version="1-4"))
 thread.start()
 thread.join()
@@ -58,6 +58,8 @@ def test_every_line_has_the_time_first_and_the_run_also_in_a_thread_and_of_a_lib
     for line in lines:
         assert list(line)[:3] == ["timestamp", "level", "event"]
         assert (line["service"], line["run_id"]) == ("trainer", "demo")
+    [begun] = [line for line in lines if line["event"] == "begun"]
+    assert begun["error"] == "no answer from http://mlflow:5000/api"
 
 
 def test_a_warning_that_repeats_is_dropped_and_counted() -> None:

@@ -81,6 +81,8 @@ class RolloutWriter:
         self._keys = (keys.payloads, keys.log, keys.counters, keys.originals)
         self._keys += (keys.visits, keys.leases, keys.lease_deadlines, keys.run)
         self._keys += (keys.epoch, keys.gone, keys.gone_before, keys.damaged_items)
+        searcher = context.recipe.searcher
+        self._limits = {task: searcher.response_limit(task) for task in searcher.tasks}
         self._hashes_tokens = context.recipe.buffer.deduplicate
 
     @property
@@ -181,7 +183,7 @@ class RolloutWriter:
         searcher = self._context.recipe.searcher
         for what, tokens, limit in (
             ("prompt", item.prompt_tokens, searcher.max_prompt_tokens),
-            ("response", item.response_tokens, searcher.response_limit(found[1].task)),
+            ("response", item.response_tokens, self._limits.get(found[1].task, searcher.max_response_tokens)),
         ):
             # one that no searcher of this recipe makes would hold up the trainer for as long as it is stored
             if len(tokens) > 4 * limit:

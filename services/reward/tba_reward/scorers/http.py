@@ -30,6 +30,7 @@ from urllib3.util import parse_url
 from tba.api.scores import ScoreReason
 from tba.config.reward import HttpSpec
 from tba.errors import ConfigError
+from tba.tls import without_secrets
 from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer, checked, version_of
 from tba_reward.scorers import Tools
 
@@ -55,7 +56,7 @@ def build(spec: HttpSpec, tools: Tools) -> Scorer:
     if spec.token_env is not None and not token:
         raise ConfigError(
             f"reward kind 'http': the environment variable {spec.token_env} is not set; put the token for "
-            f"{spec.url} there"
+            f"{without_secrets(spec.url)} there"
         )
     client = EndpointClient(
         spec.url,
@@ -166,7 +167,8 @@ class EndpointClient:
     """
 
     def __init__(self, url: str, *, task: str, token: str | None, num_retries: int, max_connections: int) -> None:
-        self.url = url
+        self.url = without_secrets(url)
+        """For people: failures are stored, exported and shown."""
         self._task, self._num_retries = task, num_retries
         self._target = parse_url(url).request_uri
         self._headers = {"content-type": "application/json"}
@@ -180,7 +182,12 @@ class EndpointClient:
 
     def score(self, items: Sequence[Item], timeout_s: float) -> list[Outcome]:
         """Return one outcome per item, in order, by the deadline."""
-        return self._score_until(items, time.monotonic() + timeout_s)
+        outcomes, query = self._score_until(items, time.monotonic() + timeout_s), self._target.partition("?")[2]
+        # what an endpoint says of a request may repeat its address
+        return [
+            Failure(each.reason, each.detail.replace(query, "...")) if query and isinstance(each, Failure) else each
+            for each in outcomes
+        ]
 
     def _score_until(self, items: Sequence[Item], deadline_s: float) -> list[Outcome]:
         answer = self._send(self._body(items), deadline_s)

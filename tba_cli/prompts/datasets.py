@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from tba.api import Prompt, Split
 from tba.config.data import DataSection, DatasetSection
 from tba.errors import ConfigError
 from tba_cli.prompts.columns import ID_DIGITS, RowError, TextColumn, TextTemplate, data_value, stored_columns, validated
-from tba_cli.prompts.sources import ChatSource, HubSource
+from tba_cli.prompts.sources import ChatSource, HubSource, Render
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,6 @@ class SplitPrompts:
 
     prompts: list[Prompt]
     num_repeated: int
-
-
-Render = Callable[[list[Any]], list[str]]
-"""Makes texts of conversations."""
 
 
 def dataset_prompts(data: DataSection, render: Render) -> list[Prompt]:
@@ -86,8 +82,9 @@ def _dataset_rows(section: DatasetSection, split: Split, render: Render) -> Iter
             f"{where}: {source.name} has no column {', '.join(map(repr, missing))}; its columns are "
             f"{', '.join(source.columns)}"
         )
-    rows = source if section.column is None else ChatSource(source, section.column, render)
-    for row in itertools.islice(rows.rows(wanted), section.max_prompts):
+    limit = section.max_prompts
+    rows = source if section.column is None else ChatSource(source, section.column, render, max_rows=limit)
+    for row in itertools.islice(rows.rows(wanted), limit):
         with _naming(f"{where}: {source.name}, {row.where}"):
             data = {key: data_value(rule, row.values) for key, rule in section.data.items()}
             prompt = _prompt(section.task, text.text_of(row.values), data, split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tba_cli.prompts.columns import (
     stored_columns,
 )
 from tba_cli.prompts.datasets import dataset_prompts, split_prompts
-from tba_cli.prompts.sources import ChatSource, Row, Source, open_file
+from tba_cli.prompts.sources import ChatSource, Render, Row, Source, open_file
 
 COLUMNS_HINT = (
     "; say what they are: [data.columns] in the recipe; for an upload --task, --text (or --text-template), --id and "
@@ -84,10 +84,10 @@ def _file_prompts(recipe: Recipe, source: Source) -> PromptReader:
     return PromptReader(source, columns, SplitRule(num_heldout=section.num_heldout))
 
 
-def _renderer(recipe: Recipe) -> Callable[[list[Any]], list[str]]:
+def _renderer(recipe: Recipe) -> Render:
     """Return a function that renders conversations with the chat template of the starting model."""
 
-    def render(chats: list[Any]) -> list[str]:
+    def render(chats: list[Any]) -> list[str | RowError]:
         from tba_cli.child_processes import run_program
 
         folder = recipe.model.path
@@ -100,7 +100,8 @@ def _renderer(recipe: Recipe) -> Callable[[list[Any]], list[str]]:
             file = Path(place) / "chats.json"
             file.write_text(json.dumps(chats), encoding="utf-8")
             words = ["chat", folder, "--texts", str(file), "--trust", *[folder] * recipe.model.trust_remote_code]
-            return json.loads(run_program("tba_cli.starter_models.convert", words))
+            answers = json.loads(run_program("tba_cli.starter_models.convert", words))
+        return [answer["text"] if "text" in answer else RowError(answer["error"]) for answer in answers]
 
     return render
 

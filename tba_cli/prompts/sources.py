@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 from pydantic_core import from_json
 
 from tba.errors import ConfigError
-from tba_cli.prompts.columns import is_chat
+from tba_cli.prompts.columns import RowError, column, is_chat, messages
 
 ROWS_PER_READ = 1024
 HF_PREFIX = "hf:"
@@ -28,6 +29,10 @@ UTF8_MARK = b"\xef\xbb\xbf"
 FOLDER_DIGITS = 20
 SAVED_FOLDER_FILES = ("dataset_info.json", "dataset_dict.json")
 """Files that `datasets.save_to_disk` writes into a folder."""
+
+
+Render = Callable[[list[Any]], Sequence["str | RowError"]]
+"""Makes the text of each conversation, or says why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +280,11 @@ class ChatSource:
         source: its rows are all read at once, with the columns of the first call.
         column: the column with a text or messages.
         render: makes texts of many conversations; called only if there is one.
+        max_rows: only the first rows are read.
     """
 
-    def __init__(self, source: Source, column: str, render: Callable[[list[Any]], list[str]]) -> None:
-        self._source, self._column, self._render = source, column, render
+    def __init__(self, source: Source, column: str, render: Render, *, max_rows: int | None = None) -> None:
+        self._source, self._column, self._render, self._max_rows = source, column, render, max_rows
         self._rows: list[Row] | None = None
         self.name, self.columns, self.is_table = source.name, source.columns, source.is_table
 
@@ -286,19 +292,28 @@ class ChatSource:
         """Yield all rows.
 
         Raises:
-            ConfigError: as the source raises it, or the messages cannot be rendered.
+            ConfigError: as the source raises it, or the messages of a row cannot be rendered.
         """
         if self._rows is None:
-            self._rows = self._rendered(list(self._source.rows(columns)))
+            self._rows = self._rendered(list(itertools.islice(self._source.rows(columns), self._max_rows)))
         yield from self._rows
 
     def _rendered(self, rows: list[Row]) -> list[Row]:
-        chats = [row.values[self._column] for row in rows if is_chat(row.values.get(self._column))]
-        texts = iter(self._render(chats) if chats else [])
-        return [
-            Row(row.where, {**row.values, self._column: next(texts)}) if is_chat(row.values.get(self._column)) else row
-            for row in rows
-        ]
+        chats = {number: chat for number, row in enumerate(rows) if (chat := self._chat(row)) is not None}
+        texts = self._render(list(chats.values())) if chats else []
+        for number, text in zip(chats, texts, strict=True):
+            row = rows[number]
+            if isinstance(text, RowError):
+                raise ConfigError(f"{self.name}, {row.where}: column {self._column!r}: {text}")
+            rows[number] = Row(row.where, {**row.values, self._column: text})
+        return rows
+
+    def _chat(self, row: Row) -> list[Any] | None:
+        try:
+            value = column(row.values, self._column)
+            return messages(f"column {self._column!r}", value) if is_chat(value) else None
+        except RowError as error:
+            raise ConfigError(f"{self.name}, {row.where}: {error}") from None
 
 
 def _folder_digest(folder: Path) -> str:

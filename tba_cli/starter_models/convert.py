@@ -48,8 +48,8 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     except Exception as error:  # files of a model, and code that comes with it, raise anything
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise ConfigError(f"{folder}: config or tokenizer cannot be loaded: {reason}{trust_hint(error)}") from None
+        what = "config or tokenizer cannot be loaded"
+        raise ConfigError(f"{folder}: {what}: {_reason(error)}{trust_hint(error)}") from None
     rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return {
         "architecture": (config.architectures or ["unknown"])[0],
@@ -84,30 +84,40 @@ def _unknown(tokenizer: Any, texts: list[str]) -> dict[str, Any]:
     }
 
 
-def chat_texts(folder: Path, chats: list[Any], *, trust: bool = False) -> list[str]:
-    """Return the texts of conversations.
+def chat_texts(folder: Path, chats: list[Any], *, trust: bool = False) -> list[dict[str, str]]:
+    """Return the `text` of each conversation, or the `error` where the chat template makes none of it.
 
     Args:
         trust: run code that comes with the model.
 
     Raises:
-        ConfigError: there is no chat template, or it refuses a conversation.
+        ConfigError: the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    except Exception as error:  # a template can raise anything
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"{folder}: its chat template cannot make text of the messages: {type(error).__name__}: {first}"
-            + (trust_hint(error) or "; give prompts as text, or a model with a chat template")
-        ) from None
+    except Exception as error:
+        raise ConfigError(f"{folder}: its tokenizer cannot be loaded: {_reason(error)}{trust_hint(error)}") from None
     # a bos in the text would be doubled where the tokenizer itself puts one before every text
     bos = tokenizer.bos_token
     has_own = bos is not None and tokenizer("1")["input_ids"][:1] == [tokenizer.bos_token_id]
-    return [text.removeprefix(bos) for text in texts] if has_own else texts
+    advice = "correct them, or leave them out"
+    if tokenizer.chat_template is None:
+        advice = "give prompts as text, or a model with a chat template"
+    answers = []
+    for chat in chats:
+        try:
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            answers.append({"text": text.removeprefix(bos) if has_own else text})
+        except Exception as error:  # a template can raise anything
+            why = f"the chat template of {folder} cannot make text of the messages: {_reason(error)}"
+            answers.append({"error": f"{why}; {advice}"})
+    return answers
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def convert(folder: Path) -> dict[str, Any]:

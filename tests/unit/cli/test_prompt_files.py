@@ -237,8 +237,48 @@ def test_messages_become_text_by_the_models_chat_template(tmp_path):
     tokenizer.chat_template = None
     (model / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(model)
-    with pytest.raises(ConfigError, match="its chat template cannot make text of the messages"):
+    with pytest.raises(ConfigError, match=r"p\.jsonl, line 2: column 'prompt': .*, or a model with a chat template"):
         prompts_of(recipe_with_columns(paths[0], model))
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tba_cli.starter_models.tiny import make
+
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    make("llama_chat", folder, seed=0)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{{ m.role }}: {{ m.content + '' }}{{ ' (named)' if m.name is defined }}\n{% endfor %}"
+        "{{ 'think' if enable_thinking | default(true) else 'answer' }}:"
+    )
+    return folder
+
+
+def chat_row(number: int, *contents: object, role: str = "user", **keys: object) -> dict[str, object]:
+    return {"prompt": [{"role": role, "content": content, **keys} for content in contents], "answer": str(number)}
+
+
+def test_text_parts_of_a_content_are_joined_and_null_keys_are_absent(tmp_path, chat_model):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]
+    rows = [chat_row(i, parts, [{"type": "text", "text": f"{i}"}], name=None) for i in range(3)]
+    for path in (write(tmp_path / "p.jsonl", *rows), write_parquet(tmp_path / "p.parquet", rows)):
+        texts = [prompt.text for prompt in prompts_of(recipe_with_columns(path, chat_model))]
+        assert texts[2] == "user: What is 1 + 1?\nuser: 2\nthink:"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (chat_row(2, "hi", None), r"message 2 \(user\): its content None is not text"),
+        (chat_row(2, [{"type": "image", "url": "x"}]), r"message 1 \(user\): the part .*'image'.* is not text"),
+        (chat_row(2, "hi", role="bad"), "no such role; correct them, or leave them out"),
+    ],
+)
+def test_messages_that_make_no_text_are_named_with_row_and_column(tmp_path, chat_model, row, message):
+    path = write(tmp_path / "p.jsonl", chat_row(0, "a"), chat_row(1, "b"), row)
+    with pytest.raises(ConfigError, match=rf"p\.jsonl, line 3: column 'prompt'[,:] .*{message}"):
+        prompts_of(recipe_with_columns(path, chat_model))
 
 
 def test_a_name_with_dots_is_a_path_unless_a_column_has_it(tmp_path):

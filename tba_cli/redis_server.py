@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
+import secrets
 import shutil
+import subprocess
 from pathlib import Path
 
 from tba.errors import ConfigError
@@ -13,6 +16,11 @@ HOST = "127.0.0.1"
 START_SCRIPT = Path(__file__).parent / "start_redis.sh"
 """Compose mounts it into the container of Redis, and the chart has a copy of it."""
 POLL_S = 0.05
+VERSION_S = 10.0
+ACTING = """ACL BGREWRITEAOF BGSAVE CLUSTER CONFIG DEBUG EVAL MIGRATE MODULE PSYNC REPLICAOF RESTORE RESTORE-ASKING SAVE
+SHUTDOWN SLAVEOF SYNC"""
+"""Commands that can load or run code, connect, or write files. An append-only file may hold any command."""
+ACTING_SINCE_7 = "EVALSHA_RO EVAL_RO FCALL FCALL_RO FUNCTION"
 
 
 def find_redis_server(configured: str | None) -> str:
@@ -62,6 +70,20 @@ def redis_command(binary: str, *, port: int, folder: Path, conf: Path) -> list[s
     return ["sh", str(START_SCRIPT), binary, str(conf), *(word for pair in flags.items() for word in pair)]
 
 
+def shut_off_acting_commands(binary: str, conf: Path) -> str:
+    """Let no command act in a Redis that only shows a file, perhaps of somebody else; return the new name of SCRIPT."""
+    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False, timeout=VERSION_S)
+    major = re.search(r"\bv=(\d+)", version.stdout)
+    names = f"{ACTING} {ACTING_SINCE_7 if major is None or int(major[1]) >= 7 else ''}".split()
+    # A command without a name ends the loading with an error. Redis 6 has SCRIPT LOAD in every file: there it does
+    # no more than TOUCH. A made-up value is looked at before it is taken.
+    renamed = {**dict.fromkeys(names, '""'), "SCRIPT": secrets.token_hex(16), "TOUCH": "SCRIPT"}
+    lines = ["sanitize-dump-payload yes", *(f"rename-command {name} {new}" for name, new in renamed.items())]
+    with conf.open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    return renamed["SCRIPT"]
+
+
 def redis_url(port: int) -> str:
     """Return the URL for the buffer service."""
     return f"redis://{HOST}:{port}/0"
@@ -69,17 +91,18 @@ def redis_url(port: int) -> str:
 
 async def wait_for_redis(port: int, password_file: Path) -> None:
     """Return when Redis has loaded its append-only file. The caller bounds the wait."""
-    password = password_file.read_text(encoding="utf-8").strip()
-    while await _ping(port, password) != b"+PONG\r\n":
+    while await ask_redis(port, password_file, "PING") != b"+PONG\r\n":
         await asyncio.sleep(POLL_S)
 
 
-async def _ping(port: int, password: str) -> bytes:
-    """Return the answer to PING: `+PONG`, `-LOADING ...`, or nothing when nobody listens."""
+async def ask_redis(port: int, password_file: Path, *words: str) -> bytes:
+    """Return the first line of the answer: `+PONG`, `-LOADING ...`, or nothing when nobody listens."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
-            writer.write(f"AUTH {password}\r\nPING\r\n".encode())
+            for command in (("AUTH", password_file.read_text(encoding="utf-8").strip()), words):
+                parts = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in command)
+                writer.write(f"*{len(command)}\r\n{parts}".encode())
             await reader.readline()
             return await reader.readline()
         finally:

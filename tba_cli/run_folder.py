@@ -23,6 +23,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ MARKER = ".tba-run"
 FAILED_STARTS = ".failed-starts"
 """Folder beside the run folders: the logs of the last start of each run that failed before anything was made."""
 
+MAX_DOCUMENT_BYTES = 2**30
 MAX_LOG_LINES, MAX_LOG_CHARS = 5, 2000
 """Limits of the end of a log that is quoted."""
 
@@ -133,6 +135,19 @@ class RunFolder:
                 "--fresh, or give another name with --run-name"
             )
 
+    def check_entries(self) -> None:
+        """Check that what lies at the top is files and folders: reading a device or a pipe need not end.
+
+        Raises:
+            ConfigError: something is a link to a file, a device, a pipe or a socket, or a document that is too large.
+        """
+        for entry in os.scandir(self.path) if self.path.is_dir() else ():
+            is_file = entry.is_file(follow_symlinks=False)
+            if not (is_file or entry.is_dir()):
+                raise ConfigError(f"{entry.path} is no plain file, so this folder is not read; remove or replace it")
+            if is_file and entry.name.endswith(".json") and entry.stat().st_size > MAX_DOCUMENT_BYTES:
+                raise ConfigError(f"{entry.path} has more than {MAX_DOCUMENT_BYTES:,} bytes; a run writes less")
+
     @contextmanager
     def acquire(self, *, resume: bool, fresh: bool) -> Iterator[int]:
         """Lock the folder after `check`; yield the descriptor of the lock.
@@ -223,6 +238,22 @@ class RunFolder:
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
         return lock_fd
+
+
+def num_plain_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder.
+
+    Raises:
+        ConfigError: something there is a link, a device, a pipe or a socket, and copying it need not end.
+    """
+    num_bytes = 0
+    for place, names, files in os.walk(folder):
+        for path in (Path(place) / name for name in (*names, *files)):
+            found = path.lstat()
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                raise ConfigError(f"{path} is neither a file nor a folder, so {folder} is not copied; replace it")
+            num_bytes += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return num_bytes
 
 
 def view_hint(folder: RunFolder) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -101,11 +102,13 @@ def run_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of the local run that the target flags name.
 
     Raises:
-        ConfigError: no run is named, and there is none.
+        ConfigError: no run is named, and there is none; or something in its folder is no plain file.
     """
     from tba_cli.run_folder import RunFolder
 
-    return RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
+    folder = RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
+    folder.check_entries()
+    return folder
 
 
 def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
@@ -120,6 +123,9 @@ def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
     if not folder.is_in_use:
         raise ConfigError(f"run {folder.path.name!r} is not in progress; start it, or give --url")
     try:
+        # else a token of the reader would be sent to an address that somebody else has written there
+        if path.stat().st_uid != os.geteuid():
+            raise ConfigError(f"{path} belongs to another user; give --url and --token-file")
         endpoints = json.loads(path.read_bytes())
         return endpoints["buffer_url"], endpoints["tokens_file"], endpoints.get("ca_file")
     except FileNotFoundError:

@@ -26,6 +26,7 @@ MAX_READINGS = 5
 def report_command(args: argparse.Namespace) -> int:
     """Write summary.json, report.html and report.png again."""
     folder = RunFolder(Path(args.run_dir))
+    folder.check_entries()
     summary = write_outputs(folder, load_history(folder.history_path))
     print(json.dumps(summary, indent=1) if args.json else "\n".join(result_lines(summary, folder)))
     return 0
@@ -39,6 +40,7 @@ def table_command(args: argparse.Namespace) -> int:
 
 
 def _read_summary(run_dir: Path) -> dict[str, Any]:
+    RunFolder(run_dir).check_entries()
     path = run_dir / "summary.json"
     try:
         return json.loads(path.read_bytes())

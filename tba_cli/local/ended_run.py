@@ -10,7 +10,6 @@ import asyncio
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,15 +19,16 @@ from tba.api import SnapshotInfo
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, ServiceError, TbaError, WaitTimeoutError
+from tba.temporary_folders import temporary_folder
 from tba.tokens import operator_client_token, operator_token
 from tba_cli.child_processes import interrupt_on_signals
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, run_with_processes
 from tba_cli.local.services import Services, wait_until_ready
 from tba_cli.local.views import View, ended_view
-from tba_cli.redis_server import find_redis_server, wait_for_redis
+from tba_cli.redis_server import ask_redis, find_redis_server, shut_off_acting_commands, wait_for_redis
 from tba_cli.resolve import with_real_addresses
-from tba_cli.run_folder import RunFolder
+from tba_cli.run_folder import RunFolder, num_plain_bytes
 from tba_cli.run_target import Page, page_url, save_snapshot
 from tba_cli.setup.origin import until_loaded
 
@@ -143,7 +143,7 @@ async def _load(view: View, client: BufferClient, config: Recipe) -> None:
 @contextmanager
 def _copy_of(view: View) -> Iterator[tuple[RunFolder, int]]:
     """Yield a new run folder with a copy of the files, if there are any, and its lock; it is deleted at the end."""
-    with tempfile.TemporaryDirectory(prefix="tba-ended-") as place:
+    with temporary_folder("tba-ended-") as place:
         free_bytes = shutil.disk_usage(place).free
         what = f"a copy of {view.recipe.run.snapshot if view.files is None else view.files.redis_path}"
         if view.num_bytes > free_bytes:
@@ -153,7 +153,7 @@ def _copy_of(view: View) -> Iterator[tuple[RunFolder, int]]:
             )
         if view.num_bytes > LARGE_BYTES:
             print(f"making {what}, {view.num_bytes / 1e9:.1f} GB, in {place}", file=sys.stderr, flush=True)
-        copy = RunFolder(Path(place) / view.name)
+        copy = RunFolder(place / view.name)
         with copy.acquire(resume=False, fresh=True) as lock_fd:
             if view.files is not None:
                 _copy_redis_files(view.files, copy.redis_path)
@@ -172,7 +172,9 @@ def _copy_redis_files(folder: RunFolder, to: Path) -> None:
         locked_at_ns = folder.locked_at_ns
         _check_over(folder)
         try:
-            shutil.copytree(folder.redis_path, to)
+            shutil.copytree(folder.redis_path, to, symlinks=True)
+            # again: what was counted before may have been replaced by a link meanwhile
+            num_plain_bytes(to)
         except OSError:
             # a Redis that starts renames and deletes files
             if not folder.is_in_use and folder.locked_at_ns == locked_at_ns:
@@ -203,7 +205,9 @@ async def _with_buffer(
     """Start Redis and a buffer service in `folder`, use them with the recipe that they have, stop them."""
     redis_binary = find_redis_server(recipe.local.redis_server)
     config, redis_port = with_real_addresses(recipe, folder)
+    is_copy = recipe.buffer.read_only is not None and folder.redis_path.is_dir()
     folder.make_folders()
+    script = shut_off_acting_commands(redis_binary, folder.redis_conf_path) if is_copy else None
     folder.write_json(folder.config_path, config.model_dump(mode="json"))
     services = Services(config, folder, environ=os.environ, redis_binary=redis_binary, redis_port=redis_port)
     token = operator_client_token(config.auth.tokens_file)
@@ -218,6 +222,10 @@ async def _with_buffer(
         async with asyncio.timeout(config.local.start_timeout_s):
             await processes.start(services.redis())
             await wait_for_redis(redis_port, folder.redis_password_path)
+            if script is not None:
+                from tba_buffer.storage.damage import READ  # the one script that a view runs
+
+                await ask_redis(redis_port, folder.redis_password_path, script, "LOAD", READ)
             await processes.start(services.buffer())
             with suppress(_ReadableError):
                 await wait_until_ready(config.buffer_url, config.tls.ca_file, check=check_loss)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Recipe, load_recipe, parse_recipe
+from tba.config.sections import StoreSection
 from tba.errors import ConfigError, MalformedError, ObjectNotFoundError
 from tba.store import ObjectStore, open_store
 from tba.wire.snapshot_manifest import SnapshotSource, decode_snapshot_manifest, snapshot_names
 from tba_cli.reports.history import load_end
 from tba_cli.resolve import absolute_store_url
-from tba_cli.run_folder import RunFolder
+from tba_cli.run_folder import RunFolder, num_plain_bytes
 from tba_cli.run_target import endpoints_of, run_folder, snapshot_name
 
 LOOPBACK = "127.0.0.1"
@@ -77,11 +78,14 @@ def ended_view(folder: RunFolder) -> View:
     """
     if not folder.redis_path.is_dir():
         raise ConfigError(f"the buffer of {folder.path.name!r} is gone: {folder.redis_path} does not exist")
-    end = load_end(folder)
+    end, recipe = load_end(folder), _recipe_of(folder)
+    # requests to an endpoint that the folder names would be signed with the keys of the reader
+    own = StoreSection(url=recipe.store.url, region=recipe.store.region)
+    recipe = recipe.model_copy(update={"store": StoreSection() if recipe.store.endpoint_url else own})
     return View(
-        name=folder.path.name,
-        recipe=_read_only(_recipe_of(folder), folder, f"this run is over since {_at(end.at_s)}: {end.reason}", {}),
-        num_bytes=sum(file.stat().st_size for file in folder.redis_path.rglob("*") if file.is_file()),
+        name=recipe.run.name,
+        recipe=_read_only(recipe, folder, f"this run is over since {_at(end.at_s)}: {end.reason}", {}),
+        num_bytes=num_plain_bytes(folder.redis_path),
         files=folder,
     )
 
@@ -132,14 +136,15 @@ def _recipe_of(folder: RunFolder) -> Recipe:
 
 
 def _read_only(recipe: Recipe, folder: RunFolder, why: str, run: dict[str, Any]) -> Recipe:
+    # A run folder may be of somebody else: what a recipe can have started, imported, read or called stays out, and the
+    # Redis, the addresses, the tokens and the certificates are the reader's own.
     document = recipe.model_dump(mode="json")
     document["run"] |= run
-    document["buffer"] |= {"host": LOOPBACK, "port": 0, "read_only": why[:1000]}
-    # a run in progress may have this port
-    document["reward"]["port"] = 0
-    document["auth"]["tokens_file"] = None
-    # the certificate is for another name than that of loopback
-    document["tls"] |= {"cert_file": None, "key_file": None}
+    document["buffer"] |= {"host": LOOPBACK, "port": 0, "read_only": why[:1000], "eviction_policies": []}
+    # a run in progress may have its port
+    document["reward"] |= {"host": LOOPBACK, "port": 0}
+    document["local"] = {name: document["local"][name] for name in ("start_timeout_s", "stop_timeout_s")}
+    document |= {"auth": {}, "tls": {}, "scaling": {}}
     document["store"]["url"] = absolute_store_url(document["store"]["url"], folder)
     return parse_recipe(document, where=str(folder.recipe_path))
 

@@ -21,6 +21,7 @@ from tba.api import (
 )
 from tba.config import Recipe, StrictModel
 from tba.errors import ConfigError
+from tba.fields import Number
 from tba_cli.reports.ledger import batch_entries
 from tba_cli.run_folder import RunFolder
 
@@ -44,7 +45,7 @@ class Timing(StrictModel):
 class Ended(StrictModel):
     """When and why the last start of a run ended."""
 
-    at_s: float
+    at_s: Number
     reason: str
 
 

@@ -80,7 +80,7 @@ for word; do
     esac
     option=$word
 done
-last=$(sed -n 's/^file \([^ ]*\) seq [0-9]* type [bi].*/\1/p' "$folder/$parts/$name.manifest" 2>/dev/null | tail -n 1)
+last=$(sed -n 's/^file \([^ /]*\) seq [0-9]* type [bi].*/\1/p' "$folder/$parts/$name.manifest" 2>/dev/null | tail -n 1)
 for file in "$folder/$name" "$folder/$parts/${last:-.}"; do # Redis 6 has one file; from 7 on, several, and a list
     [ -f "$file" ] && [ -s "$file" ] || continue
     if [ -z "${checker-}" ] && ! find_checker "$1"; then

@@ -293,7 +293,7 @@ def test_rollouts_are_pushed_to_the_hub_as_a_data_set(
 def test_a_signal_while_the_files_are_copied_leaves_no_copy(
     ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def copy(_: Path, to: Path) -> None:
+    def copy(_: Path, to: Path, **_words: bool) -> None:
         to.mkdir()
         signal.raise_signal(signal.SIGTERM)
 
@@ -408,7 +408,7 @@ def test_a_run_that_is_started_while_its_files_are_copied_is_copied_again_or_lef
     folder.marker_path.touch()
     copy, stack = shutil.copytree, ExitStack()
 
-    def copy_while_it_starts(place: Path, to: Path) -> None:
+    def copy_while_it_starts(place: Path, to: Path, **_words: bool) -> None:
         nonlocal num
         num += 1
         copy(place, to)

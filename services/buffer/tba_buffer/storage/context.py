@@ -233,7 +233,7 @@ class Context:
             ConfigError: buffer.redis_url is no URL of Redis.
         """
         # it owns the connections, so that nothing is written over one that was not checked
-        durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync)
+        durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync, bool(recipe.buffer.read_only))
         keys, epoch, damaged_items = Keys(recipe.run.name), BufferEpoch(), DamagedItems()
         losses = Losses(durability.redis, keys, epoch, damaged_items, clock=clock)
         return cls(

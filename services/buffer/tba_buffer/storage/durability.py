@@ -48,13 +48,15 @@ class DurabilityCheck:
     Args:
         access: its address and password.
         appendfsync: the weakest fsync policy that is accepted (buffer.appendfsync).
+        is_view: nothing is acknowledged over it, so only its process is looked at; its Redis may have no CONFIG.
 
     Raises:
         ConfigError: the URL is no URL of Redis.
     """
 
-    def __init__(self, access: RedisAccess, appendfsync: str) -> None:
+    def __init__(self, access: RedisAccess, appendfsync: str, is_view: bool = False) -> None:
         self._url = access.shown
+        self._is_view = is_view
         self._appendfsync = appendfsync
         self._num_connections = 0
         self._num_connections_checked = -1
@@ -191,6 +193,9 @@ class DurabilityCheck:
 
     async def _ask(self) -> tuple[str | None, str | None]:
         redis = self.redis
+        if self._is_view:
+            self._process = str((await redis.info("server"))["run_id"])
+            return None, None
         try:
             config: dict[str, Any] = {}
             # one pattern per call: before Redis 7, CONFIG GET takes no more

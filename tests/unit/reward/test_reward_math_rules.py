@@ -346,7 +346,7 @@ def test_no_answer_breaks_the_rule(answer: str) -> None:
 # ---- Every pair of the two lists gets the recorded verdict (docs/results.md has the agreement). ---------------------
 
 
-LISTS = [(hard_pairs, "boxed", 504, 25), (math_verify_cases, "anywhere", 269, 16)]
+LISTS = [(hard_pairs, "boxed", 540, 27), (math_verify_cases, "anywhere", 269, 16)]
 
 
 @pytest.mark.parametrize(("load", "extract", "num_pairs", "num_known"), LISTS)
@@ -362,6 +362,31 @@ def test_every_pair_gets_the_recorded_verdict(
     assert others == []
     assert len(pairs) == num_pairs
     assert sum(pair.known is not None for pair in pairs) == num_known
+
+
+ALONE = [
+    r"\left( 3, \frac{\pi}{2} \right)",
+    r"(-\infty,-8)\cup (8,\infty)",
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
+    "odd $n$",
+    "1, -2",
+    "6 - 5i",
+    "-1 + sqrt(3)",
+    "2=x",
+    "99颗",
+]
+
+
+@pytest.mark.parametrize("text", ALONE)
+@pytest.mark.parametrize("form", ["{}", "So the answer is {}", "{}<|im_end|>"])
+def test_a_response_that_is_nothing_but_the_answer_is_right(text: str, form: str) -> None:
+    pair = Pair(kind="", verdict="right", gold=text, response=form.format(text))
+    assert scorer_verdict(pair, extract="anywhere") == "right"
+
+
+@pytest.mark.parametrize(("gold", "response"), [("1,2", "1,3"), ("6 - 5i", "6 - 4i"), ("odd $n$", "even $n$")])
+def test_a_response_that_is_nothing_but_another_answer_is_not(gold: str, response: str) -> None:
+    assert scorer_verdict(Pair(kind="", verdict="", gold=gold, response=response), extract="anywhere") != "right"
 
 
 def test_a_gold_answer_is_its_own_answer() -> None:

@@ -2,7 +2,7 @@
 
 Both sides are the content of a box, without their units (units.py). In this order:
 
-1. The same text but for spacing and dollar signs: right.
+1. The same text but for spacing and dollar signs: right, also where neither can be read.
 2. Two plain numbers or collections of them (numbers.py), two times of day, two numbers with a base, words on either
    side (text_answers.py): each is compared as such.
 3. A text with words that are no mathematics is not read (`is_prose`); math-verify parses the others. Rational numbers
@@ -39,6 +39,8 @@ each further one the number before it times the second."""
 _DIGITS = 15
 _CLEAR_DIFFERENCE = 1e-6
 """A relative difference that no rounding of 15 digits makes."""
+MAX_BARE_CHARS = 200
+"""A longer text is prose, not an answer alone."""
 
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # each warns once that its timeouts are off, which is on purpose
@@ -58,6 +60,20 @@ _EXPONENT = re.compile(r"\^\s*\{?\s*-?[0-9]+\s*\}?")
 _VARIABLE = re.compile(r"^[A-Za-z](?:_\{?[0-9A-Za-z]\}?)?\s*=\s*(?=[-+0-9.\\])")
 _SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
 _RAISED = re.compile(f"[{_SUPERSCRIPTS}]+")
+_SPECIAL_TOKEN = re.compile(r"<\|[A-Za-z0-9_]+\|>|</?s>|<(?:[be]os|pad|(?:start|end)_of_turn)>")
+_CJK = "[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff0c]+"
+"""Chinese, Japanese and Korean signs, which stand next to a number without a space."""
+_CJK_AROUND = re.compile(rf"^{_CJK}(?=.*[0-9])|(?<=[0-9}}])\s*{_CJK}$")
+_CJK_NOT = re.compile("[不非没或]")
+_ARTICLE = re.compile(r"^(?:the\s+(?=\S)|an?\s+(?=[0-9]))", re.IGNORECASE)
+_BROKEN_END = re.compile(r"[\s\\]+$")
+_VARIABLE_LAST = re.compile(r"(?![A-Za-z]\s*=)([^=<>]+?)\s*=\s*([A-Za-z])")
+_ANSWER_IS = re.compile(r"\b(?:answer|result)\s*(?:is|:|=)\s*", re.IGNORECASE)
+_NAME_START = r"(?<![A-Za-z\\])(?<!\\text\{)(?<!\\mathrm\{)(?<!\\operatorname\{)"
+_CONSTANT = re.compile(rf"{_NAME_START}(?:(pi)|inf(?:inity)?)(?![A-Za-z])")
+_FUNCTION = re.compile(rf"{_NAME_START}((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log)(?=\s*[\\({{^_0-9]|\s+[A-Za-z])")
+_CALL = re.compile(rf"{_NAME_START}(sqrt|abs|exp)\s*\(")
+_CALLS = {"sqrt": (r"\sqrt{", "}"), "abs": (r"\left|", r"\right|"), "exp": ("e^{", "}")}
 _ROOT = re.compile(r"\u221a\s*(?:\{([^{}]*)\}|\(([^()]*)\)|([0-9]+|[A-Za-z]))")
 _VULGAR = "\u00bc\u00bd\u00be\u2150\u2151\u2152\u2153\u2154\u2155\u2156\u2157\u2158\u2159\u215a\u215b\u215c\u215d\u215e"
 _FRACTIONS = {char: unicodedata.normalize("NFKC", char).split("\u2044") for char in _VULGAR}
@@ -94,8 +110,10 @@ def same_answer(gold: str, answer: str, units: frozenset[str] = frozenset()) -> 
     Raises:
         UnreadableError: they cannot be compared.
     """
+    if _same_text(gold, answer):
+        return True
     gold, units = normalize_gold(gold, units)
-    answer = normalize(answer, units)
+    answer = normalize(answer, units | {word for word in words_after_number(normalize(answer)) if len(word) > 2})
     plainly = _compare_plainly(gold, answer)
     if plainly is not None:
         return plainly
@@ -104,12 +122,19 @@ def same_answer(gold: str, answer: str, units: frozenset[str] = frozenset()) -> 
 
 
 def same_anywhere(gold: str, text: str, units: frozenset[str] = frozenset()) -> bool:
-    """Return whether the answer that math-verify finds in a text without a box is the gold one; False without one.
+    """Return whether a text without a box is the gold answer, or else what math-verify finds in it; False without one.
 
     Raises:
         UnreadableError: they cannot be compared.
     """
+    # of a text that is nothing but the answer math-verify may take a part: the last number, the last formula
+    bare = _ANSWER_IS.split(text)[-1]
+    if len(bare) <= MAX_BARE_CHARS:
+        with suppress(UnreadableError):
+            if same_answer(gold, bare, units):
+                return True
     gold, units = normalize_gold(gold, units)
+    text = re.sub(_CJK, " ", _SPECIAL_TOKEN.sub("", text))
     parsed = _parse(e_as_power(_ROMAN_LETTER.sub(r"\1", text)), (_LATEX, _EXPRESSION))
     if not parsed:
         return False
@@ -153,12 +178,32 @@ def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
 
     `\mathrm{e}` is `e`, `\text{7}` is `7`, and signs that are one character (a half, a root) are their LaTeX.
     """
-    text = " ".join(text.split())  # first of all: _OUTER takes cubic time on a long run of spaces
+    text = " ".join(_SPECIAL_TOKEN.sub("", text).split())  # first: _OUTER takes cubic time on a long run of spaces
     match = _OUTER.fullmatch(text)
-    text = _font_alone(match[1] if match else text)
+    text = _font_alone(_ARTICLE.sub("", _BROKEN_END.sub("", match[1] if match else text)))
+    text = text if _CJK_NOT.search(text) else _CJK_AROUND.sub("", text)
     text = _DASH_SIGN.sub("-", _RAISED.sub(_as_power, _ROOT.sub(_as_root, text))).translate(_CHARACTERS)
-    text = _ROMAN_LETTER.sub(r"\1", without_unit(" ".join(text.split()), units))
+    text = _with_commands(_ROMAN_LETTER.sub(r"\1", without_unit(" ".join(text.split()), units)))
+    equation = _VARIABLE_LAST.fullmatch(text)
+    text = text if equation is None else f"{equation[2]}={equation[1]}"
     return " ".join(text.replace(r"\varnothing", r"\emptyset").split())
+
+
+def _with_commands(text: str) -> str:
+    r"""Return a formula with `\pi` and `\sqrt{2}` for `pi` and `sqrt(2)`, which math-verify reads as letters."""
+    text = _FUNCTION.sub(r"\\\1 ", _CONSTANT.sub(lambda match: r"\pi " if match[1] else r"\infty ", text))
+    at = 0
+    while (match := _CALL.search(text, at)) is not None:
+        at, depth = match.end(), 1
+        while depth and at < len(text):
+            depth += {"(": 1, ")": -1}.get(text[at], 0)
+            at += 1
+        if depth:
+            return text
+        opening, closing = _CALLS[match[1]]
+        text = text[: match.start()] + opening + text[match.end() : at - 1] + closing + text[at:]
+        at = match.start()
+    return text
 
 
 def _font_alone(text: str) -> str:
@@ -176,6 +221,10 @@ def _as_power(match: re.Match[str]) -> str:
 
 def _as_root(match: re.Match[str]) -> str:
     return rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
+
+
+def _same_text(gold: str, answer: str) -> bool:
+    return _SPACES.sub("", " ".join(gold.split())) == _SPACES.sub("", " ".join(answer.split())) != ""
 
 
 def _refuse_prose(answer: str, gold: str) -> None:

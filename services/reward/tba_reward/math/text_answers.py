@@ -35,6 +35,14 @@ _FUNCTIONS = words_of(
     dfrac and or infty infinity begin end array cases left right matrix pmatrix bmatrix vmatrix operatorname
     """
 )
+_COUNTS = words_of(
+    """
+    dozen score pair pairs hundred hundreds thousand thousands million millions billion trillion squared cubed factorial
+    half halves third thirds fourths quarters fifths tenths hundredths percent
+    zero one two three four five six seven eight nine ten minus plus times over under more less base
+    """
+)
+"""Words after a number that make it another number."""
 MAX_WORDS = 12
 """A gold answer of more words is prose."""
 _BASED = re.compile(r"([0-9A-Za-z]+)_(?:\{([0-9]{1,2})\}|([0-9]))", re.ASCII)
@@ -116,7 +124,7 @@ def words_after_number(gold: str) -> Set[str]:
     match = _AFTER_NUMBER.fullmatch(gold)
     words = _WORD.findall((match[1] or match[2] or "").lower()) if match is not None else []
     half_of_day = {"am", "pm", "m", "p"} if ":" in gold else {"am", "pm"}  # `5 m` are metres, `10:30 p m` is a time
-    if len(words) > 3 or not (_NO_MATHEMATICS | {"a", "and", "or"} | half_of_day).isdisjoint(words):
+    if len(words) > 3 or not (_NO_MATHEMATICS | _COUNTS | {"a", "and", "or"} | half_of_day).isdisjoint(words):
         return frozenset()
     return frozenset(words)
 

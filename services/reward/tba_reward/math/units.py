@@ -92,7 +92,7 @@ def without_unit(text: str, more: Set[str] = _NONE) -> str:
         at += 1  # it belongs to the number
     unit = tokens[at:]
     # spaces, slashes, powers and modifiers are no unit without a word or sign
-    if not any(token.lastgroup not in ("gap", "ratio", "power") and not _is_modifier(token) for token in unit):
+    if not any(token.lastgroup not in ("gap", "ratio", "power") and not _is_modifier(token, more) for token in unit):
         return text
     head = text[: unit[0].start()]
     stem = re.sub(r"(?:\s|~|\\[,;:! ])+$", "", head)
@@ -143,8 +143,8 @@ def _in_ratio(tokens: list[re.Match[str]], at: int) -> bool:
     return before in ("ratio", "degree") or (before == "gap" and behind == "ratio")
 
 
-def _is_modifier(token: re.Match[str]) -> bool:
-    return token.lastgroup == "word" and token["word"].rstrip(".").lower() in _MODIFIERS
+def _is_modifier(token: re.Match[str], more: Set[str] = _NONE) -> bool:
+    return token.lastgroup == "word" and token["word"].rstrip(".").lower() in _MODIFIERS - more
 
 
 def _is_unit(upright: str, more: Set[str]) -> bool:

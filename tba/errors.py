@@ -164,7 +164,7 @@ class UnauthorizedError(ServiceError):
 
 
 class ForbiddenError(UnauthorizedError):
-    """The token is known, but its role may not do this."""
+    """The token is known, but its role may not do this; or there are no tokens, and a page of another site asks."""
 
     slug = "forbidden"
     status = 403

@@ -15,10 +15,13 @@ from tba.errors import ConfigError
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach `host`."""
     # a name that is looked up could be anything, so every other name counts as outside
-    if host == "localhost":
-        return True
+    return host == "localhost" or (is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_ip_address(host: str) -> bool:
+    """Return whether `host` is an address and no name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host) is not None
     except ValueError:
         return False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -14,6 +13,7 @@ from tba import plugins
 from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Schedule, Temperature
 from tba.errors import ConfigError
 from tba.fields import BareUrl, StrictModel
+from tba.tls import is_loopback
 
 
 class SimulatedSection(StrictModel):
@@ -140,11 +140,7 @@ class OpenAiSection(StrictModel):
     @property
     def is_beside(self) -> bool:
         """Whether the server shares the network of the searcher: that of its machine, or of its pod."""
-        host = urlsplit(self.url or "").hostname or ""
-        try:
-            return host == "localhost" or ip_address(host).is_loopback
-        except ValueError:  # a name
-            return False
+        return is_loopback(urlsplit(self.url or "").hostname or "")
 
 
 class ScalingSection(StrictModel):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import tba
 from tba.config import Recipe
 from tba.errors import BadRequestError, LimitError, UnavailableError
-from tba.server.auth import Authenticator, AuthThrottle, TokenGate
+from tba.server.auth import Authenticator, AuthThrottle, PageGate, TokenGate
 from tba.server.docs_page import install_docs_page
 from tba.server.openapi import install_openapi, problems
 from tba.server.problems import error_response, install_problem_handlers, problem_response
@@ -171,6 +172,8 @@ def create_app(
     # middleware runs in reverse order: the limit of the body is outside, the token is checked before it is read
     app.add_middleware(TokenGate, auth=auth, throttle=AuthThrottle(registry))
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    hosts = {urlsplit(url).hostname or "" for url in (recipe.buffer_url, recipe.reward_url)}
+    app.add_middleware(PageGate, auth=auth, names=hosts)
     app.state.auth = auth
     app.state.stopping = asyncio.Event()
     install_problem_handlers(app)

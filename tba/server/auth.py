@@ -1,4 +1,4 @@
-"""Bearer tokens by role, and the throttle of requests without a known token.
+"""Bearer tokens by role, the throttle of requests without a known token, and web pages of other sites.
 
 On loopback a service may run without tokens; anywhere else it refuses to start.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -18,9 +19,10 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tba.errors import ForbiddenError, UnauthorizedError
+from tba.errors import BadRequestError, ForbiddenError, ServiceError, UnauthorizedError
 from tba.logs import get_logger
 from tba.server.problems import error_response
+from tba.tls import is_ip_address
 from tba.tokens import DIGEST_PREFIX, RoleTokens, TokensFile, digests
 
 WINDOW_S = 60.0
@@ -34,6 +36,8 @@ MAX_DELAYED = 256
 MAX_ADDRESSES = 4096
 """Most addresses that are remembered; the one without a request for longest is forgotten first."""
 LOG_EVERY_S = 60.0
+FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+"""A browser sends them to another site without asking that one first."""
 log = get_logger("auth")
 
 
@@ -131,6 +135,49 @@ class TokenGate:
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+class PageGate:
+    """Without tokens, refuse what a web page of another site makes the browser of this machine send.
+
+    Such a page reaches loopback under a name of its own that it lets point there (Host; DNS rebinding), or sends what
+    browsers send to other sites unasked (Origin, and the types of forms). With tokens, which a page of another site
+    does not know, proxies may change all of these.
+
+    Args:
+        names: the hosts of the service's addresses; IP addresses and localhost are known anyway.
+    """
+
+    def __init__(self, app: ASGIApp, auth: Authenticator, names: Iterable[str]) -> None:
+        self.app = app
+        self.auth = auth
+        self.names = {"localhost", *names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        is_checked = scope["type"] == "http" and not self.auth.enabled
+        refusal = self._refusal(scope["method"], Headers(scope=scope)) if is_checked else None
+        await (self.app if refusal is None else error_response(refusal))(scope, receive, send)
+
+    def _refusal(self, method: str, headers: Headers) -> ServiceError | None:
+        host = headers.get("host", "").lower()
+        name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+        # an IP address leads nowhere else; programs of HTTP/1.0 send no host
+        if name and not (name in self.names or name.endswith(".localhost") or is_ip_address(name.strip("[]"))):
+            return ForbiddenError(
+                f"Host is {host!r}: without tokens a service answers as localhost, under IP addresses, and under the "
+                "host of buffer.url or reward.url, or a web page could reach it under a name of its own; use one of "
+                "these"
+            )
+        if method in ("GET", "HEAD", "OPTIONS"):
+            return None
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            return ForbiddenError(f"a web page of {origin!r} may change nothing here without a token (Origin)")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind in FORM_TYPES:
+            return BadRequestError(f"content-type is {kind!r}; send application/json or application/msgpack")
+        return None
 
 
 @dataclass(slots=True)

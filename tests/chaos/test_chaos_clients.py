@@ -33,7 +33,7 @@ def half_bodies(stack: Stack, rng: random.Random) -> None:
     kept: list[socket.socket] = []
     for _ in range(60):
         sock = socket.create_connection((place.hostname or "", place.port or 0), timeout=60)
-        head = f"POST /v1/rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /v1/rollouts HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         sock.sendall(head + body[: rng.randrange(len(body))])
         match rng.randrange(3):
             case 0:

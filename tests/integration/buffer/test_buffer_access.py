@@ -89,7 +89,7 @@ def half_a_push(buffer: BufferThread, body: bytes, *, length: int | None) -> Ite
     host, port = buffer.url.removeprefix("http://").split(":")
     how = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
     with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(f"POST /v1/rollouts HTTP/1.1\r\nhost: x\r\n{how}\r\n\r\n".encode())
+        sock.sendall(f"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\n{how}\r\n\r\n".encode())
         sock.sendall((b"%x\r\n%s\r\n" % (len(body), body)) if length is None else body)
         yield sock
 

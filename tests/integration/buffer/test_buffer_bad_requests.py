@@ -132,7 +132,7 @@ def parse_address(url: str) -> tuple[str, int]:
 
 def test_a_body_over_the_limit_is_refused_before_it_is_sent(serve_buffer: ServeBuffer) -> None:
     url = serve_buffer(buffer={"max_body_bytes": 4096}).url
-    head = b"POST /v1/rollouts HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000000\r\n\r\n"
+    head = b"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000000\r\n\r\n"
     answer, _ = answer_to(url, head)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close\r\n" in answer
@@ -141,7 +141,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(serve_buffer: ServeB
 
 def test_a_body_without_a_declared_size_is_cut_off_at_the_limit(serve_buffer: ServeBuffer) -> None:
     url = serve_buffer(buffer={"max_body_bytes": 4096}).url
-    head = b"POST /v1/rollouts HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     answer, num_sent = answer_to(url, head, then_for_ever=b"400\r\n" + b"x" * 1024 + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert num_sent < 64 * 2**20  # the capacity of the sockets, not a stream that never ends
@@ -151,7 +151,7 @@ def test_a_client_that_stops_in_the_middle_of_a_body_changes_nothing(serve_buffe
     buffer = serve_buffer()
     buffer.client().upload_prompts(make_prompts(1))
     body = encode_push(make_payloads(["train-0"]))
-    head = f"POST /v1/rollouts HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     for end in (0, 1, len(body) // 2, len(body) - 1):
         with socket.create_connection(parse_address(buffer.url), timeout=30) as connection:
             connection.sendall(head + body[:end])

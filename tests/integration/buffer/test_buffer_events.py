@@ -242,7 +242,7 @@ def test_a_reader_that_does_not_read_is_cut_off(serve_buffer: ServeBuffer, monke
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
-        sock.sendall(b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        sock.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         until("the stream is open", lambda: values(buffer.url, "tba_event_streams") == {(): 1})
         follower = Follower(client.events())
         gauges = {"g" * 250 + str(number): 0.0 for number in range(60)}

@@ -183,7 +183,9 @@ def test_a_body_that_is_no_push_or_is_too_large_is_refused_whole(serve_buffer: S
     client = serve_buffer(buffer={"max_body_bytes": 4096}).client()
     client.upload_prompts(make_prompts(1))
     for body, status in ((b"junk", 422), (encode_push([]), 413), (b"x" * 5000, 413)):
-        request = urllib.request.Request(client.base_url + "/v1/rollouts", data=body)
+        request = urllib.request.Request(
+            client.base_url + "/v1/rollouts", body, {"content-type": "application/msgpack"}
+        )
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request)
         with caught.value as response:

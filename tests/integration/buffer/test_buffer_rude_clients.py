@@ -46,7 +46,7 @@ def read_reply(sock: socket.socket) -> bytes:
 
 
 def head(path: str, *lines: str) -> bytes:
-    return "\r\n".join([f"POST {path} HTTP/1.1", "host: x", *lines, "", ""]).encode()
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: localhost", *lines, "", ""]).encode()
 
 
 def problem_of(reply: bytes) -> dict[str, object]:
@@ -99,7 +99,7 @@ def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:
     client.upload_prompts(make_prompts(1))
     client.push(make_payloads(["train-0"], num_tokens=40_000))
     with connect(buffer) as sock:
-        ask = b"GET /livez HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 48 * 1024 + b"\r\n"
+        ask = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx-a: " + b"a" * 48 * 1024 + b"\r\n"
         sock.sendall(ask + b"\r\n")
         assert read_reply(sock).startswith(b"HTTP/1.1 200 ")
         sock.sendall(ask + b"connection: close\r\n\r\n")
@@ -108,7 +108,7 @@ def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:
 
 def test_pipelined_requests_are_answered(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
-    ask = b"GET /livez HTTP/1.1\r\nhost: x\r\n"
+    ask = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n"
     with connect(buffer) as sock:
         sock.sendall((ask + b"\r\n") * 31 + ask + b"connection: close\r\n\r\n")
         assert read_all(sock).count(b"HTTP/1.1 200 ") == 32
@@ -125,14 +125,14 @@ def test_without_a_token_no_body_is_waited_for(serve_buffer: ServeBuffer, path: 
             assert b'www-authenticate: Bearer error="invalid_token"' in reply
             assert b"application/problem+json" in reply
     with connect(buffer) as sock:  # public endpoints stay open
-        sock.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        sock.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         assert read_all(sock).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_slash_too_many_is_not_found_and_leads_nowhere(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     with connect(buffer) as sock:
-        sock.sendall(b"GET /v1/stats/ HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n")
+        sock.sendall(b"GET /v1/stats/ HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         reply = read_all(sock)
     assert reply.startswith(b"HTTP/1.1 404 ")
     assert b"evil.example" not in reply

@@ -28,7 +28,7 @@ def served() -> Iterator[ServedApp]:
 
 
 def get(path: str, token: str = TOKENS["searcher"], *more: str) -> bytes:
-    lines = [f"GET {path} HTTP/1.1", "host: x", f"authorization: Bearer {token}", *more, "", ""]
+    lines = [f"GET {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {token}", *more, "", ""]
     return "\r\n".join(lines).encode()
 
 

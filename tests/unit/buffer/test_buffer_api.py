@@ -101,7 +101,7 @@ def test_every_trainer_start_has_an_unguessable_id_of_its_own_that_travels_with_
 @pytest.mark.parametrize(("method", "path"), RENAMED_ENDPOINTS)
 async def test_an_old_endpoint_names_the_new_one(method: str, path: str) -> None:
     app = build_app(make_recipe(), None)
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://app") as client:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
         reply = await client.request(method, path, json={"version": "1-1", "token": "t"})
     assert (reply.status_code, reply.json()["type"]) == (404, "urn:tba:problem:not-found")
     assert reply.json()["detail"] == f"{method} {path} is now {method} {RENAMED_ENDPOINTS[method, path]}"

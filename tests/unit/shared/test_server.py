@@ -15,14 +15,16 @@ from typing import Annotated, Any
 
 import httpx2
 import pytest
-from fastapi import Depends, FastAPI, Query, routing
+from fastapi import Depends, FastAPI, Query, Request, routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from tba.api import BatchRequest
 from tba.health import readiness_problem
-from tba.server import Authenticator, openapi
+from tba.server import Authenticator, create_app, openapi
 from tba.server.problems import install_problem_handlers
+from tests.support.buffer import make_recipe
 
 # ---- The health check of the images, against a real server on loopback ----------------------------------------------
 
@@ -237,3 +239,80 @@ def test_the_document_is_the_same_with_the_fastapi_that_vllm_requires(monkeypatc
     assert list(expected["paths"]["/v1/things/{name}"]["get"]["responses"]) == ["200", "404", "422", "500", "503"]
     monkeypatch.setattr(openapi, "routing", SimpleNamespace(APIRoute=routing.APIRoute))
     assert document() == expected
+
+
+# ---- What a web page of another site makes a browser send -----------------------------------------------------------
+
+
+def gated(tokens: dict[str, str] | None) -> FastAPI:
+    async def ready() -> None: ...
+
+    app = create_app(
+        title="test",
+        recipe=make_recipe(buffer={"url": "https://buffer.home:8700"}),
+        max_body_bytes=100,
+        auth=Authenticator(tokens),
+        ready=ready,
+        registry=CollectorRegistry(),
+    )
+
+    @app.post("/v1/body")
+    async def body(request: Request) -> int:
+        return len(await request.body())
+
+    return app
+
+
+async def asked(app: FastAPI, method: str, headers: dict[str, str], content: bytes = b"") -> int:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1:8700") as client:
+        path = "/version" if method == "GET" else "/v1/body"
+        reply = await client.request(method, path, content=content, headers=headers)
+    assert reply.is_success or reply.json()["status"] == reply.status_code
+    return reply.status_code
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8700", 200),
+        ("localhost", 200),
+        ("LocalHost:1234", 200),
+        ("run.localhost:80", 200),
+        ("[::1]:8700", 200),
+        ("[::1]", 200),
+        ("10.1.2.3:8700", 200),  # a pod's
+        ("buffer.home:8700", 200),
+        ("buffer.home", 200),
+        ("evil.example:8700", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example:8700", 403),
+        ("buffer", 403),
+        ("evil:8700:", 403),
+    ],
+)
+async def test_without_tokens_a_service_has_no_names_but_its_own(host: str, status: int) -> None:
+    assert await asked(gated(None), "GET", {"host": host}) == status
+    assert await asked(gated(TOKENS), "GET", {"host": host}) == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"content-type": "application/msgpack"}, 200),
+        ({"content-type": "application/json; charset=utf-8", "origin": "http://127.0.0.1:8700"}, 200),
+        ({"content-type": "application/json", "origin": "http://127.0.0.1:9000"}, 403),
+        ({"content-type": "application/json", "origin": "https://evil.example"}, 403),
+        ({"content-type": "application/json", "origin": "null"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"content-type": "text/plain;charset=UTF-8"}, 400),
+        ({"content-type": "application/x-www-form-urlencoded"}, 400),
+        ({"content-type": "Multipart/Form-Data; boundary=x"}, 400),
+    ],
+)
+async def test_without_tokens_a_page_of_another_site_changes_nothing(headers: dict[str, str], status: int) -> None:
+    assert await asked(gated(None), "POST", headers, b"1234") == status
+    # with tokens a page knows none, and proxies may change Host and Origin
+    token = {"authorization": f"Bearer {TOKENS['trainer']}"}
+    assert await asked(gated(TOKENS), "POST", headers | token, b"1234") == 200
+    assert await asked(gated(TOKENS), "POST", headers, b"1234") == 401

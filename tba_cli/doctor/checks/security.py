@@ -6,6 +6,7 @@ Certificates: how long they are valid, the one of `[tls]` and those that the add
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import ssl
@@ -87,9 +88,13 @@ def _file(path: Path, tokens: RoleTokens) -> Iterator[CheckResult]:
             f"{', '.join(changing)} has two tokens: they are being changed",
             "take the old one out once every service has read the new file",
         )
-    mode = path.stat().st_mode
+    found = path.stat()
+    mode, is_open = found.st_mode, all(folder.stat().st_mode & stat.S_IXOTH for folder in path.absolute().parents)
     if mode & stat.S_IWOTH:
         yield fail("tokens-mode", f"anybody may change {path} (mode {stat.filemode(mode)})", f"chmod o-w {path}")
+    # what is mounted into a container belongs to somebody else
+    elif plain and is_open and mode & stat.S_IROTH and found.st_uid == os.geteuid():
+        yield warn("tokens-mode", f"anybody here may read {path} (mode {stat.filemode(mode)})", f"chmod o-r {path}")
 
 
 def _accepted(target: Target, tokens: RoleTokens) -> Iterator[CheckResult]:

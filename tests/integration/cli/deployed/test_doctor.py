@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,14 @@ def test_tokens(ready: Deployment, tmp_path: Path) -> None:
     assert_finding(one(with_file(both), "tokens-changing"), "warn", "viewer has two tokens")
     path.chmod(0o666)
     assert_finding(one(with_file(TOKENS), "tokens-mode"), "fail", "anybody may change")
+    # that of pytest is closed to others
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        path = Path(name) / "tokens.json"
+        with_file(TOKENS)
+        path.chmod(0o644)
+        assert [each.code for each in with_file(TOKENS) if each.code == "tokens-mode"] == []
+        path.parent.chmod(0o711)
+        assert_finding(one(with_file(TOKENS), "tokens-mode"), "warn", "anybody here may read")
     missing = look(ready.recipe(auth={"tokens_file": str(tmp_path / "none.json")}), "tokens")
     assert_finding(missing[0], "fail", "cannot be read: No such file or directory")
     without = look(ready.recipe(auth={"tokens_file": None}), "tokens")

@@ -228,7 +228,7 @@ def test_the_keys_lie_in_a_folder_of_the_owner_alone(tmp_path: Path) -> None:
         assert keys.parent != tmp_path
         assert keys.parent.stat().st_mode & 0o077 == 0
     finally:
-        server.stop()
+        server.kill()
 
 
 def plain(server: S3Server, method: str, path: str, headers: dict[str, str] | None = None) -> int:

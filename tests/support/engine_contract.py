@@ -446,6 +446,7 @@ def case_what_cannot_be_honoured_is_refused_and_the_rest_continues(bench: Bench)
         for change, word in (
             ({"prompt_tokens": ()}, "prompt tokens"),
             ({"prompt_tokens": (5,) * (MAX_PROMPT_TOKENS + 1)}, "max_prompt_tokens"),
+            ({"prompt_tokens": (5, 10**6)}, "token id 1000000; the model has"),
             ({"max_response_tokens": 0}, "response tokens"),
             ({"max_response_tokens": MAX_RESPONSE_TOKENS + 1}, "max_response_tokens"),
             ({"min_response_tokens": 25}, "min_response_tokens"),

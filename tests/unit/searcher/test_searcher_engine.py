@@ -14,7 +14,7 @@ from tba_searcher.engines.engine import Completion, EngineError, EngineSettings,
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weight_check import check_loaded
 from tba_searcher.engines.weight_loader import WeightLoader, swap_weights
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.errors import ConfigError, DigestError
 from tba.store import FileStore
@@ -386,3 +386,100 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path):
 def test_a_folder_without_the_weights_of_its_model_is_refused_with_their_names(how: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=BREAKS[how]):
         make_engine(break_weights(make_tiny_model(tmp_path / "model"), how))
+
+
+# ---- What is decoded exactly ----------------------------------------------------------------------------------------
+
+SHARED: dict[str, Any] = {
+    "vocab_size": 33,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+RIGHT = {
+    "mistral": {"sliding_window": 8},
+    "phi3": {"sliding_window": 8},
+    "mixtral": {"sliding_window": 8, "num_local_experts": 4},
+    "starcoder2": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, **MIXED},
+    "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **MIXED},
+}
+REFUSED = {
+    "llama4_text": ({"attention_chunk_size": 8, "num_local_experts": 2}, "chunked_attention"),
+    "phi3": (
+        {"rope_parameters": {**LONG_ROPE, "factor": 4.0}, "original_max_position_embeddings": 16},
+        r"longrope.* \(now 43\) within 16",
+    ),
+    "recurrent_gemma": ({"attention_window_size": 8, "lru_width": 32, "num_hidden_layers": 3}, "does not decode"),
+    "gpt_neo": (
+        # slots of different lengths share a step, and its local layers count from the longest
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_key_value_heads": 4,
+            "window_size": 8,
+            "attention_types": [[["global", "local"], 1]],
+        },
+        "does not decode this GPTNeoForCausalLM exactly",
+    ),
+    "deepseek_v3": (
+        {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
+        "with its key-value cache the model fails",
+    ),
+    "mamba": ({"state_size": 4}, "linear_attention|mamba"),
+}
+
+
+def architecture_engine(folder: Path, kind: str, changes: dict[str, Any]) -> EmbeddedEngine:
+    """An engine with a random model of this kind, for 27 + 16 tokens: past its windows."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SHARED, **changes})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return EmbeddedEngine(
+        folder, START, EngineSettings(num_slots=4, max_prompt_tokens=27, max_response_tokens=16, seed=1)
+    )
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_tokens_beyond_a_window_are_those_of_a_pass_over_the_whole_sequence(kind: str, tmp_path: Path) -> None:
+    engine, model = architecture_engine(tmp_path, kind, RIGHT[kind]), hf_model(tmp_path)
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(
+            request_id=str(length),
+            prompt_tokens=tuple(rng.integers(3, 33, length).tolist()),
+            sampling=Sampling(temperature=1.0),
+            max_response_tokens=16,
+            eos_ids=(),
+        )
+        for length in (1, 20, 27)
+    ]
+    done = run_all(engine, requests)
+    for request in requests:
+        completion = done[request.request_id]
+        expected = hf_logprobs(model, request, completion.response_tokens)
+        np.testing.assert_allclose(completion.sampler_logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_decoded_exactly_is_refused_before_the_first_request(kind: str, tmp_path: Path) -> None:
+    changes, why = REFUSED[kind]
+    with pytest.raises(ConfigError, match=why):
+        architecture_engine(tmp_path, kind, changes)
+
+
+def test_the_check_of_decoding_leaves_the_random_stream_and_the_slots_alone(folders) -> None:
+    engine = make_engine(folders["llama", False, 0], seed=7)
+    assert engine._generator.initial_seed() == 7
+    assert torch.equal(engine._generator.get_state(), torch.Generator().manual_seed(7).get_state())
+    assert (engine.num_active, engine.num_waiting, engine._ids) == (0, 0, set())

@@ -252,14 +252,15 @@ class RequestLimits(Protocol):
         ...
 
 
-def check_request(request: Request, limits: RequestLimits, *, is_known: bool) -> None:
+def check_request(request: Request, limits: RequestLimits, *, is_known: bool, vocab_size: int | None = None) -> None:
     """Refuse what every engine refuses.
 
     Args:
         is_known: whether a request of this id is active or waiting.
+        vocab_size: token ids are below it; None: the engine takes any.
 
     Raises:
-        EngineError: prompt or response do not fit, or the request id is in use.
+        EngineError: prompt or response do not fit, the model has no such token, or the request id is in use.
     """
     name = f"request {request.request_id}"
     num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
@@ -268,6 +269,11 @@ def check_request(request: Request, limits: RequestLimits, *, is_known: bool) ->
         raise EngineError(
             f"{name}: {num_prompt} prompt tokens; allowed are 1 to {limits.max_prompt_tokens} "
             "(searcher.max_prompt_tokens)"
+        )
+    if vocab_size is not None and max(request.prompt_tokens) >= vocab_size:
+        raise EngineError(
+            f"{name}: token id {max(request.prompt_tokens)}; the model has {vocab_size} ids, so its tokenizer is "
+            "another model's, or the embedding was not resized"
         )
     if not 1 <= num_response <= limits.max_response_tokens:
         raise EngineError(

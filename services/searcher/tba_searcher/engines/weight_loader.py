@@ -248,7 +248,6 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
         model, report = auto.from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
-            attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             use_safetensors=True,  # never a pickle: loading one runs its code

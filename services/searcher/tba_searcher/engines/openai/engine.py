@@ -174,12 +174,11 @@ class OpenAiEngine:
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
         name = f"request {request.request_id}"
-        check_request(request, self._settings, is_known=request.request_id in self._open)
+        is_known = request.request_id in self._open
+        check_request(request, self._settings, is_known=is_known, vocab_size=self._vocab_size)
         # checked here: what the server refuses later would end the engine
         if problem := self._patient.problem_with(request):
             raise EngineError(f"{name}: {problem}")
-        if max(request.prompt_tokens) >= self._vocab_size:
-            raise EngineError(f"{name}: token id {max(request.prompt_tokens)}; the model has {self._vocab_size} ids")
         others = {*self.default_eos_ids, self._tokenizer.eos_token_id} - {None, *request.eos_ids}
         if request.min_response_tokens and others:
             raise EngineError(

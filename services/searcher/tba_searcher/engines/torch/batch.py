@@ -421,8 +421,9 @@ _PLAIN_KEYWORDS = frozenset({"position_ids", "use_cache", "cache_position", "is_
 
 
 def use_grouped_attention(model: Any) -> None:
-    """Let a model on the CPU attend with `grouped_attention`, if its code takes attention functions."""
-    if getattr(model, "_supports_attention_backend", False) and model.device.type == "cpu":
+    """Let a model on the CPU attend with `grouped_attention`, if its code takes attention functions such as torch's."""
+    is_plain = getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
+    if is_plain and model.device.type == "cpu":
         model.set_attn_implementation(ATTENTION_NAME)
 
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
-from tba.wire import Manifest
+from tba.wire import Manifest, Sampling
 from tba_searcher.engines.engine import (
     Completion,
     EngineDiedError,
@@ -37,6 +38,13 @@ from tba_searcher.engines.engine import (
 )
 from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
+from tba_searcher.engines.torch.exactness import (
+    NUM_TOKENS,
+    WAY_OUT,
+    attention_windows,
+    check_gap,
+    check_positions,
+)
 from tba_searcher.engines.weight_check import check_loaded, file_stamps, params_sha256
 from tba_searcher.engines.weight_loader import StagedParams, load_model, replace_params
 
@@ -48,7 +56,8 @@ class EmbeddedEngine:
     """Implements `tba_searcher.engines.engine.Engine` with a local model folder in Hugging Face format.
 
     Raises:
-        ConfigError: the folder holds no usable causal language model, or its context is too short.
+        ConfigError: the folder holds no usable causal language model, its context is too short, or the engine does not
+            decode it exactly.
         EngineDiedError: the keys and values of so many slots do not fit into memory.
     """
 
@@ -58,20 +67,22 @@ class EmbeddedEngine:
         self._max_len = settings.max_prompt_tokens + settings.max_response_tokens
         self._model = _load_model(folder, settings, self._max_len)
         use_grouped_attention(self._model)
-        config = self._model.config
-        self._vocab_size = int(config.get_text_config().vocab_size)
-        num_heads = config.num_attention_heads
+        config = self._model.config.get_text_config()
+        self._vocab_size = int(config.vocab_size)
+        self._windows = attention_windows(config, self._max_len)
         num_prefix_slots = max(4, settings.num_slots // 4)
         try:
             self._cache = KVCache(
                 num_layers=config.num_hidden_layers,
                 num_slots=settings.num_slots + num_prefix_slots,
-                num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+                num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
                 max_len=self._max_len,
-                head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+                head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
                 dtype=self._model.dtype,
                 device=self._device,
             )
+        except AttributeError as error:
+            raise ConfigError(f"the embedded engine does not decode {config.model_type}: {error}; {WAY_OUT}") from None
         except RuntimeError as error:
             raise EngineDiedError(_reason(error, settings.num_slots)) from error
         self._prefixes = PrefixCache(settings.num_slots, num_prefix_slots)
@@ -85,6 +96,8 @@ class EmbeddedEngine:
         self._generator = _generator(self._device, settings.seed)
         self._stops = StopStringMatcher(lambda ids: self._decode_texts(ids), self._vocab_size)
         self._columns = torch.arange(self._max_len, device=self._device)
+        self._check_decoding()
+        self._generator = _generator(self._device, settings.seed)  # the check has drawn from it
 
     @property
     def version(self) -> PolicyVersion:
@@ -125,7 +138,8 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
-        check_request(request, self._settings, is_known=request.request_id in self._ids)
+        is_known = request.request_id in self._ids
+        check_request(request, self._settings, is_known=is_known, vocab_size=self._vocab_size)
         self._ids.add(request.request_id)
         self._waiting.append(request)
 
@@ -216,11 +230,66 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the log-probs [R] at temperature 1 of a given response."""
-        ids = torch.tensor([[*prompt_tokens, *response_tokens]], device=self._device)
+        tokens = [*prompt_tokens, *response_tokens]
+        return self._logprobs(tokens, range(len(prompt_tokens), len(tokens)))
+
+    def _logprobs(self, tokens: Sequence[int], places: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] of the tokens at some places, by a pass over the whole sequence."""
+        ids, at = torch.tensor([tokens], device=self._device), torch.tensor(places, device=self._device)
         # without the cache: the canary must not touch the keys and values of active requests
-        logits = self._model(input_ids=ids, use_cache=False).logits[0, len(prompt_tokens) - 1 : -1]
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
-        return logprobs.gather(1, ids[0, len(prompt_tokens) :, None])[:, 0].cpu().numpy()
+        if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
+            logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=at - 1).logits[0]
+        else:
+            logits = self._model(input_ids=ids, use_cache=False).logits[0, at - 1]
+        return torch.log_softmax(logits.float(), dim=-1).gather(1, ids[0, at, None])[:, 0].cpu().numpy()
+
+    @torch.inference_mode()
+    def _check_decoding(self) -> None:
+        """Decode short sequences alone and beside one of the greatest length; compare with passes over all of each.
+
+        Raises:
+            ConfigError: the log-probs differ, or the model fails with this cache.
+            EngineDiedError: the device has too little memory.
+        """
+        num, rng = min(NUM_TOKENS, (self._max_len - 1) // 2), np.random.default_rng(0)
+        if not num:
+            return
+        name, random = type(self._model).__name__, rng.integers(0, self._vocab_size, self._max_len).tolist()
+        try:
+            (first,) = self._decode_probes([random[:1]], num)
+            begun = [random[0], *first.response_tokens.tolist()]
+            longest = [*begun, *random[len(begun) : self._max_len - num]]  # what was decoded early is its beginning
+            short, long = self._decode_probes([random[1:2], longest], num)
+            early, late = range(1, num + 1), range(len(longest), len(longest) + num)
+            whole = [
+                self._logprobs([*longest, *long.response_tokens.tolist()], [*early, *late]),
+                self._logprobs([random[1], *short.response_tokens.tolist()], early),
+            ]
+        except EngineDiedError:  # weights that are not finite: their version is refused, with its name
+            self.close()
+            return
+        except Exception as error:  # a model that is made for another cache can raise anything
+            if _is_out_of_memory(error):
+                raise EngineDiedError(_reason(error, self.num_slots)) from error
+            raise ConfigError(
+                f"the embedded engine does not decode a {name}: with its key-value cache the model fails "
+                f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); {WAY_OUT}"
+            ) from None
+        finally:
+            self._prefixes.clear()
+        decoded = np.stack([each.sampler_logprobs for each in (first, long, short)])
+        check_gap(decoded, np.concatenate(whole).reshape(3, num), dtype=self._settings.dtype, what=name)
+
+    def _decode_probes(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Completion]:
+        """Return the completions of some prompts, decoded together."""
+        limits = {"max_response_tokens": num_tokens, "eos_ids": ()}
+        for number, prompt in enumerate(prompts):
+            request = Request(
+                request_id=str(number), prompt_tokens=tuple(prompt), sampling=Sampling(temperature=1.0), **limits
+            )
+            self._waiting.append(request)
+        found = [each for _ in range(num_tokens * len(prompts)) for each in self._step()]
+        return sorted(found, key=lambda each: each.request_id)
 
     def _decode(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Run one forward pass over the newest token of every slot; return sampled tokens and log-probs, [N] each."""
@@ -229,12 +298,19 @@ class EmbeddedEngine:
         length = int(batch.position[:num_used].max()) + 1
         self._cache.plan_decode(positions, length)
         # slots have different lengths: hide the positions beyond each one, which hold anything
-        mask = torch.zeros((num_used, length), dtype=self._model.dtype, device=self._device)
-        mask.masked_fill_(self._columns[:length] > positions[:, None], float("-inf"))
+        columns, masks = self._columns[:length], {}
+        for kind, window in self._windows.items():
+            hidden = columns > positions[:, None]
+            if window is not None:
+                hidden |= columns <= positions[:, None] - window
+            mask = torch.zeros((num_used, length), dtype=self._model.dtype, device=self._device)
+            masks[kind] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        # where all layers see the same, models of every kind take one mask
+        is_one = len(set(self._windows.values())) == 1
         output = self._model(
             input_ids=self._tensor(batch.current_tokens())[:, None],
             position_ids=positions[:, None],
-            attention_mask=mask[:, None, None],
+            attention_mask=next(iter(masks.values())) if is_one else masks,
             past_key_values=self._cache,
             use_cache=True,
         )
@@ -391,9 +467,13 @@ def _limited(logits: Float[Tensor, "M V"], top_k: Int[Tensor, " M"], top_p: Floa
 
 def _reason(error: Exception, num_slots: int) -> str:
     text = str(error).strip().partition("\n")[0]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if _is_out_of_memory(error):
         return f"the engine is out of memory with {num_slots} slots; lower searcher.num_slots ({text})"
     return f"the engine failed with {type(error).__name__}: {text}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _generator(device: torch.device, seed: int) -> torch.Generator:
@@ -404,18 +484,12 @@ def _load_model(folder: Path, settings: EngineSettings, max_len: int) -> Any:
     model = load_model(
         folder, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )
-    config = model.config
+    config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_len > limit:
         raise ConfigError(
             f"searcher.max_prompt_tokens + searcher.max_response_tokens = {max_len}, "
             f"but the model's context is {limit} tokens; lower one of them"
         )
-    # within its window, sliding attention is full attention
-    odd_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    if odd_layers and not (odd_layers == {"sliding_attention"} and window and max_len <= window):
-        raise ConfigError(
-            f"the embedded engine decodes full-attention models only; this one has layers of kind {sorted(odd_layers)}"
-        )
+    check_positions(config, max_len)
     return model

@@ -177,7 +177,7 @@ class VllmEngine:
         """Queue a request (see `Engine.submit`)."""
         name = f"request {request.request_id}"
         is_known = request.request_id in self._requests or request.request_id == _CANARY_ID
-        check_request(request, self._settings, is_known=is_known)
+        check_request(request, self._settings, is_known=is_known, vocab_size=self.vocab_size)
         # vLLM masks its own ids below min_tokens, so the log-probs would be those of another distribution
         others = self._masked_ids - set(request.eos_ids)
         if request.min_response_tokens and others:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from tba.fields import StrictModel
 
@@ -98,14 +98,36 @@ def _of_name(value: Any) -> Any:
     return {"column": value} if isinstance(value, str) else value
 
 
-class DatasetSection(StrictModel):
+class _RowsSection(StrictModel):
+    """How a row becomes a prompt."""
+
+    task: str = Field(min_length=1, max_length=128)
+    """Task of every prompt: names its reward."""
+    column: str | None = None
+    """The column that holds the prompt: text, or messages ({"role", "content"}), which the chat template of
+    the starting model's tokenizer turns into text."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments of the chat template, such as {enable_thinking = false}."""
+    template: str | None = None
+    """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
+    data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
+    """Data for the reward: key -> column."""
+
+    def _check_text(self) -> None:
+        if (self.column is None) == (self.template is None):
+            raise ValueError(
+                "say what the text of a prompt is: exactly one of `column` and `template` (a text with {column} in it)"
+            )
+        if self.chat_template_kwargs and self.column is None:
+            raise ValueError("chat_template_kwargs are for messages in `column`, and here is a `template`; remove them")
+
+
+class DatasetSection(_RowsSection):
     """Prompts of one split, from a data set of the Hugging Face library or written out here.
 
     The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
     """
 
-    task: str = Field(min_length=1, max_length=128)
-    """Task of every prompt: names its reward."""
     dataset: str | None = None
     """Name on the Hugging Face hub, or a folder with a data set in a format of the hub (`[[prepare]]` makes one)."""
     subset: str | None = None
@@ -116,13 +138,6 @@ class DatasetSection(StrictModel):
     """Commit or tag on the hub; none: the newest. Folders have none."""
     texts: list[str] | None = Field(default=None, min_length=1)
     """Instead of a data set: the prompts themselves."""
-    column: str | None = None
-    """The column that holds the prompt: text, or messages ({"role", "content"}), which the chat template of
-    the starting model's tokenizer turns into text."""
-    template: str | None = None
-    """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
-    data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
-    """Data for the reward: key -> column."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Only this many rows, from the first on; none: all of them."""
 
@@ -134,39 +149,26 @@ class DatasetSection(StrictModel):
             for name in ("subset", "revision", "column", "template", "max_prompts"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} belongs to a data set, and here the prompts are `texts`; remove it")
-            if self.data:
-                raise ValueError("data names columns of a data set, and here the prompts are `texts`; remove it")
-        elif (self.column is None) == (self.template is None):
-            raise ValueError(
-                "say what the text of a prompt is: exactly one of `column` and `template` (a text with {column} in it)"
-            )
+            for name in ("data", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is about a data set, and here the prompts are `texts`; remove it")
+        else:
+            self._check_text()
         return self
 
 
-class ColumnsSection(StrictModel):
+class ColumnsSection(_RowsSection):
     """How a row of the file `data.path` becomes a prompt, where its columns have other names than a prompt's fields.
 
     The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
     """
 
-    task: str = Field(min_length=1, max_length=128)
-    """Task of every prompt: names its reward."""
-    column: str | None = None
-    """The column that holds the prompt: text, or messages ({"role", "content"}), which the chat template of
-    the starting model's tokenizer turns into text."""
-    template: str | None = None
-    """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
-    data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
-    """Data for the reward: key -> column."""
     num_heldout: int = Field(ge=1)
     """This many prompts are held out, by the digest of their ids, so that the order of the rows does not matter."""
 
     @model_validator(mode="after")
     def _check(self) -> ColumnsSection:
-        if (self.column is None) == (self.template is None):
-            raise ValueError(
-                "say what the text of a prompt is: exactly one of `column` and `template` (a text with {column} in it)"
-            )
+        self._check_text()
         return self
 
 

@@ -191,9 +191,18 @@ def _use(recipe: Recipe, *, is_adapter: bool) -> str:
         + ("from peft import PeftModel\n" if is_adapter else "")
         + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model, tokenizer = {load}, AutoTokenizer.from_pretrained(".")\n```\n\n'
-        f"or `{serve}`. The model was trained on prompts exactly as the tokenizer encodes them, without a chat "
-        f"template. The policy that was trained is the model sampled at temperature {temperature:g}."
+        f"or `{serve}`. The model was trained on prompts exactly as the tokenizer encodes them, "
+        f"{_form(recipe)}. The policy that was trained is the model sampled at temperature {temperature:g}."
     )
+
+
+def _form(recipe: Recipe) -> str:
+    sections = [part for part in (recipe.data.columns, recipe.data.train) if part is not None and part.column]
+    if not sections:
+        return "without a chat template"
+    arguments = sections[0].chat_template_kwargs
+    called = f", called with `{json.dumps(arguments)}`" if arguments else ""
+    return f"after its chat template{called} made text of those that are messages"
 
 
 def _changes(changes: Sequence[SettingsAudit]) -> list[str]:

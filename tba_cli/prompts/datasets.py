@@ -82,8 +82,9 @@ def _dataset_rows(section: DatasetSection, split: Split, render: Render) -> Iter
             f"{where}: {source.name} has no column {', '.join(map(repr, missing))}; its columns are "
             f"{', '.join(source.columns)}"
         )
-    limit = section.max_prompts
-    rows = source if section.column is None else ChatSource(source, section.column, render, max_rows=limit)
+    rows, limit, arguments = source, section.max_prompts, section.chat_template_kwargs
+    if section.column is not None:
+        rows = ChatSource(source, section.column, render, template_kwargs=arguments, max_rows=limit)
     for row in itertools.islice(rows.rows(wanted), limit):
         with _naming(f"{where}: {source.name}, {row.where}"):
             data = {key: data_value(rule, row.values) for key, rule in section.data.items()}

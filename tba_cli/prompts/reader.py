@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ def _file_prompts(recipe: Recipe, source: Source) -> PromptReader:
     if section is None:
         return PromptReader(source)
     if section.column is not None:
-        text, source = TextColumn(section.column), ChatSource(source, section.column, _renderer(recipe))
+        text, arguments = TextColumn(section.column), section.chat_template_kwargs
+        source = ChatSource(source, section.column, _renderer(recipe), template_kwargs=arguments)
     else:
         text = TextTemplate(section.template or "", where="data.columns.template")
     columns = Columns(task=section.task, text=text, data=section.data)
@@ -87,7 +88,7 @@ def _file_prompts(recipe: Recipe, source: Source) -> PromptReader:
 def _renderer(recipe: Recipe) -> Render:
     """Return a function that renders conversations with the chat template of the starting model."""
 
-    def render(chats: list[Any]) -> list[str | RowError]:
+    def render(chats: list[Any], arguments: Mapping[str, Any]) -> list[str | RowError]:
         from tba_cli.child_processes import run_program
 
         folder = recipe.model.path
@@ -100,6 +101,7 @@ def _renderer(recipe: Recipe) -> Render:
             file = Path(place) / "chats.json"
             file.write_text(json.dumps(chats), encoding="utf-8")
             words = ["chat", folder, "--texts", str(file), "--trust", *[folder] * recipe.model.trust_remote_code]
+            words += ["--template-kwargs", json.dumps(arguments)]
             answers = json.loads(run_program("tba_cli.starter_models.convert", words))
         return [answer["text"] if "text" in answer else RowError(answer["error"]) for answer in answers]
 

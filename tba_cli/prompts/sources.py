@@ -31,8 +31,8 @@ SAVED_FOLDER_FILES = ("dataset_info.json", "dataset_dict.json")
 """Files that `datasets.save_to_disk` writes into a folder."""
 
 
-Render = Callable[[list[Any]], Sequence["str | RowError"]]
-"""Makes the text of each conversation, or says why there is none."""
+Render = Callable[[list[Any], Mapping[str, Any]], Sequence["str | RowError"]]
+"""Makes the text of each conversation with arguments of the chat template, or says why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +280,21 @@ class ChatSource:
         source: its rows are all read at once, with the columns of the first call.
         column: the column with a text or messages.
         render: makes texts of many conversations; called only if there is one.
+        template_kwargs: arguments of the chat template.
         max_rows: only the first rows are read.
     """
 
-    def __init__(self, source: Source, column: str, render: Render, *, max_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        column: str,
+        render: Render,
+        *,
+        template_kwargs: Mapping[str, Any],
+        max_rows: int | None = None,
+    ) -> None:
         self._source, self._column, self._render, self._max_rows = source, column, render, max_rows
+        self._template_kwargs = template_kwargs
         self._rows: list[Row] | None = None
         self.name, self.columns, self.is_table = source.name, source.columns, source.is_table
 
@@ -300,7 +310,11 @@ class ChatSource:
 
     def _rendered(self, rows: list[Row]) -> list[Row]:
         chats = {number: chat for number, row in enumerate(rows) if (chat := self._chat(row)) is not None}
-        texts = self._render(list(chats.values())) if chats else []
+        if self._template_kwargs and not chats:
+            raise ConfigError(
+                f"{self.name}: column {self._column!r} holds no messages that chat_template_kwargs are for; remove them"
+            )
+        texts = self._render(list(chats.values()), self._template_kwargs) if chats else []
         for number, text in zip(chats, texts, strict=True):
             row = rows[number]
             if isinstance(text, RowError):

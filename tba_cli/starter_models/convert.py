@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +87,17 @@ def _unknown(tokenizer: Any, texts: list[str]) -> dict[str, Any]:
     }
 
 
-def chat_texts(folder: Path, chats: list[Any], *, trust: bool = False) -> list[dict[str, str]]:
+def chat_texts(
+    folder: Path, chats: list[Any], arguments: Mapping[str, Any], *, trust: bool = False
+) -> list[dict[str, str]]:
     """Return the `text` of each conversation, or the `error` where the chat template makes none of it.
 
     Args:
+        arguments: of the template.
         trust: run code that comes with the model.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded.
+        ConfigError: the tokenizer cannot be loaded, or its template knows no such argument.
     """
     from transformers import AutoTokenizer
 
@@ -99,16 +105,25 @@ def chat_texts(folder: Path, chats: list[Any], *, trust: bool = False) -> list[d
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     except Exception as error:
         raise ConfigError(f"{folder}: its tokenizer cannot be loaded: {_reason(error)}{trust_hint(error)}") from None
+    template = arguments.get("chat_template", tokenizer.chat_template)
+    takes = signature(tokenizer.apply_chat_template).parameters
+    known = re.findall(r"\w+", template) if isinstance(template, str) else arguments
+    unknown = [name for name in arguments if name not in known and name not in takes]
+    if unknown:  # a template ignores what it does not know
+        raise ConfigError(
+            f"{folder}: its chat template takes no {unknown[0]!r}; correct or remove it in chat_template_kwargs"
+        )
+    options = {"tokenize": False, "add_generation_prompt": True}
     # a bos in the text would be doubled where the tokenizer itself puts one before every text
     bos = tokenizer.bos_token
     has_own = bos is not None and tokenizer("1")["input_ids"][:1] == [tokenizer.bos_token_id]
     advice = "correct them, or leave them out"
-    if tokenizer.chat_template is None:
+    if template is None:
         advice = "give prompts as text, or a model with a chat template"
     answers = []
     for chat in chats:
         try:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(chat, **arguments, **options)
             answers.append({"text": text.removeprefix(bos) if has_own else text})
         except Exception as error:  # a template can raise anything
             why = f"the chat template of {folder} cannot make text of the messages: {_reason(error)}"
@@ -184,13 +199,14 @@ def main() -> int:
     parser.add_argument("folder", type=Path, nargs="+", help="model folders")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations, first folder")
     parser.add_argument("--trust", type=Path, nargs="*", default=[], help="folders whose own code may run")
+    parser.add_argument("--template-kwargs", type=json.loads, default={}, help="JSON, arguments of the chat template")
     args = parser.parse_args()
     texts = [] if args.texts is None else json.loads(args.texts.read_bytes())
     try:
         # code that comes with a model may print, and stdout is the answer
         with contextlib.redirect_stdout(sys.stderr):
             if args.command == "chat":
-                answers: list[Any] = chat_texts(args.folder[0], texts, trust=bool(args.trust))
+                answers: list[Any] = chat_texts(args.folder[0], texts, args.template_kwargs, trust=bool(args.trust))
             elif args.command == "check":
                 answers = [
                     check(folder, texts if index == 0 else [], trust=folder in args.trust)

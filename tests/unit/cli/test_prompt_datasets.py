@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def no_chats(chats: list[object]) -> list[str]:
+def no_chats(chats: list[object], arguments: Mapping[str, object]) -> list[str]:
     raise AssertionError("no prompt of these is a conversation")
 
 

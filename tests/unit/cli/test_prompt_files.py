@@ -12,8 +12,9 @@ import pytest
 
 from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
+from tba.config.data import DataSection
 from tba.errors import ConfigError
-from tba_cli.prompts.reader import PromptReader, chunks, prompts_of
+from tba_cli.prompts.reader import PromptReader, chunks, heldout_prompts, prompts_of
 from tba_cli.prompts.sources import open_file, open_source
 
 
@@ -265,6 +266,32 @@ def test_text_parts_of_a_content_are_joined_and_null_keys_are_absent(tmp_path, c
     for path in (write(tmp_path / "p.jsonl", *rows), write_parquet(tmp_path / "p.parquet", rows)):
         texts = [prompt.text for prompt in prompts_of(recipe_with_columns(path, chat_model))]
         assert texts[2] == "user: What is 1 + 1?\nuser: 2\nthink:"
+
+
+def test_the_chat_template_gets_its_arguments_wherever_prompts_are_read(tmp_path, chat_model, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    path = write_parquet(tmp_path / "rows" / "p.parquet", [chat_row(i, f"{i}") for i in range(4)])
+    given = {"chat_template_kwargs": {"enable_thinking": False}}
+    recipe = recipe_with_columns(path, chat_model, **given)
+    texts = {f"user: {i}\nanswer:" for i in range(4)}
+    assert {prompt.text for prompt in prompts_of(recipe)} == texts
+    assert {prompt.text for prompt in heldout_prompts(recipe)} < texts
+    sets = {"task": "math", "column": "prompt", "dataset": str(path.parent), **given}
+    data = DataSection.model_validate({"train": sets, "heldout": {**sets, "split": "train[:2]"}})
+    assert [p.text for p in heldout_prompts(recipe.model_copy(update={"data": data}))] == sorted(texts)[:2]
+
+
+def test_arguments_that_nothing_takes_are_refused(tmp_path, chat_model):
+    path = write(tmp_path / "p.jsonl", *(chat_row(i, f"{i}") for i in range(3)))
+    with pytest.raises(ConfigError, match="takes no 'enable_thinkin'; correct or remove it in chat_template_kwargs"):
+        prompts_of(recipe_with_columns(path, chat_model, chat_template_kwargs={"enable_thinkin": False}))
+    given = {"enable_thinking": False}
+    texts = write(tmp_path / "t.jsonl", *({"prompt": f"{i}", "answer": "1"} for i in range(3)))
+    with pytest.raises(ConfigError, match="column 'prompt' holds no messages"):
+        prompts_of(recipe_with_columns(texts, chat_model, chat_template_kwargs=given))
+    with pytest.raises(ConfigError, match="are for messages in `column`, and here is a `template`"):
+        recipe_with_columns(texts, column=None, template="{prompt}", chat_template_kwargs=given)
 
 
 @pytest.mark.parametrize(

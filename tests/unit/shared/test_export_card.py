@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from tba.api import SettingsAudit
+from tba.config.data import DataSection
 from tba.config.supervised import SftSection
 from tba.weights.export import RunFacts, render_card
 from tba.wire import Canary, Manifest
@@ -68,6 +69,16 @@ def test_the_card_names_the_version_its_results_the_best_one_and_the_recipe() ->
     text = render_card(make_manifest(), adapted, is_adapter=True)
     assert "a LoRA adapter of rank 24; seed 3" in text
     assert "--enable-lora --max-lora-rank 32 --lora-modules adapter=.`" in text
+
+
+def test_the_card_says_what_the_chat_template_was_called_with() -> None:
+    recipe = make_recipe("models/tiny")
+    assert "without a chat template" in render_card(make_manifest(), make_facts(recipe))
+    columns = {"task": "t", "column": "prompt", "num_heldout": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    data = DataSection.model_validate({"path": "rows.jsonl", "columns": columns})
+    text = render_card(make_manifest(), make_facts(recipe.model_copy(update={"data": data})))
+    assert "without a chat template" not in text
+    assert 'chat template, called with `{"enable_thinking": false}`' in text
 
 
 def test_without_evaluations_the_card_says_so_and_invents_no_number() -> None:

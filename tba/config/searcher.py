@@ -125,7 +125,7 @@ class OpenAiSection(StrictModel):
     """Environment variable with the bearer token that is sent (VLLM_API_KEY of vLLM, --api-key of SGLang)."""
     weights_folder: str | None = None
     """Folder in which the searcher puts the files of each version, and from which the server loads them. None: a
-    temporary folder, for a server on the same machine; else one on a volume that both have."""
+    temporary folder, for a server of the same user on the same machine; else one that both can read."""
     weights_folder_at_server: str | None = None
     """Path of `weights_folder` at the server; none: the same."""
     request_timeout_s: float = Field(default=1800.0, gt=0)

@@ -151,7 +151,8 @@ async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_
     with socket.create_connection(
         (host, int(port))
     ) as sock:  # another client's push that takes all the room and never ends
-        sock.sendall(f"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ncontent-length: {limit_bytes}\r\n\r\n.".encode())
+        head = f"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ncontent-length: {limit_bytes}\r\n\r\n."
+        sock.sendall(head.encode())
         task = asyncio.create_task(world.loop.run())
         seen: set[str] = set()
 

@@ -6,6 +6,7 @@ What a real one does: tests/integration/searcher/test_searcher_openai.py.
 from __future__ import annotations
 
 import math
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -225,6 +226,14 @@ def never(path: str, body: dict[str, Any], answer: Answer) -> Answer:
     return answer
 
 
+def odd(token_ids: list[int] | None = None, logprobs: list[float] | None = None) -> Any:
+    """A response of two tokens, the last of which is this one."""
+    found = completion(2)["choices"][0]
+    found["token_ids"][1:] = token_ids or [5]
+    found["logprobs"]["token_logprobs"][1:] = logprobs or [-0.5]
+    return only("/v1/completions", 200, {"choices": [found]})
+
+
 def minus_infinity(path: str, body: dict[str, Any], answer: Answer) -> Answer:
     return (200, completion(10, logprob=-9999.0)) if path == "/v1/completions" else answer
 
@@ -236,6 +245,11 @@ def minus_infinity(path: str, body: dict[str, Any], answer: Answer) -> Answer:
         (only("/v1/completions", 200, completion(0)), "brought no token for request r"),
         (never, "brought no token for request r"),
         (minus_infinity, "not finite"),
+        (odd(logprobs=[math.nan]), "should be a finite number"),
+        (odd(logprobs=[0.2]), "a log-prob of 0.2"),
+        (odd(token_ids=[10**6]), "token id 1000000"),
+        (odd(token_ids=[-1]), "token id -1"),
+        (only("/v1/completions", 200, completion(200_000)), "200000 tokens, and at most 10 were asked for"),
         (only("/weight_info", 500, {"error": {"message": "EngineCore died"}}), "EngineCore died"),
     ],
 )
@@ -255,3 +269,15 @@ def test_a_server_that_is_gone_ends_the_engine_after_retry_s(build: Build, serve
     engine.submit(REQUEST)
     with pytest.raises(EngineDiedError, match="does not answer"):
         list(finish(engine))
+
+
+def test_only_a_folder_that_was_named_is_open_to_other_users(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("own", "named"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
+    build()
+    build(weights_folder=str(tmp_path / "named"))
+    modes = {name: [each.stat().st_mode & 0o777 for each in (tmp_path / name).iterdir()] for name in ("own", "named")}
+    assert modes == {"own": [0o700], "named": [0o755]}

@@ -33,6 +33,7 @@ from tba.fields import MAX_SEED
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, VersionSpan
+from tba.wire.rollout import MAX_LOGPROB
 from tba_searcher.engines.engine import (
     Completion,
     EngineDiedError,
@@ -310,8 +311,8 @@ class OpenAiEngine:
             self._wait_to_send_again(entry)
             return
         entry.num_fruitless = 0
-        if not min(piece.logprobs) > LOWEST_LOGPROB:
-            raise EngineDiedError(f"the logits are not finite under version {self._version}; its weights are broken")
+        if problem := self._problem_with(piece, request.max_response_tokens - start):
+            raise EngineDiedError(f"{self._server.base_url} answered request {request.request_id} with {problem}")
         entry.tokens += piece.tokens
         entry.logprobs += piece.logprobs
         looks = bool(request.sampling.stop) and (start > 0 or piece.completes_stop is None)
@@ -324,6 +325,20 @@ class OpenAiEngine:
             entry.finish_reason = "stop_string"
         elif len(entry.tokens) >= request.max_response_tokens:
             entry.finish_reason = "length"
+
+    def _problem_with(self, piece: Piece, num_asked: int) -> str | None:
+        """Return what no model samples, or nobody asked for: the fault of the server, not of the rollout."""
+        tokens, highest = piece.tokens, max(piece.logprobs)
+        if len(tokens) > num_asked:
+            return f"{len(tokens)} tokens, and at most {num_asked} were asked for"
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            odd = min(tokens) if min(tokens) < 0 else max(tokens)
+            return f"token id {odd}, and the model has {self._vocab_size} ids; give it the model of the run"
+        if not min(piece.logprobs) > LOWEST_LOGPROB:
+            return f"logits that are not finite under version {self._version}; its weights are broken"
+        if highest > MAX_LOGPROB:
+            return f"a log-prob of {highest:.4g}, and none is above 0"
+        return None
 
     def _wait_to_send_again(self, entry: _Open) -> None:
         """Let a request pause whose call brought no token.

@@ -52,7 +52,8 @@ class WeightFolders:
                 f"searcher.openai.weights_folder {root}: {error.strerror}; it must be a folder that the searcher can "
                 "write and the server can read"
             ) from None
-        self._here.chmod(0o755)  # the server may be another user
+        if root is not None:  # the server may be another user; in TMPDIR everybody could read the weights
+            self._here.chmod(0o755)
         given = section.weights_folder_at_server
         self._at_server = self._here.resolve() if given is None else Path(given) / self._here.name
         self._known: dict[FileStamps, WeightFolder] = {}

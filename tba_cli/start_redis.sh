@@ -90,4 +90,7 @@ for file in "$folder/$name" "$folder/$parts/${last:-.}"; do # Redis 6 has one fi
     repair "$file"
 done
 rm -rf "$made"
-exec "$@" --aof-load-truncated no
+# with SIGTERM blocked for `tba run`, which ends Redis last (by SIGINT); a shell unblocks it whenever it waits
+exec ${BLOCK_WITH:+"$BLOCK_WITH" -ISc 'import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP, signal.SIGTERM])
+os.execvp(sys.argv[1], sys.argv[1:])'} "$@" --aof-load-truncated no

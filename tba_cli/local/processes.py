@@ -1,7 +1,8 @@
 """The child processes of one run: start, log, watch and stop them.
 
 Every child has its own process group, and its output is copied to a log file line by line. The manager decides what
-the end of a child means, and in which order children are stopped.
+the end of a child means, and in which order children are stopped. systemd, SLURM and containers may send SIGTERM to
+every process at once; so those that the others need are started with it blocked, and are asked to end by SIGINT.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """How to start a child. A `niceness` above 0 lets others run first; the output of `is_chatty` stays in the log."""
+    """How to start a child. A `niceness` above 0 lets others run first; the output of `is_chatty` stays in the log.
+
+    One that `awaits_its_turn` has SIGTERM blocked, as have its own children unless they unblock it.
+    """
 
     name: str
     command: Sequence[str]
     environ: Mapping[str, str] = field(repr=False)
     niceness: int = 0
     is_chatty: bool = False
+    awaits_its_turn: bool = False
 
 
 class ChildProcess:
@@ -69,6 +74,9 @@ class ChildProcess:
         Raises:
             ChildError: the program cannot be started.
         """
+        blocked = (signal.SIGHUP, signal.SIGTERM) if spec.awaits_its_turn else (signal.SIGHUP,)
+        # a child inherits the mask, and no handler of its own (Redis has one for SIGTERM) undoes that
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             process = await asyncio.create_subprocess_exec(
                 *spec.command,
@@ -81,6 +89,8 @@ class ChildProcess:
             )
         except OSError as error:
             raise ChildError(f"{spec.name} could not be started ({spec.command[0]}: {error.strerror})") from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             # nothing else would end this child after a kill of the supervisor
             reaper.add(process.pid)
@@ -119,8 +129,8 @@ class ChildProcess:
             return
 
     async def stop(self, timeout_s: float) -> int:
-        """Send SIGTERM, wait up to `timeout_s`, then send SIGKILL; return the exit code."""
-        self.send(signal.SIGTERM)
+        """Ask the process to end, wait up to `timeout_s`, then send SIGKILL; return the exit code."""
+        self.send(signal.SIGINT if self.spec.awaits_its_turn else signal.SIGTERM)
         return await self.wait_or_kill(timeout_s)
 
     async def wait_or_kill(self, timeout_s: float) -> int:

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tba.api import SearchersInfo
@@ -53,9 +54,8 @@ class Services:
         folder: Path = self._folder.redis_path
         conf = self._folder.redis_conf_path
         command = redis_command(self._redis_binary, port=self._redis_port, folder=folder, conf=conf)
-        return ProcessSpec(
-            name="redis", command=command, environ=child_environ(self._environ, num_threads=1), is_chatty=True
-        )
+        environ = child_environ(self._environ, num_threads=1) | {"BLOCK_WITH": sys.executable}
+        return ProcessSpec(name="redis", command=command, environ=environ, is_chatty=True, awaits_its_turn=True)
 
     def warm_start(self) -> ProcessSpec:
         """Return the program that makes the starting model."""
@@ -64,24 +64,22 @@ class Services:
     def buffer(self) -> ProcessSpec:
         """Return the buffer service."""
         # one thread: it waits for Redis most of the time
-        return self._python("buffer", "tba_buffer", 1)
+        return replace(self._python("buffer", "tba_buffer", 1), awaits_its_turn=True)
 
     def reward(self) -> ProcessSpec:
         """Return the reward service."""
-        return self._python("reward", "tba_reward", 1, gpus=self._recipe.local.gpus.reward)
+        reward = self._python("reward", "tba_reward", 1, gpus=self._recipe.local.gpus.reward)
+        return replace(reward, awaits_its_turn=True)
 
     def trainer(self) -> ProcessSpec:
         """Return the trainer; torchrun starts it where it has several processes."""
         section, gpus = self._recipe.trainer, self._recipe.local.gpus.trainer
         if section.num_processes == 1:
             return self._python("trainer", "tba_trainer", section.torch_num_threads, gpus=gpus)
-        return self._python(
-            "trainer",
-            "tba_trainer.distributed.launch",
-            section.torch_num_threads,
-            str(section.num_processes),
-            gpus=gpus,
-        )
+        module, num = "tba_trainer.distributed.launch", str(section.num_processes)
+        torchrun = self._python("trainer", module, section.torch_num_threads, num, gpus=gpus)
+        # a second SIGTERM would have it leave its processes in the middle of their checkpoint
+        return replace(torchrun, awaits_its_turn=True)
 
     def searcher(self, index: int) -> ProcessSpec:
         """Return searcher number `index`, from 0."""

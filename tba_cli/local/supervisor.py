@@ -17,9 +17,9 @@
     _work (end)         trainer and searchers end          state done                  stop_timeout_s, then SIGKILL
     manager.watch       any child ends                     that child                  none: it only reacts
     _stop_requested     a signal                           a person, the system        none: it only reacts
-    manager.stop        a stage of children ends           SIGTERM                     stop_timeout_s, then SIGKILL
+    manager.stop        a stage of children ends           SIGTERM, or SIGINT          stop_timeout_s, then SIGKILL
 
-A second signal while stopping kills everything at once.
+A second Ctrl-C, or the same signal again, kills everything at once while stopping.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class Supervisor:
             ca_file=recipe.tls.ca_file,
         )
         self._stop_requested = asyncio.Event()
+        self._first_signal: signal.Signals | None = None
         self._reaper = OrphanReaper(lock_fd)
         self._processes = ProcessManager(
             folder=folder,
@@ -140,7 +141,7 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             return await self._until_first_end()
         finally:
@@ -206,12 +207,16 @@ class Supervisor:
         if watch.done():
             watch.result()
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self._stop_requested.is_set():
+            # the end of a login session sends SIGTERM and SIGHUP at once: that is one request
+            if number not in (signal.SIGINT, self._first_signal):
+                return
             self._console.result("stopping at once: all children are killed")
             self._processes.kill()
             return
         self._console.result("stopping: the trainer writes a checkpoint, searchers drain (again: stop at once)")
+        self._first_signal = number
         self._stop_requested.set()
 
     async def _wait_for_signal(self) -> None:

@@ -1,4 +1,4 @@
-"""One run that loses its trainer to kill -9, is resumed, is stopped by Ctrl-C, is resumed again, and ends.
+"""One run that loses its trainer to kill -9, is resumed, is stopped with all its processes, is resumed again, and ends.
 
 The tests look at three starts of one run, in order; what they compare was noted while it ran.
 """
@@ -80,7 +80,10 @@ def story(make_place: MakePlace) -> Story:
     client = place.client()
     resumed_ledger = whole_ledger(client)
     client.close()
-    os.killpg(interrupted.process.pid, signal.SIGINT)  # as a terminal does it
+    # as systemd, SLURM and the end of a login session do it: all processes at once, here those that must end last first
+    for pid in (*sorted(place.pids()), interrupted.process.pid):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
     interrupted.wait()
     left_after_interrupt = place.pids()
 
@@ -140,7 +143,7 @@ def test_weights_and_optimizer_continue_from_the_checkpoint(story: Story, tmp_pa
         assert {int(tensor) for key, tensor in optimizer.items() if key.startswith("step.")} == {steps}
 
 
-def test_ctrl_c_exits_130_leaves_no_process_and_loses_no_step(story: Story) -> None:
+def test_a_stop_of_all_processes_exits_130_leaves_none_and_loses_no_step(story: Story) -> None:
     assert story.interrupted.process.returncode == 130
     assert story.interrupted.err == ""
     assert "-m tba_cli.main run recipe.json --resume" in story.interrupted.out

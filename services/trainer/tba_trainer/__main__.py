@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from tba.early_signals import EXIT_STOPPED, quit_on_signals
@@ -20,7 +21,8 @@ def run(recipe: Recipe) -> int:
 
 def main() -> int:
     """Return the exit code of the service."""
-    # before everything else is imported: from here on SIGTERM ends a start at once
+    # before everything else is imported: from here on SIGTERM ends a start at once (`tba run` blocks it in torchrun)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     quit_on_signals("trainer", code=EXIT_STOPPED)
     from tba.service_main import service_main
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -71,6 +72,8 @@ class LoadedRules:
 
 def worker_main(connection: socket.socket, rules: LoadedRules) -> None:
     """Answer messages in order until the other side hangs up."""
+    # `tba run` has it blocked in the service, and programs that a rule starts must be terminable
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     frames, own_pid = FrameDecoder(), os.getpid()
     while data := connection.recv(_READ_BYTES):
         for body in frames.feed(data):

@@ -54,6 +54,8 @@ _BY_SLUG = {kind.slug: kind for kind in _SPECIAL}
 MAX_CONNECTIONS = 64
 """Connections that are kept open for later calls; further ones are closed after use."""
 CONNECT_TIMEOUT_S = 5.0
+START_WAIT_S = 900.0
+"""How long a service that starts waits for the first answer of another one, which may be late itself."""
 MAX_MESSAGE_CHARS = 300
 """Most of another server's own words in an error."""
 

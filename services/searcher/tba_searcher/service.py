@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tba.api import LeaseReply, LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
+from tba.clients.service_client import START_WAIT_S
 from tba.concurrency import in_thread
 from tba.config import Recipe
 from tba.config.sections import check_embedding_model
@@ -166,6 +167,8 @@ class Searcher:
         self._versions = WeightVersions(
             open_store(recipe.store), recipe.run.name, cache=cache, read_through=open_read_through(recipe.store)
         )
+        self._start_wait_s = START_WAIT_S
+        """For the first answer of the buffer."""
         self._num_starts = 1
         self._folder = folder / "start-1"
         self._loader = WeightLoader(self._versions, self._folder)
@@ -331,14 +334,16 @@ class Searcher:
             await asyncio.sleep(IDLE_S)
 
     async def _ask(self, call: Callable[[], T]) -> T:
-        return await retry_until(
+        reply = await retry_until(
             call,
             waits=self._waits,
             owner="leasing",
             service="buffer",
-            deadline_s=self._recipe.searcher.retry_s,
+            deadline_s=max(self._recipe.searcher.retry_s, self._start_wait_s),
             should_stop=self._stop.is_set,
         )
+        self._start_wait_s = 0.0
+        return reply
 
     def _build(self, weights: LocalVersion, folder: Path) -> SearcherLoop:
         """Build engine and loop around one version (blocking: loads the model)."""

@@ -6,17 +6,20 @@ import gc
 import os
 import socket
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from tba.clients import BufferClient
+from tba.clients.service_client import START_WAIT_S
 from tba.config import Recipe
 from tba.early_signals import EXIT_STOPPED, mark_started
-from tba.errors import TeamError
+from tba.errors import TeamError, UnavailableError, WaitTimeoutError
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
+from tba.store.open import wait_for_store
 from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START
@@ -39,6 +42,7 @@ from tba_trainer.loop.training_loop import TrainingLoop
 from tba_trainer.model.policy import side_files
 from tba_trainer.tracking import open_trackers
 
+_POLL_S = 1.0
 _SIGNAL_SPREAD_S = 1.0
 """torchrun signals its processes one after another: the last one may lose the first one before its own signal."""
 log = get_logger("run")
@@ -139,6 +143,24 @@ def train(
         context.trackers.close()
 
 
+def _wait_for_buffer(buffer: BufferClient, stop: threading.Event) -> None:
+    """Wait (wait `buffer-start`) until the buffer answers: it may be late, with its Redis.
+
+    Raises:
+        WaitTimeoutError: it did not within START_WAIT_S.
+    """
+    deadline_s = time.monotonic() + START_WAIT_S
+    while not stop.is_set():
+        try:
+            buffer.run()
+            return
+        except UnavailableError as error:
+            if (left_s := deadline_s - time.monotonic()) < 0:
+                raise WaitTimeoutError(f"wait 'buffer-start': no answer within {START_WAIT_S:g} s: {error}") from None
+            log.warning("waits", wait="buffer-start", deadline_in_s=left_s, reason=str(error))
+            stop.wait(_POLL_S)
+
+
 def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback | None) -> Rollback | RunEnd:
     """Train one lineage from the last checkpoint to its end. After a rollback it starts as a restarted process does.
 
@@ -148,7 +170,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     """
     recipe, buffer, store = context.recipe, context.buffer, context.store
     # Before the model is loaded, which may take minutes: a store that refuses writes is reported at once.
-    store.check(write=True)
+    wait_for_store(store, wait_s=START_WAIT_S, on_progress=lambda said: log.warning("waits", reason=said))
     model, learner, snapshots = build(recipe, context.team, folder=folder)
     files = side_files(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     model_config_sha256 = sha256_of_file(files["config.json"])
@@ -166,6 +188,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     )
     start = snapshots.take(START, None)  # before a checkpoint replaces the starting weights
     start.write()
+    _wait_for_buffer(buffer, context.stop)
     origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=context.stop)
     if context.stop.is_set():
         return "stopped"

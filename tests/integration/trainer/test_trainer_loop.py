@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from botocore.exceptions import EndpointConnectionError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tba.api import RunInfo
 from tba.errors import (
     BusyError,
     ConfigError,
@@ -285,6 +287,39 @@ def test_a_failed_checkpoint_is_tried_again_at_the_next_sync(
     monkeypatch.setattr(FileStore, "put_file", sometimes)
     world.train(make_recipe(model, trainer={"num_steps": 11, "sync_interval": 4, "checkpoint_interval": 6}))
     assert tried == [6, 8, 11]
+
+
+def test_a_start_waits_for_a_store_and_a_buffer_that_are_late(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, run, late = world.store.check, world.buffer.run, ["store", "store", "buffer", "buffer"]
+
+    def check_late(*, write: bool = False) -> None:
+        if late[0] == "store":
+            late.pop(0)
+            raise StoreUnavailableError("no answer") from EndpointConnectionError(endpoint_url="http://store")
+        check(write=write)
+
+    def run_late() -> RunInfo:
+        if late[0] == "buffer":
+            late.pop(0)
+            raise UnavailableError("does not answer")
+        return run()
+
+    monkeypatch.setattr(world.store, "check", check_late)
+    monkeypatch.setattr(world.buffer, "run", run_late)
+    late.append("nothing")
+    world.train(make_recipe(model, trainer={"num_steps": 1, "sync_interval": 1}))
+    assert (world.buffer.state, late) == ("done", ["nothing"])
+    # and not for ever
+    monkeypatch.setattr("tba_trainer.trainer.START_WAIT_S", 0.0)
+    late.insert(0, "buffer")
+    with pytest.raises(WaitTimeoutError, match=r"wait 'buffer-start': .*does not answer"):
+        world.train(make_recipe(model, trainer={"num_steps": 1, "sync_interval": 1}))
+    refused = StoreUnavailableError("access denied")  # waiting cannot help
+    monkeypatch.setattr(world.store, "check", lambda **_: (_ for _ in ()).throw(refused))
+    with pytest.raises(StoreUnavailableError, match="access denied"):
+        world.train(make_recipe(model, trainer={"num_steps": 1, "sync_interval": 1}))
 
 
 def test_training_continues_while_the_store_refuses_versions(

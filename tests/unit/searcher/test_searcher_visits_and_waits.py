@@ -21,10 +21,10 @@ from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import split_into_pushes
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit, WorkQueue
-from tba_searcher.service import check_device, engine_seed
+from tba_searcher.service import Clients, Searcher, check_device, engine_seed
 from tba_searcher.waits import WaitRegistry, retry_until
 
-from tba.api import Lease, Prompt
+from tba.api import Lease, LeaseReply, Prompt
 from tba.config.searcher import SearcherSection, TaskSampling, TemperatureMix
 from tba.errors import (
     BadRequestError,
@@ -39,6 +39,7 @@ from tba.errors import (
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion
 from tba.wire import Sampling
+from tests.support.buffer import make_recipe
 from tests.support.chi_square import assert_follows
 from tests.support.tiny_model import make_tiny_tokenizer
 
@@ -403,3 +404,23 @@ def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_take
             status.record_heartbeat(error)
     said = [line["detail"] for line in lines if line["event"] == "heartbeat_refused"]
     assert said == ["'searcher-1' is a trainer, not a searcher; use another id", "again"]
+
+
+async def test_a_searcher_waits_longer_for_the_first_answer_of_the_buffer_than_for_later_ones(tmp_path: Path) -> None:
+    away = UnavailableError("no connection")
+    here = LeaseReply(leases=[], latest_version=None, run_state="running")
+    answers: list[LeaseReply | UnavailableError] = [away, away, away, here, away, away, away]
+
+    def lease(_: object) -> LeaseReply:
+        answer = answers.pop(0)
+        if isinstance(answer, UnavailableError):
+            raise answer
+        return answer
+
+    recipe = make_recipe(searcher={"retry_s": 0.001}, store={"url": f"file://{tmp_path}"})
+    buffer, nobody = cast(Any, SimpleNamespace(lease=lease)), cast(Any, None)
+    clients = Clients(buffer=buffer, heartbeats=nobody, reward=nobody)
+    searcher = Searcher(recipe, tmp_path, searcher_id="s", clients=clients, stop=asyncio.Event())
+    assert await searcher._ask_state() == here
+    with pytest.raises(WaitTimeoutError, match=r"wait buffer-unreachable: no answer for 0\.001 s"):
+        await searcher._ask_state()

@@ -59,6 +59,11 @@ def check_bare_url(url: str, key: str = "the address") -> str:
     return url
 
 
+def address(host: str, port: int | str) -> str:
+    """Return host and port as a URL has them: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 PROBE_TIMEOUT_S = 5.0
 """Deadline of a connection that only checks whether a server speaks TLS, and of its handshake."""
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import ConfigError
+from tba.tls import address
 
 _LISTEN = "0A"
 
@@ -52,7 +53,8 @@ def _bind(request: PortRequest, held: ExitStack) -> int:
                 f"port {request.port} ({request.key}) is in use by {port_owner(request.port)}; "
                 f"end that process, or choose a free port with --set {request.key}=0"
             ) from None
-        raise ConfigError(f"cannot listen on {request.host}:{request.port} ({request.key}): {error.strerror}") from None
+        where = f"{address(request.host, request.port)} ({request.key})"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
     return int(listener.getsockname()[1])
 
 

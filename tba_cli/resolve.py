@@ -15,11 +15,13 @@ from tba.config.renamed_keys import with_new_names
 from tba.config.searcher import ENGINES
 from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
+from tba.tls import address
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.redis_server import HOST, redis_url
 from tba_cli.run_folder import RunFolder
 
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+"""Address to listen on -> one that clients on this machine can connect to."""
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -64,7 +66,8 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]
     for name, port in (("buffer", buffer_port), ("reward", reward_port)):
         section = document[name]
         section["port"] = port
-        section["url"] = f"{recipe.tls.scheme}://{_reachable(section['host'])}:{port}"
+        host = section["host"]
+        section["url"] = f"{recipe.tls.scheme}://{address(_WILDCARDS.get(host) or host, port)}"
     password_file = str(folder.redis_password_path)
     document["buffer"].update(redis_url=redis_url(redis_port), redis_password_file=password_file)
     if recipe.auth.tokens_file is None:
@@ -161,13 +164,6 @@ def _make_absolute_path(section: dict[str, Any], key: str) -> None:
     # a value that is nothing here is a name on the hub
     if value is not None and os.path.exists(os.path.expanduser(value)):
         section[key] = os.path.abspath(os.path.expanduser(value))
-
-
-def _reachable(host: str) -> str:
-    """Return an address that clients on this machine can connect to."""
-    if host in _WILDCARDS:
-        return _WILDCARDS[host]
-    return f"[{host}]" if ":" in host else host
 
 
 @dataclass(frozen=True, slots=True)

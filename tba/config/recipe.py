@@ -29,6 +29,7 @@ from tba.config.sections import (
 from tba.config.supervised import RewardTrainingSection, SftSection, SupervisedItem, check_scorers
 from tba.config.trainer import TrackingSection, TrainerSection
 from tba.fields import StrictModel
+from tba.tls import address
 
 MAX_LATE_SHARE = 0.03
 """Of a rehearsal: where real engines or the trainer are behind their pace for more of the time, it says nothing about
@@ -407,9 +408,9 @@ class Recipe(StrictModel):
     @property
     def buffer_url(self) -> str:
         """Base URL of the buffer service."""
-        return (self.buffer.url or f"{self.tls.scheme}://{self.buffer.host}:{self.buffer.port}").rstrip("/")
+        return (self.buffer.url or f"{self.tls.scheme}://{address(self.buffer.host, self.buffer.port)}").rstrip("/")
 
     @property
     def reward_url(self) -> str:
         """Base URL of the reward service."""
-        return (self.reward.url or f"{self.tls.scheme}://{self.reward.host}:{self.reward.port}").rstrip("/")
+        return (self.reward.url or f"{self.tls.scheme}://{address(self.reward.host, self.reward.port)}").rstrip("/")

@@ -24,7 +24,7 @@ from tba.early_signals import mark_started, quit_if_starting
 from tba.errors import ConfigError
 from tba.logs import get_logger
 from tba.server.problems import problem_response
-from tba.tls import is_loopback
+from tba.tls import address, is_loopback
 from tba.tokens import TokensFile
 from tba.watched_file import WatchedFile
 
@@ -217,16 +217,20 @@ def _load_into(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
+    """Return a listening socket; `::` takes IPv6 and IPv4.
 
     Raises:
         ConfigError: the port is taken, or the address is not this machine's.
     """
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # a kernel without IPv6: every address that there is
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY for sockets that say they are TCP, not for those of protocol 0; without it every answer,
     # which is two writes, waits for the client's delayed acknowledgement, some 40 ms
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if host == "::":  # IPv4 too, whatever the default of this machine is
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         sock.bind((host, port))
         sock.listen(BACKLOG)
@@ -237,7 +241,7 @@ def bind(host: str, port: int) -> socket.socket:
                 f"port {port} on {host} is in use by another process; stop that one or choose another port "
                 "(port 0 lets `tba run` pick a free one)"
             ) from None
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on {address(host, port)}: {error.strerror}") from None
     return sock
 
 

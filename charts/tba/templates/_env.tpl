@@ -3,10 +3,10 @@
 {{/* What every container of tba knows: dict root, component. */}}
 {{- define "tba.env.chart" -}}
 {{- $root := .root -}}
-TBA_BUFFER__HOST: {value: "0.0.0.0"}
+TBA_BUFFER__HOST: {value: "::"} # and IPv4
 TBA_BUFFER__PORT: {value: "8700"}
 TBA_BUFFER__URL: {value: {{ include "tba.bufferUrl" $root }}}
-TBA_REWARD__HOST: {value: "0.0.0.0"}
+TBA_REWARD__HOST: {value: "::"}
 TBA_REWARD__PORT: {value: "8701"}
 TBA_REWARD__URL: {value: {{ include "tba.rewardUrl" $root }}}
 TBA_STORE__URL: {value: {{ $root.Values.store.url | quote }}}

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from tba.config import Recipe
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
-from tba.tls import is_loopback
+from tba.tls import address, is_loopback
 from tba_cli.doctor.target import Answer, CheckResult, Target, fail, http_get, ok, skip, warn
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.sizing import (
@@ -360,7 +360,7 @@ def check_ports(target: Target) -> Iterator[CheckResult]:
         if service not in target.services:
             continue
         section = target.recipe.buffer if service == "buffer" else target.recipe.reward
-        where = f"{section.host}:{section.port} ({service}.port)"
+        where = f"{address(section.host, section.port)} ({service}.port)"
         # nothing to compare: the port is chosen at the start
         if section.port == 0:
             yield skip("port", f"{service}.port is 0: `tba run` picks a free one")

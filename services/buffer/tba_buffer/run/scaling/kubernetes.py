@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tba.config import Recipe
 from tba.errors import ConfigError
+from tba.tls import address
 
 if TYPE_CHECKING:
     from kubernetes.client import AppsV1Api
@@ -74,7 +75,7 @@ class Deployment:
                 f'scaling.backend is "kubernetes", but the service account of this pod cannot be used ({error}); set '
                 "automountServiceAccountToken of the buffer's pod to true"
             ) from None
-        self._api = _api(f"https://{f'[{host}]' if ':' in host else host}:{port}", self._account / "ca.crt")
+        self._api = _api(f"https://{address(host, port)}", self._account / "ca.crt")
 
     @property
     def where(self) -> str:

@@ -190,6 +190,9 @@ def _state(info: Mapping[str, str]) -> Iterator[CheckResult]:
     version = tuple(int(part) for part in re.findall(r"\d+", info.get("redis_version", "0"))[:2])
     if version < OLDEST_VERSION:
         yield fail("redis-version", f"Redis is {info.get('redis_version')}", "use Redis 6.2 or newer, or Valkey")
+    if info.get("redis_mode") == "cluster":
+        remedy = "use one without (cluster-enabled no); a replica of it may stand by"
+        yield fail("redis-cluster", "this Redis runs in cluster mode, which splits the keys of a run", remedy)
     if info.get("role") != "master":
         yield fail(
             "redis-role",

@@ -19,11 +19,13 @@ from tba.api import LeaseRequest, VersionRequest
 from tba.clients import BufferClient
 from tba.config.redis import RedisAccess
 from tba.errors import ConfigError, UnavailableError
+from tba_cli.doctor.checks.redis import check_redis
+from tba_cli.doctor.target import target_of
 from tests.support import redis_process
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import BufferThread
 from tests.support.buffer_reads import readyz
-from tests.support.redis_process import DURABLE, RedisProcess, redis_server_path, start_redis
+from tests.support.redis_process import DURABLE, RedisProcess, free_port, redis_server_path, start_redis
 from tests.support.waits import until
 
 EVERYSEC = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "")
@@ -197,6 +199,23 @@ async def test_the_service_does_not_start_over_a_redis_that_is_less_durable(
             await durability.check_at_start()
     finally:
         await durability.redis.aclose()
+        redis.stop()
+
+
+async def test_a_redis_in_cluster_mode_is_refused_by_buffer_and_doctor(tmp_path: Path) -> None:
+    port = next(port for port in iter(free_port, None) if port < 55_000)  # its bus has a port 10,000 higher
+    redis = RedisProcess(tmp_path, port, (*DURABLE, "--cluster-enabled", "yes"))
+    redis.start()
+    durability = DurabilityCheck(RedisAccess(redis.url), "always")
+    try:
+        with pytest.raises(ConfigError, match="cluster mode"):
+            await durability.check_at_start()
+        target = target_of(make_recipe(buffer={"redis_url": redis.url, "url": "http://127.0.0.1:1"}), service="buffer")
+        assert [(found.code, found.level) for found in check_redis(target) if "cluster" in found.code] == [
+            ("redis-cluster", "fail")
+        ]
+    finally:
+        await durability.aclose()
         redis.stop()
 
 

@@ -237,6 +237,8 @@ class DurabilityCheck:
         return None
 
     async def _state_problem(self, info: Mapping[str, Any]) -> str | None:
+        if info.get("redis_mode") == "cluster":
+            return "Redis runs in cluster mode, which splits the keys of a run; use one without (cluster-enabled no)"
         if info["role"] != "master":
             return (
                 f"Redis is a replica of {info.get('master_host')}:{info.get('master_port')}, which overwrites it; "

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ def prepare_badly(params: Params) -> None:
 def num_loaded(item: Item, params: Params) -> float:
     """Return how often `prepare` was called before."""
     return float(len(LOADED))
+
+
+def misbehave_together(items: Sequence[Item], params: Params) -> list[Any]:
+    """Do what each `response` says, one after the other."""
+    return [misbehave(item, params) for item in items]
 
 
 def misbehave(item: Item, params: Params) -> Any:

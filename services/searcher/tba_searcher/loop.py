@@ -60,7 +60,7 @@ from tba.weights import LocalVersion
 from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.engines.weight_loader import WeightLoader
-from tba_searcher.generation.delivery import Delivery
+from tba_searcher.generation.delivery import NUM_ALONE, Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
 from tba_searcher.generation.stale_requests import StaleRequests
 from tba_searcher.generation.status import SearcherStatus
@@ -156,6 +156,7 @@ class SearcherLoop:
         tasks = [asyncio.create_task(getattr(self, name)(), name=name) for name in names]
         jobs = (
             self._delivery.score_forever,
+            *[self._delivery.score_alone_forever] * NUM_ALONE,
             self._delivery.push_forever,
             self._leases.renew_forever,
             self._notice.watch_forever,

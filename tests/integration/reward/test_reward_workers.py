@@ -148,6 +148,47 @@ async def test_what_lies_behind_a_slow_item_is_taken_by_a_worker_that_has_nothin
     hanging.cancel()
 
 
+async def test_while_batches_hang_other_workers_take_their_place_and_none_is_left_over(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    rule = WorkerRule(function="tests.support.reward_faults:misbehave_together", batch_items=4)
+    assert await pool.score(rule, [item("fine")], LONG_S) == [0.5]
+    hanging = []
+    for number in range(3):  # more than there are workers
+        pid_file = tmp_path / f"{number}"
+        batch = [item("fine"), Item(prompt=f"{number}", response="hang", data={"pid_file": str(pid_file)})]
+        hanging.append(asyncio.create_task(pool.score(rule, batch, LONG_S)))
+    async with asyncio.timeout(LONG_S / 2):
+        while not all((tmp_path / f"{number}").exists() for number in range(3)):
+            await asyncio.sleep(0.01)
+        assert await pool.score(rule, [item("fine")] * 9, LONG_S) == [0.5] * 9
+    assert not any(task.done() for task in hanging)
+    for task in hanging:
+        task.cancel()
+    await until("those that hung are gone, and no more are left than before", lambda: len(pool._workers) == 2)
+
+
+async def test_a_prompt_that_hangs_again_and_again_fails_without_a_worker_until_it_does_not(
+    pool: WorkerPool, losses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", 3.0)
+    rule = WorkerRule(function="tests.support.reward_faults:misbehave_together", batch_items=32)
+    bad = [Item(prompt="bad", response="sleep", data={"for_s": 10 * LONG_S})] * 10
+    losses.clear()
+    outcomes = await pool.score(rule, [*bad, *[item("fine")] * 10], 0.5)
+    assert reasons(outcomes) == ["timeout"] * 10 + [None] * 10
+    details = [outcome.detail for outcome in outcomes if isinstance(outcome, Failure)]
+    not_asked = [detail for detail in details if detail == "not asked: the last 2 responses to 'bad' hung"]
+    assert 0 < len(not_asked) <= 8
+    losses.clear()
+    assert reasons(await pool.score(rule, bad, 0.5)) == ["timeout"] * 10
+    assert not losses, "none of them was asked"
+    pool._hung.clear()  # as after HUNG_S
+    monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", LONG_S)
+    good = Item(prompt="bad", response="sleep", data={"for_s": 0.0})
+    assert await pool.score(rule, [good], 0.5) == [0.5]
+
+
 async def test_what_hangs_is_not_taken_from_a_worker_that_still_loads_its_rule_to_be_loaded_once_more(
     tmp_path: Path,
 ) -> None:

@@ -201,11 +201,41 @@ async def test_a_rollout_carries_the_parts_of_its_reward(
     assert (rollout.reward_status, rollout.reward_parts) == (status, parts)
 
 
-def one_visit(delivery: Delivery) -> Visit:
+async def test_a_prompt_that_a_scorer_hangs_on_keeps_no_other_waiting_and_is_named(
+    tmp_path: Path, reward: RewardServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tba_searcher.generation.delivery.MIN_SLOW_S", 0.2)
+    goes_on = threading.Event()
+
+    def score(item: dict[str, Any]) -> Answer:
+        if item["prompt"] != make_prompts(3)[1].text:
+            return 1.0
+        return "timeout" if goes_on.wait(DEADLINE_S) else "exception"
+
+    reward.score = score
+    delivery = scoring_delivery(tmp_path, reward)
+    delivery._longest_s = 0.0
+    for number in range(3):
+        one_visit(delivery, number)
+    tasks = [asyncio.create_task(job()) for job in (delivery.score_forever, *[delivery.score_alone_forever] * 8)]
+    await asyncio.to_thread(until, "the others are scored", lambda: delivery._scored.qsize() == 2)
+    assert delivery.lease_ids == {"l-0", "l-1", "l-2"}, "none is pushed yet"
+    goes_on.set()
+    await asyncio.to_thread(until, "it has failed", lambda: delivery._scored.qsize() == 3)
+    scored = [delivery._scored.get_nowait() for _ in range(3)]
+    statuses = {each.visit.lease.lease_id: decode_rollout(each.payloads[0]).reward_status for each in scored}
+    assert statuses == {"l-0": "scored", "l-1": "failed", "l-2": "scored"}
+    assert f"prompt_id={make_prompts(3)[1].prompt_id}" in capsys.readouterr().out
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+def one_visit(delivery: Delivery, number: int = 0) -> Visit:
     """A complete visit, in the hands of the delivery."""
-    (prompt,) = make_prompts(1)
+    prompt = make_prompts(number + 1)[number]
     item = Lease(
-        lease_id="l",
+        lease_id=f"l-{number}",
         kind="train",
         visit_id="train-1",
         prompt=prompt,

@@ -34,7 +34,7 @@ REMEDY_OF_WAIT = {
     "trainer-ahead": "nothing: searchers are faster than the trainer needs, so fewer of them would do (`tba scale`)",
     "unscored": "look at the reward service: rewards of stored rollouts are unknown",
     "reward-workers": "give the reward service more workers (`reward.num_workers`) or replicas",
-    "reward-unreachable": "start the reward service, or correct its URL (`tba doctor`)",
+    "reward-unreachable": "start the reward service, or correct its URL (`tba doctor`); or its scorer hangs (its log)",
     "reward": "start the reward service, or correct its URL (`tba doctor`)",
     "scorer-away": "look at the scorer's endpoint or model (`tba doctor`)",
     "buffer-unreachable": "look at the network between searchers and buffer (`tba doctor`)",

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from tba_reward.process_pool.pool_messages import ItemMessage, LoadRule, ScoreItems, encode
 from tba_reward.scorer import Failure, Item, Outcome, Params
 
+ItemKey = tuple[int, str, str]
+"""Rule, prompt, data."""
 RuleKey = tuple[str, str, str | None, bool, int | None]
 _numbers = itertools.count()
 
@@ -58,6 +60,8 @@ class Job:
         items: the items to score; none where it loads a rule.
         num_holders: workers that have it now.
         num_crashes: workers that died while they worked on it.
+        took_s: wall-clock time that it took, once it is done.
+        is_split: whether each of its items has a job of its own.
     """
 
     rule: int
@@ -67,11 +71,18 @@ class Job:
     items: Sequence[Item] = ()
     num_holders: int = 0
     num_crashes: int = 0
+    took_s: float = 0.0
+    is_split: bool = False
 
     @property
     def is_load(self) -> bool:
         """Whether it loads the rule, rather than scores items by it."""
         return not self.items
+
+    @property
+    def prompts(self) -> set[ItemKey]:
+        """The prompts of its items."""
+        return {(self.rule, item.prompt, json.dumps(dict(item.data), sort_keys=True)) for item in self.items}
 
     @property
     def is_over(self) -> bool:
@@ -118,9 +129,7 @@ def score_job(rule: int, items: Sequence[Item], timeout_s: float, futures: Seque
 
 
 def split_job(job: Job) -> list[Job]:
-    """Return one job for each item that somebody still waits for, and close this one."""
+    """Return one job for each item that somebody still waits for; the first outcome of an item counts."""
+    job.is_split = True
     pairs = zip(job.items, job.futures, strict=False)
-    jobs = [score_job(job.rule, [item], job.timeout_s, [future]) for item, future in pairs if not future.done()]
-    # two workers may have held this job: the second failure must not ask for its items once more
-    job.futures = ()
-    return jobs
+    return [score_job(job.rule, [item], job.timeout_s, [future]) for item, future in pairs if not future.done()]

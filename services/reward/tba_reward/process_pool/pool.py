@@ -6,8 +6,9 @@
                            |  a timeout where it takes much longer than that in wall-clock time
                            '  the worker dies: the first one is tried once more in another worker, then it has crashed
 
-A rule may take several items at once (`WorkerRule.batch_items`): a batch is one job. When it runs over its deadline or
-its worker dies, it is split into its items.
+A rule may take several items at once (`WorkerRule.batch_items`): a batch is one job. When it is slow, runs over its
+deadline or its worker dies, it is split into its items. While a job of such a rule, which is foreign code, is slow,
+another worker takes its place. Behind HUNG_ITEMS slow ones further items of a prompt wait, and fail when these do.
 
 An idle worker steals the jobs behind a slow item of another one (scoring is safe to repeat; the first outcome counts),
 so that a poisoned item delays no other. Waits: an item in the queue waits as long as its request does
@@ -19,14 +20,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import islice
 
 from tba.errors import UnavailableError
 from tba.logs import get_logger
 from tba_reward.process_pool.fork_server_client import ForkServerClient
-from tba_reward.process_pool.job import Job, RuleKey, WorkerRule, load_job, score_job, split_job
+from tba_reward.process_pool.job import ItemKey, Job, RuleKey, WorkerRule, load_job, score_job, split_job
 from tba_reward.process_pool.pool_messages import (
     FromForkServer,
     OutcomeMessage,
@@ -42,12 +43,18 @@ from tba_reward.process_pool.worker_main import EXIT_OUT_OF_MEMORY
 from tba_reward.scorer import OK, Failure, Item, Outcome
 
 PREFETCH_JOBS = 8
-"""Jobs that a worker holds, so that it never waits for the next one."""
+"""Jobs that a worker holds, so that it never waits for the next one; of a rule that takes batches, one."""
 STEAL_AFTER_S = 0.05
 """An item that takes longer than this is slow: the jobs behind it may be stolen."""
 LOAD_AGAIN_S = 30.0
 """A rule that could not be loaded is tried again after this."""
 SERVER_START_S = 60.0
+SLOW_S = 1.0
+"""A job of a rule that takes batches is slow after this, and after twice the longest of its rule."""
+MAX_SLOW_WORKERS = 8
+"""Workers beyond `num_workers`, in the place of slow ones."""
+HUNG_ITEMS, HUNG_S = 2, 60.0
+"""When so many items of a prompt have hung, the others fail at once for so long."""
 RESTART_S = 1.0
 """Pause before a process that could not be started is started again."""
 log = get_logger("workers")
@@ -88,6 +95,14 @@ class WorkerPool:
         self._start_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._dispatch_timer: asyncio.TimerHandle | None = None
+        self._slow: set[int] = set()
+        """The workers with slow jobs."""
+        self._suspects: Counter[ItemKey] = Counter()
+        """Prompts: how many items have hung or are slow now."""
+        self._longest_s: dict[int, float] = {}
+        """By rule: about the longest time that a job has taken lately."""
+        self._hung: dict[ItemKey, tuple[int, float]] = {}
+        """Prompts: how many items have hung, and until when that counts."""
         self._fork_after_s = 0.0
         self._is_closed = False
         self._problem = "the worker processes are not started"
@@ -176,8 +191,14 @@ class WorkerPool:
         elif job.is_load:
             self._set_load_error(worker, job.rule, reply.outcomes[0].detail)
         job.settle([_outcome(outcome) for outcome in reply.outcomes])
-        # its place is for a worker that has the rule preloaded
-        if worker.is_retired and not worker.jobs:
+        if not job.is_load:
+            self._longest_s[job.rule] = max(job.took_s, 0.99 * self._longest_s.get(job.rule, 0.0))
+        for key in job.prompts if self._hung else ():
+            self._hung.pop(key, None)
+        self._slow.discard(worker.number)
+        is_surplus = len(self._workers) - len(self._slow) > self._num_workers
+        # its place is for a worker that has the rule preloaded, or was taken while it was slow
+        if (worker.is_retired or is_surplus) and not worker.jobs:
             self._remove(worker)
         self._dispatch()
 
@@ -193,6 +214,9 @@ class WorkerPool:
             failure = Failure(
                 "too_slow", f"no result after {job.timeout_s:g} s of CPU time, {wall_s:.1f} s; the worker was killed"
             )
+        if self._may_hang(job) and len(job.items) == 1 and not job.is_over:
+            (key,) = job.prompts
+            self._hung[key] = self._hung.get(key, (0, 0.0))[0] + 1, asyncio.get_running_loop().time() + HUNG_S
         self._fail_or_split(job, failure)
         self._on_loss(failure.reason)
         log.warning("worker_killed", rule=self._name(job), num_items=len(job.items), cpu_s=cpu_s, wall_s=wall_s)
@@ -223,9 +247,14 @@ class WorkerPool:
     def _fail_or_split(self, job: Job, failure: Failure) -> None:
         """Fail a job; each item of a batch is asked alone, so that only the items to blame fail."""
         if len(job.items) > 1:
-            self._queue.extendleft(reversed(split_job(job)))
+            self._split(job)
+            job.futures = ()
         else:
             job.fail(failure)
+
+    def _split(self, job: Job) -> None:
+        if not job.is_split:
+            self._queue.extendleft(reversed(split_job(job)))
 
     def _on_start_failed(self, worker: WorkerHandle, why: str) -> None:
         """Remove a worker that never worked; the next one is forked after a pause. No job of it is to blame."""
@@ -241,6 +270,8 @@ class WorkerPool:
         """Give the workers the jobs that wait."""
         if self._is_closed or self._server is None or not self._server_ready.is_set():
             return
+        held = list[Job]()
+        self._find_slow()
         self._fork_missing()
         while self._queue:
             job = self._queue[0]
@@ -249,12 +280,47 @@ class WorkerPool:
             if job.is_over:
                 self._queue.popleft()
                 continue
-            worker = min(self._usable(), key=lambda worker: len(worker.jobs), default=None)
-            # what no worker holds can go to any of them later
-            if worker is None or len(worker.jobs) >= PREFETCH_JOBS:
-                return
+            num = max((self._suspects[key] for key in job.prompts), default=0) if self._suspects else 0
+            if num and (len(job.items) > 1 or num >= HUNG_ITEMS):
+                self._queue.popleft()
+                if len(job.items) > 1:
+                    self._split(job)
+                elif any(self._hung.get(key, (0,))[0] >= HUNG_ITEMS for key in job.prompts):
+                    prompt = job.items[0].prompt
+                    job.fail(Failure("timeout", f"not asked: the last {HUNG_ITEMS} responses to {prompt!r:.60} hung"))
+                else:
+                    held.append(job)
+                continue
+            usable = (worker for worker in self._usable() if worker.number not in self._slow)
+            worker = min(usable, key=lambda worker: len(worker.jobs), default=None)
+            # what no worker holds can go to any of them later; behind what hangs nothing must lie
+            if worker is None or len(worker.jobs) >= (1 if self._may_hang(job) else PREFETCH_JOBS):
+                break
             self._submit(worker, self._queue.popleft())
+        self._queue.extendleft(reversed(held))
         self._steal()
+
+    def _may_hang(self, job: Job) -> bool:
+        """Return whether a job calls foreign code."""
+        return not job.is_load and self._rules[job.rule].batch_items is not None
+
+    def _find_slow(self) -> None:
+        """Find the workers with slow jobs; split the batches among these, and suspect the prompts of the others."""
+        now_s = asyncio.get_running_loop().time()
+        self._hung = {key: (num, until_s) for key, (num, until_s) in self._hung.items() if now_s < until_s}
+        self._slow, self._suspects = set(), Counter({key: num for key, (num, _) in self._hung.items()})
+        for worker in self._workers.values():
+            if not worker.jobs or not self._may_hang(job := worker.jobs[0]):
+                continue
+            slow_s = max(SLOW_S, 2 * self._longest_s.get(job.rule, job.timeout_s / 2))
+            if (left_s := worker.head_since_s + slow_s - now_s) > 0:
+                self._dispatch_after(left_s)
+                continue
+            self._slow.add(worker.number)
+            if len(job.items) > 1:
+                self._split(job)
+            else:
+                self._suspects.update(job.prompts)
 
     def _steal(self) -> None:
         """Give idle workers the jobs that lie behind slow items."""
@@ -416,7 +482,8 @@ class WorkerPool:
         if wait_s > 0:
             self._dispatch_after(wait_s)
             return
-        while len(self._workers) < self._num_workers and self._server is not None:
+        num = self._num_workers + min(len(self._slow), MAX_SLOW_WORKERS)
+        while len(self._workers) < num and self._server is not None:
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             loaded = {number for number, future in self._preloads.items() if future.done()}
@@ -444,8 +511,12 @@ class WorkerPool:
             self._dispatch_timer = None
             self._dispatch()
 
+        due_s = asyncio.get_running_loop().time() + delay_s
+        if self._dispatch_timer is not None and self._dispatch_timer.when() > due_s:
+            self._dispatch_timer.cancel()
+            self._dispatch_timer = None
         if self._dispatch_timer is None:
-            self._dispatch_timer = asyncio.get_running_loop().call_later(delay_s, dispatch)
+            self._dispatch_timer = asyncio.get_running_loop().call_at(due_s, dispatch)
 
 
 def _outcome(message: OutcomeMessage) -> Outcome:

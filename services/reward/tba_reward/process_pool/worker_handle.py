@@ -153,6 +153,7 @@ class WorkerHandle(asyncio.Protocol):
             reply = _DECODER.decode(body)
             job = self.jobs.popleft()
             job.num_holders -= 1
+            job.took_s = self._loop.time() - self.head_since_s
             self.num_done += 1
             self._cpu_before_s = reply.cpu_s
             self._begin_head()

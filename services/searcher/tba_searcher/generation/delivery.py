@@ -2,7 +2,8 @@
 
     complete visits --score_forever--> scored visits --push_forever--> buffer
 
-Two tasks with a queue each (the states of a visit: visits.py). Their waits:
+Tasks with a queue each (the states of a visit: visits.py). Visits whose request takes much longer than others did are
+scored by NUM_ALONE more tasks, each visit in a request of its own: one that hangs keeps no other waiting. Their waits:
 
 scoring   for visits; for a reward service that is away ("reward-unreachable", deadline score_retry_s; after one such
           deadline further visits are tried once each, until the service answers again; no request during a drain).
@@ -14,6 +15,7 @@ pushing   for scored visits; for a buffer that is busy (under the name that it g
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
-from tba.api.scores import AWAY_REASONS
+from tba.api.scores import AWAY_REASONS, HANG_REASONS
 from tba.clients import BufferClient, RewardClient
 from tba.concurrency import in_thread
 from tba.config import Recipe
@@ -42,6 +44,10 @@ if TYPE_CHECKING:  # searchers without a model run without torch
 
 T = TypeVar("T")
 log = get_logger("delivery")
+NUM_ALONE = 32
+MIN_SLOW_S = 2.0
+"""A request for scores is slow after this, and after twice the time that such requests took lately."""
+_SLOW_REASONS = AWAY_REASONS | HANG_REASONS
 _PUSH_OVERHEAD_BYTES, _ITEM_OVERHEAD_BYTES = 64, 5
 
 
@@ -97,7 +103,12 @@ class Delivery:
         """Lease ids of the visits that are being scored or pushed."""
         self._unscored: dict[str, Visit] = {}
         """By lease id: visits whose scores are not known yet."""
-        self._score_request: asyncio.Future[ScoreReply] | None = None
+        self._alone: asyncio.Queue[Visit] = asyncio.Queue()
+        self._score_requests: set[asyncio.Future[ScoreReply]] = set()
+        self._longest_s = 5.0
+        """About the longest time that a request for scores has taken lately."""
+        self._hanging: set[str] = set()
+        """Prompts that a scorer hung on, so that each is logged once."""
         self._reward_is_away = False
         self._is_draining = False
         self._token_tasks = {task for task in recipe.reward.tasks if recipe.reward.takes_tokens(task)}
@@ -134,8 +145,8 @@ class Delivery:
         self._is_draining = True
         abandoned = [visit for visit in self._unscored.values() if visit.pinned is not None]
         self._open.difference_update(visit.lease.lease_id for visit in abandoned)
-        if self._score_request is not None:
-            self._score_request.cancel()
+        for request in self._score_requests:
+            request.cancel()
         return abandoned
 
     async def score_forever(self) -> None:
@@ -149,6 +160,11 @@ class Delivery:
                 num += len(visits[-1].completions)
             await self._score(visits)
 
+    async def score_alone_forever(self) -> None:
+        """Score the visits of requests that were slow."""
+        while True:
+            await self._score([await self._alone.get()], alone=True)
+
     async def push_forever(self) -> None:
         """Push scored visits together, and report evaluations."""
         while True:
@@ -159,7 +175,7 @@ class Delivery:
             await self._report([(item.visit, item.result) for item in batch if item.result is not None])
             self._open.difference_update(item.visit.lease.lease_id for item in batch)
 
-    async def _score(self, visits: list[Visit]) -> None:
+    async def _score(self, visits: list[Visit], *, alone: bool = False) -> None:
         completions = [completion for visit in visits for completion in visit.completions]
         visit_of_completion = [visit for visit in visits for _ in visit.completions]
         texts = self._codec.decode_responses(completions)
@@ -177,13 +193,19 @@ class Delivery:
             )
             for visit, completion, text, rollout_id in zip(visit_of_completion, completions, texts, ids, strict=True)
         ]
-        # one visit may have more completions than a request to the reward service may hold
-        max_items, scores = self._recipe.reward.max_items, list[ScoreResult | str]()
-        for start in range(0, len(items), max_items):
-            scores += await self._request_scores(items[start : start + max_items])
+        scores = await self._scores_in_time(items, None if alone else max(MIN_SLOW_S, 2 * self._longest_s))
+        if scores is None:
+            for visit in visits:
+                self._alone.put_nowait(visit)
+            return
         start = end = 0
         for visit in visits:
             start, end = end, end + len(visit.completions)
+            errors = [each.error for each in scores[start:end] if isinstance(each, ScoreResult) and each.error]
+            hung, prompt = next((each for each in errors if each.reason in HANG_REASONS), None), visit.lease.prompt
+            if hung is not None and prompt.prompt_id not in self._hanging:
+                self._hanging.add(prompt.prompt_id)
+                log.warning("a scorer hangs", task=prompt.task, prompt_id=prompt.prompt_id, detail=hung.detail)
             if visit.lease.lease_id not in self._open:  # an evaluation that a drain has abandoned
                 continue
             if visit.pinned is None:
@@ -200,6 +222,26 @@ class Delivery:
                 self._scored.put_nowait(scored)
             self._unscored.pop(visit.lease.lease_id, None)
 
+    async def _scores_in_time(self, items: list[ScoreItem], slow_s: float | None) -> list[ScoreResult | str] | None:
+        """Return one result per item as `_request_scores` does; None where that takes longer than `slow_s`."""
+        begin_s, request = time.monotonic(), asyncio.ensure_future(self._request_all_scores(items))
+        try:
+            if not (await asyncio.wait({request}, timeout=slow_s))[0]:
+                return None
+        finally:
+            request.cancel()
+        scores = request.result()
+        if not any(isinstance(each, str) or (each.error and each.error.reason in _SLOW_REASONS) for each in scores):
+            self._longest_s = max(time.monotonic() - begin_s, 0.9 * self._longest_s)
+        return scores
+
+    async def _request_all_scores(self, items: list[ScoreItem]) -> list[ScoreResult | str]:
+        # one visit may have more completions than a request to the reward service may hold
+        max_items, scores = self._recipe.reward.max_items, list[ScoreResult | str]()
+        for start in range(0, len(items), max_items):
+            scores += await self._request_scores(items[start : start + max_items])
+        return scores
+
     def _tokens_for_scorer(self, visit: Visit, completion: Completion) -> list[int] | None:
         # only Python functions take tokens (as `completion_ids`); other scorers would get them for nothing
         return completion.response_tokens.tolist() if visit.lease.prompt.task in self._token_tasks else None
@@ -209,19 +251,21 @@ class Delivery:
         reason = "the searcher ended before the reward service answered"
         if self._is_draining:
             return self._pending(items, reason)
-        self._score_request = asyncio.ensure_future(
+        request = asyncio.ensure_future(
             retry_until(
                 lambda: self._reward.score(items),
                 waits=self._status.waits,
-                owner="scoring",
+                owner=f"scoring {items[0].item_id}",
                 service="reward",
                 # after one deadline each visit is tried once: rollouts must not pile up behind a service that is away
                 deadline_s=0.0 if self._reward_is_away else self._recipe.searcher.score_retry_s,
                 renew_busy=False,
             )
         )
+        self._score_requests.add(request)
+        request.add_done_callback(self._score_requests.discard)
         try:
-            reply = await self._score_request
+            reply = await request
         except asyncio.CancelledError:
             # `drain` cancels the request, and that ends here; a cancellation of this task must go through
             task = asyncio.current_task()

@@ -21,7 +21,7 @@ from tba_cli.local.resume import RecipeFile
 from tba_cli.local.reward_trial import try_scorers
 from tba_cli.local.services import Services
 from tba_cli.local.supervisor import StopRequestedError, Supervisor
-from tba_cli.prompts.reader import check_tasks, prompts_of, tasks_of_recipe
+from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.reports.outputs import delete_run_objects, result_lines
 from tba_cli.resolve import check_model, custom_objects, with_absolute_paths, with_real_addresses
@@ -72,6 +72,8 @@ def run_local(
         console.result(f"warning: {warning}")
     prompts = prompts_of(original)
     check_tasks(prompts, tasks_of_recipe(original))
+    if (shared := in_both_splits(original, prompts)) is not None:
+        console.result(f"warning: {shared}")
     if not resume and original.reward.tasks:  # the built-in tasks need no trial
         try_scorers(original, prompts, networks=False, http=True).check()
     with folder.acquire(resume=resume, fresh=fresh) as lock_fd:

@@ -12,7 +12,7 @@ import heapq
 import json
 import math
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -281,6 +281,26 @@ def column_text(values: Mapping[str, Any], name: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise RowError(f"column {name!r}: {value} is no number; leave the row out of the data set")
     return str(value)
+
+
+Gold = Mapping[str, Collection[str]]
+"""Task -> the keys of a prompt's data in which its gold answer is."""
+
+
+def check_gold(prompt: Prompt, gold: Gold) -> None:
+    """Refuse a prompt without a gold answer: each of its rollouts would be generated, and have no score.
+
+    Raises:
+        RowError: an answer is absent, null or empty.
+    """
+    for key in gold.get(prompt.task, ()):
+        value = prompt.data.get(key)
+        answers = value if isinstance(value, list) and value else [value]
+        if any(answer in (None, []) or (isinstance(answer, str) and not answer.strip()) for answer in answers):
+            raise RowError(
+                f"data.{key}: {short(value)} is no gold answer, which task {prompt.task!r} needs; correct it, or leave "
+                "the row out"
+            )
 
 
 def _digest(prompt_id: str) -> int:

@@ -13,7 +13,17 @@ from typing import Any
 from tba.api import Prompt, Split
 from tba.config.data import DataSection, DatasetSection
 from tba.errors import ConfigError
-from tba_cli.prompts.columns import ID_DIGITS, RowError, TextColumn, TextTemplate, data_value, stored_columns, validated
+from tba_cli.prompts.columns import (
+    ID_DIGITS,
+    Gold,
+    RowError,
+    TextColumn,
+    TextTemplate,
+    check_gold,
+    data_value,
+    stored_columns,
+    validated,
+)
 from tba_cli.prompts.sources import ChatSource, HubSource, Render
 
 
@@ -25,7 +35,7 @@ class SplitPrompts:
     num_repeated: int
 
 
-def dataset_prompts(data: DataSection, render: Render) -> list[Prompt]:
+def dataset_prompts(data: DataSection, render: Render, gold: Gold) -> list[Prompt]:
     """Return the prompts of both splits of a recipe with `[data.train]` and `[data.heldout]`.
 
     Raises:
@@ -33,11 +43,14 @@ def dataset_prompts(data: DataSection, render: Render) -> list[Prompt]:
     """
     assert data.train is not None, "the recipe was checked"
     assert data.heldout is not None, "the recipe was checked"
-    parts = (split_prompts(data.train, "train", render), split_prompts(data.heldout, "heldout", render))
+    parts = (
+        split_prompts(data.train, "train", render, gold),
+        split_prompts(data.heldout, "heldout", render, gold),
+    )
     return [prompt for part in parts for prompt in part.prompts]
 
 
-def split_prompts(section: DatasetSection, split: Split, render: Render) -> SplitPrompts:
+def split_prompts(section: DatasetSection, split: Split, render: Render, gold: Gold) -> SplitPrompts:
     """Return the prompts of one split.
 
     The id is a digest of task, text and data, and has the name of the held-out split: a text that is in both splits
@@ -48,7 +61,7 @@ def split_prompts(section: DatasetSection, split: Split, render: Render) -> Spli
     """
     prompts: dict[str, Prompt] = {}
     num_rows = 0
-    for prompt in _rows_as_prompts(section, split, render):
+    for prompt in _rows_as_prompts(section, split, render, gold):
         num_rows += 1
         prompts.setdefault(prompt.prompt_id, prompt)
     if not prompts:
@@ -56,18 +69,19 @@ def split_prompts(section: DatasetSection, split: Split, render: Render) -> Spli
     return SplitPrompts(list(prompts.values()), num_rows - len(prompts))
 
 
-def _rows_as_prompts(section: DatasetSection, split: Split, render: Render) -> Iterator[Prompt]:
+def _rows_as_prompts(section: DatasetSection, split: Split, render: Render, gold: Gold) -> Iterator[Prompt]:
     """Yield one prompt for every row or text, in order."""
     if section.dataset is not None:
-        yield from _dataset_rows(section, split, render)
+        yield from _dataset_rows(section, split, render, gold)
         return
     for number, text in enumerate(section.texts or [], start=1):
         with _naming(f"data.{split}.texts, item {number}"):
             prompt = _prompt(section.task, text, {}, split)
+            check_gold(prompt, gold)
         yield prompt
 
 
-def _dataset_rows(section: DatasetSection, split: Split, render: Render) -> Iterator[Prompt]:
+def _dataset_rows(section: DatasetSection, split: Split, render: Render, gold: Gold) -> Iterator[Prompt]:
     where = f"data.{split}"
     source = HubSource(section.dataset or "", section.split, subset=section.subset, revision=section.revision)
     text = (
@@ -89,6 +103,7 @@ def _dataset_rows(section: DatasetSection, split: Split, render: Render) -> Iter
         with _naming(f"{where}: {source.name}, {row.where}"):
             data = {key: data_value(rule, row.values) for key, rule in section.data.items()}
             prompt = _prompt(section.task, text.text_of(row.values), data, split)
+            check_gold(prompt, gold)
         yield prompt
 
 

@@ -12,16 +12,18 @@ from tba.api import Prompt, PromptUploadReply, RewardInfo
 from tba.api.scores import STARTING
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.config.reward import BUILT_IN_TASKS
+from tba.config.reward import BUILT_IN_TASKS, ExactSpec, LastNumberSpec, MathSpec
 from tba.errors import ConfigError
 from tba_cli.generators import load_prompt_source
 from tba_cli.prompts.columns import (
     NATIVE_COLUMNS,
     Columns,
+    Gold,
     RowError,
     SplitRule,
     TextColumn,
     TextTemplate,
+    check_gold,
     native_prompt,
     stored_columns,
 )
@@ -44,12 +46,18 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
     Raises:
         ConfigError: unknown generator, unreadable file, or a split without prompts.
     """
-    data = recipe.data
+    data, gold = recipe.data, gold_keys(recipe)
     if data.generator is not None:
         prompts = load_prompt_source(data.generator)(data.num_train, data.num_heldout, recipe.run.seed)
         where = f"generator {data.generator!r}"
+        for prompt in prompts:
+            try:
+                check_gold(prompt, gold)
+            except RowError as error:
+                raise ConfigError(f"{where}, prompt {prompt.prompt_id!r}: {error}") from None
     elif data.train is not None:
-        prompts, where = dataset_prompts(data, _renderer(recipe)), "[data.train] and [data.heldout]"
+        prompts = dataset_prompts(data, _renderer(recipe), gold)
+        where = "[data.train] and [data.heldout]"
     else:
         source = open_file(Path(data.path or ""))
         prompts, where = list(_file_prompts(recipe, source)), source.name
@@ -68,21 +76,42 @@ def heldout_prompts(recipe: Recipe) -> list[Prompt]:
     """
     # a data set to train on may have millions of rows
     if recipe.data.heldout is not None:
-        return split_prompts(recipe.data.heldout, "heldout", _renderer(recipe)).prompts
+        return split_prompts(recipe.data.heldout, "heldout", _renderer(recipe), gold_keys(recipe)).prompts
     return [prompt for prompt in prompts_of(recipe) if prompt.split == "heldout"]
 
 
 def _file_prompts(recipe: Recipe, source: Source) -> PromptReader:
     section = recipe.data.columns
     if section is None:
-        return PromptReader(source)
+        return PromptReader(source, gold=gold_keys(recipe))
     if section.column is not None:
         text, arguments = TextColumn(section.column), section.chat_template_kwargs
         source = ChatSource(source, section.column, _renderer(recipe), template_kwargs=arguments)
     else:
         text = TextTemplate(section.template or "", where="data.columns.template")
     columns = Columns(task=section.task, text=text, data=section.data)
-    return PromptReader(source, columns, SplitRule(num_heldout=section.num_heldout))
+    return PromptReader(source, columns, SplitRule(num_heldout=section.num_heldout), gold=gold_keys(recipe))
+
+
+def gold_keys(recipe: Recipe) -> Gold:
+    """Return where the scorers of each task look for a gold answer."""
+    keys = {task: ["answer"] for task in BUILT_IN_TASKS if task != "make_n"}
+    own = {
+        task: [spec.field for spec in reward.scorers if isinstance(spec, ExactSpec | LastNumberSpec | MathSpec)]
+        for task, reward in recipe.reward.tasks.items()
+    }
+    return keys | own
+
+
+def in_both_splits(recipe: Recipe, prompts: Sequence[Prompt]) -> str | None:
+    """Return a sentence about held-out prompts that are trained on too; None where there are none."""
+    if recipe.data.train is not None and recipe.data.train.texts is not None:
+        return None  # written there on purpose: red-teaming has one prompt
+    # by text, since ids may differ
+    trained = {prompt.text for prompt in prompts if prompt.split == "train"}
+    both = [prompt.text in trained for prompt in prompts if prompt.split == "heldout"]
+    sentence = f"{sum(both)} of {len(both)} held-out prompts have the text of a prompt that is trained on"
+    return sentence if any(both) else None
 
 
 def _renderer(recipe: Recipe) -> Render:
@@ -118,13 +147,16 @@ class PromptReader:
         source: the rows.
         columns: the meaning of the columns; None: they have the names of a prompt's fields.
         rule: which prompts of mapped rows are held out.
+        gold: the data that a prompt needs.
 
     Raises:
         ConfigError: the source lacks a column, or the rule cannot be kept.
     """
 
-    def __init__(self, source: Source, columns: Columns | None = None, rule: SplitRule | None = None) -> None:
-        self._source, self._columns, self._rule = source, columns, rule or SplitRule()
+    def __init__(
+        self, source: Source, columns: Columns | None = None, rule: SplitRule | None = None, *, gold: Gold | None = None
+    ) -> None:
+        self._source, self._columns, self._rule, self._gold = source, columns, rule or SplitRule(), gold or {}
         self.num_repeated = 0
         """Number of rows that the last pass left out."""
         self._check_columns()
@@ -139,6 +171,7 @@ class PromptReader:
         for row in self._source.rows(self._wanted):
             try:
                 prompt = self._prompt(row)
+                check_gold(prompt, self._gold)
             except RowError as error:
                 hint = self._hint(row)
                 raise ConfigError(f"{self._source.name}, {row.where}: {error}{hint}") from None

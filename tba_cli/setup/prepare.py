@@ -28,7 +28,7 @@ from tba_cli.artifacts.prepared import (
 )
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console
-from tba_cli.prompts.reader import prompts_of
+from tba_cli.prompts.reader import in_both_splits, prompts_of
 from tba_cli.setup.supervised import train, what_is_there
 
 MAX_MEASURED_PROMPTS = 20_000
@@ -58,7 +58,7 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
             console.result(f"{path}: {what_is_there(recipe, path)}")
     prompts = prompts_of(recipe)
     _check_models(recipe, prompts, console)
-    _show_prompts(prompts, console)
+    _show_prompts(recipe, prompts, console)
 
 
 def prepare_at_start(recipe: Recipe, console: Console) -> None:
@@ -217,14 +217,11 @@ def _trusted(recipe: Recipe) -> list[str]:
     return [*filter(None, folders), *[recipe.model.path] * recipe.model.trust_remote_code]
 
 
-def _show_prompts(prompts: Sequence[Prompt], console: Console) -> None:
+def _show_prompts(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -> None:
     for split in ("train", "heldout"):
         chosen = [prompt for prompt in prompts if prompt.split == split]
         console.result(f"{len(chosen):,} prompts of split {split}; the first:")
         shown = chosen[0].model_dump_json(indent=2)
         console.result(shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]} ...")
-    texts = {prompt.text for prompt in prompts if prompt.split == "train"}
-    # by text, since ids may differ; a held-out prompt that is trained on measures memory
-    both = sum(prompt.text in texts for prompt in prompts if prompt.split == "heldout")
-    if both:
-        console.result(f"{both} held-out prompts have the text of a prompt that is trained on")
+    if (shared := in_both_splits(recipe, prompts)) is not None:
+        console.result(f"warning: {shared}")

@@ -40,7 +40,9 @@ start_timeout_s = 120
 
 
 def prompt_line(prompt_id: str, split: str) -> str:
-    return json.dumps({"prompt_id": prompt_id, "task": "addition", "text": "1+1=", "data": {}, "split": split})
+    return json.dumps(
+        {"prompt_id": prompt_id, "task": "addition", "text": "1+1=", "data": {"answer": "2"}, "split": split}
+    )
 
 
 class Workplace:

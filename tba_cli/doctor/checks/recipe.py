@@ -23,7 +23,7 @@ from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.security import check_tokens
 from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
-from tba_cli.prompts.reader import check_tasks, prompts_of, tasks_of_recipe
+from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.resolve import check_model, custom_objects
 from tba_cli.setup.prepare import measure_model
@@ -181,6 +181,8 @@ class RecipeChecks:
             return
         num = {split: sum(prompt.split == split for prompt in self.prompts) for split in ("train", "heldout")}
         yield ok("prompts", f"{num['train']} to train on, {num['heldout']} held out")
+        if (shared := in_both_splits(self.recipe, self.prompts)) is not None:
+            yield warn("prompts", f"{shared}; evaluations of them measure memory", "take them out of one split")
         try:
             check_tasks(self.prompts, tasks_of_recipe(self.recipe))
         except ConfigError as error:

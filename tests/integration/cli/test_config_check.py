@@ -45,8 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(task: str = "mine") -> list[dict[str, Any]]:
-    row = {"task": task, "text": "1+1=", "data": {"answer": "2"}}
-    return [row | {"prompt_id": split, "split": split} for split in ("train", "heldout")]
+    row = {"task": task, "data": {"answer": "2"}}
+    texts = {"train": "1+1=", "heldout": "2+0="}
+    return [row | {"prompt_id": split, "split": split, "text": text} for split, text in texts.items()]
 
 
 @pytest.fixture
@@ -259,11 +260,18 @@ def test_a_reward_that_no_prompt_asks_for_is_named(check: Check) -> None:
     assert warned == ["WARN reward-task: no prompt has the task 'mime', so reward.tasks.mime scores nothing"], out
 
 
+def test_a_prompt_of_both_splits_is_a_warning(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row | {"text": "1+1="}) for row in rows()))
+    _, out = check(model={"path": "nowhere"})
+    assert "WARN prompts: 1 of 1 held-out prompts have the text of a prompt that is trained on" in out
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         (None, "prompts.jsonl cannot be read: No such file"),
         ("\n".join([json.dumps(rows()[0]), '{"prompt_id": ']), "prompts.jsonl, line 2: it is not JSON"),
+        (json.dumps(rows("math")[0] | {"data": {"answer": ""}}), "line 1: data.answer: '' is no gold answer"),
         (json.dumps({"question": "1+1", "answer": 2}), "its columns are question, answer"),
     ],
 )

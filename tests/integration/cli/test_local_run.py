@@ -397,7 +397,9 @@ def test_bad_input_is_one_sentence_before_anything_starts(place, monkeypatch):
     sets = ("model.policy_temperature=0.7", "searcher.sampling_temperature=1.0", "objective.preset=tb")
     refused = place.refused(*(word for each in (*sets, "data.path=nobody.jsonl") for word in ("--set", each)))
     assert "warning: searcher.sampling_temperature is 1, and model.policy_temperature is 0.7" in refused.stdout
-    assert place.run().returncode == 0  # and a failed start leaves nothing in the way
+    done = place.run()
+    assert done.returncode == 0  # and a failed start leaves nothing in the way
+    assert "warning: 1 of 1 held-out prompts have the text of a prompt that is trained on" in done.stdout
 
 
 @pytest.fixture

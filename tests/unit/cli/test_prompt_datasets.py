@@ -13,11 +13,12 @@ import pytest
 
 from tba.config import Recipe, parse_recipe
 from tba.config.data import ColumnValue, DataSection, DatasetSection
+from tba.config.reward import RewardSection
 from tba.config.supervised import SftSection
 from tba.errors import ConfigError
 from tba_cli.prompts.columns import RowError, extracted
 from tba_cli.prompts.datasets import dataset_prompts, split_prompts
-from tba_cli.prompts.reader import prompts_of
+from tba_cli.prompts.reader import heldout_prompts, in_both_splits, prompts_of
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.setup.examples import write_examples
 
@@ -65,16 +66,16 @@ def test_a_folder_is_read_as_it_is_now_and_not_as_another_of_its_name_was(tmp_pa
     one, two = (write_dataset(tmp_path / name / "d", train=[row]) for name, row in zip("ab", QUESTIONS, strict=True))
     for folder in (one, two):
         (folder / "README.md").write_text(card)
-        assert split_prompts(train_section(folder), "train", no_chats).num_repeated == 0
-    texts = [split_prompts(train_section(folder), "train", no_chats).prompts[0].text for folder in (one, two)]
+        assert split_prompts(train_section(folder), "train", no_chats, {}).num_repeated == 0
+    texts = [split_prompts(train_section(folder), "train", no_chats, {}).prompts[0].text for folder in (one, two)]
     assert texts == ["Q: What is 1 + 1?\nA:", "Q: What is 4999 + 1?\nA:"]
     pq.write_table(pa.Table.from_pylist(QUESTIONS), one / "data" / "train-00000-of-00001.parquet")
-    assert len(split_prompts(train_section(one), "train", no_chats).prompts) == 2
+    assert len(split_prompts(train_section(one), "train", no_chats, {}).prompts) == 2
 
 
 def test_rows_become_prompts_of_both_splits(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1])
-    train, other, heldout = dataset_prompts(section(folder), no_chats)
+    train, other, heldout = dataset_prompts(section(folder), no_chats, {})
     assert (train.text, train.data, train.split) == ("Q: What is 1 + 1?\nA:", {"answer": "2"}, "train")
     assert other.data == {"answer": "5,000"}
     assert (heldout.text, heldout.split) == (train.text, "heldout")
@@ -84,13 +85,13 @@ def test_rows_become_prompts_of_both_splits(tmp_path):
 def test_a_prompt_id_depends_on_the_content_alone(tmp_path):
     first = write_dataset(tmp_path / "a", train=QUESTIONS, test=QUESTIONS)
     second = write_dataset(tmp_path / "b", train=QUESTIONS[::-1], test=QUESTIONS)
-    ids = [{p.prompt_id for p in dataset_prompts(section(folder), no_chats)} for folder in (first, second)]
+    ids = [{p.prompt_id for p in dataset_prompts(section(folder), no_chats, {})} for folder in (first, second)]
     assert ids[0] == ids[1]
 
 
 def test_equal_rows_are_one_prompt_and_are_counted(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS * 2, test=QUESTIONS)
-    found = split_prompts(train_section(folder), "train", no_chats)
+    found = split_prompts(train_section(folder), "train", no_chats, {})
     assert (len(found.prompts), found.num_repeated) == (2, 2)
 
 
@@ -101,7 +102,7 @@ def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
         train_section(folder, data={"answer": "reward_model.ground_truth"}),
         train_section(folder, data={"answer": "reward_model.ground_truth"}, template="{question}{reward_model.style}"),
     ):
-        (prompt,) = split_prompts(train, "train", no_chats).prompts
+        (prompt,) = split_prompts(train, "train", no_chats, {}).prompts
         assert prompt.data == {"answer": "2"}
     response = " {reward_model.ground_truth}"
     item = SftSection(base="b", dataset=str(folder), prompt="{question}", response=response, path="out", num_steps=1)
@@ -111,7 +112,7 @@ def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
 
 def test_the_first_rows_alone_may_be_taken(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
-    assert len(split_prompts(train_section(folder, max_prompts=1), "train", no_chats).prompts) == 1
+    assert len(split_prompts(train_section(folder, max_prompts=1), "train", no_chats, {}).prompts) == 1
 
 
 def test_texts_of_the_recipe_are_prompts(tmp_path):
@@ -141,7 +142,59 @@ def test_texts_of_the_recipe_are_prompts(tmp_path):
 def test_what_cannot_be_read_is_named(tmp_path, changes, message):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
     with pytest.raises(ConfigError, match=message):
-        dataset_prompts(section(folder, **changes), no_chats)
+        dataset_prompts(section(folder, **changes), no_chats, {})
+
+
+@pytest.mark.parametrize("answer", [None, " ", [], ["2", None]])
+def test_a_row_without_a_gold_answer_is_named(tmp_path, answer):
+    """Whoever reads the prompts finds it: config check, data prepare, run, evaluate."""
+    rows = [{"prompt_id": f"{i}", "task": "math", "text": "1+1", "data": {"answer": "2"}} for i in range(2)]
+    rows[1] |= {"split": "heldout", "data": {"answer": answer}}
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    for read in (prompts_of, heldout_prompts):
+        with pytest.raises(ConfigError, match=r"p\.jsonl, line 2: data\.answer: .* is no gold answer"):
+            read(recipe(path=str(path)))
+    # a scorer of the recipe's own that looks elsewhere
+    scorers = {"tasks": {"math": {"scorers": [{"kind": "exact", "field": "gold"}]}}}
+    with pytest.raises(ConfigError, match=r"line 1: data\.gold: None is no gold answer"):
+        prompts_of(recipe(path=str(path)).model_copy(update={"reward": RewardSection.model_validate(scorers)}))
+    columns = {"task": "gsm8k", "column": "text", "data": {"answer": "gold"}, "num_heldout": 1}
+    path.write_text("\n".join(json.dumps({"text": f"{i}", "gold": gold}) for i, gold in enumerate(["1", answer])))
+    with pytest.raises(ConfigError, match=r"line 2: data\.answer: .* is no gold answer"):
+        prompts_of(recipe(path=str(path), columns=columns))
+
+
+def test_an_empty_gold_answer_of_a_data_set_or_a_generator_is_named(tmp_path, monkeypatch):
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=[{"question": "q", "answer": ""}])
+    part = {"task": "math", "dataset": str(folder), "column": "question", "data": {"answer": "answer"}}
+    sets = recipe(train=part, heldout={**part, "split": "test"})
+    for read in (prompts_of, heldout_prompts):
+        with pytest.raises(ConfigError, match=r"data\.heldout: .*, row 1: data\.answer: '' is no gold answer"):
+            read(sets)
+    (tmp_path / "own_source.py").write_text(
+        "from tba.api import Prompt\n"
+        "def make(num_train, num_heldout, seed):\n"
+        "    return [Prompt(prompt_id='p', task='exact', text='t', data={'answer': ''}, split='train')]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="prompt 'p': data"):
+        prompts_of(recipe(generator="own_source:make"))
+
+
+def test_prompts_of_both_splits_are_counted_by_text(tmp_path):
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1] * 2)
+    part = {"task": "t", "dataset": str(folder), "column": "question"}
+    sets = recipe(train=part, heldout={**part, "split": "test"})
+    assert in_both_splits(sets, prompts_of(sets)) == (
+        "1 of 1 held-out prompts have the text of a prompt that is trained on"
+    )
+    apart = [
+        prompt for prompt in prompts_of(sets) if prompt.text != QUESTIONS[0]["question"] or prompt.split == "train"
+    ]
+    assert in_both_splits(sets, apart) is None
+    texts = recipe(train={"task": "t", "texts": ["a"]}, heldout={"task": "t", "texts": ["a"]})
+    assert in_both_splits(texts, prompts_of(texts)) is None, "red-teaming has one prompt"
 
 
 @pytest.mark.parametrize(

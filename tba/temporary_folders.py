@@ -6,7 +6,7 @@ import fcntl
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tba.early_signals import delete_on_quit
@@ -34,9 +34,10 @@ def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Pat
         new = folder / f".{_LOCK}"
         # the kernel releases this lock when the process is gone, whatever ended it
         with new.open("w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # only now: with a lock that nobody holds the folder would look abandoned
-            new.rename(folder / _LOCK)
+            with suppress(OSError):  # a file system without locks: then nobody may think the folder abandoned
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                # only now: with a lock that nobody holds the folder would look so
+                new.rename(folder / _LOCK)
             with delete_on_quit(folder):
                 yield folder
     finally:

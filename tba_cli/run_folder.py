@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.errors import ConfigError
+from tba.store.file import explain_no_locks
 from tba.tokens import new_tokens_files
 
 MARKER = ".tba-run"
@@ -83,6 +84,8 @@ class RunFolder:
             fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # a file system without locks, where no run can be started
+            return False
         finally:
             os.close(lock_fd)
         return False
@@ -234,6 +237,9 @@ class RunFolder:
                 f"run folder {self.path} is in use by another `tba run` (process {holder}); "
                 "wait for its end, stop it, or give another name with --run-name"
             ) from None
+        except OSError as error:
+            os.close(lock_fd)
+            raise ConfigError(f"{explain_no_locks(self.path, error)}; local.runs_dir names it") from None
         # the process id is for people; the lock itself is the kernel's
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)

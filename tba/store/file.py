@@ -2,9 +2,9 @@
 
 Every implementation passes tests/contract/test_store_contract.py.
 
-A write of the embedded store is: temporary file in the same folder, fsync, rename (or hard link, which fails if the key
-is taken), fsync of the folder. A process that is killed at any point leaves the old object, the new one, or a temporary
-file that no key can name.
+A write of the embedded store is: temporary file in the same folder, fsync, rename, fsync of the folder. Where the key
+may not be taken, a hard link takes the place of the rename, which fails if it is, or a claim of the key comes before
+it. A process that is killed at any point leaves the old object, the new one, or a temporary file that no key can name.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ def check_prefix(prefix: str) -> str:
 _TEMPORARY = ".tmp-"
 _STALE_AFTER_S = 24 * 3600.0
 _CHUNK_BYTES = 1 << 20
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_CLAIM_TRIES = 100
 _HARDLY_FREE_BYTES = 1 << 20
 
 
@@ -286,8 +288,7 @@ class FileStore:
                     # without it a power cut may leave the new name with no content behind it
                     os.fsync(out.fileno())
                 if create_only:
-                    # a link fails if the key is taken, atomically; a rename would replace the object
-                    os.link(temporary, path)
+                    _create(temporary, path)
                 else:
                     os.replace(temporary, path)
             finally:
@@ -338,6 +339,40 @@ class FileStore:
             what = explain_full_disk(error, place or self._root, size_bytes=size_bytes)
             what = what or f"{error.strerror or error}; correct store.url"
             raise StoreUnavailableError(f"cannot {verb} {where}: {what}") from error
+
+
+def _create(temporary: Path, path: Path) -> None:
+    """Give a whole file its name, which fails if the name is taken; a rename would replace what has it."""
+    try:
+        os.link(temporary, path)
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS:  # exFAT, CIFS and FUSE have no hard links
+            raise
+    # one writer of a name at a time. A claim is never taken over: its writer may be stopped, and replace a later object
+    claim = path.with_name(f"{_TEMPORARY}claim-{path.name}")
+    for _ in range(_CLAIM_TRIES):
+        try:
+            claim.open("xb").close()
+            break
+        except FileExistsError:
+            time.sleep(0.05)
+    else:
+        raise StoreUnavailableError(f"another process writes {path}; if there is none, remove {claim}")
+    try:
+        if path.exists():
+            raise FileExistsError
+        os.replace(temporary, path)
+    finally:
+        claim.unlink()
+
+
+def explain_no_locks(folder: Path, error: OSError) -> str:
+    """Return what to say where a file system, such as Lustre or NFS, does not lock files."""
+    return (
+        f"the file system of {folder} does not lock files ({error.strerror}), so two processes could write there at "
+        "once; use a folder on a disk of this machine, or mount that one with locks (Lustre: -o flock)"
+    )
 
 
 @contextmanager

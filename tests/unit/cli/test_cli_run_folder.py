@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import stat
@@ -13,10 +15,13 @@ import pytest
 
 from tba.errors import ConfigError
 from tba.tokens import operator_token
+from tba_cli.doctor.checks.machine import check_disk
+from tba_cli.doctor.target import target_of
 from tba_cli.main import main
 from tba_cli.parser import build_parser
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import open_client
+from tests.support.buffer import make_recipe
 
 # ---- Run folders ----------------------------------------------------------------------------------------------------
 
@@ -219,3 +224,17 @@ def test_a_token_file_without_a_usable_token_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match="token file"):
         operator_token(path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_by_run_and_config_check(tmp_path, monkeypatch, number):
+    def no_locks(_file: object, _what: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(ConfigError, match=r"does not lock files .*; use a folder on a disk of this machine"):
+        folder.acquire(resume=False, fresh=False).__enter__()
+    assert not folder.is_in_use
+    target = target_of(make_recipe(local={"runs_dir": str(tmp_path)}), service=None)
+    assert [result.level for result in check_disk(target) if result.code == "disk-locks"] == ["fail"]

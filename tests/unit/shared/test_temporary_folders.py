@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -30,4 +32,20 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_uses_is_no
         with temporary_folder("tba-a-") as other:
             assert mine.exists()
             assert other.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_on_a_file_system_without_locks_is_used_and_never_looks_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(_file: object, _what: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_locks)
+        folder = temporary_folder("tba-n-", parent=tmp_path)
+        mine = folder.__enter__()
+    with temporary_folder("tba-n-", parent=tmp_path):  # of a process whose mount has locks
+        assert mine.is_dir()
+    folder.__exit__(None, None, None)
     assert list(tmp_path.iterdir()) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -321,6 +323,16 @@ def test_the_lock_of_a_folder_that_was_deleted_is_none(tmp_path: Path, monkeypat
     monkeypatch.setattr("fcntl.flock", flock)
     late = Checkpoints(tmp_path / "made", max_bytes=1, is_leader=True)
     with pytest.raises(ConfigError, match="another process makes"), late.locked():
+        pass
+
+
+def test_a_folder_on_a_file_system_without_locks_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    made = Checkpoints(tmp_path / "made", max_bytes=1, is_leader=True)
+    with pytest.raises(ConfigError, match="does not lock files"), made.locked():
         pass
 
 

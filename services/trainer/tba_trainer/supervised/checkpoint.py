@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
 from tba.errors import ConfigError, TbaError
+from tba.store.file import explain_no_locks
 from tba_trainer.checkpoints.weight_files import SUFFIX, TensorFiles, write_tensor_files
 from tba_trainer.learner.learner import MODEL, OPTIMIZER, Optimizer
 from tba_trainer.model.parameters import trainable, whole_tensors
@@ -70,7 +71,7 @@ class Checkpoints:
         """Keep other trainings of the same folder out.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: there is one, or the file system has no locks.
         """
         if not self._is_leader:
             yield
@@ -84,6 +85,8 @@ class Checkpoints:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise busy from None
+            except OSError as error:
+                raise ConfigError(explain_no_locks(self._folder, error)) from None
             # the other one has deleted the folder since it was opened: a third could lock the next one
             if os.fstat(descriptor).st_nlink == 0:
                 raise busy

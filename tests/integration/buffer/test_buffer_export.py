@@ -203,6 +203,31 @@ def test_a_client_that_hangs_up_makes_room_for_the_next(
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 20
 
 
+def test_an_export_that_nobody_reads_ends(serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in {"MAX_EXPORTS": 1, "GROUP_ROLLOUTS": 1, "READ_S": 0.5}.items():
+        monkeypatch.setattr(parquet, name, value)
+    monkeypatch.setattr("tba_buffer.rollouts.queries.CHUNK_ROLLOUTS", 1)
+    served = serve_buffer()
+    served.hold_little()
+    client = served.client()
+    client.upload_prompts(make_prompts(1))
+    logprobs = -np.random.default_rng(0).random(100_000, dtype=np.float32)
+    for _ in range(20):
+        client.push([encode_rollout(make_rollout(num_tokens=100_000, sampler_logprobs=logprobs))])
+    with httpx2.stream("GET", f"{served.url}/v1/rollouts.parquet", timeout=60) as reply:
+        pieces = reply.iter_raw()
+        assert next(pieces)[:4] == b"PAR1"
+
+        def is_written() -> bool:
+            with contextlib.suppress(BusyError):
+                return client.export_rollouts(tmp_path / "out.parquet") > 0
+            return False
+
+        until("another export is let in", is_written)
+        with pytest.raises(httpx2.RemoteProtocolError):
+            list(pieces)  # cut off, and not ended
+
+
 def test_requests_that_come_at_once_are_all_counted(served: BufferThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "MAX_EXPORTS", 1)
     refused = threading.Event()

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tba.errors import BusyError, NotFoundError
 from tba.server import Authenticator
-from tba_buffer.api.rollouts import PARQUET_TYPE, rollout_filter
+from tba_buffer.api.rollouts import rollout_filter
+from tba_buffer.rollouts.parquet import ExportResponse
 from tba_buffer.rollouts.selection import RolloutFilter
 from tba_buffer.service import Buffer
 
@@ -98,6 +99,6 @@ def downloads_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
             content = await buffer.rollouts.exports.parquet(wanted, tokens=True)
         name = f"{buffer.context.run}-rollouts.parquet"
         headers = {"content-disposition": f'attachment; filename="{name}"', **NO_STORE}
-        return StreamingResponse(content, media_type=PARQUET_TYPE, headers=headers)
+        return ExportResponse(content, headers=headers)
 
     return api

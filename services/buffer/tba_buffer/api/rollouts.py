@@ -9,7 +9,6 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
 
 from tba.api import (
     AckRequest,
@@ -48,6 +47,7 @@ from tba.fields import MAX_NUMBER, Split, VersionText
 from tba.server import MSGPACK_BODY, Authenticator, MsgpackResponse, problems, raw_body
 from tba.wire import decode_push
 from tba.wire.rollout import FinishReason
+from tba_buffer.rollouts.parquet import ExportResponse
 from tba_buffer.rollouts.prompt_queries import PromptsRequest
 from tba_buffer.rollouts.queries import PageRequest
 from tba_buffer.rollouts.selection import MAX_CURSOR_CHARS, RolloutFilter
@@ -56,8 +56,7 @@ from tba_buffer.service import Buffer
 
 MAX_PER_PAGE = 100
 MAX_TEXT_CHARS_PER_ROLLOUT = 10_000
-PARQUET_TYPE = "application/vnd.apache.parquet"
-PARQUET = {PARQUET_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+PARQUET = {str(ExportResponse.media_type): {"schema": {"type": "string", "format": "binary"}}}
 
 
 def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
@@ -320,7 +319,7 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         columns of tokens and log-probs. Its metadata has how many were evicted before they were read
         (`tba.num_evicted`). Needs the extra `parquet` of the service."""
         content = await buffer.rollouts.exports.parquet(wanted, tokens=tokens)
-        return StreamingResponse(content, media_type=PARQUET_TYPE)
+        return ExportResponse(content)
 
     @api.get("/rollouts/{rollout_id}", operation_id="get_rollout")
     async def get_rollout(rollout_id: Annotated[str, Path(pattern="^[0-9a-f]{32}$")]) -> RolloutDetail:

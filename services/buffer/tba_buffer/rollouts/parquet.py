@@ -9,6 +9,7 @@ of the service, and is imported with the first export.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Send
 
 from tba.api import EVICTED_KEY, RolloutInfo
 from tba.concurrency import in_thread
 from tba.errors import BusyError, NotInstalledError
+from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Rollout
 from tba_buffer.prompts.catalog import Catalog
@@ -34,6 +38,11 @@ GROUP_ROLLOUTS = 1000
 MAX_EXPORTS = 4
 """Exports at once: each holds a row group, and decodes in a thread."""
 BUSY_RETRY_S = 5.0
+READ_S = 60.0
+"""A reader that takes nothing for so long is cut off: it holds one of the exports, and its row group."""
+CHUNK_BYTES = 1 << 18
+"""Most bytes that are given to a connection at once, and wait there for its reader."""
+log = get_logger("exports")
 
 
 class RolloutExports:
@@ -49,7 +58,7 @@ class RolloutExports:
         self._catalog = catalog
         self._num_running = 0
 
-    async def parquet(self, wanted: RolloutFilter, *, tokens: bool) -> AsyncIterator[bytes]:
+    async def parquet(self, wanted: RolloutFilter, *, tokens: bool) -> AsyncGenerator[bytes, None]:
         """Return the bytes of a file as an iterator; rollouts that are evicted meanwhile are left out, and counted.
 
         Args:
@@ -108,6 +117,7 @@ class RolloutExports:
                         self._table(layout, infos, rollouts), row_group_size=len(infos)
                     )
                 )
+                del group, infos, rollouts  # not held while the reader takes its time
                 yield sink.take()
             writer.add_key_value_metadata({EVICTED_KEY: str(sum(evicted))})
             await in_thread(writer.close)
@@ -143,11 +153,32 @@ class RolloutExports:
         }
 
 
-async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(rest):
         yield first
         async for piece in rest:
-            yield piece
+            for at in range(0, len(piece), CHUNK_BYTES):
+                yield piece[at : at + CHUNK_BYTES]
+
+
+class ExportResponse(StreamingResponse):
+    """Sends an export, until its reader takes nothing for READ_S: uvicorn closes an answer that is not complete."""
+
+    media_type = "application/vnd.apache.parquet"
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all of it, or what the reader takes."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(READ_S):
+                await send(message)
+
+        content: Any = self.body_iterator
+        async with aclosing(content):
+            try:
+                await super().stream_response(send_in_time)
+            except TimeoutError:
+                log.warning("export_cut", reason=f"its reader took nothing for {READ_S:g} s")
 
 
 def schema(*, tokens: bool) -> pa.Schema:

@@ -285,12 +285,19 @@ class WeightVersions:
         return local
 
     def download_tensors(
-        self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion] = (), keeps_base: bool = False
+        self,
+        version: PolicyVersion,
+        folder: Path,
+        *,
+        held: Sequence[LocalVersion] = (),
+        like: Manifest | None = None,
+        keeps_base: bool = False,
     ) -> LocalVersion:
         """Bring the tensors of a version into `folder`, by the cheapest route, all or none, each verified.
 
         Args:
             held: versions whose files are on this machine; they stay as they are.
+            like: a version of the same model: one with other tensors is refused before anything is downloaded.
             keeps_base: a starting model that had to be downloaded for an adapter is put into a folder in `folder`, for
                 the next one (`LocalVersion.base`).
 
@@ -298,7 +305,14 @@ class WeightVersions:
             ObjectNotFoundError, DigestError, MalformedError: why the cheapest route failed, when all have.
             StoreUnavailableError: the store is away, or the local disk is full.
         """
-        return self._reader.download(self.manifest(version), folder, held=held, keeps_base=keeps_base)
+        manifest = self.manifest(version)
+        # a small delta may unfold to any size that its manifest names
+        if like is not None and (other := sorted(_layout(manifest) ^ _layout(like))):
+            raise MalformedError(
+                f"weight version {version} is of another model than {like.version}: {len(other)} tensors differ, "
+                f"first {other[0]}"
+            )
+        return self._reader.download(manifest, folder, held=held, keeps_base=keeps_base)
 
     def download_adapter(self, version: PolicyVersion, path: Path) -> Manifest:
         """Write the file of a version that is an adapter to `path`, verified, as peft reads it.
@@ -413,6 +427,10 @@ class WeightVersions:
         if version not in self._needed_bases:
             self._needed_bases[version] = self.manifest(version).needed_base
         return self._needed_bases[version]
+
+
+def _layout(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:
+    return {(entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.tensors}
 
 
 def write_index(folder: Path, tensors_paths: Sequence[Path]) -> None:

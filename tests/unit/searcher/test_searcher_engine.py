@@ -16,7 +16,7 @@ from tba_searcher.engines.weight_check import check_loaded
 from tba_searcher.engines.weight_loader import WeightLoader, swap_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tba.errors import ConfigError, DigestError
+from tba.errors import ConfigError, DigestError, MalformedError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, WeightVersions, params_sha256_of_files
@@ -248,6 +248,19 @@ def test_a_version_that_fails_a_check_is_given_up_and_the_old_weights_are_back(f
         assert isinstance(error, DigestError)
         assert "this version is not used" in str(error)
         assert (engine.version, engine.params_sha256()) == (START, old.manifest.params_sha256)
+
+
+def test_a_version_of_another_model_is_refused_before_it_takes_room(folders, tmp_path):
+    versions = WeightVersions(FileStore(tmp_path / "store"), "run")
+    publish_version(versions, folders["llama", True, 0], START)
+    publish_version(versions, folders["llama", False, 1], V1, parent=START)  # it has an lm_head
+    loader = WeightLoader(versions, tmp_path / "pulled")
+    loader.add(loader.download_model(START)[0])
+    for _ in range(2):  # also when it is made anew
+        with pytest.raises(MalformedError, match=r"1 tensors differ, first \('lm_head.weight', 'F32'"):
+            loader.download(V1)
+        loader.refuse(V1)
+    assert not (tmp_path / "pulled" / "tensors-1-4").exists()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

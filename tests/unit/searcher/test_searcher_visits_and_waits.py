@@ -331,9 +331,10 @@ class Versions:
         self.meanwhile: Callable[[], object] = lambda: None
 
     def download_tensors(
-        self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion], keeps_base: bool
+        self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion], like: Any, keeps_base: bool
     ) -> LocalVersion:
         assert keeps_base
+        assert like is not None or not held
         self.held.append(tuple(local.version for local in held))
         self.meanwhile()
         assert all(path.exists() for local in held for path in local.paths), "a base is gone while it is used"

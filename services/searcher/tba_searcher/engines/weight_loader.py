@@ -126,8 +126,8 @@ class WeightLoader:
         with self._lend() as kept:
             is_refused = version in self._refusals
             held = tuple(each for each in kept if each.version == START) if is_refused else kept
-            folder = self._folder / f"tensors-{version}"
-            return self._versions.download_tensors(version, folder, held=held, keeps_base=True)
+            folder, like = self._folder / f"tensors-{version}", next((each.manifest for each in kept), None)
+            return self._versions.download_tensors(version, folder, held=held, like=like, keeps_base=True)
 
     def add(self, weights: LocalVersion) -> None:
         """Keep a version that has been downloaded, with the starting model that its adapter was merged into."""

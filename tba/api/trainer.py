@@ -10,10 +10,13 @@ from pydantic import Field, Strict, model_validator
 
 from tba.fields import MAX_LINEAGE, MAX_SEED, MAX_STEP, Integer, Name, Number, StrictModel, VersionText
 from tba.fields import Reason as FailReason
+from tba.store.file import MAX_KEY_CHARS, PART
 
 Reason = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
 """Why a batch was skipped or a rollout refused; used as a label of metrics."""
 MAX_REASONS = 32
+ObjectKey = Annotated[str, Field(pattern=f"^{PART}(/{PART})*$", max_length=MAX_KEY_CHARS)]
+"""A key that every store can hold (`tba.store.file.check_key`)."""
 
 
 class LineageRequest(StrictModel):
@@ -33,7 +36,7 @@ class LineageRequest(StrictModel):
 
     trainer_id: Name
     parent: VersionText
-    checkpoint_key: str | None = Field(default=None, min_length=1, max_length=1024)
+    checkpoint_key: ObjectKey | None = None
     rollback: bool = False
     obeys: Name | None = None
     fails: FailReason | None = None
@@ -67,7 +70,7 @@ class CheckpointRequest(StrictModel):
 
     version: VersionText
     token: Name
-    key: Name
+    key: ObjectKey
     kept: list[VersionText] | None = None
     """The checkpoints of this history that the trainer keeps: it deletes others after this call, so no rollback returns
     to them. None: it deletes none."""

@@ -27,7 +27,7 @@ from tba.errors import DigestError, ObjectExistsError, ObjectNotFoundError, Stor
 MAX_KEY_CHARS = 900
 """S3 allows 1,024 bytes; the rest is for the prefix of the store."""
 
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*")
+PART = r"[A-Za-z0-9][A-Za-z0-9._=+@-]*"
 
 
 class ObjectStore(Protocol):
@@ -129,7 +129,7 @@ def check_key(key: str) -> str:
     Raises:
         StoreError: empty, too long, absolute, an empty part, or a part that is not a plain file name.
     """
-    if not key or len(key) > MAX_KEY_CHARS or not all(_PART.fullmatch(part) for part in key.split("/")):
+    if not key or len(key) > MAX_KEY_CHARS or not all(re.fullmatch(PART, part) for part in key.split("/")):
         raise StoreError(
             f"object key {key!r} is not allowed: use 1 to {MAX_KEY_CHARS} characters, parts joined by single slashes, "
             "each a letter or digit followed by letters, digits and . _ = + @ -"

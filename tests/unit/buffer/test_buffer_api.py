@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tba_buffer.api.app import RENAMED_ENDPOINTS, build_app
 
-from tba.api import Lease, LeaseReply, LeaseRequest, LineageRequest, Prompt, RunInfo, Stats
+from tba.api import CheckpointRequest, Lease, LeaseReply, LeaseRequest, LineageRequest, Prompt, RunInfo, Stats
 from tba.api.prompts import MAX_DATA_LEVELS
 from tba.api.run import SearchersInfo
 from tba.fields import MAX_DIGITS, control_character_error
@@ -134,3 +134,14 @@ def test_replies_and_reports_of_an_older_release_are_read() -> None:
     before = searchers.model_dump()
     before["wanted"] = before.pop("desired")
     assert SearchersInfo.model_validate(before) == searchers
+
+
+@pytest.mark.parametrize(
+    "key", ["../x", "runs/../../x", "/etc/x", "runs//x", "runs/x/", "runs/.x", "a\nb", "x" * 901, ""]
+)
+def test_a_checkpoint_is_registered_under_a_key_that_a_store_can_hold(key: str) -> None:
+    assert CheckpointRequest(version="1-1", token="t", key="runs/demo/checkpoints/1-1").key
+    with pytest.raises(ValidationError):
+        CheckpointRequest(version="1-1", token="t", key=key)
+    with pytest.raises(ValidationError):
+        LineageRequest(trainer_id="t", parent="1-1", checkpoint_key=key)

@@ -165,6 +165,7 @@ def create_app(
         title=title,
         version=tba.__version__,
         lifespan=lifespan,
+        openapi_url=None,  # openapi.py has it
         docs_url=None,  # FastAPI's page needs a CDN; ours is docs_page.py
         redoc_url=None,
         redirect_slashes=False,  # a redirect would lead to the Host that the client sent

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, routing
+from fastapi import FastAPI, Response, routing
+from fastapi.responses import JSONResponse
 
 from tba.api import Problem
 
@@ -44,6 +45,14 @@ def install_openapi(app: FastAPI) -> None:
         return document
 
     app.openapi = openapi
+    rendered: list[bytes] = []
+
+    # instead of FastAPI's, which renders the document for each request, and anybody may ask
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi_json() -> Response:
+        if not rendered:  # once: the document never changes
+            rendered.append(bytes(JSONResponse(app.openapi()).body))
+        return Response(rendered[0], media_type="application/json")
 
 
 def _routes(app: FastAPI) -> Iterable[Any]:

@@ -316,3 +316,14 @@ async def test_without_tokens_a_page_of_another_site_changes_nothing(headers: di
     token = {"authorization": f"Bearer {TOKENS['trainer']}"}
     assert await asked(gated(TOKENS), "POST", headers | token, b"1234") == 200
     assert await asked(gated(TOKENS), "POST", headers, b"1234") == 401
+
+
+async def test_the_openapi_document_is_rendered_once() -> None:
+    app = gated(None)
+    document, rendered = app.openapi(), []
+    app.openapi = lambda: rendered.append(1) or document
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+        replies = [await client.get("/openapi.json") for _ in range(3)]
+    assert [reply.json() for reply in replies] == [document] * 3
+    assert replies[0].headers["content-type"] == "application/json"
+    assert rendered == [1]

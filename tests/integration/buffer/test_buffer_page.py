@@ -103,6 +103,12 @@ def test_zoom_and_hover_of_a_chart_stay_while_the_page_updates(trained: BufferTh
     assert watched.errors == []
 
 
+def test_a_link_shows_what_cannot_be_seen(trained: BufferThread, open_page: Open) -> None:
+    page, _ = open_page(trained)
+    made = "({ h }) => h('a', { href: '#/' }, ['ab\\u200bc\\u202ed', h('b', {}, '\\u3164 é 👍')], 7).textContent"
+    assert page.evaluate(f"import('./page/js/dom.js').then({made})") == "ab\\u{200b}c\\u{202e}d\u3164 é 👍7"
+
+
 def test_rollouts_are_filtered_and_exported(trained: BufferThread, open_page: Open) -> None:
     page, watched = open_page(trained, "#/rollouts?order=best")
     page.wait_for_selector("main table tbody tr")

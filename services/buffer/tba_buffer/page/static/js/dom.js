@@ -17,13 +17,18 @@ export function h(tag, attributes = {}, ...children) {
     else if (name === "value") element.value = value;
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...flat(children));
+  element.append(...flat(children, tag === "a" ? visible : String));
   return element;
 }
 
-function flat(children) {
+function flat(children, text = String) {
   return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
-    .map((child) => (child instanceof Node ? child : document.createTextNode(String(child))));
+    .map((child) => (child instanceof Node ? child : document.createTextNode(text(child))));
+}
+
+/** A text with escapes for what cannot be seen or turns the direction: with these, one link could look like another. */
+function visible(text) {
+  return String(text).replace(/[\p{Cc}\p{Cf}\u115f\u1160\u3164\uffa0]/gu, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
 }
 
 /** Replace what is in an element. */

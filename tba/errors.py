@@ -30,6 +30,7 @@
     |  `- UnavailableError                   5xx, or no connection
     |     |- BrokenRewardError               a reward function raises for every item; waiting does not help
     |     `- SupersededError                 a newer buffer process owns the run; this one serves nothing
+    |- OlderRedisError                       Redis knows less of the run than the object store
     |- TeamError                             another process of the same trainer is gone or does not answer
     |- GuardError                            an alarm of the trainer's guards has failed the run
     |- WaitTimeoutError       (TimeoutError) a named wait reached its deadline
@@ -121,6 +122,12 @@ class DigestError(StoreError):
     """The bytes read are not the bytes that were written."""
 
     slug = "digest"
+
+
+class OlderRedisError(TbaError):
+    """Redis knows less of the run than the object store: its data was replaced, or is an older copy."""
+
+    slug = "older-redis"
 
 
 class TeamError(TbaError):

@@ -5,6 +5,7 @@ from tba.weights.node_cache import NodeCache
 from tba.weights.publishing import DeltaSettings
 from tba.weights.repository import (
     WeightVersions,
+    check_lineage,
     checkpoint_prefix,
     complete_versions,
     delete_incomplete,
@@ -18,6 +19,7 @@ __all__ = [
     "LocalVersion",
     "NodeCache",
     "WeightVersions",
+    "check_lineage",
     "checkpoint_prefix",
     "complete_versions",
     "delete_incomplete",

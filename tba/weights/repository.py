@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -25,10 +26,10 @@ from typing import Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tba.errors import MalformedError, NewerManifestError, ObjectNotFoundError
+from tba.errors import MalformedError, NewerManifestError, ObjectNotFoundError, OlderRedisError
 from tba.logs import get_logger
 from tba.store import ObjectStore
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights.digest import tensor_header
 from tba.weights.node_cache import NodeCache
 from tba.weights.object_source import ObjectSource
@@ -66,6 +67,26 @@ def complete_versions(store: ObjectStore, prefix: str) -> list[PolicyVersion]:
             except MalformedError:
                 _note_foreign(f"{prefix}{name}")
     return sorted(found)
+
+
+def check_lineage(store: ObjectStore, run: str, known_lineage: Callable[[], int]) -> None:
+    """Check that Redis knows every lineage whose versions and checkpoints are in the store.
+
+    Args:
+        known_lineage: asks the buffer for the newest lineage of the run; called after the store was read.
+
+    Raises:
+        OlderRedisError: it does not; a trainer would give their names to other weights.
+        StoreUnavailableError
+    """
+    prefixes = f"runs/{run}/weights/", checkpoint_prefix(run)
+    newest = max(chain.from_iterable(complete_versions(store, prefix) for prefix in prefixes), default=START)
+    if newest.lineage > (known := known_lineage()):
+        raise OlderRedisError(
+            f"{store.url} holds version {newest} of run {run!r}, and the newest start of a trainer that Redis knows is "
+            f"{known}: the data of Redis was replaced, or is an older copy. Nothing was changed. Restore the data of "
+            "Redis, or begin a run of another name with a snapshot (run.snapshot) or an exported model (`tba export`)"
+        )
 
 
 @lru_cache(maxsize=1000)
@@ -390,7 +411,14 @@ class WeightVersions:
         return found
 
     def put_latest(self, version: PolicyVersion) -> None:
-        """Say in the store which version was announced last, for searchers that cannot reach the buffer."""
+        """Say in the store which version was announced last, for searchers that cannot reach the buffer.
+
+        An older version than the one that it says changes nothing.
+        """
+        with suppress(MalformedError):
+            found = self.latest()
+            if found is not None and found[0] > version:
+                return
         self._store.put(self._latest_key, _Latest(version=str(version)).model_dump_json(by_alias=True).encode())
 
     def latest(self, etag: str | None = None) -> tuple[PolicyVersion, str] | None:

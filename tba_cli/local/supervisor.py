@@ -35,10 +35,11 @@ from typing import Any, TypeVar
 from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
-from tba.errors import ChildError, ServiceError, WaitTimeoutError
+from tba.errors import ChildError, OlderRedisError, ServiceError, WaitTimeoutError
 from tba.fields import escape_controls
 from tba.store import ObjectStore
 from tba.tokens import operator_client_token
+from tba.weights import check_lineage
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager
 from tba_cli.local.progress import RunWatcher, progress_view
@@ -294,6 +295,8 @@ class Supervisor:
             origin = await until_loaded(self._client, self._console, silence_s=self._recipe.local.start_timeout_s)
             self._console.info(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
         await asyncio.to_thread(self._check_tasks)
+        if self._folder.has_begun:
+            await asyncio.to_thread(self._check_redis)
         # half: JSON escapes can lengthen a text
         max_chunk_bytes = self._recipe.buffer.max_body_bytes // 2
         # idempotent: a resume uploads the same prompts again
@@ -328,6 +331,17 @@ class Supervisor:
         check_tasks(self._prompts, [reward.task for reward in rewards])
         asked = {prompt.task for prompt in self._prompts}
         check_healthy(reward for reward in rewards if reward.task in asked)
+
+    def _check_redis(self) -> None:
+        """Raise OlderRedisError where Redis does not hold the run that has begun here: it would begin again."""
+        stats, run = self._client.stats(), self._recipe.run.name
+        if not stats.num_prompts_train + stats.num_prompts_heldout:
+            raise OlderRedisError(
+                f"run {run!r} has begun, and its Redis ({self._folder.redis_path}) holds nothing of it: the files are "
+                "gone, or another redis-server is used than before (local.redis_server, PATH), which cannot read them. "
+                "Nothing was changed. Put that right, or begin again with --fresh, or another run with --run-name"
+            )
+        check_lineage(self._store, run, lambda: self._client.run().lineage)
 
     async def _watch_run(self, *, failed_lineage: int | None) -> None:
         num_steps = self._recipe.trainer.num_steps

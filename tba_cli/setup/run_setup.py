@@ -20,6 +20,7 @@ from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
 from tba.store import open_store
 from tba.store.open import wait_for_store
 from tba.tokens import client_token
+from tba.weights import check_lineage
 from tba_cli.artifacts import ArtifactStore
 from tba_cli.console import Console
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, upload_prompts
@@ -59,6 +60,7 @@ def run_setup(
 
     Raises:
         TbaError: something is not to be had; says what to do.
+        OlderRedisError: the store holds more of the run than Redis knows.
     """
     if only != "models":
         # before the store is waited for: an address that is missing stays so
@@ -82,6 +84,7 @@ def run_setup(
     buffer, reward = BufferClient(recipe.buffer_url, **options), RewardClient(recipe.reward_url, **options)
     try:
         set_up_prompts(recipe, prompts, buffer=buffer, reward=reward, wait_s=wait_s, on_progress=on_progress)
+        check_lineage(open_store(recipe.store), recipe.run.name, lambda: buffer.run().lineage)
         info = buffer.run()
         on_progress(f"run {info.run!r} is {info.state} at step {info.step}; everything is there")
     finally:

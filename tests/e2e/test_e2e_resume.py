@@ -6,6 +6,7 @@ The tests look at three starts of one run, in order; what they compare was noted
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ class Story:
     ledger_check: str
     interrupted: Started
     left_after_interrupt: list[int]
+    refused: Started
+    latest: list[str]
     finished: Started
     num_steps: int
 
@@ -52,6 +55,13 @@ def stopped_step(place: Place) -> int:
     """The last checkpoint of lineage 2 that is complete."""
     folder = place.folder / "store" / "runs" / RUN / "checkpoints"
     return max(step_of(path.parent.name) for path in folder.glob("2-*/manifest.json"))
+
+
+def newest_version(place: Place) -> str:
+    """What latest.json says."""
+    found = WeightVersions(FileStore(place.folder / "store"), RUN).latest()
+    assert found is not None
+    return str(found[0])
 
 
 def is_past_a_checkpoint(info: RunInfo) -> RunInfo | None:
@@ -87,6 +97,13 @@ def story(make_place: MakePlace) -> Story:
     interrupted.wait()
     left_after_interrupt = place.pids()
 
+    latest = [newest_version(place)]
+    away = (place.folder / "redis").rename(place.path / "redis")
+    refused = place.start("--resume")
+    refused.wait()
+    latest.append(newest_version(place))
+    shutil.rmtree(place.folder / "redis")
+    away.rename(place.folder / "redis")
     num_steps = stopped_step(place) + NUM_MORE_STEPS
     finished = place.start("--resume", "--set", f"trainer.num_steps={num_steps}")
     finished.wait()
@@ -100,6 +117,8 @@ def story(make_place: MakePlace) -> Story:
         ledger_check=check.stdout,
         interrupted=interrupted,
         left_after_interrupt=left_after_interrupt,
+        refused=refused,
+        latest=latest,
         finished=finished,
         num_steps=num_steps,
     )
@@ -153,11 +172,18 @@ def test_a_stop_of_all_processes_exits_130_leaves_none_and_loses_no_step(story: 
     assert not any(entry.abandoned for entry in story.place.ledger() if entry.lineage == 2)
 
 
+def test_a_redis_that_holds_nothing_of_the_run_is_refused_and_nothing_begins_again(story: Story) -> None:
+    assert story.refused.process.returncode == 2
+    assert "holds nothing of it" in story.refused.err
+    assert story.latest[0] == story.latest[1]
+    assert story.finished.process.returncode == 0, "the data of Redis was put back"
+
+
 def test_the_run_ends_with_every_step_exactly_once(story: Story) -> None:
     assert story.finished.process.returncode == 0, story.finished.err + story.finished.out
     summary = story.place.summary()
     assert (summary["state"], summary["steps"], summary["lineages"]) == ("done", story.num_steps, 3)
-    assert (summary["num_starts"], summary["ledger_violations"]) == (3, [])
+    assert (summary["num_starts"], summary["ledger_violations"]) == (4, [])
     active = [entry.step for entry in story.place.ledger() if not entry.abandoned]
     assert active == list(range(1, story.num_steps + 1))
     assert summary["rollouts_trained"] == 16 * len(story.place.ledger())

@@ -18,6 +18,7 @@ from tba.errors import (
     ConfigError,
     ConflictError,
     FencedError,
+    OlderRedisError,
     RunFailedError,
     StoreUnavailableError,
     TbaError,
@@ -30,7 +31,7 @@ from tba.versions import PolicyVersion
 from tba.wire import Batch
 from tests.support.stored_checkpoint import object_keys
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_batch, make_recipe
+from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
 from tests.support.trainer_world import World, failing
 
 
@@ -157,6 +158,18 @@ def test_another_starting_model_under_the_same_run_is_refused(world: World, mode
     other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
     with pytest.raises(ConfigError, match=r"model\.path does not hold the model"):
         world.train(make_recipe(other))
+
+
+def test_a_redis_that_knows_less_of_the_run_than_the_store_is_refused(world: World, model: Path) -> None:
+    """Its volume was replaced."""
+    world.stop_after(3)
+    world.train(make_recipe(model, trainer={"sync_interval": 2}))
+    latest = world.versions.latest()
+    world.buffer = RecordedBuffer()
+    for _ in range(2):  # a restart changes nothing
+        with pytest.raises(OlderRedisError, match=r"version 1-\d of run 'demo'"):
+            world.train(make_recipe(model, trainer={"sync_interval": 2}))
+        assert (world.buffer.lineage, world.versions.latest()) == (0, latest)
 
 
 def test_another_policy_temperature_under_the_same_run_is_refused(world: World, model: Path) -> None:

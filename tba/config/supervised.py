@@ -100,7 +100,7 @@ class SupervisedSection(StrictModel):
     adam_beta2: float = Field(default=0.99, ge=0, lt=1)
     """AdamW second-moment decay."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW decoupled weight decay."""
+    """AdamW decoupled weight decay, of all weights but norms and biases."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient clipping by global norm."""
     max_length_tokens: int = Field(default=1024, ge=2)

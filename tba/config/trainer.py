@@ -251,7 +251,7 @@ class TrainerSection(StrictModel):
     adam_beta2: float = Field(default=0.99, ge=0, lt=1)
     """AdamW second-moment decay."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW decoupled weight decay."""
+    """AdamW decoupled weight decay, of all weights but norms and biases."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Gradient clipping by global norm. Norms differ by orders of magnitude between aggregations and lengths, and a
     clip that is always active makes every step a normalised one (metric `grad_clipped`). None: relative clipping."""

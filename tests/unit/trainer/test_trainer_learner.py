@@ -16,11 +16,13 @@ from tba_trainer.learner.forward_backward import (
     ForwardBackward,
     ForwardResult,
 )
-from tba_trainer.learner.learner import Learner
+from tba_trainer.learner.learner import Learner, Optimizer
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import frozen_copy, load_policy
+from transformers import AutoModelForCausalLM
 
+from tba.config import TrainerSection
 from tba.config.objective import PRESETS
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
@@ -319,6 +321,22 @@ def test_the_gap_is_measured_where_the_sampler_drew_from_the_policy_itself() -> 
     left = [replace(items[0], rollout=replace(items[0].rollout, version_spans=spans))]
     assert metrics(left, step=41)["logprob_gap_on_policy"] is None
     assert metrics(left, step=45)["logprob_gap_on_policy"] == pytest.approx(0.1)
+
+
+def test_norms_and_biases_are_not_decayed(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attention_bias=True)
+    optimizer = Optimizer(model, TrainerSection(weight_decay=0.5))
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.apply(learning_rate=0.1)
+    changed = {name: float(parameter.detach().flatten()[0]) != 1 for name, parameter in model.named_parameters()}
+    assert changed == {name: not ("norm" in name or "bias" in name) for name in changed}
+    assert {"model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= changed.keys()
+    # by name: how they are grouped is no part of a checkpoint
+    other = Optimizer(model, TrainerSection())
+    other.load_state_tensors(optimizer.state_tensors())
+    assert other.state_tensors().keys() == optimizer.state_tensors().keys()
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,10 @@ class Optimizer:
         self._section = section
         self._parameters = trainable(model)
         self._adamw = torch.optim.AdamW(
-            list(self._parameters.values()),
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        # norms and biases are not decayed, as in transformers and TRL; the biases of experts are matrices
+        decayed = [each for name, each in self._parameters.items() if each.ndim > 1 and not name.endswith("bias")]
+        others = [each for name, each in self._parameters.items() if each.ndim <= 1 or name.endswith("bias")]
             lr=0.0,  # `apply` sets the rate of each step
             betas=(section.adam_beta1, section.adam_beta2),
             weight_decay=section.weight_decay,

@@ -32,6 +32,9 @@ REMEDIES = {
     "buffer.max_policy_age_steps or trainer.sync_interval, or add searchers (`tba scale`)",
     "log_ratio_drift": "the policy moves faster than its data: lower the learning rate, raise beta or "
     "most_on_policy_prob (`tba set`), or lower trainer.sync_interval",
+    "on_policy_gap": "the engine of the searchers computes another model than the trainer: it decodes otherwise (a "
+    "sliding window, another attention), holds other or incomplete weights, or has another temperature, top-p, top-k, "
+    "tokenizer or dtype; where it rounds that much on purpose, set trainer.canary_tolerance above the gap",
 }
 """Advice for each alarm, shown with it in logs and `tba status`."""
 
@@ -81,6 +84,13 @@ class LogRatioDriftSection(AlarmSection):
     """The condition: |mean of log pi_theta - log pi_behaviour per token| > this, in nats."""
 
 
+class OnPolicyGapSection(AlarmSection):
+    """At policy age 0 the sampler's log-probs are not the trainer's: no rounding in their dtypes explains the gap."""
+
+    action: Action = "fail"
+    """Action: none, lower_learning_rate, raise_most_on_policy_prob, skip, pause, rollback or fail."""
+
+
 class GuardsSection(StrictModel):
     """Alarms of the trainer, and the limits of what they may do."""
 
@@ -88,6 +98,7 @@ class GuardsSection(StrictModel):
     grad_spike: GradSpikeSection = GradSpikeSection()
     ess_collapse: EssCollapseSection = EssCollapseSection()
     log_ratio_drift: LogRatioDriftSection = LogRatioDriftSection()
+    on_policy_gap: OnPolicyGapSection = OnPolicyGapSection()
     max_skipped_in_row: int = Field(default=10, ge=1)
     """More batches skipped in a row, for whatever reason, fail the run."""
     max_rollbacks: int = Field(default=3, ge=0)

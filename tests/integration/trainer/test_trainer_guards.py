@@ -200,6 +200,14 @@ def test_the_action_fail_ends_the_run_with_its_sentence(
     assert skipped(world) == {1: None, 2: "ess_collapse"}
 
 
+def test_samplers_with_another_model_fail_the_run_before_its_first_update(world: World, model: Path) -> None:
+    with pytest.raises(GuardError, match=r"step 1-1: on_policy_gap: at policy age 0 .*a sliding window") as caught:
+        world.train(make_recipe(model, searcher={"engine": "embedded"}))  # the log-probs of its rollouts are made up
+    assert "learning_rate" not in str(caught.value)
+    assert world.buffer.state == "failed"
+    assert skipped(world) == {1: "on_policy_gap"}
+
+
 def test_what_measures_the_temperatures_alone_raises_no_alarm_without_an_action(
     tmp_path: Path, model: Path, measured: Callable[[Change], None]
 ) -> None:

@@ -19,7 +19,7 @@ from tba_trainer.learner.guards import (
 )
 
 from benchmarks.guards import replay
-from tba.config.trainer import GuardsSection
+from tba.config.trainer import REMEDIES, GuardsSection
 from tests.support.history_values import entry
 
 FINE: dict[str, float | None] = {"loss": 0.1, "grad_norm": 1.0, "ess": 0.9, "log_ratio_token_mean": -0.01}
@@ -28,6 +28,7 @@ BAD: dict[str, dict[str, float | None]] = {
     "grad_spike": {"grad_norm": 100.0},
     "ess_collapse": {"ess": 0.01},
     "log_ratio_drift": {"log_ratio_token_mean": -3.0},
+    "on_policy_gap": {"logprob_gap_on_policy": 4.9, "logprob_gap_limit": 0.06},
 }
 
 
@@ -158,14 +159,25 @@ def test_an_alarm_alone_changes_nothing_about_the_step() -> None:
         assert result.state.num_alarms == {name: 1}
 
 
-def test_the_defaults_skip_what_is_not_finite_and_only_tell_the_rest() -> None:
+def test_the_defaults_skip_what_is_not_finite_fail_on_another_model_and_only_tell_the_rest() -> None:
     guards = GuardsSection()
     assert {name: getattr(guards, name).action for name in NAMES} == {
         "non_finite": "skip",
         "grad_spike": "none",
         "ess_collapse": "none",
         "log_ratio_drift": "none",
+        "on_policy_gap": "fail",
     }
+
+
+def test_log_probs_of_another_model_at_age_0_fail_the_run_before_the_batch_is_applied() -> None:
+    result = after(section(), FINE | BAD["on_policy_gap"])
+    assert (result.skip, result.actions) == ("on_policy_gap", {"fail"})
+    right = FINE | {"logprob_gap_on_policy": 0.05, "logprob_gap_limit": 0.06}
+    for fine in (right, right | {"logprob_gap_on_policy": None}, FINE | {"logprob_gap_on_policy": 4.9}):
+        assert after(section(), fine).alarms == ()
+    assert "too old" not in REMEDIES["on_policy_gap"]
+    assert REMEDIES.keys() == set(NAMES)
 
 
 @pytest.mark.parametrize("name", ["ess_collapse", "log_ratio_drift"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tba_trainer.learner import learner as learner_module
-from tba_trainer.learner.batch_metrics import AGE_BUCKETS, batch_metrics, bucket_name, ess_ratio
+from tba_trainer.learner.batch_metrics import AGE_BUCKETS, batch_metrics, bucket_name, ess_ratio, gap_limit
 from tba_trainer.learner.forward_backward import (
     ForwardBackward,
     ForwardResult,
@@ -321,6 +321,33 @@ def test_the_gap_is_measured_where_the_sampler_drew_from_the_policy_itself() -> 
     left = [replace(items[0], rollout=replace(items[0].rollout, version_spans=spans))]
     assert metrics(left, step=41)["logprob_gap_on_policy"] is None
     assert metrics(left, step=45)["logprob_gap_on_policy"] == pytest.approx(0.1)
+
+
+def test_the_limit_of_the_gap_is_wide_for_few_tokens_and_rollouts_of_another_start_are_left_out() -> None:
+    items = [scored(0, 0.0, abs_gap=0.4), scored(3, 0.0, abs_gap=9.0)]
+    given = {"step": 1, "success_reward": 1.0, "policy_temperature": 1.0, "max_gap": 0.5}
+    found = batch_metrics(items, **given)
+    assert (found["logprob_gap_on_policy"], found["logprob_gap_limit"]) == pytest.approx((0.1, 0.5 + 8 / 4))
+    found = batch_metrics(items, **given, has_foreign_start=True)
+    assert (found["logprob_gap_on_policy"], found["logprob_gap_limit"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, 0.05),
+        ({"model": {"dtype": "float16"}}, 0.125),
+        ({"model": {"dtype": "bfloat16"}}, 0.5),
+        ({"trainer": {"compute_dtype": "bfloat16"}}, 0.5),
+        ({"trainer": {"canary_tolerance": 1.5}}, 1.5),
+        ({"model": {"dtype": "bfloat16"}, "searcher": {"engine": "vllm", "vllm": {"kv_cache_dtype": "fp8_e4m3"}}}, 1.0),
+        ({"searcher": {"engine": "simulated"}}, None),
+    ],
+)
+def test_what_rounding_explains_of_a_gap_follows_from_the_dtypes(
+    sections: dict[str, Any], expected: float | None
+) -> None:
+    assert gap_limit(make_recipe("m", **{"searcher": {"engine": "embedded"}, **sections})) == expected
 
 
 def test_norms_and_biases_are_not_decayed(folder: Path) -> None:

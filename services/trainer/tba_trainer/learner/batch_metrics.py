@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tba.config import Recipe
+from tba.versions import START
 from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import ForwardResult
 
+MAX_GAP = MappingProxyType({"float32": 0.05, "float16": 0.125, "bfloat16": 0.5})
+"""Nats per token that trainer and sampler may differ by on average with the same weights, by the coarser of their
+dtypes. Right weights were off by up to 0.004 (float32, TF32), 0.006 and, in a mixture of experts, 0.12
+(docs/searcher.md, "On a GPU"); wrong attention or heads by 4 and more."""
+MAX_GAP_EIGHT_BITS = 1.0
+"""The same with weights, keys or values in 8 bits: 0.64 in a random model, 0.03 in trained ones (docs/searcher.md)."""
+FLIP = 8.0
+"""Nats that one token alone may be off: rounding sends it to other experts (6.8 were seen)."""
 AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
 """First and last policy age of each bucket, in optimizer steps; None: no end."""
+
+
+def gap_limit(recipe: Recipe) -> float | None:
+    """Return the largest `logprob_gap_on_policy` that rounding explains; None: the engine computes no model."""
+    if recipe.searcher.engine == "simulated":
+        return None
+    most = max(MAX_GAP[recipe.model.dtype], MAX_GAP[recipe.trainer.compute_dtype], recipe.trainer.canary_tolerance)
+    has_8_bits = recipe.searcher.engine == "vllm" and recipe.searcher.vllm.has_8_bits
+    return max(most, MAX_GAP_EIGHT_BITS) if has_8_bits else most
 
 
 def ess_ratio(log_weights: NDArray[np.float64]) -> float | None:
@@ -64,13 +84,16 @@ def batch_metrics(
     success_reward: float,
     policy_temperature: float,
     tasks_with_minimum: Collection[str] = (),
+    max_gap: float | None = None,
+    has_foreign_start: bool = False,
 ) -> dict[str, float | None]:
     """Return the metrics of one batch, taken at theta before the update.
 
     What depends on theta is of the rollouts that a pass was made for, and None without any.
 
     `logprob_gap_on_policy` is the mean |trainer - sampler log-prob| per token over rollouts of policy age 0 that were
-    sampled from the whole distribution at the policy temperature; None without such rollouts.
+    sampled from the whole distribution at the policy temperature; None without such rollouts. `logprob_gap_limit` is
+    what it may be with so many tokens.
 
     Args:
         scored: the rollouts of the batch, at least one.
@@ -78,6 +101,8 @@ def batch_metrics(
         success_reward: a reward from which on a rollout counts as a success.
         policy_temperature: what theta's logits are divided by.
         tasks_with_minimum: tasks with a minimum length, below which searchers cannot sample end of sequence.
+        max_gap: of `gap_limit`.
+        has_foreign_start: rollouts of version 0-0 may be another starting model's, of a snapshot.
     """
     rewards = np.array([s.rollout.reward for s in scored], dtype=np.float64)
     ages = np.array([s.policy_age for s in scored])
@@ -90,10 +115,11 @@ def batch_metrics(
         if s.policy_age == 0
         # after a rollback those of the weights that were left have age 0 too
         and all(span.version.step < step for span in s.rollout.version_spans)
+        and not (has_foreign_start and s.rollout.version == START)
         and s.rollout.task not in tasks_with_minimum
         and _is_policy(s.rollout, policy_temperature)
     ]
-    gap = _ratio(sum(s.abs_gap for s in on_policy), _num_tokens(on_policy))
+    num_on_policy = _num_tokens(on_policy)
     return {
         "reward_mean": float(rewards.mean()),
         "accuracy": float((rewards >= success_reward).mean()),
@@ -103,7 +129,8 @@ def batch_metrics(
         "log_ratio_mean": _ratio(log_ratio.sum(), len(passed)),
         "log_ratio_token_mean": _ratio(log_ratio.sum(), _num_tokens(passed)),
         "kl_to_ref": _kl_to_ref(scored),
-        "logprob_gap_on_policy": gap,
+        "logprob_gap_on_policy": _ratio(sum(s.abs_gap for s in on_policy), num_on_policy),
+        "logprob_gap_limit": None if max_gap is None or not num_on_policy else max_gap + FLIP / num_on_policy,
         "num_rollouts": float(len(scored)),
         "num_tokens": float(_num_tokens(scored)),
         "num_unique_rollouts": float(len({s.rollout.response_tokens.tobytes() for s in scored})),

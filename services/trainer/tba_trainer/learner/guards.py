@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tba.config.trainer import Action, AlarmSection, GuardsSection
 from tba.versions import PolicyVersion
 
-Name = Literal["non_finite", "grad_spike", "ess_collapse", "log_ratio_drift"]
+Name = Literal["non_finite", "grad_spike", "ess_collapse", "log_ratio_drift", "on_policy_gap"]
 NAMES: tuple[Name, ...] = get_args(Name)
 SEVERITY: tuple[Action, ...] = get_args(Action)
 """Actions, the mildest first."""
@@ -202,6 +202,10 @@ def _conditions(
         limit = f"the limit is +-{drift.max_log_ratio:g}"
         text = f"theta is {log_ratio:.3f} nats per token from the policies of its data, {limit}"
         yield "log_ratio_drift", drift, text if abs(log_ratio) > drift.max_log_ratio else None
+    gap, most = metrics.get("logprob_gap_on_policy"), metrics.get("logprob_gap_limit")
+    if gap is not None and most is not None:
+        text = f"at policy age 0 trainer and sampler differ by {gap:.3g} nats per token, rounding by {most:.3g} at most"
+        yield "on_policy_gap", section.on_policy_gap, text if gap > most else None
 
 
 def _why_skipped(alarms: list[Alarm], holds: Collection[Name]) -> str | None:

@@ -23,7 +23,7 @@ from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Rollout
-from tba_trainer.learner.batch_metrics import batch_metrics
+from tba_trainer.learner.batch_metrics import batch_metrics, gap_limit
 from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks, unread_rows
 from tba_trainer.learner.guards import GuardState
 from tba_trainer.learner.log_z import RunningLogZ
@@ -139,6 +139,8 @@ class Learner:
             success_reward=self._recipe.eval.success_reward,
             policy_temperature=self._recipe.model.policy_temperature,
             tasks_with_minimum=self._tasks_with_minimum,
+            max_gap=gap_limit(self._recipe),
+            has_foreign_start=self._recipe.run.snapshot is not None,
         )
         return {
             **loss_metrics,
@@ -319,11 +321,11 @@ class Optimizer:
     def __init__(self, model: Any, section: TrainerSection) -> None:
         self._section = section
         self._parameters = trainable(model)
-        self._adamw = torch.optim.AdamW(
-            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
         # norms and biases are not decayed, as in transformers and TRL; the biases of experts are matrices
         decayed = [each for name, each in self._parameters.items() if each.ndim > 1 and not name.endswith("bias")]
         others = [each for name, each in self._parameters.items() if each.ndim <= 1 or name.endswith("bias")]
+        self._adamw = torch.optim.AdamW(
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
             lr=0.0,  # `apply` sets the rate of each step
             betas=(section.adam_beta1, section.adam_beta2),
             weight_decay=section.weight_decay,

@@ -63,8 +63,6 @@ from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
 from tba_trainer.loop.trainer_context import LineageContext
 
-MAX_ON_POLICY_GAP = 0.05
-"""Nats per token between trainer and sampler log-probs at policy age 0. More is logged: the two use unequal models."""
 MAX_VOID_BATCHES = 5
 """Batches in a row that may be void at their ack. More means that a step is slower than `batch_deadline_s`."""
 MAX_TRAINED = 65_536
@@ -307,9 +305,11 @@ class TrainingLoop:
                 lambda: schedules.raise_most_on_policy_prob(by, token=token, reason=reason),
             )
         if "fail" in action.actions:
+            is_gap = any(alarm.name == "on_policy_gap" for alarm in action.alarms)
+            remedy = "consider a lower trainer.learning_rate or a larger objective.beta"
             raise GuardError(
-                f"{reason}; that batch was not applied. {self._safe_resume_point()}; consider a lower "
-                "trainer.learning_rate or a larger objective.beta"
+                f"{reason}; that batch was not applied. {self._safe_resume_point()}; "
+                f"{REMEDIES['on_policy_gap'] if is_gap else remedy}"
             )
         if "rollback" in action.actions:
             return self._rollback(reason, is_asked_for=False)
@@ -419,14 +419,6 @@ class TrainingLoop:
         for alarm in action.alarms:
             remedy = REMEDIES[alarm.name]
             log.warning("alarm", version=version, name=alarm.name, action=alarm.action, what=alarm.text, do=remedy)
-        gap = metrics.get("logprob_gap_on_policy")
-        if gap is not None and gap > MAX_ON_POLICY_GAP:
-            log.warning(
-                "logprob_gap_on_policy",
-                gap=round(gap, 4),
-                limit=MAX_ON_POLICY_GAP,
-                hint="at policy age 0 trainer and sampler log-probs must agree: same weights, same temperature?",
-            )
 
 
 def trained_rollouts(results: Sequence[ForwardResult], *, max_bytes: int) -> TrainedRollouts | None:

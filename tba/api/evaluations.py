@@ -19,6 +19,8 @@ class EvalResult(StrictModel):
     lease_id: Name
     rewards: list[Number | None]
     num_response_tokens: list[Annotated[Integer, Field(ge=0)]]
+    num_wrong: Annotated[Integer, Field(ge=0)] | None = None
+    """Completions among those without a score that are themselves the reason: no success."""
     log_ratios: list[Number | None] | None = None
     """Sum over the response of log pi - log pi of the starting model, both at the policy temperature."""
     distinct_1: Number | None = None
@@ -81,6 +83,7 @@ class EvalNumbers(StrictModel):
     distinct_3: float | None = None
     embedding_distance: float | None = None
     num_unknown: int = 0
+    """Left out. An answer that is itself the reason for having no score is none of these: it is no success."""
 
     def metric(self, name: str) -> float | None:
         """Return the metric that `eval.best_metric` names; None if it is unknown."""

@@ -146,7 +146,7 @@ class BufferClient(RunReader):
 
     def eval_results(self, eval_id: str, results: EvalResults) -> None:
         """Report the rewards of evaluation leases."""
-        self._call("POST", f"/v1/evals/{eval_id}/results", json=results.model_dump_json().encode())
+        self._call("POST", f"/v1/evals/{eval_id}/results", json=results.model_dump_json(exclude_none=True).encode())
 
     def new_lineage(self, request: LineageRequest) -> LineageReply:
         """Start a lineage; return its number and fencing token."""

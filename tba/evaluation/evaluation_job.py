@@ -94,6 +94,8 @@ class ScoreCounts(StrictModel):
     num_unknown: int
     unknown: dict[str, int] = Field(default_factory=dict)
     """Reason -> number of unknown scores."""
+    wrong: dict[str, int] = Field(default_factory=dict)
+    """Reason -> number of answers that are themselves why they have no score: failures, and none of `num_unknown`."""
 
 
 class ModeReport(StrictModel):

@@ -17,6 +17,7 @@ from tba.errors import ChildError, UnavailableError
 from tba_cli.console import Console
 from tba_cli.reports.history import Poll, pace_late_share
 from tba_cli.reports.ledger import batch_entries, ledger_lines
+from tba_cli.reports.outputs import failures_line
 from tba_cli.run_folder import RunFolder
 
 POLL_INTERVAL_S = 1.0
@@ -33,7 +34,8 @@ class RunWatcher:
 
     Args:
         on_run: called with the run after every poll, until it is over.
-        on_advice: called with what the run calls for, when that lasts and was not said before.
+        on_news: called with a line: what the run calls for, when that lasts and was not said before; or scores that
+            failed, the first time and with every ten times as many.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class RunWatcher:
         num_steps: int,
         silence_s: float,
         on_run: Callable[[RunInfo], Awaitable[None]],
-        on_advice: Callable[[str], None],
+        on_news: Callable[[str], None],
     ) -> None:
         self._client = client
         self._folder = folder
@@ -53,7 +55,8 @@ class RunWatcher:
         self._tracker = ProgressTracker(num_steps)
         self._silence_s = silence_s
         self._on_run = on_run
-        self._on_advice = on_advice
+        self._on_news = on_news
+        self._num_failed = 0
         self._news = AdviceNews()
         self._advised_at_s = time.monotonic()
         self._num_lines = 0
@@ -83,8 +86,8 @@ class RunWatcher:
                     await asyncio.sleep(POLL_INTERVAL_S)
                     continue
                 self._view.show(progress)
-                if news is not None:
-                    self._on_advice(news)
+                for line in news:
+                    self._on_news(line)
                 if info.state == "done":
                     return info
                 # the buffer keeps `failed` until the new trainer has its lineage, which is no second failure
@@ -93,7 +96,7 @@ class RunWatcher:
                 await self._on_run(info)
                 await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _poll(self, polls: TextIO) -> tuple[RunInfo, Progress, str | None]:
+    def _poll(self, polls: TextIO) -> tuple[RunInfo, Progress, list[str]]:
         info, stats = self._client.run(), self._client.stats()
         new_lines = list(ledger_lines(self._client, after=self._num_lines))
         self._num_lines += len(new_lines)
@@ -109,10 +112,14 @@ class RunWatcher:
         polls.write(poll.model_dump_json() + "\n")
         # a kill then cuts short at most one line, which load_polls leaves out
         polls.flush()
-        news = None
+        news = list[str]()
+        if stats.num_failed >= max(1, 10 * self._num_failed):
+            self._num_failed = stats.num_failed
+            news.append(failures_line(stats.num_failed, [item.example for item in stats.failed_reasons]))
         # until there is a rollout, the waits of the start call for nothing but patience
         if stats.rollouts_generated and time.monotonic() - self._advised_at_s >= ADVICE_INTERVAL_S:
-            news = self._news.of(self._client.summary().advice)
+            advice = self._news.of(self._client.summary().advice)
+            news += [] if advice is None else [f"advice: {advice}"]
             self._advised_at_s = time.monotonic()
         return info, self._tracker.make(poll, info, stats, self._last_entry), news
 

@@ -353,7 +353,7 @@ class Supervisor:
                 num_steps=num_steps,
                 silence_s=self._recipe.local.start_timeout_s,
                 on_run=lambda info: self._pool.keep(info.searchers),
-                on_advice=lambda advice: self._console.info(escape_controls(f"advice: {advice}")),
+                on_news=lambda line: self._console.info(escape_controls(line)),
             )
             await watcher.until_over(failed_lineage=failed_lineage)
 

@@ -85,8 +85,11 @@ def _unknown(report: EvaluationReport) -> list[str]:
         for task, counts in part.scores.items():
             if counts.num_unknown:
                 reasons = ", ".join(f"{num} {reason}" for reason, num in sorted(counts.unknown.items()))
-                num = counts.num_scored + counts.num_unknown
+                num = counts.num_scored + counts.num_unknown + sum(counts.wrong.values())
                 lines.append(f"* {mode} {task}: {counts.num_unknown} of {num} scores are unknown ({reasons})")
+            if counts.wrong:
+                reasons = ", ".join(f"{num} {reason}" for reason, num in sorted(counts.wrong.items()))
+                lines.append(f"* {mode} {task}: wrong, since the answers are why they have no score: {reasons}")
     return [
         "Unknown scores are left out of the values; the brackets show how much they could change.\n\n"
         + "\n".join(lines)

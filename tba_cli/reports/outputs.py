@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba.api import CostInfo, TokenTotals
@@ -86,6 +86,10 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         # of rewards with grades the share of successes alone hides what was learned
         if rewards != (None, None) and rewards != accuracies:
             lines.insert(0, f"mean reward:    {_number(rewards[0])} -> {_number(rewards[1])}{on}")
+    if num_unknown := summary.get("num_unknown_scores"):
+        lines.append(f"left out of the last evaluation: {num_unknown} scores that are unknown")
+    if num_failed := summary.get("rollouts_failed"):
+        lines.append(escape_controls(failures_line(num_failed, [it["example"] for it in summary["failed_reasons"]])))
     if summary.get("best_version") is not None:
         lines.append(f"best version:  {summary['best_version']} ({summary['best_metric']} {summary['best_value']:.3f})")
     train_s, wait_share = summary["train_s"], summary["trainer_wait_share"]
@@ -112,6 +116,12 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     lines.append(f"logs:    {folder.logs_path}")
     lines.append(f"look:    {view_hint(folder)}")
     return lines
+
+
+def failures_line(num_failed: int, reasons: Sequence[str]) -> str:
+    """Return a line on rollouts without a score, the commonest reason first."""
+    why = f": {reasons[0].removeprefix('exception: ')}" if reasons else ""
+    return f"{num_failed:,} {'score' if num_failed == 1 else 'scores'} failed{why}"
 
 
 def _number(value: float | None) -> str:

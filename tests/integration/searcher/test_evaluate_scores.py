@@ -63,6 +63,17 @@ def test_every_answer_gets_its_own_score_under_every_task(server: RewardServer, 
     assert server.asked[0]["finish_reason"] == "length"
 
 
+def test_an_answer_is_blamed_where_others_to_its_prompt_are_scored(server: RewardServer, answers: Answers) -> None:
+    answers.answers += [replace(answer, mode="sampled", text=f"{answer.prompt}") for answer in answers.answers]
+    server.score = lambda item: "exception" if item["response"] in ("<1>", "<2>", "2") else 1.0
+    found = ask(recipe_for(server), answers)
+    assert {name: score.is_wrong for (name, _), score in found.items() if score.value is None} == {
+        "greedy-1-0": True,
+        "greedy-2-0": False,
+        "sampled-2-0": False,
+    }
+
+
 def test_a_task_with_a_python_function_gets_the_tokens_of_its_answers(server: RewardServer, answers: Answers) -> None:
     answers.answers = [replace(answer, tokens=np.array([7, answer.prompt], np.int32)) for answer in answers.answers]
     recipe = recipe_for(server, tasks=["addition", "mine"])

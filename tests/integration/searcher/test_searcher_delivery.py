@@ -159,6 +159,27 @@ def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Deli
     )
 
 
+async def test_an_evaluation_counts_the_answers_that_are_why_they_have_no_score(
+    tmp_path: Path, reward: RewardServer
+) -> None:
+    delivery = scoring_delivery(tmp_path, reward)
+    reward.score = lambda item: {"r0": 1.0, "r1": "exception", "r2": "too_long", "r3": "timeout"}[item["response"]]
+    scores = await delivery._request_scores(score_items(4))
+    item = Lease(
+        lease_id="e",
+        kind="greedy",
+        visit_id="v",
+        temperature=0.0,
+        num_rollouts=4,
+        prompt=make_prompts(1)[0],
+        expires_in_s=9.0,
+    )
+    visit = Visit(lease=item, prompt_tokens=(1,), pinned=START)
+    found = await delivery._evaluation_result(visit, [""] * 4, scores)
+    assert (found.rewards, found.num_wrong) == ([1.0, None, None, None], 2)
+    assert (await delivery._evaluation_result(visit, [""], scores[:1])).num_wrong is None
+
+
 def score_items(number: int) -> list[ScoreItem]:
     return [ScoreItem(item_id=str(n), task="addition", prompt="p", response=f"r{n}") for n in range(number)]
 

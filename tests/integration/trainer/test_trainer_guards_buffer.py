@@ -26,7 +26,7 @@ from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_rollout
 from tests.support.waits import DEADLINE_S, until
 
-FINE = {"ess": 0.9, "log_ratio_token_mean": 0.0, "grad_norm": 1.0}
+FINE = {"ess": 0.9, "log_ratio_token_mean": 0.0, "grad_norm": 1.0, "logprob_gap_on_policy": None}
 FIRST_TIME = {
     4: {
         "ess": 0.01,

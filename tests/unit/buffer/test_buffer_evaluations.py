@@ -14,6 +14,7 @@ from tba_buffer.prompts.evaluation_summary import (
     summarise_first,
 )
 
+from tba.api.scores import blamed_answers
 from tba.config.evaluation import EvalSection
 from tba.evaluation.statistics import pass_at_k
 
@@ -43,6 +44,30 @@ def test_accuracy_is_the_mean_over_prompts_of_the_share_of_known_successes() -> 
     assert (first.accuracy, first.greedy_accuracy, first.num_unknown) == (0.5, 0.0, 0)
     assert count_unknown(results, 3) == {"sample": 3, "greedy": 1}
     assert count_unknown(results, 2) == {"sample": 1, "greedy": 1}
+
+
+def test_an_answer_that_is_why_it_has_no_score_is_no_success_and_not_left_out() -> None:
+    raised = {EvaluationUnit("e", "sample", n): unit_results(rewards=[float(n < 14)]) for n in range(31)}
+    results = raised | {EvaluationUnit("e", "sample", 31): unit_results(rewards=[None], num_wrong=1)}
+    summary = summarise(results, success_reward=1.0)
+    assert (summary.accuracy, summary.num_unknown) == (14 / 32, 0)
+    assert summary.mean_reward == 14 / 31, "no number is made up for it"
+    assert count_unknown(results, 32) == {"sample": 0, "greedy": 0}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "expected"),
+    [
+        (["too_long", "ambiguous", "too_slow", "out_of_memory"], [0, 1, 2, 3]),
+        (["exception", None], [0]),  # the function scores another answer to the prompt
+        (["exception", "exception"], []),
+        (["bad_data", "crashed", "timeout", "unreachable", "abstained", None], []),
+    ],
+)
+def test_an_answer_is_blamed_where_neither_its_prompt_nor_its_scorer_can_be(
+    reasons: list[str | None], expected: list[int]
+) -> None:
+    assert blamed_answers(reasons) == expected
 
 
 def test_nothing_known_gives_no_number() -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from tba.api import LedgerReply, RunInfo, RunSummary
+from tba.api.stats import FailedReason
 from tba.clients import BufferClient
 from tba_cli.console import Console
 from tba_cli.local import progress as progress_module
@@ -120,7 +121,12 @@ def test_advice_is_told_once_when_it_lasts_and_again_when_its_share_has_changed_
     ]
 
 
-@pytest.mark.parametrize(("num_generated", "said"), [(0, []), (100, ["Try: x."])])
+FAILED = [FailedReason(reason="exception", num=6, example="exception: ValueError: x")]
+
+
+@pytest.mark.parametrize(
+    ("num_generated", "said"), [(0, []), (100, ["6 scores failed: ValueError: x", "advice: Try: x."])]
+)
 def test_a_run_says_what_it_calls_for_once_there_are_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_generated: int, said: list[str]
 ) -> None:
@@ -129,7 +135,13 @@ def test_a_run_says_what_it_calls_for_once_there_are_rollouts(
     states: Iterator[dict[str, Any]] = iter([{}, {}, {}, {"state": "done"}])
     client = SimpleNamespace(
         run=lambda: info(1).model_copy(update=next(states)),
-        stats=lambda: stats().model_copy(update={"rollouts_generated": num_generated}),
+        stats=lambda: stats().model_copy(
+            update={
+                "rollouts_generated": num_generated,
+                "num_failed": 6 if num_generated else 0,
+                "failed_reasons": FAILED,
+            }
+        ),
         ledger=lambda **_: LedgerReply(entries=[], next=None),
         summary=lambda: RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: x."),
     )
@@ -141,7 +153,7 @@ def test_a_run_says_what_it_calls_for_once_there_are_rollouts(
         num_steps=9,
         silence_s=1.0,
         on_run=lambda _: asyncio.sleep(0),
-        on_advice=found.append,
+        on_news=found.append,
     )
     asyncio.run(watcher.until_over())
     assert found == said

@@ -49,7 +49,7 @@ def answers(folder: Path, recipe: Recipe) -> Answers:
 
 
 def recipe_for(folder: Path, published: Mapping[str, Any], **sections: Any) -> Recipe:
-    searcher = {"num_slots": 4, "max_prompt_tokens": 12, "max_response_tokens": NUM_TOKENS}
+    searcher = {"engine": "embedded", "num_slots": 4, "max_prompt_tokens": 12, "max_response_tokens": NUM_TOKENS}
     return make_recipe(folder, searcher=searcher, **{"eval": {"published": published}, **sections})
 
 
@@ -86,6 +86,17 @@ def test_a_prompt_that_does_not_fit_is_refused_and_its_scores_are_unknown(recipe
     assert (counts.num_scored, counts.num_unknown, counts.unknown) == (9, 3, {"no_completion": 3})
     rate = measured.by_name["greedy.exact.success_rate"]
     assert (rate.value, rate.low, rate.high, rate.num_prompts) == (1.0, 0.75, 1.0, 3)
+
+
+def test_answers_that_are_why_they_have_no_score_are_failures(recipe: Recipe, answers: Answers) -> None:
+    scores = {(answer.name, "exact"): Score(1.0, None, "exact@1") for answer in answers.answers}
+    scores["sampled-0-1", "exact"] = Score(None, "exception", is_wrong=True)
+    scores["sampled-0-2", "exact"] = Score(None, "crashed")
+    measured = EvaluationMetrics(recipe, answers, scores, {})
+    counts = measured.report("sampled").scores["exact"]
+    assert (counts.num_scored, counts.wrong) == (7, {"exception": 1})
+    assert counts.unknown == {"no_completion": 3, "crashed": 1}
+    assert measured.by_name["sampled.exact.success_rate"].value == pytest.approx((0.5 + 1 + 1) / 3)
 
 
 def test_unknown_scores_count_for_nothing_in_any_metric(recipe: Recipe, answers: Answers) -> None:

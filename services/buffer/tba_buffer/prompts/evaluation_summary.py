@@ -48,8 +48,8 @@ Results = Mapping[EvaluationUnit, Mapping[str, Any]]
 def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int] = ()) -> EvalNumbers:
     """Return the numbers of a finished evaluation.
 
-    Accuracy is the mean over prompts of the share of successes among the known scores of that prompt; prompts without
-    a known score are left out. None where nothing is known.
+    Accuracy is the mean over prompts of the share of successes among the known scores of that prompt and the answers
+    that are wrong without one; prompts without either are left out. None where nothing is known.
     """
     successes: dict[str, list[list[bool]]] = {kind: [] for kind in KINDS}
     samples: dict[str, list[Any]] = {name: [] for name in ("rewards", "num_response_tokens", "log_ratios")}
@@ -57,8 +57,9 @@ def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int]
     num_unknown = 0
     for unit, result in results.items():
         known = [reward for reward in result["rewards"] if reward is not None]
-        num_unknown += len(result["rewards"]) - len(known)
-        successes[unit.kind].append([reward >= success_reward for reward in known])
+        num_wrong = result.get("num_wrong") or 0
+        num_unknown += len(result["rewards"]) - len(known) - num_wrong
+        successes[unit.kind].append([reward >= success_reward for reward in known] + [False] * num_wrong)
         if unit.kind == "sample":
             for name, values in samples.items():
                 values += [value for value in result.get(name) or () if value is not None]
@@ -90,7 +91,7 @@ def count_unknown(results: Results, num_prompts: int) -> dict[str, int]:
     counts: dict[str, int] = dict.fromkeys(KINDS, 0)
     for unit, result in results.items():
         if unit.number < num_prompts:
-            counts[unit.kind] += sum(reward is None for reward in result["rewards"])
+            counts[unit.kind] += result["rewards"].count(None) - (result.get("num_wrong") or 0)
     return counts
 
 

@@ -116,17 +116,21 @@ class EvaluationMetrics:
 
     def _counts(self, mode: Mode, task: str) -> ScoreCounts:
         scores = [score for part in self._of_task(mode, task, self._prompts_of(task)) for score in part]
-        unknown = Counter(score.reason or "no reason" for score in scores if score.value is None)
+        wrong = Counter(score.reason or "no reason" for score in scores if score.is_wrong)
+        unknown = Counter(score.reason or "no reason" for score in scores if score.value is None) - wrong
         return ScoreCounts(
             reward_versions=sorted({score.reward_version for score in scores if score.reward_version is not None}),
             success=self._recipe.eval.success_rule(task),
-            num_scored=len(scores) - unknown.total(),
+            num_scored=len(scores) - unknown.total() - wrong.total(),
             num_unknown=unknown.total(),
             unknown=dict(unknown),
+            wrong=dict(wrong),
         )
 
     def _succeeds(self, task: str, score: Score) -> bool | None:
-        return None if score.value is None else self._recipe.eval.succeeds(task, score.value)
+        if score.value is None:
+            return False if score.is_wrong else None
+        return self._recipe.eval.succeeds(task, score.value)
 
 
 def diversities(parts: Parts, *, embedder: Embedder | None, succeeds: Callable[[Answer], bool]) -> dict[str, Estimate]:

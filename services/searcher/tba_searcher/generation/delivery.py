@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
-from tba.api.scores import AWAY_REASONS, HANG_REASONS
+from tba.api.scores import AWAY_REASONS, HANG_REASONS, blamed_answers
 from tba.clients import BufferClient, RewardClient
 from tba.concurrency import in_thread
 from tba.config import Recipe
@@ -216,8 +216,9 @@ class Delivery:
                 ]
                 scored = _ScoredVisit(visit, [encode_rollout(rollout) for rollout in rollouts])
             else:
-                rewards = [score.reward if isinstance(score, ScoreResult) else None for score in scores[start:end]]
-                scored = _ScoredVisit(visit, [], await self._evaluation_result(visit, texts[start:end], rewards))
+                scored = _ScoredVisit(
+                    visit, [], await self._evaluation_result(visit, texts[start:end], scores[start:end])
+                )
             if visit.lease.lease_id in self._open:  # asked again: a drain may have begun during the awaits
                 self._scored.put_nowait(scored)
             self._unscored.pop(visit.lease.lease_id, None)
@@ -292,8 +293,13 @@ class Delivery:
         self._status.counts["scores_pending"] += len(items)
         return [reason] * len(items)
 
-    async def _evaluation_result(self, visit: Visit, texts: list[str], rewards: list[float | None]) -> EvalResult:
-        return await in_thread(lambda: self._results.result(visit, texts, rewards))
+    async def _evaluation_result(
+        self, visit: Visit, texts: list[str], scores: Sequence[ScoreResult | str]
+    ) -> EvalResult:
+        rewards = [score.reward if isinstance(score, ScoreResult) else None for score in scores]
+        reasons = [score if isinstance(score, str) else score.error and score.error.reason for score in scores]
+        found = await in_thread(lambda: self._results.result(visit, texts, rewards))
+        return found.model_copy(update={"num_wrong": len(blamed_answers(reasons)) or None})
 
     async def _ref_logprobs(self, visit: Visit) -> list[RefLogprob | None]:
         """Return the ref log-prob of every completion, None for one that is no bounded number."""

@@ -27,7 +27,7 @@ from tba_cli.reports.outputs import delete_run_objects, result_lines
 from tba_cli.resolve import check_model, custom_objects, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
-from tba_cli.setup.prepare import prepare_at_start
+from tba_cli.setup.prepare import endless_warning, prepare_at_start
 
 EXIT_INTERRUPTED = 130
 LOCAL_ROLES = ("searcher", "trainer", "operator")
@@ -68,9 +68,10 @@ def run_local(
     prepare_at_start(original, console)
     check_prepared(original)
     needs_warm_start = check_model(original)
-    if (warning := original.temperature_warning) is not None:
-        console.result(f"warning: {warning}")
     prompts = prompts_of(original)
+    endless = None if needs_warm_start else endless_warning(original, prompts)
+    for warning in filter(None, (original.temperature_warning, endless)):
+        console.result(f"warning: {warning}")
     check_tasks(prompts, tasks_of_recipe(original))
     if (shared := in_both_splits(original, prompts)) is not None:
         console.result(f"warning: {shared}")

@@ -6,6 +6,7 @@ Idempotent: a folder that is there is only checked. Programs of their own do the
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,6 +199,31 @@ def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, 
     """
     (answer,) = _measured(recipe, [recipe.model.path], prompts)
     return answer, _lengths(recipe, answer, len(prompts))
+
+
+def endless_warning(recipe: Recipe, prompts: Sequence[Prompt], answer: dict[str, Any] | None = None) -> str | None:
+    """Return that no answer ends before its length limit, and behind the ; what to do; None where they end.
+
+    Args:
+        answer: of `convert check`; None: it is asked, where the files of the model leave room for doubt.
+    """
+    folder = Path(recipe.model.path)
+    if answer is None:
+        files = [folder / name for name in ("tokenizer_config.json", "generation_config.json", "config.json")]
+        text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+        has_template = '"chat_template"' in text or (folder / "chat_template.jinja").is_file()
+        if not has_template and re.search(r'"eos_token(_id)?":\s*[^n\s]', text):
+            return None
+        (answer,) = _measured(recipe, [recipe.model.path], prompts[:100])
+    token, tasks = answer["endless"], recipe.searcher.tasks
+    stops = [tasks[prompt.task].stop if prompt.task in tasks else [] for prompt in prompts]
+    if token is None or all(token in stop if token else stop for stop in stops):
+        return None
+    what = f"its chat template ends turns with {token!r}, which is none" if token else "none follows an answer"
+    return (
+        f"answers end with an end of sequence, and of {folder} {what}: every answer runs to its length limit; name it "
+        "in eos_token_id of its generation_config.json, or as a stop string (searcher.tasks.NAME.stop)"
+    )
 
 
 def _measured(recipe: Recipe, folders: Sequence[str], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
 
     Returns:
         Architecture, number of parameters, vocabulary size, longest sequence in tokens (or none), tokens of each text,
-        number of texts with something unknown, and what that is.
+        number of texts with something unknown, and what that is; and whether answers end (`_endless`).
 
     Raises:
         ConfigError: something is missing, unreadable or cut short.
@@ -61,7 +61,30 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
         "max_length_tokens": getattr(config.get_text_config(), "max_position_embeddings", None),
         "text_tokens": [len(row) for row in rows],
         **_unknown(tokenizer, texts),
+        "endless": _endless(folder, config, tokenizer, texts),
     }
+
+
+def _endless(folder: Path, config: Any, tokenizer: Any, texts: list[str]) -> str | None:
+    """Return the token behind an answer where it ends no sequence ("": there is none); None: answers end."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:  # then models take the one of their config
+        ends = getattr(config.get_text_config(), "eos_token_id", None)
+    eos_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    try:
+        chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+        asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+        behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")[2].lstrip()
+    except Exception:  # no template, or one that wants other turns
+        return None if eos_ids else ""
+    opening = asked.rpartition("QUESTION")[2].split()
+    if not opening or not any(opening[0] in text for text in texts):  # prompts without the template
+        return None if eos_ids else ""
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
+    return None if eos_ids.intersection(ids) else tokenizer.decode(ids)
 
 
 def _unknown(tokenizer: Any, texts: list[str]) -> dict[str, Any]:

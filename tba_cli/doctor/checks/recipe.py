@@ -26,7 +26,7 @@ from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.resolve import check_model, custom_objects
-from tba_cli.setup.prepare import measure_model
+from tba_cli.setup.prepare import endless_warning, measure_model
 from tba_cli.starter_models.lessons import LESSONS, MAX_SHOWN_UNKNOWN
 
 MAX_MEASURED_PROMPTS = 2000
@@ -235,6 +235,8 @@ class RecipeChecks:
             return
         yield ok("tokenizer", f"{answer['architecture']}, vocabulary of {answer['vocab_size']:,}")
         yield from _unknown_results(answer["num_unknown_texts"], len(measured), answer["unknown"])
+        if (warning := endless_warning(self.recipe, measured, answer)) is not None:
+            yield warn("end-of-answers", *warning.rsplit("; ", 1))
         num_over = sum(tokens > self.recipe.searcher.max_prompt_tokens for tokens in answer["text_tokens"])
         # a warning: the run works without them, since searchers refuse such prompts
         if num_over:

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from tba.api import Prompt
+from tba.config import parse_recipe
 from tba.errors import ConfigError
 from tba_cli.child_processes import run_program
+from tba_cli.setup.prepare import endless_warning
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.first_command import HOOK
 from tests.support.hub_server import HubServer, commit_of
@@ -184,6 +187,41 @@ def test_weights_that_were_cut_short_are_found(tmp_path):
     (tmp_path / "m" / "model.safetensors.index.json").write_text('{"weight')
     with pytest.raises(ConfigError, match=r"model.safetensors.index.json is damaged"):
         check(tmp_path / "m", [])
+
+
+def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
+    from tba_cli.starter_models.convert import check
+    from tba_cli.starter_models.tiny import make
+
+    folder = tmp_path / "m"
+    make("llama_chat", folder, seed=0)
+    asked = "<|user|>\n4<|eot|>\n<|assistant|>\n"
+    prompts = [Prompt(prompt_id="p", task="t", text=asked, split="train")]
+    assert check(folder, [asked])["endless"] is None
+
+    def warning(**searcher):
+        recipe = {"run": {"name": "r"}, "model": {"path": str(folder)}, "data": {"generator": "addition"}}
+        reward = {"tasks": {"t": {"scorers": [{"kind": "exact"}]}}}
+        return endless_warning(parse_recipe({**recipe, "reward": reward, "searcher": searcher}, where="test"), prompts)
+
+    assert warning() is None
+    for name, key, value in (
+        ("tokenizer_config.json", "eos_token", "</s>"),
+        ("generation_config.json", "eos_token_id", 1),
+        ("config.json", "eos_token_id", 1),
+    ):
+        document = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**document, key: value}))
+    assert "ends turns with '<|eot|>', which is none" in (warning() or "")
+    assert warning(tasks={"t": {"stop": ["<|eot|>"]}}) is None
+    assert check(folder, ["4"])["endless"] is None, "the template is not used"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4]}))
+    assert warning() is None
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        document = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({key: each for key, each in document.items() if "eos" not in key}))
+    prompts = [prompts[0].model_copy(update={"text": "4"})]
+    assert "none follows an answer" in (warning() or "")
 
 
 def test_an_end_of_text_by_name_is_not_unknown(tmp_path):

@@ -43,6 +43,7 @@ class Run:
     def __init__(self, folder: Path, stack: Stack, model: Path) -> None:
         self.folder, self.stack, self.client = folder, stack, stack.client
         document: dict[str, Any] = stack.recipe.model_dump()
+        document["searcher"]["engine"] = "simulated"  # the log-probs of `make_rollout` are no model's
         document["model"]["path"] = str(model)
         document["store"]["url"] = f"file://{folder / 'store'}"
         document["tracking"]["metrics_path"] = str(folder / "metrics.jsonl")

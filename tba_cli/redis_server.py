@@ -72,7 +72,9 @@ def redis_command(binary: str, *, port: int, folder: Path, conf: Path) -> list[s
 
 def shut_off_acting_commands(binary: str, conf: Path) -> str:
     """Let no command act in a Redis that only shows a file, perhaps of somebody else; return the new name of SCRIPT."""
-    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False, timeout=VERSION_S)
+    version = subprocess.run(
+        [binary, "--version"], capture_output=True, encoding="utf-8", check=False, timeout=VERSION_S
+    )
     major = re.search(r"\bv=(\d+)", version.stdout)
     names = f"{ACTING} {ACTING_SINCE_7 if major is None or int(major[1]) >= 7 else ''}".split()
     # A command without a name ends the loading with an error. Redis 6 has SCRIPT LOAD in every file: there it does

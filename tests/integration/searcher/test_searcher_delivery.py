@@ -252,7 +252,27 @@ async def test_a_prompt_that_a_scorer_hangs_on_keeps_no_other_waiting_and_is_nam
     await asyncio.wait(tasks)
 
 
-def one_visit(delivery: Delivery, number: int = 0) -> Visit:
+async def test_an_evaluation_whose_request_got_no_answer_because_of_another_is_asked_alone(
+    tmp_path: Path, reward: RewardServer
+) -> None:
+    """As an endpoint does that hangs on one item of a batch: none of the batch has a score."""
+    hung = make_prompts(2)[1].text
+
+    def score(item: dict[str, Any]) -> Answer:
+        return "unreachable" if hung in {each["prompt"] for each in reward.requests[-1]} else 1.0
+
+    reward.score = score
+    delivery = scoring_delivery(tmp_path, reward)
+    visits = [one_visit(delivery, number, pinned=START) for number in range(2)]
+    await delivery._score(visits)
+    assert delivery._scored.empty()
+    for _ in visits:
+        await delivery._score([delivery._alone.get_nowait()], alone=True)
+    results = [delivery._scored.get_nowait().result for _ in visits]
+    assert [None if result is None else result.rewards for result in results] == [[1.0], [None]]
+
+
+def one_visit(delivery: Delivery, number: int = 0, pinned: PolicyVersion | None = None) -> Visit:
     """A complete visit, in the hands of the delivery."""
     prompt = make_prompts(number + 1)[number]
     item = Lease(
@@ -264,7 +284,7 @@ def one_visit(delivery: Delivery, number: int = 0) -> Visit:
         temperature=1.0,
         expires_in_s=60.0,
     )
-    visit = Visit(lease=item, prompt_tokens=(1,), pinned=None)
+    visit = Visit(lease=item, prompt_tokens=(1,), pinned=pinned)
     visit.completions.append(
         Completion(
             request_id="train-1-0",

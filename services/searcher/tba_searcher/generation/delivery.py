@@ -208,6 +208,10 @@ class Delivery:
                 log.warning("a scorer hangs", task=prompt.task, prompt_id=prompt.prompt_id, detail=hung.detail)
             if visit.lease.lease_id not in self._open:  # an evaluation that a drain has abandoned
                 continue
+            # another item of the request may be the cause, and an evaluation is scored now or never
+            if visit.pinned is not None and not alone and any(each.reason in AWAY_REASONS for each in errors):
+                self._alone.put_nowait(visit)
+                continue
             if visit.pinned is None:
                 refs = await self._ref_logprobs(visit)
                 rollouts = [

@@ -17,7 +17,7 @@ from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire.snapshot_manifest import SnapshotSource
 from tba_cli.commands.buffer import save_folder, show_save
-from tba_cli.commands.run import already_finished, check_flags, loudness_of, resumed_recipe
+from tba_cli.commands.run import check_flags, loudness_of, resumed_recipe
 from tba_cli.console import Console
 from tba_cli.local.launch import run_folder_of, run_local
 from tba_cli.local.resume import RecipeFile, recipe_file_of, this_program
@@ -39,10 +39,11 @@ def fork_command(args: argparse.Namespace) -> int:
     else:
         recipe, recipe_file = _recipe(args, run, version, name)
         folder = run_folder_of(recipe)
-    if args.resume and folder.is_finished:
-        return already_finished(folder, console)
     if args.resume and folder.has_begun:
-        recipe, recipe_file = resumed_recipe(folder, args, args.recipe, console)
+        resumed = resumed_recipe(folder, args, args.recipe, console)
+        if resumed is None:
+            return 0
+        recipe, recipe_file = resumed
     elif args.buffer is None:
         # before the buffer is saved, which may take minutes
         check_origin(recipe)

@@ -24,10 +24,11 @@ def run_command(args: argparse.Namespace) -> int:
     sets = [*args.set, *flag_sets(args)]
     recipe, recipe_file = load_recipe(args.recipe, sets=sets), recipe_file_of(args.recipe, sets)
     folder = run_folder_of(recipe)
-    if args.resume and folder.is_finished:
-        return already_finished(folder, console)
     if args.resume and folder.has_begun:
-        recipe, recipe_file = resumed_recipe(folder, args, args.recipe, console)
+        resumed = resumed_recipe(folder, args, args.recipe, console)
+        if resumed is None:
+            return 0
+        recipe, recipe_file = resumed
     return run_local(
         recipe,
         recipe_file=recipe_file,
@@ -66,13 +67,17 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def resumed_recipe(
     folder: RunFolder, args: argparse.Namespace, path: str | None, console: Console
-) -> tuple[Recipe, RecipeFile | None]:
+) -> tuple[Recipe, RecipeFile | None] | None:
     """Return the recipe that the run began with, plus --set. Variables of the environment do not count.
 
     Changes of the recipe's file since then are printed, and refused unless --take-changes is given.
 
+    Returns:
+        None: the run is finished, and this recipe is its own and asks for no more; its results were printed.
+
     Raises:
-        ConfigError: --seed or --set run.seed differs from the seed of the run; or as `resume_recipe`.
+        ConfigError: --seed or --set run.seed differs from the seed of the run; the run is finished, and another recipe
+            asks for no more training; or as `resume_recipe`.
     """
     original = load_recipe(folder.recipe_path, environ={})
     original_run = original.run
@@ -87,7 +92,10 @@ def resumed_recipe(
                 "resume it, or begin another run with --run-name"
             )
     # with --set and the changed file applied: both can change a constant
-    check_constant(with_absolute_paths(original), with_absolute_paths(recipe))
+    original, taken = with_absolute_paths(original), with_absolute_paths(recipe)
+    check_constant(original, taken)
+    if folder.is_finished and not _continues_finished(folder, original, taken, console):
+        return None
     return recipe, recipe_file
 
 
@@ -102,12 +110,26 @@ def command_line(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def already_finished(folder: RunFolder, console: Console) -> int:
-    """Print the results of a finished run; return the exit code."""
-    console.result(
-        f"run folder {folder.path} holds a finished run: there is nothing to resume; `tba fork "
-        f"{folder.path.name}@LINEAGE-STEP NEW_NAME` begins a new run with a version of it"
+def _continues_finished(folder: RunFolder, began: Recipe, recipe: Recipe, console: Console) -> bool:
+    """Return whether a recipe asks for more training than a finished run has done; else print the run's results.
+
+    Raises:
+        ConfigError: it does not, and is not the recipe of the run: what it changes would have no effect.
+    """
+    summary = json.loads(folder.summary_path.read_bytes())
+    step, limit_s, old_limit_s = summary["steps"], recipe.trainer.max_train_s, began.trainer.max_train_s
+    ended_by_time = "trainer.max_train_s" in (summary["state_reason"] or "")
+    time_is_over = ended_by_time and old_limit_s is not None and limit_s is not None and limit_s <= old_limit_s
+    if step < recipe.trainer.num_steps and not time_is_over:
+        return True
+    more = f"trainer.max_train_s above {old_limit_s:g}" if time_is_over else f"trainer.num_steps above {step}"
+    said = (
+        f"run folder {folder.path} holds a run that is finished at step {step}: there is nothing to resume; to train "
+        f"on, set {more}; `tba fork {folder.path.name}@LINEAGE-STEP NEW_NAME` begins a new run with a version of it"
     )
-    for line in result_lines(json.loads(folder.summary_path.read_bytes()), folder):
+    if recipe != began:
+        raise ConfigError(said)
+    console.result(said)
+    for line in result_lines(summary, folder):
         console.result(line)
-    return 0
+    return False

@@ -229,7 +229,7 @@ class Supervisor:
             await self._warm_start()
         await self._start_services()
         info = await self._prepare_run()
-        # a supervisor that died between the run's end and its summary leaves a run that only lacks the summary
+        # a supervisor that died between the run's last step and its summary leaves a run that only lacks the summary
         is_done = info.state == "done"
         if not is_done:
             await self._processes.start(self._services.trainer())
@@ -308,7 +308,7 @@ class Supervisor:
         self._console.info(f"buffer {self._recipe.buffer_url}  reward {self._recipe.reward_url}")
         self._console.info(f"look:  {view_hint(self._folder)}")
         info = await asyncio.to_thread(self._client.run)
-        if info.state == "paused":
+        if info.state == "paused" or (info.state == "done" and info.step < self._recipe.trainer.num_steps):
             return await asyncio.to_thread(self._client.command, "resume", RunCommand(reason="tba run --resume"))
         return info  # a run that is stopping or failed continues when the trainer takes a new lineage
 

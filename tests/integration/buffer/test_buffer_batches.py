@@ -360,6 +360,8 @@ def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> 
     assert client.command("done", RunCommand(token=lineage.token)).state == "done"
     second = start_lineage(client, PolicyVersion(1, 1))
     assert client.run().state == "running"
+    client.command("done", RunCommand(token=second.token))
+    assert client.command("resume", RunCommand()).state == "running"
     ack(client, second, 2, draw(client, second, 2))
     whole = client.run_changes()
     assert [(item.number, item.role, item.command, item.reason, item.old, item.new) for item in whole.changes] == [
@@ -368,10 +370,13 @@ def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> 
         (3, "operator", "stop", None, "running", "stopping"),
         (4, "trainer", "done", None, "stopping", "done"),  # said twice, changed once
         (5, "trainer", "lineage", None, "done", "running"),
+        (6, "trainer", "done", None, "running", "done"),
+        (7, "operator", "resume", None, "done", "running"),
     ]
-    assert [(item.lineage, item.step) for item in whole.changes] == [(1, 0), (1, 0), (1, 0), (1, 1), (2, 1)]
+    steps = [(1, 0), (1, 0), (1, 0), (1, 1), (2, 1), (2, 1), (2, 1)]
+    assert [(item.lineage, item.step) for item in whole.changes] == steps
     assert all(abs(item.at_s - time.time()) < 600 for item in whole.changes)
-    assert client.run_changes(after=4).changes == [client.run().last_change]
+    assert client.run_changes(after=6).changes == [client.run().last_change]
 
 
 def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: ServeBuffer) -> None:

@@ -156,6 +156,17 @@ def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
     assert place.run("--resume", "--set", "trainer.num_steps=8").returncode == 0
     assert place.summary()["steps"] == 8
     assert place.summary()["seed"] == 5
+    # the run is finished now: more steps are made, and everything else is refused
+    for words in (["--seed", "6"], ["--set", "trainer.num_steps=7"], ["--set", "trainer.keep_versions=9"]):
+        place.refused("--resume", *words)
+        assert place.summary()["steps"] == 8
+    assert place.run("--resume", "--set", "trainer.num_steps=9", "--set", "trainer.max_train_s=5").returncode == 0
+    assert (place.summary()["steps"], place.summary()["lineages"]) == (9, 3)
+    # as a run that ended by its time
+    over = place.summary() | {"state_reason": "trained to 3-9: trainer.max_train_s (5 s) is over"}
+    (place.folder / "summary.json").write_text(json.dumps(over))
+    more_steps = place.refused("--resume", "--set", "trainer.num_steps=12")
+    assert "trainer.max_train_s above 5" in more_steps.stderr
 
 
 def test_a_recipe_that_was_edited_is_not_ignored_in_silence(place):

@@ -1,6 +1,7 @@
 """Change the state of the run, which says what is allowed now.
 
 running <-> paused        pause (operator, or a guard of the trainer with the active token), resume (operator)
+done -> running           resume (operator), before a trainer that is to make more steps starts
 running, paused -> stopping        stop (operator): no new visits, no new batches; evaluations continue
 any -> done, failed                done, fail (the trainer with the active token)
 running -> failed                  the buffer itself: a reward function raises for every item
@@ -31,7 +32,7 @@ Command = Literal["pause", "resume", "stop", "done", "fail"]
 # command -> (state it leads to, states it starts from, whether it needs the active token)
 COMMANDS: dict[Command, tuple[RunState, tuple[RunState, ...], bool]] = {
     "pause": ("paused", ("running",), False),
-    "resume": ("running", ("paused",), False),
+    "resume": ("running", ("paused", "done"), False),
     "stop": ("stopping", ("running", "paused"), False),
     "done": ("done", ("running", "paused", "stopping", "failed"), True),
     "fail": ("failed", ("running", "paused", "stopping"), True),

@@ -112,7 +112,7 @@ def _take_lineage(
         if info.state == "done":
             raise ConflictError(
                 f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
-                "choose another run.name"
+                "choose another run.name, or let it continue (`tba resume`) where the recipe asks for more steps"
             )
         # An alarm's rollback comes first. Where it goes back as far, it does what was asked for too; else the request
         # waits on, and the new lineage does it at its first draw.

@@ -81,6 +81,6 @@ for step in range(begun["step"] + 1, RECIPE["trainer"]["num_steps"] + 1):
     time.sleep(0.02)
 evaluate(f"{begun['lineage']}-{RECIPE['trainer']['num_steps']}", 0.5)
 export = Path(RECIPE["store"]["url"].removeprefix("file://")) / "runs" / RECIPE["run"]["name"] / "export"
-export.mkdir(parents=True)
+export.mkdir(parents=True, exist_ok=True)
 (export / "config.json").write_text('{"exported": true}')
 post("/v1/run/done", {"reason": None, "token": "t"})

@@ -98,7 +98,7 @@ def _of_name(value: Any) -> Any:
     return {"column": value} if isinstance(value, str) else value
 
 
-class _RowsSection(StrictModel):
+class RowsSection(StrictModel):
     """How a row becomes a prompt."""
 
     task: str = Field(min_length=1, max_length=128)
@@ -122,7 +122,7 @@ class _RowsSection(StrictModel):
             raise ValueError("chat_template_kwargs are for messages in `column`, and here is a `template`; remove them")
 
 
-class DatasetSection(_RowsSection):
+class DatasetSection(RowsSection):
     """Prompts of one split, from a data set of the Hugging Face library or written out here.
 
     The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
@@ -157,7 +157,7 @@ class DatasetSection(_RowsSection):
         return self
 
 
-class ColumnsSection(_RowsSection):
+class ColumnsSection(RowsSection):
     """How a row of the file `data.path` becomes a prompt, where its columns have other names than a prompt's fields.
 
     The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.

@@ -147,12 +147,13 @@ class Columns:
     """The meaning of the columns, for rows of another shape.
 
     `data` gives the column of each key of the prompt's data. Without `id_column` the id is a digest of task, text and
-    data, so the same row is the same prompt wherever it stands.
+    data, so the same row is the same prompt wherever it stands; `id_prefix` (by default the task) is before it.
     """
 
     task: str
     text: TextColumn | TextTemplate
     id_column: str | None = None
+    id_prefix: str | None = None
     data: Mapping[str, ColumnValue] = field(default_factory=dict)
 
     @property
@@ -172,7 +173,7 @@ class Columns:
         if self.id_column is None:
             # sorted: the order of the columns must not change an id
             content = json.dumps([self.task, text, data], sort_keys=True)
-            prompt_id = f"{self.task}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
+            prompt_id = f"{self.id_prefix or self.task}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
         else:
             prompt_id = column_text(values, self.id_column)
         return validated({"prompt_id": prompt_id, "task": self.task, "text": text, "data": data})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.api import Prompt, PromptUploadReply, RewardInfo
+from tba.api import Prompt, PromptUploadReply, RewardInfo, Split
 from tba.api.scores import STARTING
 from tba.clients import BufferClient
 from tba.config import Recipe
+from tba.config.data import RowsSection
 from tba.config.reward import BUILT_IN_TASKS, ExactSpec, LastNumberSpec, MathSpec
 from tba.errors import ConfigError
 from tba_cli.generators import load_prompt_source
@@ -27,8 +29,7 @@ from tba_cli.prompts.columns import (
     native_prompt,
     stored_columns,
 )
-from tba_cli.prompts.datasets import dataset_prompts, split_prompts
-from tba_cli.prompts.sources import ChatSource, Render, Row, Source, open_file
+from tba_cli.prompts.sources import ChatSource, HubSource, Render, Row, Source, TextsSource, open_file
 
 COLUMNS_HINT = (
     "; say what they are: [data.columns] in the recipe; for an upload --task, --text (or --text-template), --id and "
@@ -56,8 +57,8 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
             except RowError as error:
                 raise ConfigError(f"{where}, prompt {prompt.prompt_id!r}: {error}") from None
     elif data.train is not None:
-        prompts = dataset_prompts(data, _renderer(recipe), gold)
         where = "[data.train] and [data.heldout]"
+        prompts = [*_dataset_prompts(recipe, "train"), *_dataset_prompts(recipe, "heldout")]
     else:
         source = open_file(Path(data.path or ""))
         prompts, where = list(_file_prompts(recipe, source)), source.name
@@ -76,21 +77,42 @@ def heldout_prompts(recipe: Recipe) -> list[Prompt]:
     """
     # a data set to train on may have millions of rows
     if recipe.data.heldout is not None:
-        return split_prompts(recipe.data.heldout, "heldout", _renderer(recipe), gold_keys(recipe)).prompts
+        return list(_dataset_prompts(recipe, "heldout"))
     return [prompt for prompt in prompts_of(recipe) if prompt.split == "heldout"]
 
 
 def _file_prompts(recipe: Recipe, source: Source) -> PromptReader:
-    section = recipe.data.columns
+    section, gold = recipe.data.columns, gold_keys(recipe)
     if section is None:
-        return PromptReader(source, gold=gold_keys(recipe))
-    if section.column is not None:
-        text, arguments = TextColumn(section.column), section.chat_template_kwargs
-        source = ChatSource(source, section.column, _renderer(recipe), template_kwargs=arguments)
-    else:
-        text = TextTemplate(section.template or "", where="data.columns.template")
+        return PromptReader(source, gold=gold)
+    source, text = _with_text(recipe, section, source, "data.columns")
     columns = Columns(task=section.task, text=text, data=section.data)
-    return PromptReader(source, columns, SplitRule(num_heldout=section.num_heldout), gold=gold_keys(recipe))
+    return PromptReader(source, columns, SplitRule(num_heldout=section.num_heldout), gold=gold)
+
+
+def _dataset_prompts(recipe: Recipe, split: Split) -> PromptReader:
+    section, where = recipe.data.heldout if split == "heldout" else recipe.data.train, f"data.{split}"
+    assert section is not None, "the recipe was checked"
+    if section.dataset is None:
+        source, text = TextsSource(f"{where}.texts", section.texts or []), TextColumn("text")
+    else:
+        source = HubSource(section.dataset, section.split, subset=section.subset, revision=section.revision)
+        source.name = f"{where}: {source.name}"
+        source, text = _with_text(recipe, section, source, where, max_rows=section.max_prompts)
+    # a text that is in both splits gives two prompts
+    prefix = section.task if split == "train" else f"{section.task}-{split}"
+    columns = Columns(task=section.task, text=text, data=section.data, id_prefix=prefix)
+    return PromptReader(source, columns, SplitRule(split), gold=gold_keys(recipe), max_rows=section.max_prompts)
+
+
+def _with_text(
+    recipe: Recipe, section: RowsSection, source: Source, where: str, *, max_rows: int | None = None
+) -> tuple[Source, TextColumn | TextTemplate]:
+    if section.column is None:
+        return source, TextTemplate(section.template or "", where=f"{where}.template")
+    arguments = section.chat_template_kwargs
+    chats = ChatSource(source, section.column, _renderer(recipe), template_kwargs=arguments, max_rows=max_rows)
+    return chats, TextColumn(section.column)
 
 
 def gold_keys(recipe: Recipe) -> Gold:
@@ -148,15 +170,23 @@ class PromptReader:
         columns: the meaning of the columns; None: they have the names of a prompt's fields.
         rule: which prompts of mapped rows are held out.
         gold: the data that a prompt needs.
+        max_rows: only the first rows are read.
 
     Raises:
         ConfigError: the source lacks a column, or the rule cannot be kept.
     """
 
     def __init__(
-        self, source: Source, columns: Columns | None = None, rule: SplitRule | None = None, *, gold: Gold | None = None
+        self,
+        source: Source,
+        columns: Columns | None = None,
+        rule: SplitRule | None = None,
+        *,
+        gold: Gold | None = None,
+        max_rows: int | None = None,
     ) -> None:
-        self._source, self._columns, self._rule, self._gold = source, columns, rule or SplitRule(), gold or {}
+        self._source, self._columns, self._rule = source, columns, rule or SplitRule()
+        self._gold, self._max_rows = gold or {}, max_rows
         self.num_repeated = 0
         """Number of rows that the last pass left out."""
         self._check_columns()
@@ -168,7 +198,7 @@ class PromptReader:
     def __iter__(self) -> Iterator[Prompt]:
         """Yield the prompts; raise ConfigError that names file, row, column and value, or where there is no prompt."""
         self.num_repeated, seen = 0, set()
-        for row in self._source.rows(self._wanted):
+        for row in itertools.islice(self._source.rows(self._wanted), self._max_rows):
             try:
                 prompt = self._prompt(row)
                 check_gold(prompt, self._gold)

@@ -52,7 +52,7 @@ class Source(Protocol):
         ...
 
     @property
-    def columns(self) -> list[str] | None:
+    def columns(self) -> Sequence[str] | None:
         """Its columns; None where every row has its own (JSONL)."""
         ...
 
@@ -146,6 +146,21 @@ class JsonlSource:
         if not isinstance(value, dict):
             raise ConfigError(f"{self.name}, line {number}: {value!r:.60} is not a JSON object")
         return value
+
+
+class TextsSource:
+    """Texts that are written out, each a row with the column `text`."""
+
+    columns = ("text",)
+    is_table = True
+
+    def __init__(self, name: str, texts: Sequence[str]) -> None:
+        self.name, self._texts = name, texts
+
+    def rows(self, columns: Sequence[str] | None) -> Iterator[Row]:
+        """Yield all rows."""
+        for number, text in enumerate(self._texts, start=1):
+            yield Row(f"item {number}", {"text": text})
 
 
 class ParquetSource:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
 from tba.config.data import ColumnValue, DataSection, DatasetSection
 from tba.config.reward import RewardSection
 from tba.config.supervised import SftSection
 from tba.errors import ConfigError
 from tba_cli.prompts.columns import RowError, extracted
-from tba_cli.prompts.datasets import dataset_prompts, split_prompts
-from tba_cli.prompts.reader import heldout_prompts, in_both_splits, prompts_of
+from tba_cli.prompts.reader import _dataset_prompts, heldout_prompts, in_both_splits, prompts_of
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.setup.examples import write_examples
 
@@ -32,10 +31,6 @@ QUESTIONS = [
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def no_chats(chats: list[object], arguments: Mapping[str, object]) -> list[str]:
-    raise AssertionError("no prompt of these is a conversation")
 
 
 def write_dataset(folder: Path, **splits: list[dict[str, Any]]) -> Path:
@@ -61,21 +56,29 @@ def recipe(**data: Any) -> Recipe:
     return parse_recipe({"run": {"name": "r"}, "model": {"path": "m"}, "data": data}, where="test")
 
 
+def of_section(data: DataSection) -> Recipe:
+    return recipe(train=data.train, heldout=data.heldout)
+
+
+def train_prompts(section: DatasetSection) -> list[Prompt]:
+    return list(_dataset_prompts(recipe(train=section, heldout=section), "train"))
+
+
 def test_a_folder_is_read_as_it_is_now_and_not_as_another_of_its_name_was(tmp_path):
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n---\n"
     one, two = (write_dataset(tmp_path / name / "d", train=[row]) for name, row in zip("ab", QUESTIONS, strict=True))
     for folder in (one, two):
         (folder / "README.md").write_text(card)
-        assert split_prompts(train_section(folder), "train", no_chats, {}).num_repeated == 0
-    texts = [split_prompts(train_section(folder), "train", no_chats, {}).prompts[0].text for folder in (one, two)]
+        assert len(train_prompts(train_section(folder))) == 1
+    texts = [train_prompts(train_section(folder))[0].text for folder in (one, two)]
     assert texts == ["Q: What is 1 + 1?\nA:", "Q: What is 4999 + 1?\nA:"]
     pq.write_table(pa.Table.from_pylist(QUESTIONS), one / "data" / "train-00000-of-00001.parquet")
-    assert len(split_prompts(train_section(one), "train", no_chats, {}).prompts) == 2
+    assert len(train_prompts(train_section(one))) == 2
 
 
 def test_rows_become_prompts_of_both_splits(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1])
-    train, other, heldout = dataset_prompts(section(folder), no_chats, {})
+    train, other, heldout = prompts_of(of_section(section(folder)))
     assert (train.text, train.data, train.split) == ("Q: What is 1 + 1?\nA:", {"answer": "2"}, "train")
     assert other.data == {"answer": "5,000"}
     assert (heldout.text, heldout.split) == (train.text, "heldout")
@@ -85,14 +88,14 @@ def test_rows_become_prompts_of_both_splits(tmp_path):
 def test_a_prompt_id_depends_on_the_content_alone(tmp_path):
     first = write_dataset(tmp_path / "a", train=QUESTIONS, test=QUESTIONS)
     second = write_dataset(tmp_path / "b", train=QUESTIONS[::-1], test=QUESTIONS)
-    ids = [{p.prompt_id for p in dataset_prompts(section(folder), no_chats, {})} for folder in (first, second)]
+    ids = [{p.prompt_id for p in prompts_of(of_section(section(folder)))} for folder in (first, second)]
     assert ids[0] == ids[1]
 
 
 def test_equal_rows_are_one_prompt_and_are_counted(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS * 2, test=QUESTIONS)
-    found = split_prompts(train_section(folder), "train", no_chats, {})
-    assert (len(found.prompts), found.num_repeated) == (2, 2)
+    reader = _dataset_prompts(of_section(section(folder)), "train")
+    assert (len(list(reader)), reader.num_repeated) == (2, 2)
 
 
 def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
@@ -102,7 +105,7 @@ def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
         train_section(folder, data={"answer": "reward_model.ground_truth"}),
         train_section(folder, data={"answer": "reward_model.ground_truth"}, template="{question}{reward_model.style}"),
     ):
-        (prompt,) = split_prompts(train, "train", no_chats, {}).prompts
+        (prompt,) = train_prompts(train)
         assert prompt.data == {"answer": "2"}
     response = " {reward_model.ground_truth}"
     item = SftSection(base="b", dataset=str(folder), prompt="{question}", response=response, path="out", num_steps=1)
@@ -112,7 +115,7 @@ def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
 
 def test_the_first_rows_alone_may_be_taken(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
-    assert len(split_prompts(train_section(folder, max_prompts=1), "train", no_chats, {}).prompts) == 1
+    assert len(train_prompts(train_section(folder, max_prompts=1))) == 1
 
 
 def test_texts_of_the_recipe_are_prompts(tmp_path):
@@ -142,7 +145,7 @@ def test_texts_of_the_recipe_are_prompts(tmp_path):
 def test_what_cannot_be_read_is_named(tmp_path, changes, message):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
     with pytest.raises(ConfigError, match=message):
-        dataset_prompts(section(folder, **changes), no_chats, {})
+        prompts_of(of_section(section(folder, **changes)))
 
 
 @pytest.mark.parametrize("answer", [None, " ", [], ["2", None]])

@@ -277,7 +277,7 @@ def test_the_chat_template_gets_its_arguments_wherever_prompts_are_read(tmp_path
     texts = {f"user: {i}\nanswer:" for i in range(4)}
     assert {prompt.text for prompt in prompts_of(recipe)} == texts
     assert {prompt.text for prompt in heldout_prompts(recipe)} < texts
-    sets = {"task": "math", "column": "prompt", "dataset": str(path.parent), **given}
+    sets = {"task": "math", "column": "prompt", "data": {"answer": "answer"}, "dataset": str(path.parent), **given}
     data = DataSection.model_validate({"train": sets, "heldout": {**sets, "split": "train[:2]"}})
     assert [p.text for p in heldout_prompts(recipe.model_copy(update={"data": data}))] == sorted(texts)[:2]
 

@@ -28,6 +28,7 @@ from tba_cli.resolve import check_model, custom_objects, with_absolute_paths, wi
 from tba_cli.run_folder import RunFolder
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tba_cli.setup.prepare import endless_warning, prepare_at_start
+from tba_cli.setup.try_model import try_model
 
 EXIT_INTERRUPTED = 130
 LOCAL_ROLES = ("searcher", "trainer", "operator")
@@ -135,13 +136,15 @@ def _prepare(
         The recipe of the services, the port of Redis, and the store.
 
     Raises:
-        TbaError: a port is in use, or the store or the origin cannot be used.
+        TbaError: a port is in use, or the store, the origin or the starting model cannot be used.
     """
     config, redis_port = with_real_addresses(original, folder)
     store = open_store(config.store)
     store.check(write=True)
     origin = None if resume else find_origin(config, store, runs_dir=folder.path.parent)
     if not resume:
+        if (Path(original.model.path) / "config.json").is_file():  # else a warm start makes it
+            try_model(original)
         # a store inside the folder is deleted with the folder
         if not store.url.startswith(f"file://{folder.path}/"):
             delete_run_objects(store, run=original.run.name, allowed=fresh)

@@ -27,6 +27,7 @@ from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, task
 from tba_cli.redis_server import find_redis_server
 from tba_cli.resolve import check_model, custom_objects
 from tba_cli.setup.prepare import endless_warning, measure_model
+from tba_cli.setup.try_model import try_model
 from tba_cli.starter_models.lessons import LESSONS, MAX_SHOWN_UNKNOWN
 
 MAX_MEASURED_PROMPTS = 2000
@@ -205,8 +206,11 @@ class RecipeChecks:
         if not target.is_local:
             return
         try:
-            if not self._missing({self.recipe.model.path}):
-                check_model(self.recipe)
+            if self._missing({self.recipe.model.path}) or check_model(self.recipe):
+                return
+            if (found := try_model(self.recipe)) is not None:
+                how = "decoded" if found["is_decoded"] else "its config and the names of its weights"
+                yield ok("model-use", f"{found['architecture']} can be trained and sampled from ({how})")
         except ConfigError as error:
             yield _failed("model", error)
 

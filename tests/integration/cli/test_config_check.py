@@ -21,7 +21,8 @@ from tba_cli.local import evaluate
 from tba_cli.local.reward_trial import _alike
 from tba_cli.main import main
 from tba_cli.ports import PortRequest, choose_ports
-from tests.support.tiny_model import make_tiny_model
+from tests.support.broken_weights import break_weights
+from tests.support.tiny_model import make_tiny_model, make_tiny_tokenizer
 
 GRADERS = """
 def same(prompts, completions, answer, **kwargs):
@@ -90,6 +91,7 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
     assert code == 0, out
     assert failures(out) == []
     assert "ok   prompts: 1 to train on, 1 held out" in out
+    assert "ok   model-use: LlamaForCausalLM can be trained and sampled from (decoded)" in out
     assert "ok   tokenizer: LlamaForCausalLM" in out
     assert "ok   prompt-length: prompts have up to 4 tokens" in out
     assert "ok   scorer: task 'mine': made-up responses score: '1' 0, data.answer '2' 1" in out
@@ -325,3 +327,33 @@ def test_a_model_of_the_hub_that_is_fetched_at_the_start_is_no_fault(check: Chec
     assert code == 0, out
     assert "tba run` fetches or makes it" in out
     assert any("prompts: " in line and "ok" in line for line in out.splitlines()), out
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("no head", "lacks weights of a LlamaForCausalLM: lm_head.weight"),
+        ("tokenizer", "1 tokens beyond 33 of the model, as '<plus>'"),
+        ("chunks", "does not decode layers of kind chunked_attention"),
+    ],
+)
+def test_a_model_that_nothing_can_be_learned_with_is_named_before_a_start(
+    check: Check, tmp_path: Path, fault: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny_model(tmp_path / "own")
+    if fault == "no head":
+        break_weights(folder, fault)
+    elif fault == "tokenizer":
+        tokenizer = make_tiny_tokenizer()
+        tokenizer.add_tokens(["<plus>"])
+        tokenizer.save_pretrained(folder)
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        layers = {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 8}
+        (folder / "config.json").write_text(json.dumps(config | layers))
+    code, out = check(model={"path": str(folder)})
+    assert code == 1
+    assert [line for line in failures(out) if sentence in line] != [], out
+    assert main(["run", "recipe.json"]) == 2, "before a child is started"
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "demo").exists()

@@ -66,8 +66,22 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # files of a tokenizer raise anything
         raise ConfigError(f"model folder {folder} holds no usable tokenizer: {error}{trust_hint(error)}") from None
+
+
+def check_vocabulary(tokenizer: Any, vocab_size: int, *, where: str) -> None:
+    """Refuse a tokenizer that names ids for which the model has no embedding.
+
+    Raises:
+        ConfigError: it does; names them.
+    """
+    beyond = sorted(token for token, id_ in tokenizer.get_vocab().items() if id_ >= vocab_size)
+    if beyond:
+        raise ConfigError(
+            f"the tokenizer of {where} has {len(beyond)} tokens beyond {vocab_size} of the model, as {beyond[0]!r}; "
+            "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or remove these tokens"
+        )
 
 
 def response_decoder(tokenizer: Any) -> Decode:

@@ -256,7 +256,10 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
             ignore_mismatched_sizes=True,  # the report names them
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model folder {folder} holds no usable causal language model: {error}") from None
+        first_line = str(error).strip().partition("\n")[0]
+        has_parts = "Unrecognized configuration class" in first_line
+        hint = "; if text is a part of what it does, save its text model by itself" if has_parts else ""
+        raise ConfigError(f"model folder {folder} holds no usable causal language model: {first_line}{hint}") from None
     check_load_report(report, model, where=f"model folder {folder}")
     model.to(torch.device(device))
     return model.eval().requires_grad_(False)

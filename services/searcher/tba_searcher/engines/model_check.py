@@ -1,0 +1,72 @@
+"""`python -m tba_searcher.engines.model_check --config FILE`: whether searchers and trainer can use the starting model.
+
+A model that is small enough is loaded, and decoded as the engine does. Of a larger one the names and shapes of its
+weights are read, and its config. The answer is JSON on stdout; an error is one sentence on stderr, exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tba.config import Recipe, load_recipe
+from tba.errors import TbaError
+from tba.versions import START
+from tba_searcher.engines.engine import EngineSettings
+from tba_searcher.engines.tokenizer import check_vocabulary, load_tokenizer
+from tba_searcher.engines.weight_loader import load_model
+
+MAX_COST = 2**40
+"""Largest product of bytes and tokens for which a model is decoded: some ten seconds on one core."""
+
+
+def check(recipe: Recipe) -> dict[str, Any]:
+    """Return what was checked.
+
+    Raises:
+        TbaError: the model cannot be used; says why.
+    """
+    from tba_searcher.engines.torch.engine import EmbeddedEngine
+    from tba_searcher.engines.torch.exactness import attention_windows, check_positions
+
+    folder, searcher, trust = Path(recipe.model.path), recipe.searcher, recipe.model.trust_remote_code
+    size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    settings = EngineSettings(
+        num_slots=2,
+        seed=0,
+        trust_remote_code=trust,
+        max_prompt_tokens=searcher.max_prompt_tokens,
+        max_response_tokens=searcher.max_response_tokens,
+    )
+    max_len = settings.max_prompt_tokens + settings.max_response_tokens
+    is_embedded = searcher.engine == "embedded"
+    # without weights: names and shapes of all tensors are checked
+    model = load_model(folder, dtype="float32", device="meta", trust_remote_code=trust)
+    config = model.config.get_text_config()
+    check_positions(config, max_len)
+    check_vocabulary(load_tokenizer(folder, trust_remote_code=trust), config.vocab_size, where=str(folder))
+    is_decoded = is_embedded and size_bytes * max_len <= MAX_COST
+    if is_embedded:
+        attention_windows(config, max_len)
+    if is_decoded:
+        EmbeddedEngine(folder, START, settings)
+    return {"architecture": type(model).__name__, "is_decoded": is_decoded}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the check."""
+    parser = argparse.ArgumentParser(prog="python -m tba_searcher.engines.model_check", description=__doc__)
+    parser.add_argument("--config", required=True, metavar="FILE")
+    try:
+        print(json.dumps(check(load_recipe(parser.parse_args(argv).config, environ={}))))
+    except TbaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

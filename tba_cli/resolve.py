@@ -11,7 +11,6 @@ from typing import Any
 from tba import plugins
 from tba.config import Recipe, parse_recipe
 from tba.config.data import with_replaced
-from tba.config.renamed_keys import with_new_names
 from tba.config.searcher import ENGINES
 from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
@@ -146,7 +145,7 @@ def made_with_other(data: bytes, recipe: Recipe, *, where: str) -> str | None:
     wanted = {"seed": recipe.warm_start_seed, **recipe.model.warm_start.model_dump(mode="json", exclude={"seed"})}
     try:
         report = json.loads(data)
-        found = {**with_new_names(report["settings"], "model.warm_start"), "seed": report["seed"]}
+        found = {**report["settings"], "seed": report["seed"]}
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{where} is damaged; remove the folder that holds it, and its model is made again") from None
     differs = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))

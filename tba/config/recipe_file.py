@@ -19,7 +19,6 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.data import PrepareItem
 from tba.config.recipe import Recipe
-from tba.config.renamed_keys import new_name, new_value, with_new_names
 from tba.config.schedules import Schedule
 from tba.errors import ConfigError
 from tba.tls import with_bare_urls
@@ -127,9 +126,7 @@ def read_document(path: Path) -> dict[str, Any]:
         text = raw.decode()
         if path.suffix != ".json":
             return tomllib.loads(text)
-        document = json.loads(text)
-        # a resolved config: one that an older release has stored must stay readable, or its run could not resume
-        return with_new_names(document) if isinstance(document, dict) else document
+        return json.loads(text)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} is not valid: {error}") from None
 
@@ -143,8 +140,6 @@ def parse_toml_value(text: str) -> Any:
 
 
 def _set(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: str) -> None:
-    if (renamed := new_name(keys)) is not None:
-        raise ConfigError(f"{where}: {_renamed_text('.'.join(keys), renamed)}")
     at: Any = document
     for place, key in enumerate(keys):
         if isinstance(at, list) and not (key.isdecimal() and int(key) < len(at)):
@@ -170,9 +165,6 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
     if not loc:  # a rule between sections names its keys and values itself
         return f"{message}{more}"
     if first["type"] == "extra_forbidden":
-        # only the recipe has names of older releases
-        if model is Recipe and (renamed := new_name(loc)) is not None:
-            return f"{_renamed_text(key, renamed)}{more}"
         near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1], model), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
         # the message goes to logs, and a misspelt key may hold a secret
@@ -180,12 +172,6 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
         return f"unknown key {key!r} (value {'not shown' if is_secret else _shown(first['input'])}){hint}{more}"
     if first["type"] == "missing":
         return f"key {key!r} is missing{more}"
-    if (
-        model is Recipe
-        and isinstance(first["input"], str)
-        and (now := new_value(loc, first["input"])) != first["input"]
-    ):
-        return f"value {_shown(first['input'])} of {key!r} is now {now!r}: write the new name{more}"
     if first["type"] == "value_error" and _model_at(loc, model) not in (
         None,
         Schedule,
@@ -196,10 +182,6 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
 
 def _shown(value: Any) -> str:
     return repr(with_bare_urls(value))
-
-
-def _renamed_text(old: str, new: str) -> str:
-    return f"key {old!r} is now {new!r}: write the new name"
 
 
 def _known_keys(path: Sequence[str], model: type[BaseModel]) -> list[str]:

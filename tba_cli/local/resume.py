@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 from tba.config import Recipe, StrictModel, load_recipe
 from tba.config.recipe import CONSTANT_SETTINGS
 from tba.config.recipe_file import ENV_PREFIX, read_document
-from tba.config.renamed_keys import new_name, new_value, with_new_names
 from tba.errors import ConfigError
 from tba.tls import with_bare_urls
 from tba_cli.run_folder import RunFolder
@@ -81,9 +80,9 @@ def resume_recipe(
     all_sets = [*began.sets, *sets]
     # recipe.json of the run is the resolved recipe: its form differs from that of the file
     now = began.document if path is None or _is_own(folder, path) else read_document(Path(path))
-    if with_new_names(now) == began.document:
+    if now == began.document:
         return recipe, began.model_copy(update={"sets": all_sets})
-    for key, (before, after) in differences(began.document, with_new_names(now)):
+    for key, (before, after) in differences(began.document, now):
         on_difference(with_bare_urls(f"{path}: {key} was {before!r} when the run began, and is {after!r} now"))
     if not take_changes:
         own = [*this_program(), "run", os.path.relpath(folder.recipe_path)]
@@ -133,20 +132,6 @@ def check_constant(began: Recipe, taken: Recipe) -> None:
         )
 
 
-def _with_new_names(began: RecipeFile) -> RecipeFile:
-    """An older release may have stored it."""
-    sets, environ = [], {}
-    for item in began.sets:
-        key, sep, text = item.partition("=")
-        parts = key.strip().split(".")
-        sets.append(f"{new_name(parts) or key}{sep}{new_value(parts, text)}")
-    for name, text in began.environ.items():
-        parts = name.removeprefix(ENV_PREFIX).lower().split("__")
-        renamed = new_name(parts)
-        environ[name if renamed is None else ENV_PREFIX + renamed.replace(".", "__").upper()] = new_value(parts, text)
-    return RecipeFile(document=with_new_names(began.document), sets=sets, environ=environ)
-
-
 def _is_own(folder: RunFolder, path: str | Path) -> bool:
     return Path(path).absolute() == folder.recipe_path
 
@@ -154,7 +139,7 @@ def _is_own(folder: RunFolder, path: str | Path) -> bool:
 def _read(path: Path) -> RecipeFile | None:
     """Return the recorded file, or None where the run began with a release that kept none."""
     try:
-        return _with_new_names(RecipeFile.model_validate_json(path.read_bytes()))
+        return RecipeFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

@@ -137,16 +137,6 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
         assert load_recipe(tmp_path / "recipe.json", environ={}).model.path == path
 
 
-def test_the_resolved_recipe_of_a_run_of_an_older_release_still_reads() -> None:
-    recipe = load_recipe(Path(__file__).parents[2] / "contract" / "golden" / "recipe_0.1.0.json", environ={})
-    assert (recipe.objective.preset, recipe.objective.used_anchor) == ("tb", "fixed")
-    assert load_recipe_of(recipe.model_dump_json()) == recipe
-
-
-def load_recipe_of(text: str) -> Recipe:
-    return parse_recipe(json.loads(text), where="test")
-
-
 @pytest.mark.parametrize(
     ("document", "message"),
     [

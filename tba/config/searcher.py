@@ -116,13 +116,13 @@ class SearcherVllmSection(VllmSection):
 
 
 class OpenAiSection(StrictModel):
-    """A server that generates for one searcher: vLLM or SGLang, with routes for weight updates (docs/searcher.md).
+    """A server that generates for one searcher: vLLM, with routes for weight updates (docs/searcher.md).
     Searchers with servers of their own get them from the environment: TBA_SEARCHER__OPENAI__URL."""
 
     url: BareUrl | None = Field(default=None, pattern=r"^https?://")
     """Its address, without /v1. Certificates of https are checked against `tls.ca_file`."""
     token_env: str | None = None
-    """Environment variable with the bearer token that is sent (VLLM_API_KEY of vLLM, --api-key of SGLang)."""
+    """Environment variable with the bearer token that is sent (VLLM_API_KEY of vLLM)."""
     weights_folder: str | None = None
     """Folder in which the searcher puts the files of each version, and from which the server loads them. None: a
     temporary folder, for a server of the same user on the same machine; else one that both can read."""

@@ -1,14 +1,9 @@
-"""The servers behind the `openai` engine, by kind, as a client beside the engine sees them.
-
-vLLM is real. SGLang is a stand-in (sglang_stand_in.py), unless TBA_TEST_SGLANG has the command that starts a real one
-(tools/check_sglang.py).
-"""
+"""The server behind the `openai` engine, a real vLLM, as a client beside the engine sees it."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,17 +11,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support.redis_process import free_port
-from tests.support.sglang_stand_in import CONTEXT_TOKENS, sglang_stand_in
 from tests.support.vllm_greedy import ENVIRON, TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
-COMMAND_VARIABLE = "TBA_TEST_SGLANG"
+CONTEXT_TOKENS = 16384
 STOP_S = 20.0
 
 
@@ -40,8 +34,6 @@ class Served:
     """Path and body of the call that loads a model folder, and leaves the label as it is."""
     num_generated: Callable[[], float]
     """Tokens that it has generated for all requests; more at least while it generates."""
-    refused: frozenset[str] = frozenset()
-    """Sampling of the contract that it does in another way, and the engine refuses."""
 
     def read(self, path: str, body: dict[str, Any] | None = None) -> str:
         """Get a document, or post JSON for it."""
@@ -61,10 +53,6 @@ class Served:
     def relabel(self, label: str) -> None:
         """Change the label of the weights."""
         self.read("/update_weight_version", {"new_version": label})
-
-
-Start = Callable[..., AbstractContextManager[Served]]
-"""Model folder, log, token and a folder for caches -> the server."""
 
 
 @contextmanager
@@ -90,32 +78,6 @@ def run_server(command: Sequence[str], log: Path, *, url: str, environ: dict[str
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-@contextmanager
-def sglang(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Served]:
-    """Serve a model in float32 with SGLang, or with its stand-in."""
-    load = ("/update_weights_from_disk", lambda folder: {"model_path": str(folder)})
-    refused = frozenset({"both"})
-    command = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))
-    if not command:
-        with sglang_stand_in(folder, token=token) as server:
-            yield Served(server.url, token, load, lambda: server.num_generated, refused)
-        return
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    arguments = (
-        *("--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port), "--api-key", token),
-        *("--dtype", "float32", "--context-length", str(CONTEXT_TOKENS), "--max-total-tokens", str(4 * CONTEXT_TOKENS)),
-    )
-    with run_server([*command, *arguments], log, url=url, environ={"HF_HUB_OFFLINE": "1"}, token=token):
-        served = Served(url, token, load, lambda: _num_used(served), refused | {"seed"})
-        yield served
-
-
-def _num_used(served: Served) -> float:
-    """Tokens whose keys and values SGLang holds: it counts generated ones only when a request has ended."""
-    return sum(each["num_used_tokens"] for each in json.loads(served.read("/v1/loads"))["loads"])
 
 
 @contextmanager
@@ -148,9 +110,6 @@ def vllm(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Served
     command = [sys.executable, "-m", "tests.support.vllm_server", *arguments]
     with run_server(command, log, url=url, environ=environ, token=token):
         yield served
-
-
-SERVERS: dict[str, Start] = {"vllm": vllm, "sglang": sglang}
 
 
 def _is_healthy(url: str, token: str) -> bool:

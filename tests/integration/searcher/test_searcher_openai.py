@@ -43,7 +43,7 @@ from tests.support.engine_contract import (
     run_all,
     tokens_of,
 )
-from tests.support.generation_servers import CONTEXT_TOKENS, SERVERS, Served
+from tests.support.generation_servers import CONTEXT_TOKENS, Served, vllm
 from tests.support.tiny_model import CHARS, SPECIAL_TOKENS
 from tests.support.vllm_cases import SIZES, Benches
 from tests.support.vllm_greedy import TIMEOUT_S, why_not
@@ -59,15 +59,6 @@ TIMED = (
 CONTRACT = [case for case in (*ON_EVERY_MODEL, *ON_ONE_MODEL) if case not in TIMED]
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of server."""
-    reason = why_not() if request.param == "vllm" else None
-    if reason is not None:
-        pytest.skip(reason)
-    return request.param
-
-
 @dataclass(kw_only=True)
 class ServerBench(Bench):
     """The parts that a case works with, and the server."""
@@ -76,8 +67,10 @@ class ServerBench(Bench):
 
 
 @pytest.fixture(scope="module")
-def bench(kind: str, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[ServerBench]:
-    root = tmp_path_factory.mktemp(kind)
+def bench(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[ServerBench]:
+    if reason := why_not():
+        pytest.skip(reason)
+    root = tmp_path_factory.mktemp("vllm")
     shared = root / "shared"
     shared.mkdir()
 
@@ -99,8 +92,8 @@ def bench(kind: str, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pyt
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TBA_TEST_SERVER_TOKEN", TOKEN)
         patch.setattr(openai_engine, "POLL_S", 0.001)  # so that requests are under way when a case looks
-        with SERVERS[kind](models.old.folder, root / "server.log", token=TOKEN, cache=cache_folder) as server:
-            yield ServerBench(make, models.old, models.new, models.folder, refused=server.refused, server=server)
+        with vllm(models.old.folder, root / "server.log", token=TOKEN, cache=cache_folder) as server:
+            yield ServerBench(make, models.old, models.new, models.folder, server=server)
     assert list(shared.iterdir()) == [], "a closed engine has left its weights"
 
 

@@ -249,7 +249,7 @@ def minus_infinity(path: str, body: dict[str, Any], answer: Answer) -> Answer:
         (odd(logprobs=[0.2]), "a log-prob of 0.2"),
         (odd(token_ids=[10**6]), "token id 1000000"),
         (odd(token_ids=[-1]), "token id -1"),
-        (only("/v1/completions", 200, completion(200_000)), "200000 tokens, and at most 10 were asked for"),
+        (only("/v1/completions", 200, completion(2_000)), "2000 tokens, and at most 10 were asked for"),
         (only("/weight_info", 500, {"error": {"message": "EngineCore died"}}), "EngineCore died"),
     ],
 )

@@ -1,1 +1,1 @@
-"""An engine behind an OpenAI-compatible endpoint of vLLM or SGLang."""
+"""An engine behind an OpenAI-compatible endpoint of vLLM."""

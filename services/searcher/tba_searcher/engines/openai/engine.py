@@ -6,7 +6,7 @@
 * Which version made a token: weights change only while no call is under way, and a call's tokens come from the weights
   that were loaded when it was sent. The label that `load_weights` gives the server is read again after the answers; a
   server that has started again, or to which somebody else gave weights, no longer has it. Nothing it said counts then.
-* Log-probs are those of the distribution that is drawn from, which is checked at the start (server.py).
+* Log-probs are those of the distribution that is drawn from, which is checked at the start (vllm_server.py).
 * `verify` compares the files that the server read with the manifest, and asks the server for the canary.
 """
 
@@ -42,8 +42,8 @@ from tba_searcher.engines.engine import (
     Request,
     check_request,
 )
-from tba_searcher.engines.openai.dialects import connect
 from tba_searcher.engines.openai.server import LOWEST_LOGPROB, Piece
+from tba_searcher.engines.openai.vllm_server import connect
 from tba_searcher.engines.openai.weight_folders import WeightFolders
 from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.weight_check import check_loaded, read_headers
@@ -117,7 +117,7 @@ class OpenAiEngine:
         """Its calls are repeated; the others' failures are looked at first."""
         self._vocab_size, self._default_eos_ids = _read_config(folder, trust_remote_code=settings.trust_remote_code)
         num_tokens = settings.max_prompt_tokens + settings.max_response_tokens
-        self._patient.check(num_tokens=num_tokens, vocab_size=self._vocab_size)
+        self._patient.check(num_tokens=num_tokens)
         self._server = self._patient.with_patience(retry_s=0, timeout_s=section.request_timeout_s)
         self._control = self._patient.with_patience(retry_s=0, timeout_s=CONTROL_TIMEOUT_S)
         self._folders = WeightFolders(
@@ -183,7 +183,7 @@ class OpenAiEngine:
         others = {*self.default_eos_ids, self._tokenizer.eos_token_id} - {None, *request.eos_ids}
         if request.min_response_tokens and others:
             raise EngineError(
-                f"{name}: with min_response_tokens {self._patient.name} also bans {sorted(others)}, which its files "
+                f"{name}: with min_response_tokens vLLM also bans {sorted(others)}, which its files "
                 "call end of sequence and the request does not; add them to eos_ids"
             )
         self._open[request.request_id] = _Open(request, time.time())
@@ -315,7 +315,7 @@ class OpenAiEngine:
             raise EngineDiedError(f"{self._server.base_url} answered request {request.request_id} with {problem}")
         entry.tokens += piece.tokens
         entry.logprobs += piece.logprobs
-        looks = bool(request.sampling.stop) and (start > 0 or piece.completes_stop is None)
+        looks = bool(request.sampling.stop) and start > 0
         completes_stop = self._cut_at_stop(entry, start) if looks else piece.completes_stop
         _extend(entry.spans, self._version, start, len(entry.tokens))
         # the tokens decide and not the server, which may stop for a reason that the request does not know
@@ -391,7 +391,7 @@ class OpenAiEngine:
         calls = {entry.sent_id: entry.call for entry in self._open.values() if entry.call is not None} | self._aborted
         while under_way := {sent_id: call for sent_id, call in calls.items() if not call.done()}:
             with contextlib.suppress(UnavailableError):
-                self._control.abort_all(list(under_way))
+                self._control.abort(list(under_way))
             concurrent.futures.wait(under_way.values(), timeout=ABORT_EVERY_S)
         self._take_answers()
         for entry in self._open.values():

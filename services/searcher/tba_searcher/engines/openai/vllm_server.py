@@ -11,10 +11,11 @@ All but the first are vLLM's routes for training, which it offers with VLLM_SERV
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +25,17 @@ from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE
 from tba.errors import BadReplyError, ConfigError, NotFoundError, UnavailableError
 from tba.fields import StrictModel
 from tba_searcher.engines.engine import Request
-from tba_searcher.engines.openai.server import GenerationServer, Piece
+from tba_searcher.engines.openai.server import Piece, ServerClient
+
+if TYPE_CHECKING:
+    from tba_searcher.engines.openai.engine import OpenAiSettings
 
 _RESET_S = 10.0
 """How long keys and values may stay in use after the last request has come back: they may be on the way elsewhere."""
+_START_HINT = (
+    "start it as docs/searcher.md says: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
+    "--generation-config vllm"
+)
 _PROBE_TOKENS = 16
 _PROBE_ATOL = 1e-3
 _TIES_NATS = np.log([1.0, 2.0, 3.0, 4.0])
@@ -69,17 +77,62 @@ class _Reset(StrictModel):
     success: bool
 
 
-class VllmServer(GenerationServer):
+def connect(settings: OpenAiSettings, *, timeout_s: float) -> VllmServer:
+    """Return a client of the server that the settings name.
+
+    Args:
+        timeout_s: deadline of one call; calls are repeated for `retry_s` of the settings.
+
+    Raises:
+        ConfigError: it is no vLLM, or its token cannot be used.
+        ServiceError: it does not answer, or refuses this client.
+    """
+    section = settings.section
+    name = section.token_env
+    token = None if name is None else os.environ.get(name)
+    if name is not None and not token:
+        raise ConfigError(
+            f"searcher.openai.token_env: the environment variable {name} is not set; put the token for "
+            f"{section.url} there"
+        )
+    server = VllmServer(
+        section.url or "", token=token, retry_s=settings.retry_s, timeout_s=timeout_s, ca_file=settings.ca_file
+    )
+    owner = server.model().owned_by
+    if owner != "vllm":
+        server.close()
+        raise ConfigError(
+            f"{section.url} says that {owner or 'nobody'} owns its models (/v1/models), and vLLM alone is known to "
+            "give exact log-probs and to take weights; give the address of such a server itself, not of a router "
+            "before it"
+        )
+    return server
+
+
+class VllmServer(ServerClient):
     """A server of vLLM."""
 
-    name = "vLLM"
-    start_hint = (
-        "start it as docs/searcher.md says: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
-        "--generation-config vllm"
-    )
+    def check(self, *, num_tokens: int) -> None:
+        """Check once that the server can be an engine.
+
+        Args:
+            num_tokens: of the longest prompt and response together.
+
+        Raises:
+            ConfigError: it cannot; with what to do.
+            ServiceError: it does not answer, or refuses this client.
+        """
+        limit = self.model().max_model_len
+        if limit is not None and limit < num_tokens:
+            raise ConfigError(
+                f"{self.base_url} has a context of {limit} tokens, and max_prompt_tokens + max_response_tokens of "
+                f"[searcher] need {num_tokens}; start it with --max-model-len {num_tokens}, or lower them"
+            )
+        self._check_updates()
+        self._check_logprobs()
 
     def problem_with(self, request: Request) -> str | None:
-        """Return why vLLM cannot sample as a request asks (see `GenerationServer.problem_with`)."""
+        """Return why vLLM cannot sample as a request asks; None where it can."""
         temperature = request.sampling.temperature
         if temperature == 0 or VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:
             return None
@@ -88,7 +141,17 @@ class VllmServer(GenerationServer):
         )
 
     def complete(self, sent_id: str, request: Request, before: Sequence[int], *, seed: int | None, label: str) -> Piece:
-        """Continue the response to a request (see `GenerationServer.complete`)."""
+        """Continue the response to a request.
+
+        Args:
+            sent_id: names this call for `abort`.
+            before: the response tokens that are there.
+            label: of the weights; keys and values that are cached under another one are not used.
+
+        Raises:
+            BadReplyError: the answer has no token ids or log-probs.
+            ServiceError: it did not answer, or refuses the request.
+        """
         sampling = request.sampling
         return self._complete(
             request_id=sent_id,
@@ -105,7 +168,7 @@ class VllmServer(GenerationServer):
         )
 
     def abort(self, sent_ids: Sequence[str]) -> None:
-        """Let calls come back (see `GenerationServer.abort`)."""
+        """Let calls of `complete` come back with the tokens that they have; unknown ids are ignored."""
         ids = [f"cmpl-{sent_id}-0" for sent_id in sent_ids]  # vLLM's own names for them
         self._post("/abort_requests", {"request_ids": ids})
 
@@ -121,11 +184,15 @@ class VllmServer(GenerationServer):
         return np.array([row[str(token)].logprob if row else np.nan for row, token in found], np.float32)
 
     def label(self) -> str:
-        """Return the label of the weights (see `GenerationServer.label`)."""
+        """Return the label that `load_weights` gave the weights; `default` since the server has started."""
         return self._read(_WeightInfo, "GET", "/weight_info").weight_version
 
     def load_weights(self, folder: Path, label: str, *, timeout_s: float) -> None:
-        """Replace all weights, and label them (see `GenerationServer.load_weights`)."""
+        """Replace all weights by those of a folder, as the server sees it, and label them. No request may be active.
+
+        Raises:
+            ServiceError: the server could not; its weights may be a mixture.
+        """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post("/collective_rpc", body, timeout_s=timeout_s)
         self._drop_keys_and_values()
@@ -146,9 +213,6 @@ class VllmServer(GenerationServer):
                 raise UnavailableError(f"{self.base_url} keeps keys and values of the weights before: {problem}")
             time.sleep(0.05)
 
-    def _check_context(self, num_tokens: int) -> None:
-        self._check_length(self.model().max_model_len, num_tokens, f"--max-model-len {num_tokens}")
-
     def _check_updates(self) -> None:
         try:
             self.label()
@@ -158,9 +222,17 @@ class VllmServer(GenerationServer):
                 for include in ("true", "false")
             ]
         except NotFoundError as error:
-            raise self._without_updates(error) from None
+            raise ConfigError(
+                f"{self.base_url} offers no weight updates ({error}), so it would answer with the weights that it "
+                "began with under the name of newer ones; give the address of a server itself and not of a router, "
+                f"and {_START_HINT}"
+            ) from None
         if sizes[0] != sizes[1]:
-            raise self._copies(sizes[0] // sizes[1])
+            # the canary would check the copy that happens to answer
+            raise ConfigError(
+                f"{self.base_url} holds {sizes[0] // sizes[1]} copies of the model (data parallelism), and a check "
+                "reaches one of them; start one server for each, and a searcher for each"
+            )
 
     def _check_logprobs(self) -> None:
         prompt = [1, 2, 3]
@@ -179,7 +251,10 @@ class VllmServer(GenerationServer):
         except BadReplyError as error:
             raise ConfigError(str(error)) from None
         if not is_processed:
-            raise self._other_logprobs()
+            raise ConfigError(
+                f"{self.base_url} gives log-probs before temperature and top-k, not those of the distribution that "
+                f"it draws from, so training on them would be wrong; {_START_HINT}"
+            )
 
     def _complete(self, **body: Any) -> Piece:
         choice = self._choice(**body)

@@ -185,9 +185,6 @@ tba weights show 1-40 quickstart-seed0 --json""",
 tba weights verify                # the last one
 tba weights verify 1-40 best quickstart-seed0
 tba weights verify --all --recipe recipe.toml""",
-        "weights diff": """\
-tba weights diff start last
-tba weights diff 1-40 1-44 quickstart-seed0 --limit 5""",
         "weights pin": """\
 tba weights pin best --reason "the table of the paper"
 tba weights pin 1-40 quickstart-seed0 --reason 'before the loss of 1-60'""",

@@ -141,14 +141,13 @@ def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> 
 
 
 def add_weights(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    """Add `tba weights list|show|verify|diff|pin|unpin|gc`."""
-    weights = commands.add_parser("weights", help="list, check, compare, pin and delete the weight versions of a run")
+    """Add `tba weights list|show|verify|pin|unpin|gc`."""
+    weights = commands.add_parser("weights", help="list, check, pin and delete the weight versions of a run")
     kinds = weights.add_subparsers(metavar="WHAT", required=True)
     helps = {
         "list": "list the weight versions that the store has: how they are stored, and why they are kept",
         "show": "show all of one weight version: objects, what it is assembled from, canary, digests, largest tensors",
         "verify": "download weight versions and check every digest by every route; exit code 1 if one is damaged",
-        "diff": "compare the tensors of two weight versions: changed share, size of the steps",
         "pin": "keep a weight version until `tba weights unpin`, and what it is assembled from",
         "unpin": "let a pinned weight version go when nothing else keeps it",
         "gc": "delete the weight versions that nothing needs, by the rule of the trainer, and half-written ones",
@@ -163,8 +162,8 @@ def add_weights(commands: Subparsers, common: argparse.ArgumentParser) -> None:
                 help=f"{VERSION_HELP} (default: last); another word is the name of a run under runs/",
             )
             command.add_argument("--all", action="store_true", help="every version that the store has")
-        for word in {"diff": ("A", "B")}.get(name, ("VERSION",) if name in ("show", "pin", "unpin") else ()):
-            command.add_argument(word.lower(), metavar=word, help=VERSION_HELP)
+        if name in ("show", "pin", "unpin"):
+            command.add_argument("version", metavar="VERSION", help=VERSION_HELP)
         add_target(command, with_run=name != "verify")
         command.add_argument(
             "--recipe",
@@ -173,12 +172,9 @@ def add_weights(commands: Subparsers, common: argparse.ArgumentParser) -> None:
             help="recipe of the run; needed with --url. Alone: its store is read, and no service is asked",
         )
         add_json(command)
-        module = f"weights_{name}" if name in ("verify", "diff") else "weights"
+        module = "weights_verify" if name == "verify" else "weights"
         command.set_defaults(command=f"tba_cli.commands.{module}:{name}_command")
     kinds.choices["pin"].add_argument("--reason", metavar="TEXT", required=True, help="shown to people who look at it")
-    kinds.choices["diff"].add_argument(
-        "--limit", type=int, default=20, metavar="N", help="how many tensors to show, those that changed most (20)"
-    )
     gc = kinds.choices["gc"]
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     gc.add_argument(

@@ -146,42 +146,7 @@ def test_a_disk_without_room_is_said_before_anything_is_downloaded(
     place: Published, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=40_000))
-    for words in ("verify --all", "diff start last"):
-        assert "has 40,000 free; set TMPDIR" in printed(capsys, words, place, code=2)
-
-
-def test_a_comparison_counts_elements_and_steps(
-    place: Published, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    out = printed(capsys, "diff start last", place)
-    assert out.splitlines()[1].split() == ["a", "BF16", "4,000", "0.1", "%", "6", "6", "0.0469", "0.0469"]
-    assert out.splitlines()[2].startswith(
-        "0-0 to 1-24: 0.0333 % of 12,000 elements changed, in 1 of 3 tensors, by 6 ulps"
-    )
-    assert (
-        printed(capsys, "diff last last", place) == "1-24 to 1-24: 0 % of 12,000 elements changed, in 0 of 3 tensors\n"
-    )
-    tensors = {
-        "a": torch.full((100, 40), 1.0, dtype=torch.bfloat16),
-        "b": torch.full((40, 100), 1.0, dtype=torch.bfloat16),
-        "d": torch.zeros(3),
-    }
-    tensors["a"][0, 0], tensors["a"][0, 1], tensors["a"][0, 2] = -1.0, float("nan"), 1.5
-    path = tmp_path / "other" / "model.safetensors"
-    path.parent.mkdir()
-    save_file(tensors, path)
-    files = {name: tmp_path / "made" / name for name in ("config.json", "tokenizer.json")}
-    other = {"canary": CANARY, "torch_version": "2", "transformers_version": "5", "files": files}
-    place.versions.publish(version=PolicyVersion(2, 1), parent=START, dtype="bfloat16", tensors_paths=[path], **other)
-    found = json.loads(printed(capsys, "diff 0-0 2-1 --json", place))
-    assert sorted(found["appeared"]) == ["b BF16 [40, 100]", "d F32 [3]"]
-    assert sorted(found["vanished"]) == ["b BF16 [100, 40]", "c BF16 [100, 40]"]
-    (a,) = found["tensors"]
-    start = 1 + 2**-7  # of the first four elements
-    assert (a["num_changed"], a["num_not_finite"]) == (4, 1)
-    assert a["max_abs"] == 1 + start
-    assert a["mean_abs"] == pytest.approx((1 + start + 1.5 - start + 2**-7) / 3)
-    assert a["max_ulps"] == 2 * 0x3F80 + 2  # through both zeros
+    assert "has 40,000 free; set TMPDIR" in printed(capsys, "verify --all", place, code=2)
 
 
 def test_nothing_is_deleted_unless_somebody_says_what_is_held(

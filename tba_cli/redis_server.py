@@ -9,10 +9,10 @@ import secrets
 import shutil
 import subprocess
 from pathlib import Path
+from urllib.parse import quote
 
 from tba.errors import ConfigError
 
-HOST = "127.0.0.1"
 START_SCRIPT = Path(__file__).parent / "start_redis.sh"
 """Compose mounts it into the container of Redis, and the chart has a copy of it."""
 POLL_S = 0.05
@@ -45,19 +45,20 @@ def find_redis_server(configured: str | None) -> str:
     return found
 
 
-def redis_command(binary: str, *, port: int, folder: Path, conf: Path) -> list[str]:
-    """Return the command line: loopback only, every write on disk before it is acknowledged, nothing ever evicted.
+def redis_command(binary: str, *, socket: Path, folder: Path, conf: Path) -> list[str]:
+    """Return the command line: every write on disk before it is acknowledged, nothing ever evicted.
 
     It runs a script that cuts off what a crash left half-written, and then becomes redis-server.
 
     Args:
+        socket: where it listens, in a folder of the owner alone: on a port anybody here could fill its memory.
         conf: file with the password, since everybody on this machine can read command lines. A client without one
             could have Redis write files as the user of the run (CONFIG SET dir, which only Redis 7 refuses).
     """
     flags = {
-        "--bind": HOST,
-        "--port": str(port),
-        "--protected-mode": "yes",
+        "--port": "0",
+        "--unixsocket": str(socket),
+        "--unixsocketperm": "700",
         "--dir": str(folder),
         "--appendonly": "yes",
         "--appendfsync": "always",
@@ -86,21 +87,21 @@ def shut_off_acting_commands(binary: str, conf: Path) -> str:
     return renamed["SCRIPT"]
 
 
-def redis_url(port: int) -> str:
+def redis_url(socket: Path) -> str:
     """Return the URL for the buffer service."""
-    return f"redis://{HOST}:{port}/0"
+    return f"unix://{quote(str(socket))}"
 
 
-async def wait_for_redis(port: int, password_file: Path) -> None:
+async def wait_for_redis(socket: Path, password_file: Path) -> None:
     """Return when Redis has loaded its append-only file. The caller bounds the wait."""
-    while await ask_redis(port, password_file, "PING") != b"+PONG\r\n":
+    while await ask_redis(socket, password_file, "PING") != b"+PONG\r\n":
         await asyncio.sleep(POLL_S)
 
 
-async def ask_redis(port: int, password_file: Path, *words: str) -> bytes:
+async def ask_redis(socket: Path, password_file: Path, *words: str) -> bytes:
     """Return the first line of the answer: `+PONG`, `-LOADING ...`, or nothing when nobody listens."""
     try:
-        reader, writer = await asyncio.open_connection(HOST, port)
+        reader, writer = await asyncio.open_unix_connection(socket)
         try:
             for command in (("AUTH", password_file.read_text(encoding="utf-8").strip()), words):
                 parts = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in command)

@@ -16,7 +16,7 @@ from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
 from tba.tls import address
 from tba_cli.ports import PortRequest, choose_ports
-from tba_cli.redis_server import HOST, redis_url
+from tba_cli.redis_server import redis_url
 from tba_cli.run_folder import RunFolder
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -45,8 +45,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return parse_recipe(document, where="recipe")
 
 
-def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]:
-    """Return the recipe that the children read, and the port of Redis.
+def with_real_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
+    """Return the recipe that the children read.
 
     Relative paths of the embedded store and of output for people become paths in the run folder. Tokens and passwords
     that the recipe does not name are those of the folder.
@@ -54,11 +54,10 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]
     Raises:
         ConfigError: a port is in use.
     """
-    buffer_port, reward_port, redis_port = choose_ports(
+    buffer_port, reward_port = choose_ports(
         [
             PortRequest("buffer.port", recipe.buffer.host, recipe.buffer.port),
             PortRequest("reward.port", recipe.reward.host, recipe.reward.port),
-            PortRequest("the run's Redis", HOST, 0),
         ]
     )
     document = recipe.model_dump(mode="json")
@@ -68,7 +67,7 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]
         host = section["host"]
         section["url"] = f"{recipe.tls.scheme}://{address(_WILDCARDS.get(host) or host, port)}"
     password_file = str(folder.redis_password_path)
-    document["buffer"].update(redis_url=redis_url(redis_port), redis_password_file=password_file)
+    document["buffer"].update(redis_url=redis_url(folder.redis_socket_path), redis_password_file=password_file)
     if recipe.auth.tokens_file is None:
         document["auth"]["tokens_file"] = str(folder.tokens_path("all"))
     document["store"]["url"] = absolute_store_url(recipe.store.url, folder)
@@ -82,7 +81,7 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]
     if document["log_format"] == "auto":
         # children write to a pipe, where `auto` would mean JSON, but people read their lines
         document["log_format"] = "console"
-    return parse_recipe(document, where=str(folder.config_path)), redis_port
+    return parse_recipe(document, where=str(folder.config_path))
 
 
 def absolute_store_url(url: str, folder: RunFolder) -> str:

@@ -25,12 +25,13 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tba.errors import ConfigError
 from tba.store.file import explain_no_locks
+from tba.temporary_folders import temporary_folder
 from tba.tokens import new_tokens_files
 
 MARKER = ".tba-run"
@@ -38,6 +39,8 @@ FAILED_STARTS = ".failed-starts"
 """Folder beside the run folders: the logs of the last start of each run that failed before anything was made."""
 
 MAX_DOCUMENT_BYTES = 2**30
+MAX_SOCKET_PATH_BYTES = 100
+"""The system takes 107, or 103; a socket with a longer path is in a folder of its own in /tmp."""
 MAX_LOG_LINES, MAX_LOG_CHARS = 5, 2000
 """Limits of the end of a log that is quoted."""
 
@@ -66,6 +69,7 @@ class RunFolder:
         self.secrets_path = self.path / "secrets"
         self.redis_password_path = self.secrets_path / "redis_password"
         self.redis_conf_path = self.secrets_path / "redis.conf"
+        self.redis_socket_path = self.secrets_path / "redis.sock"
 
     @property
     def has_begun(self) -> bool:
@@ -161,11 +165,12 @@ class RunFolder:
         self.check(resume=resume, fresh=fresh)
         self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)
-        lock_fd = self._lock()
-        try:
+        with ExitStack() as stack:
+            stack.callback(os.close, lock_fd := self._lock())
+            if len(os.fsencode(self.redis_socket_path)) > MAX_SOCKET_PATH_BYTES:
+                short = stack.enter_context(temporary_folder("tba-redis-", parent=Path("/tmp")))
+                self.redis_socket_path = short / self.redis_socket_path.name
             yield lock_fd
-        finally:
-            os.close(lock_fd)
 
     def clear(self) -> None:
         """Delete everything but the lock, so that nothing of an older run disturbs the one that begins."""
@@ -202,7 +207,9 @@ class RunFolder:
     def make_secrets(self) -> None:
         """Make new tokens and a new password, in files that only their owner can read."""
         password = secrets.token_hex(24)
-        texts = {self.redis_password_path: f"{password}\n", self.redis_conf_path: f"requirepass {password}\n"}
+        # a reader that takes nothing must not fill the memory
+        conf = f"requirepass {password}\nclient-output-buffer-limit normal 1gb 0 0\n"
+        texts = {self.redis_password_path: f"{password}\n", self.redis_conf_path: conf}
         texts |= {self.tokens_path(who): json.dumps(tokens) + "\n" for who, tokens in new_tokens_files().items()}
         for folder in (self.secrets_path, self.secrets_path / "tokens"):
             folder.mkdir(mode=0o700, exist_ok=True)

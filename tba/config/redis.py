@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from tba.config import Recipe
 from tba.errors import ConfigError
@@ -89,7 +89,8 @@ def redis_access(recipe: Recipe) -> RedisAccess:
             f"buffer.redis_url ({shown}) has a password, and buffer.redis_password_file is "
             f"{section.redis_password_file}; leave one of them out"
         )
-    url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    # no urlunsplit: of unix:///PATH it makes unix:/PATH
+    url = section.redis_url.replace(f"//{parts.netloc}", f"//{parts.netloc.rpartition('@')[2]}", 1)
     username = unquote(parts.username) if parts.username else None
     access = RedisAccess(url, username, Path(section.redis_password_file), tls)
     access.credentials()

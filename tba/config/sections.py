@@ -121,7 +121,7 @@ class BufferSection(StrictModel):
     this."""
     redis_password_file: str | None = None
     """File with the password of Redis, read again for every new connection; the URL then holds none. `tba run`, whose
-    Redis listens on loopback, ignores it."""
+    Redis listens on a socket in the run folder, ignores it."""
     appendfsync: Literal["always", "everysec"] = "always"
     """Required durability of Redis. `always`: a push is acknowledged once it is on disk. `everysec` is faster and may
     lose some seconds of acknowledged rollouts when Redis dies (docs/operations.md)."""

@@ -204,12 +204,12 @@ async def _with_buffer(
 ) -> T:
     """Start Redis and a buffer service in `folder`, use them with the recipe that they have, stop them."""
     redis_binary = find_redis_server(recipe.local.redis_server)
-    config, redis_port = with_real_addresses(recipe, folder)
+    config = with_real_addresses(recipe, folder)
     is_copy = recipe.buffer.read_only is not None and folder.redis_path.is_dir()
     folder.make_folders()
     script = shut_off_acting_commands(redis_binary, folder.redis_conf_path) if is_copy else None
     folder.write_json(folder.config_path, config.model_dump(mode="json"))
-    services = Services(config, folder, environ=os.environ, redis_binary=redis_binary, redis_port=redis_port)
+    services = Services(config, folder, environ=os.environ, redis_binary=redis_binary)
     token = operator_client_token(config.auth.tokens_file)
     client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S, ca_file=config.tls.ca_file)
 
@@ -221,11 +221,11 @@ async def _with_buffer(
     async def work(processes: ProcessManager) -> T:
         async with asyncio.timeout(config.local.start_timeout_s):
             await processes.start(services.redis())
-            await wait_for_redis(redis_port, folder.redis_password_path)
+            await wait_for_redis(folder.redis_socket_path, folder.redis_password_path)
             if script is not None:
                 from tba_buffer.storage.damage import READ  # the one script that a view runs
 
-                await ask_redis(redis_port, folder.redis_password_path, script, "LOAD", READ)
+                await ask_redis(folder.redis_socket_path, folder.redis_password_path, script, "LOAD", READ)
             await processes.start(services.buffer())
             with suppress(_ReadableError):
                 await wait_until_ready(config.buffer_url, config.tls.ca_file, check=check_loss)

@@ -81,17 +81,16 @@ def run_local(
     with folder.acquire(resume=resume, fresh=fresh) as lock_fd:
         supervisor = None
         try:
-            config, redis_port, store = _prepare(original, folder, resume=resume, fresh=fresh, console=console)
+            config, store = _prepare(original, folder, resume=resume, fresh=fresh, console=console)
             supervisor = Supervisor(
                 config,
                 original=original,
                 recipe_file=recipe_file,
                 folder=folder,
-                services=Services(config, folder, environ=os.environ, redis_binary=redis_binary, redis_port=redis_port),
+                services=Services(config, folder, environ=os.environ, redis_binary=redis_binary),
                 store=store,
                 prompts=prompts,
                 console=console,
-                redis_port=redis_port,
                 needs_warm_start=needs_warm_start,
                 lock_fd=lock_fd,
             )
@@ -129,16 +128,16 @@ def run_local(
 
 def _prepare(
     original: Recipe, folder: RunFolder, *, resume: bool, fresh: bool, console: Console
-) -> tuple[Recipe, int, ObjectStore]:
+) -> tuple[Recipe, ObjectStore]:
     """Choose ports, check the store and make room for a run that begins.
 
     Returns:
-        The recipe of the services, the port of Redis, and the store.
+        The recipe of the services, and the store.
 
     Raises:
         TbaError: a port is in use, or the store, the origin or the starting model cannot be used.
     """
-    config, redis_port = with_real_addresses(original, folder)
+    config = with_real_addresses(original, folder)
     store = open_store(config.store)
     store.check(write=True)
     origin = None if resume else find_origin(config, store, runs_dir=folder.path.parent)
@@ -156,7 +155,7 @@ def _prepare(
     if origin is not None and (num_objects := copy_origin(origin, store)):
         console.info(f"copied {num_objects} objects of {origin.source} from {origin.store.url}")
     folder.write_json(folder.config_path, config.model_dump(mode="json"))
-    return config, redis_port, store
+    return config, store
 
 
 def _note_end(folder: RunFolder, reason: str) -> None:

@@ -40,20 +40,17 @@ class Services:
         redis_binary: path of redis-server.
     """
 
-    def __init__(
-        self, recipe: Recipe, folder: RunFolder, *, environ: Mapping[str, str], redis_binary: str, redis_port: int
-    ) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, *, environ: Mapping[str, str], redis_binary: str) -> None:
         self._recipe = recipe
         self._folder = folder
         self._environ = environ
         self._redis_binary = redis_binary
-        self._redis_port = redis_port
 
     def redis(self) -> ProcessSpec:
         """Return the run's own Redis."""
         folder: Path = self._folder.redis_path
         conf = self._folder.redis_conf_path
-        command = redis_command(self._redis_binary, port=self._redis_port, folder=folder, conf=conf)
+        command = redis_command(self._redis_binary, socket=self._folder.redis_socket_path, folder=folder, conf=conf)
         environ = child_environ(self._environ, num_threads=1) | {"BLOCK_WITH": sys.executable}
         return ProcessSpec(name="redis", command=command, environ=environ, is_chatty=True, awaits_its_turn=True)
 

@@ -86,7 +86,6 @@ class Supervisor:
         store: ObjectStore,
         prompts: Sequence[Prompt],
         console: Console,
-        redis_port: int,
         needs_warm_start: bool,
         lock_fd: int,
     ) -> None:
@@ -98,7 +97,6 @@ class Supervisor:
         self._store = store
         self._prompts = prompts
         self._console = console
-        self._redis_port = redis_port
         self._needs_warm_start = needs_warm_start
         self._token = operator_client_token(recipe.auth.tokens_file)
         self._client = BufferClient(
@@ -258,7 +256,7 @@ class Supervisor:
         self._write_timing(starts=(*timing.starts, start))
         # in order: the buffer is not ready before Redis has read its file
         await self._processes.start(self._services.redis())
-        await self._within("redis", wait_for_redis(self._redis_port, self._folder.redis_password_path))
+        await self._within("redis", wait_for_redis(self._folder.redis_socket_path, self._folder.redis_password_path))
         await self._processes.start(self._services.buffer())
         ca_file = self._recipe.tls.ca_file
         ready = wait_until_ready(

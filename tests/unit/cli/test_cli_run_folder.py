@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -122,7 +123,7 @@ def test_nobody_else_looks_into_a_run_folder_and_every_start_has_new_secrets(tmp
         files = [path for path in folder.secrets_path.rglob("*") if path.is_file()]
         assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
         password = folder.redis_password_path.read_text().strip()
-        assert folder.redis_conf_path.read_text() == f"requirepass {password}\n"
+        assert folder.redis_conf_path.read_text().splitlines()[0] == f"requirepass {password}"
         now = "".join(path.read_text() for path in files)
         assert len(password) == 48
         assert password not in before
@@ -238,3 +239,14 @@ def test_a_file_system_without_locks_is_named_by_run_and_config_check(tmp_path, 
     assert not folder.is_in_use
     target = target_of(make_recipe(local={"runs_dir": str(tmp_path)}), service=None)
     assert [result.level for result in check_disk(target) if result.code == "disk-locks"] == ["fail"]
+
+
+def test_the_socket_of_redis_has_a_path_that_the_system_takes(tmp_path: Path) -> None:
+    near, far = RunFolder(Path("/tmp") / "x"), RunFolder(tmp_path / ("n" * 60) / ("m" * 60))
+    assert near.redis_socket_path == near.secrets_path / "redis.sock"
+    with far.acquire(resume=False, fresh=True):
+        place = far.redis_socket_path.parent
+        assert place.stat().st_mode & 0o777 == 0o700
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(far.redis_socket_path))
+    assert not place.exists()

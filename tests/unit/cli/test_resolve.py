@@ -29,17 +29,17 @@ def make(**sections: dict) -> Recipe:
 
 def test_addresses_are_real_and_survive_the_trip_through_config_json(tmp_path):
     folder = RunFolder(tmp_path)
-    config, redis_port = with_real_addresses(make(), folder)
-    ports = {config.buffer.port, config.reward.port, redis_port}
-    assert len(ports) == 3
+    config = with_real_addresses(make(), folder)
+    ports = {config.buffer.port, config.reward.port}
+    assert len(ports) == 2
     assert 0 not in ports
-    assert config.buffer.redis_url == f"redis://127.0.0.1:{redis_port}/0"
+    assert config.buffer.redis_url == f"unix://{tmp_path}/secrets/redis.sock"
     folder.write_json(folder.config_path, config.model_dump(mode="json"))
     assert load_recipe(folder.config_path, environ={}) == config
 
 
 def test_clients_reach_a_service_that_listens_everywhere(tmp_path):
-    config, _ = with_real_addresses(make(buffer={"host": "0.0.0.0", "port": 0}), RunFolder(tmp_path))
+    config = with_real_addresses(make(buffer={"host": "0.0.0.0", "port": 0}), RunFolder(tmp_path))
     assert config.buffer.host == "0.0.0.0"
     assert config.buffer_url == f"http://127.0.0.1:{config.buffer.port}"
 
@@ -73,13 +73,13 @@ def test_only_the_embedded_store_moves_into_the_run_folder(url, absolute):
 
 def test_what_trackers_write_moves_into_the_run_folder(tmp_path):
     tracking = {"tensorboard_dir": "tb", "wandb": {"mode": "offline"}}
-    config, _ = with_real_addresses(make(tracking=tracking), RunFolder(tmp_path / "r"))
+    config = with_real_addresses(make(tracking=tracking), RunFolder(tmp_path / "r"))
     found = config.tracking
     assert (found.metrics_path, found.tensorboard_dir) == (f"{tmp_path}/r/metrics.jsonl", f"{tmp_path}/r/tb")
     assert found.wandb is not None
     assert found.wandb.folder == f"{tmp_path}/r/wandb"
     given = {"metrics_path": "/data/m.jsonl"}
-    config, _ = with_real_addresses(make(tracking=given), RunFolder(tmp_path / "r"))
+    config = with_real_addresses(make(tracking=given), RunFolder(tmp_path / "r"))
     assert (config.tracking.metrics_path, config.tracking.tensorboard_dir) == ("/data/m.jsonl", None)
 
 
@@ -136,14 +136,15 @@ def test_children_inherit_no_recipe_overrides():
     assert child["HF_HUB_OFFLINE"] == "1"
 
 
-def test_redis_flags_keep_every_write_and_listen_on_loopback_only(tmp_path):
-    words = redis_command("redis-server", port=5, folder=tmp_path, conf=tmp_path / "redis.conf")
+def test_redis_flags_keep_every_write_and_listen_on_a_socket_of_the_owner_only(tmp_path):
+    words = redis_command("redis-server", socket=tmp_path / "r.sock", folder=tmp_path, conf=tmp_path / "redis.conf")
     assert words[0] == "sh"
     assert Path(words[1]).is_file()
     assert words[3] == str(tmp_path / "redis.conf")
     flags = dict(zip(words[4::2], words[5::2], strict=True))
     assert flags["--appendfsync"] == "always"
-    assert flags["--bind"] == "127.0.0.1"
+    assert (flags["--port"], flags["--unixsocket"]) == ("0", str(tmp_path / "r.sock"))
+    assert flags["--unixsocketperm"] == "700"
     assert flags["--maxmemory-policy"] == "noeviction"
     assert flags["--save"] == ""
 
@@ -163,7 +164,7 @@ def test_no_redis_at_all_says_how_to_install_one(monkeypatch):
 def test_children_see_the_gpus_that_the_recipe_gives_them(tmp_path):
     gpus = {"trainer": [0, 1], "searchers": [[2], [3]], "reward": [3]}
     recipe = make(local={"gpus": gpus}, trainer={"num_processes": 2})
-    services = Services(recipe, RunFolder(tmp_path / "r"), environ={}, redis_binary="redis", redis_port=1)
+    services = Services(recipe, RunFolder(tmp_path / "r"), environ={}, redis_binary="redis")
     children = [services.trainer(), services.reward(), *(services.searcher(index) for index in range(3))]
     assert [child.environ["CUDA_VISIBLE_DEVICES"] for child in children] == ["0,1", "3", "2", "3", "2"]
     assert "CUDA_VISIBLE_DEVICES" not in services.buffer().environ

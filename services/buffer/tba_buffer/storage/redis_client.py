@@ -24,7 +24,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import hiredis
-from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
+from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 from redis.credentials import CredentialProvider
@@ -76,7 +77,7 @@ class _PasswordFile(CredentialProvider):
         return self.get_credentials()
 
 
-class _ReconnectingConnection(Connection):
+class _Reconnecting(AbstractConnection):
     """A connection whose loss is always a ConnectionError, which redis-py answers with a second try."""
 
     async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
@@ -86,11 +87,10 @@ class _ReconnectingConnection(Connection):
             raise ConnectionError(f"the connection is closed ({error})") from error
 
 
-class _ReconnectingTlsConnection(_ReconnectingConnection, SSLConnection):
-    """The same over TLS."""
-
-
-_CONNECTIONS: dict[type, type] = {Connection: _ReconnectingConnection, SSLConnection: _ReconnectingTlsConnection}
+_KINDS = (Connection, SSLConnection, UnixDomainSocketConnection)
+_CONNECTIONS: dict[Any, Any] = {
+    kind: type(f"_Reconnecting{kind.__name__}", (_Reconnecting, kind), {}) for kind in _KINDS
+}
 
 
 def connect(access: RedisAccess, on_connect: Callable[[Any], Awaitable[None]]) -> BytesRedis:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tba.errors import ChildError
-from tba.service_main import EXIT_STOPPED
+from tba.service_main import EXIT_CONFIG, EXIT_STOPPED
 from tba.store.file import explain_no_space
 from tba_cli.console import Console
 from tba_cli.orphan_reaper import OrphanReaper
@@ -314,7 +314,7 @@ class ProcessManager:
             return
         if not is_searcher:
             raise ChildError(self._describe_end(child, code))
-        if self._num_searcher_restarts < self._max_searcher_restarts:
+        if code != EXIT_CONFIG and self._num_searcher_restarts < self._max_searcher_restarts:
             self._num_searcher_restarts += 1
             count = f"{self._num_searcher_restarts} of {self._max_searcher_restarts}"
             self._console.result(f"warning: {self._describe_end(child, code)}; starting it again ({count} restarts)")

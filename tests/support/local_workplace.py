@@ -58,7 +58,7 @@ class Workplace:
         (path / "prompts.jsonl").write_text(prompt_line("a", "train") + "\n" + prompt_line("b", "heldout") + "\n")
         (path / "model").mkdir()
         for name in ("config.json", "tokenizer.json"):
-            (path / "model" / name).write_text("{}")
+            (path / "model" / name).write_text('{"eos_token_id": 1}')
 
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "tba_cli.main", *words]

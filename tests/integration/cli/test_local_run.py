@@ -295,6 +295,14 @@ def test_a_run_without_any_searcher_left_fails(place):
     assert place.children() == []
 
 
+def test_a_searcher_whose_settings_are_wrong_is_not_started_again(place):
+    done = place.run(FAKE_SEARCHER="config", FAKE_TRAINER="wait-at-2")
+    assert done.returncode == 1
+    assert "the engine does not decode this model" in done.stderr
+    assert "no searcher is left" in done.stderr
+    assert "starting it again" not in done.stdout
+
+
 @pytest.mark.parametrize("name", ["buffer", "reward", "redis"])
 def test_a_service_that_dies_stops_the_run_at_once(place, name):
     started = place.start(FAKE_TRAINER="wait-at-2")

@@ -195,7 +195,7 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
     optimizer.apply(learning_rate=0.0)
     live.restart()
     moments = live.held - without
-    batch = _batch(recipe, vocab_size=learner.model.config.vocab_size)
+    batch = _batch(recipe, vocab_size=learner.model.config.get_text_config().vocab_size)
     learner.gradients(batch, step=1, policy_ages=[0] * len(batch.rollouts))
     forward_backward_peak = live.peak
     live.restart()

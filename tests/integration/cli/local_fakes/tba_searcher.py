@@ -1,4 +1,7 @@
-"""A searcher that generates nothing and leaves when the run is over; FAKE_SEARCHER=die: searcher-0 leaves at once."""
+"""A searcher that generates nothing and leaves when the run is over.
+
+FAKE_SEARCHER: die (searcher-0 leaves at once), all-die, config (all leave, and say that their settings are wrong).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ name = os.environ["TBA_SEARCHER_ID"]
 print(f"{name} nice {os.nice(0)} threads {os.environ['OMP_NUM_THREADS']} stdin {sys.stdin.read()!r}", flush=True)
 if os.environ.get("FAKE_SEARCHER") == "all-die" or (name == "searcher-0" and os.environ.get("FAKE_SEARCHER") == "die"):
     sys.exit(7)
+if os.environ.get("FAKE_SEARCHER") == "config":
+    print("error: searcher: the engine does not decode this model", flush=True)
+    sys.exit(4)
 token = json.loads(Path(os.environ["TBA_AUTH__TOKENS_FILE"]).read_text())["searcher"]
 run = urllib.request.Request(recipe["buffer"]["url"] + "/v1/run", headers={"authorization": f"Bearer {token}"})
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -310,7 +310,7 @@ def test_what_was_written_survives_a_killed_server(tmp_path: Path, s3_server: S3
         assert store.get("a") == b"1"
         with pytest.raises(ObjectExistsError):
             store.put("a", b"2", create_only=True)
-        assert {path.name for path in (tmp_path / "server").glob("*.sock")} == {"filer.sock", "s3.sock"}
+        assert {path.name for path in (tmp_path / "server").rglob("*.sock")} == {"filer.sock", "s3.sock"}
         files = {path.name for path in (tmp_path / "server/objects").glob("*.dat")}
         with (tmp_path / "server/objects/lock").open("wb") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no second server beside this one

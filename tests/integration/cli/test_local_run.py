@@ -119,6 +119,8 @@ def test_a_finished_run_is_neither_overwritten_nor_resumed(finished):
 
 
 def test_fresh_begins_again_and_quiet_prints_the_result_only(place):
+    heldout = prompt_line("b", "heldout").replace("1+1", "2+2")  # another text: nothing to warn of
+    (place.path / "prompts.jsonl").write_text(f"{prompt_line('a', 'train')}\n{heldout}\n")
     assert place.run(FAKE_TRAINER="die-at-2").returncode == 1
     done = place.run("--fresh", "--quiet", "--seed", "3")
     assert done.returncode == 0, done.stderr
@@ -427,7 +429,7 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (folder / name).write_text("{}")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "eos_token_id": 1}
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 128, **sizes}))
     server = HubServer({"models/org/whole": folder})
     yield server

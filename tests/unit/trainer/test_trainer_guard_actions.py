@@ -292,6 +292,8 @@ def test_weights_are_suspected_while_a_condition_skips_batches_and_not_for_want_
         assert suspects_weights(guards, after(guards, bad, None).state) is suspected
         assert not suspects_weights(guards, after(guards, FINE, None).state)
     assert suspects_weights(section(), after(section(), FINE | BAD["non_finite"]).state)
+    # the engine of the searchers is to blame
+    assert not suspects_weights(section(), after(section(), FINE | BAD["on_policy_gap"]).state)
 
 
 METRICS = st.none() | st.fixed_dictionaries(

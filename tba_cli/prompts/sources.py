@@ -23,7 +23,10 @@ from pydantic_core import from_json
 from tba.errors import ConfigError
 from tba_cli.prompts.columns import RowError, column, is_chat, messages
 
-ROWS_PER_READ = 1024
+ROWS_PER_READ = 64
+"""One value may stand for many rows of a file, so that a few kilobytes unpack to gigabytes."""
+MAX_UNPACKED_CHARS, MAX_UNPACKED_RATIO = 2**29, 1000
+"""A Parquet file is refused beyond both: so many characters, and so many for each byte of its size."""
 HF_PREFIX = "hf:"
 UTF8_MARK = b"\xef\xbb\xbf"
 FOLDER_DIGITS = 20
@@ -192,11 +195,19 @@ class ParquetSource:
         twice = [name for name in columns or self.columns if self.columns.count(name) > 1]
         if twice:  # a row could hold one of them only
             raise ConfigError(f"{self.name} has several columns {twice[0]!r}; rename them")
-        number = 0
+        number = num_chars = 0
+        most_chars = max(MAX_UNPACKED_CHARS, MAX_UNPACKED_RATIO * self._path.stat().st_size)
         with self._opened() as file:
             batches = file.iter_batches(batch_size=ROWS_PER_READ, columns=columns)
             while (batch := self._next(batches)) is not None:
-                for values in batch.to_pylist(maps_as_pydicts="strict"):
+                found = batch.to_pylist(maps_as_pydicts="strict")
+                num_chars += _size(found)  # that of the batch counts a value once that many rows have
+                if num_chars > most_chars:
+                    raise ConfigError(
+                        f"{self.name} unpacks to more than {most_chars:,} characters, read up to row "
+                        f"{number + len(found)}; shorten the texts that its rows repeat"
+                    )
+                for values in found:
                     number += 1
                     yield Row(f"row {number}", values)
 
@@ -213,6 +224,14 @@ class ParquetSource:
         except (OSError, self._arrow_error) as error:
             reason = getattr(error, "strerror", None) or _first_line(error)
             raise ConfigError(f"{self.name} cannot be read: {reason}") from None
+
+
+def _size(value: Any) -> int:
+    """Return the characters of all texts of a value, and 1 for everything else."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value
+    return sum(map(_size, inner)) if isinstance(value, dict | list) else 1
 
 
 class _DatasetSource:

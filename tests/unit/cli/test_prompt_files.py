@@ -91,6 +91,18 @@ def test_other_kinds_of_files_and_folders_are_refused(tmp_path):
         open_source(str(tmp_path), hf_split="train")
 
 
+def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba_cli.prompts.sources.MAX_UNPACKED_CHARS", 2**20)
+    ids, text = pa.array([str(i) for i in range(2000)]), pa.array(["x" * 2**16])
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), text)
+    same = pa.array(["train"] * 2000)
+    columns = {"prompt_id": ids, "task": pa.array(["addition"] * 2000), "text": repeated, "split": same}
+    pq.write_table(pa.table(columns), path := tmp_path / "small.parquet")
+    assert path.stat().st_size < 2**16
+    with pytest.raises(ConfigError, match="unpacks to more than"):
+        read(path)
+
+
 def test_parquet_holds_the_same_prompts_as_jsonl(tmp_path):
     rows = [prompt(0), prompt(1, split="heldout"), prompt(2) | {"data": {"hint": [1, {"deep": None}]}}, prompt(3)]
     as_text = [row | {"data": json.dumps(row["data"])} for row in rows]

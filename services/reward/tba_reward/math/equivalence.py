@@ -30,7 +30,14 @@ from sympy.core.evalf import PrecisionExhausted
 from sympy.core.relational import Relational
 
 from tba_reward.math.numbers import DECIMAL_PLACES, FAR_APART, e_as_power, plain_number, same_collection, same_number
-from tba_reward.math.text_answers import is_prose, same_in_base, same_time_of_day, same_words, words_after_number
+from tba_reward.math.text_answers import (
+    fillers_after_number,
+    is_prose,
+    same_in_base,
+    same_time_of_day,
+    same_words,
+    words_after_number,
+)
 from tba_reward.math.units import without_unit
 
 _POINTS = ((Rational(7312, 10_000), Rational(10_871, 10_000)), (Rational(21_934, 10_000), Rational(5317, 10_000)))
@@ -113,7 +120,7 @@ def same_answer(gold: str, answer: str, units: frozenset[str] = frozenset()) -> 
     if _same_text(gold, answer):
         return True
     gold, units = normalize_gold(gold, units)
-    answer = normalize(answer, units | {word for word in words_after_number(normalize(answer)) if len(word) > 2})
+    answer = normalize(answer, units | fillers_after_number(normalize(answer)))
     plainly = _compare_plainly(gold, answer)
     if plainly is not None:
         return plainly

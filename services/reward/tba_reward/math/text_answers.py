@@ -35,14 +35,13 @@ _FUNCTIONS = words_of(
     dfrac and or infty infinity begin end array cases left right matrix pmatrix bmatrix vmatrix operatorname
     """
 )
-_COUNTS = words_of(
-    """
-    dozen score pair pairs hundred hundreds thousand thousands million millions billion trillion squared cubed factorial
-    half halves third thirds fourths quarters fifths tenths hundredths percent
-    zero one two three four five six seven eight nine ten minus plus times over under more less base
-    """
+_COUNT = re.compile(
+    r"""\w*(?:ths?|illions?|hundreds?|thousands?|dozens?|teen|ty|[dt]ouble[ds]?|[ti]ple[ds]?|fold|mod|modulo|ed)
+    |zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|half|halves|thirds?|quarters?|pairs?|scores?
+    |twice|thrice|factorial|percent|negative|positive|minus|plus|times|over|under|more|less|least|most|base|or|and|to""",
+    re.VERBOSE,
 )
-"""Words after a number that make it another number."""
+"""Words after a number that make it another number, or may: eighths, quintillion, squared."""
 MAX_WORDS = 12
 """A gold answer of more words is prose."""
 _BASED = re.compile(r"([0-9A-Za-z]+)_(?:\{([0-9]{1,2})\}|([0-9]))", re.ASCII)
@@ -124,9 +123,15 @@ def words_after_number(gold: str) -> Set[str]:
     match = _AFTER_NUMBER.fullmatch(gold)
     words = _WORD.findall((match[1] or match[2] or "").lower()) if match is not None else []
     half_of_day = {"am", "pm", "m", "p"} if ":" in gold else {"am", "pm"}  # `5 m` are metres, `10:30 p m` is a time
-    if len(words) > 3 or not (_NO_MATHEMATICS | _COUNTS | {"a", "and", "or"} | half_of_day).isdisjoint(words):
+    if len(words) > 3 or not (_NO_MATHEMATICS | {"a", "and", "or"} | half_of_day).isdisjoint(words):
         return frozenset()
     return frozenset(words)
+
+
+def fillers_after_number(answer: str) -> Set[str]:
+    r"""Return the words after the number of an answer that leave it as it is: `17\text{ any}`."""
+    words = words_after_number(answer)
+    return frozenset() if any(len(word) < 3 or _COUNT.fullmatch(word) for word in words) else words
 
 
 def _letters(text: str) -> str:

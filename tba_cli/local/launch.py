@@ -150,8 +150,6 @@ def _prepare(
         # every check has passed: from here on an older run is deleted
         folder.clear()
     folder.make_folders()
-    for path in (folder.ended_path, folder.summary_path):  # a finished run that trains on is not finished
-        path.unlink(missing_ok=True)
     if origin is not None and (num_objects := copy_origin(origin, store)):
         console.info(f"copied {num_objects} objects of {origin.source} from {origin.store.url}")
     folder.write_json(folder.config_path, config.model_dump(mode="json"))

@@ -300,6 +300,8 @@ class Supervisor:
         # idempotent: a resume uploads the same prompts again
         await asyncio.to_thread(upload_prompts, self._client, self._prompts, max_chunk_bytes=max_chunk_bytes)
         self._write_endpoints()
+        for path in (self._folder.ended_path, self._folder.summary_path):  # a finished run that trains on is not over
+            path.unlink(missing_ok=True)
         self._folder.write_json(self._folder.recipe_path, self._original.model_dump(mode="json"))
         if self._recipe_file is not None:
             self._folder.write_json(self._folder.recipe_file_path, self._recipe_file.model_dump(mode="json"))

@@ -367,6 +367,14 @@ def test_a_supervisor_that_died_before_the_summary_only_writes_it_up(place):
     assert place.summary()["steps"] == 6
 
 
+def test_a_finished_run_whose_redis_is_gone_keeps_its_results_when_a_resume_is_refused(place):
+    assert place.run().returncode == 0
+    (place.folder / "redis" / "fake_buffer.json").unlink()
+    refused = place.run("--resume", "--set", "trainer.num_steps=9")
+    assert (refused.returncode, "holds nothing of it" in refused.stderr) == (2, True), refused.stderr
+    assert place.summary()["steps"] == 6
+
+
 def test_commands_find_the_running_run(place):
     started = place.start(FAKE_TRAINER="wait-at-2")
     wait_for_step_2(place)

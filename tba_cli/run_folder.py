@@ -23,6 +23,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,8 +40,6 @@ FAILED_STARTS = ".failed-starts"
 """Folder beside the run folders: the logs of the last start of each run that failed before anything was made."""
 
 MAX_DOCUMENT_BYTES = 2**30
-MAX_SOCKET_PATH_BYTES = 100
-"""The system takes 107, or 103; a socket with a longer path is in a folder of its own in /tmp."""
 MAX_LOG_LINES, MAX_LOG_CHARS = 5, 2000
 """Limits of the end of a log that is quoted."""
 
@@ -167,7 +166,7 @@ class RunFolder:
         self.path.chmod(0o700)
         with ExitStack() as stack:
             stack.callback(os.close, lock_fd := self._lock())
-            if len(os.fsencode(self.redis_socket_path)) > MAX_SOCKET_PATH_BYTES:
+            if not self._takes_socket():
                 short = stack.enter_context(temporary_folder("tba-redis-", parent=Path("/tmp")))
                 self.redis_socket_path = short / self.redis_socket_path.name
             yield lock_fd
@@ -225,6 +224,18 @@ class RunFolder:
         half = path.with_name(path.name + ".part")
         half.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         os.replace(half, path)
+
+    def _takes_socket(self) -> bool:
+        """Return whether Redis can listen in the folder: not with a long path, nor on exFAT and some network disks."""
+        self.secrets_path.mkdir(mode=0o700, exist_ok=True)
+        self.redis_socket_path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.bind(str(self.redis_socket_path))
+            except OSError:
+                return False
+        self.redis_socket_path.unlink()
+        return True
 
     def _lock(self) -> int:
         """Take an exclusive lock, which the kernel drops when its last holder (supervisor, reaper) is gone."""

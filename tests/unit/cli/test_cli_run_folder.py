@@ -11,10 +11,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tba.errors import ConfigError
+from tba.temporary_folders import temporary_folder
 from tba.tokens import operator_token
 from tba_cli.doctor.checks.machine import check_disk
 from tba_cli.doctor.target import target_of
@@ -242,11 +244,31 @@ def test_a_file_system_without_locks_is_named_by_run_and_config_check(tmp_path, 
 
 
 def test_the_socket_of_redis_has_a_path_that_the_system_takes(tmp_path: Path) -> None:
-    near, far = RunFolder(Path("/tmp") / "x"), RunFolder(tmp_path / ("n" * 60) / ("m" * 60))
-    assert near.redis_socket_path == near.secrets_path / "redis.sock"
+    with temporary_folder("tba-", parent=Path("/tmp")) as place:
+        near = RunFolder(place / "r")
+        with near.acquire(resume=False, fresh=True):
+            assert near.redis_socket_path == near.secrets_path / "redis.sock"
+            assert not near.redis_socket_path.exists()
+    far = RunFolder(tmp_path / ("n" * 60) / ("m" * 60))
     with far.acquire(resume=False, fresh=True):
         place = far.redis_socket_path.parent
         assert place.stat().st_mode & 0o777 == 0o700
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(far.redis_socket_path))
     assert not place.exists()
+
+
+def test_redis_listens_in_the_temporary_folder_where_a_disk_takes_no_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoSocket(socket.socket):
+        def bind(self, address: Any, /) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))  # exFAT
+
+    with temporary_folder("tba-", parent=Path("/tmp")) as place:
+        folder = RunFolder(place / "r")
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socket", NoSocket)
+            with folder.acquire(resume=False, fresh=True):
+                assert not folder.redis_socket_path.is_relative_to(place)
+                assert folder.redis_socket_path.parent.stat().st_mode & 0o777 == 0o700

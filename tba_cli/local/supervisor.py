@@ -56,6 +56,7 @@ from tba_cli.setup.origin import until_loaded
 
 CALL_RETRY_S = 5.0
 CALL_TIMEOUT_S = 10.0
+SAME_REQUEST_S = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ class Supervisor:
             ca_file=recipe.tls.ca_file,
         )
         self._stop_requested = asyncio.Event()
-        self._first_signal: signal.Signals | None = None
+        self._first_signal, self._signalled_at_s = signal.SIGINT, 0.0
         self._reaper = OrphanReaper(lock_fd)
         self._processes = ProcessManager(
             folder=folder,
@@ -209,13 +210,14 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop_requested.is_set():
             # the end of a login session sends SIGTERM and SIGHUP at once: that is one request
-            if number not in (signal.SIGINT, self._first_signal):
+            is_pair = {number, self._first_signal} == {signal.SIGTERM, signal.SIGHUP}
+            if is_pair and time.monotonic() - self._signalled_at_s < SAME_REQUEST_S:
                 return
             self._console.result("stopping at once: all children are killed")
             self._processes.kill()
             return
         self._console.result("stopping: the trainer writes a checkpoint, searchers drain (again: stop at once)")
-        self._first_signal = number
+        self._first_signal, self._signalled_at_s = number, time.monotonic()
         self._stop_requested.set()
 
     async def _wait_for_signal(self) -> None:

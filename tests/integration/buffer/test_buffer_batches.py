@@ -379,6 +379,17 @@ def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> 
     assert client.run_changes(after=6).changes == [client.run().last_change]
 
 
+def test_a_run_that_has_all_its_steps_is_not_resumed_after_its_end(serve_buffer: ServeBuffer) -> None:
+    client, lineage = filled(serve_buffer, trainer={"num_steps": 1})
+    ack(client, lineage, 1, draw(client, lineage, 1))
+    client.command("pause", RunCommand())
+    assert client.command("resume", RunCommand()).state == "running", "the trainer has not ended"
+    client.command("done", RunCommand(token=lineage.token))
+    with pytest.raises(ConflictError, match=r"trainer\.num_steps"):
+        client.command("resume", RunCommand())
+    assert client.run().state == "done"
+
+
 def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer, sampling={"most_on_policy_prob": 1.0})
     client.announce_version(VersionRequest(version="1-1", token=lineage.token))

@@ -1,7 +1,7 @@
 """Change the state of the run, which says what is allowed now.
 
 running <-> paused        pause (operator, or a guard of the trainer with the active token), resume (operator)
-done -> running           resume (operator), before a trainer that is to make more steps starts
+done -> running           resume (operator), before a trainer starts; only while steps of trainer.num_steps are left
 running, paused -> stopping        stop (operator): no new visits, no new batches; evaluations continue
 any -> done, failed                done, fail (the trainer with the active token)
 running -> failed                  the buffer itself: a reward function raises for every item
@@ -86,6 +86,10 @@ class RunControl:
         _, allowed_from, needs_token = COMMANDS[name]
         # a token that is sent is always checked, so that a trainer that was replaced cannot pause or stop the run
         checks_token = needs_token or command.token is not None
+        num_steps = self._context.recipe.trainer.num_steps
+        # a run that has all of its steps would be running for ever: no trainer comes to end it
+        if name == "resume" and (await self._state.read_fields()).step >= num_steps:
+            allowed_from = ("paused",)
         reply = await self._change(name, command, role, allowed_from=allowed_from, checks_token=checks_token)
         if reply[0] == b"fenced":
             raise fenced(f"the command {name!r}")
@@ -95,6 +99,7 @@ class RunControl:
             raise ConflictError(
                 f"{name!r} is not possible while the run is {reply[1].decode(errors='replace')}; "
                 f"it is possible while it is {' or '.join(allowed_from)}"
+                f"{f', or done with a larger trainer.num_steps than {num_steps}' if name == 'resume' else ''}"
             )
         self._context.notify_all()
 

@@ -252,6 +252,24 @@ async def test_a_prompt_that_a_scorer_hangs_on_keeps_no_other_waiting_and_is_nam
     await asyncio.wait(tasks)
 
 
+@pytest.mark.parametrize(("deadline_s", "expected_s"), [(None, 30.0), (300.0, 150.0)])
+async def test_scores_are_first_asked_for_alone_after_half_of_the_deadline_of_a_request(
+    tmp_path: Path, reward: RewardServer, monkeypatch: pytest.MonkeyPatch, deadline_s: float | None, expected_s: float
+) -> None:
+    """A judge that needs 20 s is not asked twice."""
+    delivery, waited = scoring_delivery(tmp_path, reward, request_timeout_s=deadline_s), list[float | None]()
+    in_time = delivery._scores_in_time
+
+    async def record(items: list[ScoreItem], slow_s: float | None) -> list[ScoreResult | str] | None:
+        waited.append(slow_s)
+        return await in_time(items, slow_s)
+
+    monkeypatch.setattr(delivery, "_scores_in_time", record)
+    for number in range(2):
+        await delivery._score([one_visit(delivery, number)])
+    assert waited == [expected_s, pytest.approx(0.9 * expected_s)]
+
+
 async def test_an_evaluation_whose_request_got_no_answer_because_of_another_is_asked_alone(
     tmp_path: Path, reward: RewardServer
 ) -> None:

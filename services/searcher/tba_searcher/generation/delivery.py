@@ -105,8 +105,8 @@ class Delivery:
         """By lease id: visits whose scores are not known yet."""
         self._alone: asyncio.Queue[Visit] = asyncio.Queue()
         self._score_requests: set[asyncio.Future[ScoreReply]] = set()
-        self._longest_s = 5.0
-        """About the longest time that a request for scores has taken lately."""
+        self._longest_s = recipe.reward.request_deadline_s / 4
+        """About the longest time that a request for scores has taken lately; at first long: a scorer may be slow."""
         self._hanging: set[str] = set()
         """Prompts that a scorer hung on, so that each is logged once."""
         self._reward_is_away = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -37,17 +36,6 @@ HANG_REASONS: frozenset[ScoreReason] = frozenset({"timeout", "too_slow"})
 """Reasons that one item may keep all others waiting for."""
 AWAY_REASONS: frozenset[ScoreReason] = frozenset({"unreachable"})
 """Reasons that say nothing about the item: its scorer is away. The item is pending, not failed, and is scored later."""
-
-
-def blamed_answers(reasons: Sequence[str | None]) -> list[int]:
-    """Return which answers to one prompt are themselves why they have no score: an evaluation counts them as wrong.
-
-    Args:
-        reasons: why each has no score; None: it has one.
-    """
-    # what raises for one answer and scores another can blame neither itself nor the prompt's data
-    blaming = ANSWER_REASONS | ({"exception"} if None in reasons else set())
-    return [number for number, reason in enumerate(reasons) if reason in blaming]
 
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]

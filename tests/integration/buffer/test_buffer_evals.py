@@ -22,8 +22,13 @@ from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.leases import lease, request_eval
 
 
-def report(client: BufferClient, item: Lease, rewards: list[float | None], searcher_id: str = "s1") -> None:
-    result = EvalResult(lease_id=item.lease_id, rewards=rewards, num_response_tokens=[5] * len(rewards))
+def report(
+    client: BufferClient, item: Lease, rewards: list[float | None], searcher_id: str = "s1", num_raised: int = 0
+) -> None:
+    lengths = [5] * len(rewards)
+    result = EvalResult(
+        lease_id=item.lease_id, rewards=rewards, num_response_tokens=lengths, num_raised=num_raised or None
+    )
     assert item.eval_id is not None
     assert item.version is not None
     client.eval_results(item.eval_id, EvalResults(searcher_id=searcher_id, version=item.version, results=[result]))
@@ -49,6 +54,23 @@ def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve
     assert client.run().evals == [info]
     assert request_eval(client, lineage).state == "done"
     assert client.stats().num_rollouts == 0
+
+
+def test_a_greedy_answer_that_a_scorer_raised_for_is_no_success_where_the_scorer_works(
+    serve_buffer: ServeBuffer,
+) -> None:
+    client = serve_buffer().client()
+    works, broken = make_prompts(1, 3), make_prompts(0, 3)[2]
+    client.upload_prompts([*works[:3], broken.model_copy(update={"task": "gsm8k"})])
+    request_eval(client, start_lineage(client))
+    first, *others = [item for item in lease(client, 8).leases if item.kind != "train"]
+    report(client, first, [1.0, 1.0])
+    for item in others:
+        raised = item.kind == "greedy" and item.prompt.prompt_id != "heldout-0"
+        unknown = raised or item.prompt.prompt_id == "heldout-2"
+        report(client, item, [None if unknown else 1.0] * item.num_rollouts, num_raised=item.num_rollouts * unknown)
+    info = client.get_eval(first.eval_id or "")
+    assert (info.state, info.greedy_accuracy, info.accuracy, info.num_unknown) == ("done", 0.5, 1.0, 3)
 
 
 def test_only_the_active_trainer_evaluates_and_only_versions_that_were_announced(serve_buffer: ServeBuffer) -> None:

@@ -63,15 +63,15 @@ def test_every_answer_gets_its_own_score_under_every_task(server: RewardServer, 
     assert server.asked[0]["finish_reason"] == "length"
 
 
-def test_an_answer_is_blamed_where_others_to_its_prompt_are_scored(server: RewardServer, answers: Answers) -> None:
-    answers.answers += [replace(answer, mode="sampled", text=f"{answer.prompt}") for answer in answers.answers]
-    server.score = lambda item: "exception" if item["response"] in ("<1>", "<2>", "2") else 1.0
-    found = ask(recipe_for(server), answers)
-    assert {name: score.is_wrong for (name, _), score in found.items() if score.value is None} == {
-        "greedy-1-0": True,
-        "greedy-2-0": False,
-        "sampled-2-0": False,
-    }
+def test_an_answer_that_a_scorer_raises_for_is_wrong_where_the_scorer_scores_others_of_its_task(
+    server: RewardServer, answers: Answers
+) -> None:
+    reasons = {"<1>": "exception", "<2>": "too_long", "<3>": "timeout"}
+    server.score = lambda item: "exception" if item["task"] == "broken" else reasons.get(item["response"], 1.0)
+    found = ask(recipe_for(server, tasks=["addition", "broken"]), answers)
+    wrong = {(name, task) for (name, task), score in found.items() if score.is_wrong}
+    assert wrong == {("greedy-1-0", "addition"), ("greedy-2-0", "addition")}
+    assert sum(score.value is None for score in found.values()) == NUM_PROMPTS + 3
 
 
 def test_a_task_with_a_python_function_gets_the_tokens_of_its_answers(server: RewardServer, answers: Answers) -> None:

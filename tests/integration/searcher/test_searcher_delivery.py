@@ -167,17 +167,19 @@ async def test_an_evaluation_counts_the_answers_that_are_why_they_have_no_score(
     scores = await delivery._request_scores(score_items(4))
     item = Lease(
         lease_id="e",
-        kind="greedy",
+        kind="sample",
         visit_id="v",
-        temperature=0.0,
+        temperature=1.0,
         num_rollouts=4,
         prompt=make_prompts(1)[0],
         expires_in_s=9.0,
     )
     visit = Visit(lease=item, prompt_tokens=(1,), pinned=START)
     found = await delivery._evaluation_result(visit, [""] * 4, scores)
-    assert (found.rewards, found.num_wrong) == ([1.0, None, None, None], 2)
-    assert (await delivery._evaluation_result(visit, [""], scores[:1])).num_wrong is None
+    assert (found.rewards, found.num_wrong, found.num_raised) == ([1.0, None, None, None], 1, 1)
+    for number, expected in enumerate([(None, None), (None, 1), (1, None), (None, None)]):
+        greedy = await delivery._evaluation_result(visit, [""], scores[number : number + 1])
+        assert (greedy.num_wrong, greedy.num_raised) == expected
 
 
 def score_items(number: int) -> list[ScoreItem]:

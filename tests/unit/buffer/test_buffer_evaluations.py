@@ -12,9 +12,9 @@ from tba_buffer.prompts.evaluation_summary import (
     find_best_version,
     summarise,
     summarise_first,
+    with_raised,
 )
 
-from tba.api.scores import blamed_answers
 from tba.config.evaluation import EvalSection
 from tba.evaluation.statistics import pass_at_k
 
@@ -55,19 +55,15 @@ def test_an_answer_that_is_why_it_has_no_score_is_no_success_and_not_left_out() 
     assert count_unknown(results, 32) == {"sample": 0, "greedy": 0}
 
 
-@pytest.mark.parametrize(
-    ("reasons", "expected"),
-    [
-        (["too_long", "ambiguous", "too_slow", "out_of_memory"], [0, 1, 2, 3]),
-        (["exception", None], [0]),  # the function scores another answer to the prompt
-        (["exception", "exception"], []),
-        (["bad_data", "crashed", "timeout", "unreachable", "abstained", None], []),
-    ],
-)
-def test_an_answer_is_blamed_where_neither_its_prompt_nor_its_scorer_can_be(
-    reasons: list[str | None], expected: list[int]
-) -> None:
-    assert blamed_answers(reasons) == expected
+def test_an_answer_that_a_scorer_raised_for_is_wrong_only_where_that_scorer_scores_others_of_its_task() -> None:
+    results = {EvaluationUnit("e", "greedy", n): unit_results(rewards=[float(n < 14)]) for n in range(31)}
+    results[EvaluationUnit("e", "greedy", 31)] = unit_results(rewards=[None], num_raised=1)
+    results[EvaluationUnit("e", "sample", 32)] = unit_results(rewards=[None, None], num_raised=1, num_wrong=1)
+    results[EvaluationUnit("e", "greedy", 33)] = unit_results(rewards=[None], num_raised=1)
+    tasks = {number: "works" if number < 32 else "broken" for number in range(34)}
+    summary = summarise(with_raised(results, tasks), success_reward=1.0)
+    assert (summary.greedy_accuracy, summary.accuracy, summary.num_unknown) == (14 / 32, 0.0, 2)
+    assert count_unknown(with_raised(results, tasks), 34) == {"sample": 1, "greedy": 1}
 
 
 def test_nothing_known_gives_no_number() -> None:

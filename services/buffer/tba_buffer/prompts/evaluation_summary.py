@@ -45,6 +45,18 @@ Results = Mapping[EvaluationUnit, Mapping[str, Any]]
 """Unit -> a stored EvalResult; those of older releases lack the newer fields."""
 
 
+def with_raised(results: Results, tasks: Mapping[int, str]) -> Results:
+    """Count answers that a scorer raised for as wrong, where it scores others of their task (`tasks`: by prompt)."""
+    scored = (unit for unit, result in results.items() if any(reward is not None for reward in result["rewards"]))
+    working = {tasks.get(unit.number) for unit in scored}
+    return {
+        unit: {**result, "num_wrong": (result.get("num_wrong") or 0) + (result.get("num_raised") or 0)}
+        if tasks.get(unit.number) in working
+        else result
+        for unit, result in results.items()
+    }
+
+
 def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int] = ()) -> EvalNumbers:
     """Return the numbers of a finished evaluation.
 

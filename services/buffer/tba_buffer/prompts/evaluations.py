@@ -31,10 +31,12 @@ from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.prompts.evaluation_summary import (
     KINDS,
     EvaluationUnit,
+    Results,
     count_unknown,
     find_best_version,
     summarise,
     summarise_first,
+    with_raised,
 )
 from tba_buffer.run.lineage import Lineages, fenced
 from tba_buffer.storage.context import Context, RunHash
@@ -301,8 +303,9 @@ class Evaluations:
         unknown = {"rewards": [None] * num, "num_response_tokens": []}
         return self._context.read_or_note("result", str(unit), read) or unknown
 
-    def _done(self, document: dict[str, Any], results: dict[EvaluationUnit, dict[str, Any]]) -> dict[str, Any]:
+    def _done(self, document: dict[str, Any], results: Results) -> dict[str, Any]:
         """Return the document of a finished evaluation: its numbers, and those that versions are compared by."""
+        results = with_raised(results, {number: prompt.task for number, prompt in enumerate(self._catalog.heldout)})
         how = {"success_reward": document["success_reward"], "pass_at": document.get("pass_at", ())}
         # versions are compared over the prompts that every evaluation has
         num_first = min(document["num_prompts"], self._context.recipe.eval.num_prompts_compared)

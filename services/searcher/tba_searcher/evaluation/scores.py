@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tba.api import ScoreItem, ScoreResult
-from tba.api.scores import blamed_answers
+from tba.api.scores import ANSWER_REASONS
 from tba.clients import RewardClient
 from tba.config import Recipe
 from tba.tokens import client_token
@@ -65,13 +64,12 @@ def score_all(recipe: Recipe, answers: Answers, *, on_progress: OnProgress) -> d
 async def _score_all(
     recipe: Recipe, answers: Answers, client: RewardClient, on_progress: OnProgress
 ) -> dict[tuple[str, str], Score]:
-    keys, items, of_prompt = [], [], defaultdict[tuple[int, str], list[tuple[str, str]]](list)
+    keys, items = [], []
     for answer in answers.answers:
         prompt = answers.prompts[answer.prompt]
         for task in tasks_of(recipe, answers, answer.prompt):
             # an item id is its position: the same answer is scored under several tasks
             keys.append((answer.name, task))
-            of_prompt[answer.prompt, task].append((answer.name, task))
             items.append(
                 ScoreItem(
                     item_id=str(len(items)),
@@ -100,9 +98,11 @@ async def _score_all(
         on_progress(f"{len(found)} of {len(items)} scores")
 
     await asyncio.gather(*(ask(number, part) for number, part in enumerate(_split(items, recipe))))
-    for alike in of_prompt.values():
-        for number in blamed_answers([found[key].reason for key in alike]):
-            found[alike[number]] = replace(found[alike[number]], is_wrong=True)
+    working = {task for (_, task), score in found.items() if score.value is not None}
+    for key, score in found.items():
+        # a scorer that raises for one answer and scores others is not broken
+        if score.reason in ANSWER_REASONS or (score.reason == "exception" and key[1] in working):
+            found[key] = replace(score, is_wrong=True)
     return found
 
 

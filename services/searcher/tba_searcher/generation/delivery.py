@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
-from tba.api.scores import AWAY_REASONS, HANG_REASONS, blamed_answers
+from tba.api.scores import ANSWER_REASONS, AWAY_REASONS, HANG_REASONS
 from tba.clients import BufferClient, RewardClient
 from tba.concurrency import in_thread
 from tba.config import Recipe
@@ -303,7 +303,8 @@ class Delivery:
         rewards = [score.reward if isinstance(score, ScoreResult) else None for score in scores]
         reasons = [score if isinstance(score, str) else score.error and score.error.reason for score in scores]
         found = await in_thread(lambda: self._results.result(visit, texts, rewards))
-        return found.model_copy(update={"num_wrong": len(blamed_answers(reasons)) or None})
+        num_wrong, num_raised = sum(reason in ANSWER_REASONS for reason in reasons), reasons.count("exception")
+        return found.model_copy(update={"num_wrong": num_wrong or None, "num_raised": num_raised or None})
 
     async def _ref_logprobs(self, visit: Visit) -> list[RefLogprob | None]:
         """Return the ref log-prob of every completion, None for one that is no bounded number."""

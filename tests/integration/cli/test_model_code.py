@@ -12,6 +12,7 @@ from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.setup.prepare import measure_model
+from tba_cli.setup.try_model import try_model
 from tba_cli.starter_models.tiny import make
 
 CODE = """
@@ -27,6 +28,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
+OWN_CLASSES = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnForCausalLM"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make("llama_chat", folder, seed=0)
     (folder / "code.py").write_text(CODE)
     for name, changes in (
-        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "code.OwnConfig"}}),
+        ("config.json", {"model_type": "own", "auto_map": OWN_CLASSES}),
         (
             "tokenizer_config.json",
             {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]}},
@@ -61,6 +63,7 @@ def test_the_chat_template_and_the_checks_run_code_that_the_recipe_trusts(folder
     assert sorted(prompt.text for prompt in prompts)[0] == "<s><|user|>\n0+1=<|eot|>\n<|assistant|>\n"
     answer, _ = measure_model(trusted, prompts)
     assert min(answer["text_tokens"]) > 0
+    assert try_model(trusted) == {"architecture": "OwnForCausalLM", "is_decoded": True}
 
 
 def test_code_that_the_recipe_does_not_trust_is_named_with_the_key(folder):

@@ -7,6 +7,7 @@ weights are read, and its config. The answer is JSON on stdout; an error is one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -61,10 +62,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tba_searcher.engines.model_check", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE")
     try:
-        print(json.dumps(check(load_recipe(parser.parse_args(argv).config, environ={}))))
+        # code that comes with a model may print, and stdout is the answer
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = check(load_recipe(parser.parse_args(argv).config, environ={}))
     except TbaError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(json.dumps(answer))
     return 0
 
 

@@ -2,6 +2,7 @@
 
     TbaError
     |- ConfigError            (ValueError)   a recipe, environment variable or flag is wrong
+    |  `- ModelError                         the model is none for the engine; a retry cannot help
     |- WireError              (ValueError)   bytes that are not what they claim to be
     |  |- MalformedError                     not msgpack, a missing or unknown field, a wrong type or length
     |  |- SchemaVersionError                 a schema version that this build does not read
@@ -53,6 +54,10 @@ class ConfigError(TbaError, ValueError):
 
     slug = "config"
     status = 422
+
+
+class ModelError(ConfigError):
+    """The starting model is none for the engine or the settings: a searcher that is started again ends the same way."""
 
 
 class WireError(TbaError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from tba.config import Recipe, load_recipe
 from tba.early_signals import EXIT_INTERRUPTED, EXIT_STOPPED
-from tba.errors import ConfigError, FencedError, TbaError
+from tba.errors import FencedError, ModelError, TbaError
 from tba.logs import configure_logging
 from tba.store.file import explain_full_disk
 from tba.tls import with_bare_urls
@@ -20,7 +20,7 @@ __all__ = ["EXIT_CONFIG", "EXIT_ERROR", "EXIT_FENCED", "EXIT_STOPPED", "service_
 EXIT_ERROR = 2
 EXIT_FENCED = 3
 EXIT_CONFIG = 4
-"""Of a searcher whose recipe or model is wrong: started again, it would end the same way."""
+"""Of a searcher whose model is wrong: started again, it would end the same way."""
 
 
 def service_main(
@@ -39,7 +39,7 @@ def service_main(
 
     Returns:
         The exit code: 0, or the service's own; 2 for an error that is explained on stderr, 3 if a newer lineage took
-        over, 4 for a searcher that cannot work as it is told to, 130 for Ctrl-C.
+        over, 4 for a searcher that cannot work with this model, 130 for Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tba_{name}", description=f"The {name} service of tba.")
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")
@@ -56,7 +56,7 @@ def service_main(
         if args.debug:
             raise
         print(f"error: {name}: {with_bare_urls(str(error))}", file=sys.stderr, flush=True)
-        if name == "searcher" and isinstance(error, ConfigError):
+        if name == "searcher" and isinstance(error, ModelError):
             return EXIT_CONFIG
         # a supervisor must not restart a trainer that was replaced
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_ERROR

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba.errors import ConfigError
+from tba.errors import ModelError
 
 
 def check_load_report(
@@ -20,7 +20,7 @@ def check_load_report(
         is_needed: whether the weight of this name has to come from the files; default: each one has.
 
     Raises:
-        ConfigError: weights are missing, or have other shapes than config.json says; it names them.
+        ModelError: weights are missing, or have other shapes than config.json says; it names them.
     """
     missing = sorted(filter(is_needed, report["missing_keys"]))
     shapes = [f"{name} {list(is_)}, not {list(should)}" for name, is_, should in sorted(report["mismatched_keys"])]
@@ -30,13 +30,13 @@ def check_load_report(
         # most often they are there under another name, as that of a wrapper (`_orig_mod.`)
         hint = f", and has some that such a model has not: {_some(unexpected)}" if unexpected else ""
         problem = f"lacks weights of a {type(model).__name__}: {_some(missing)}{hint}; is it another kind of model?"
-        raise ConfigError(f"{where} {problem} Save it with save_pretrained of the bare model, or correct config.json")
+        raise ModelError(f"{where} {problem} Save it with save_pretrained of the bare model, or correct config.json")
     if shapes:
-        raise ConfigError(
+        raise ModelError(
             f"{where} holds weights of other shapes than its config.json says: {_some(shapes)}; correct config.json"
         )
     if report["error_msgs"]:
-        raise ConfigError(f"{where} holds weights that cannot be read: {str(report['error_msgs'])[:500]}")
+        raise ModelError(f"{where} holds weights that cannot be read: {str(report['error_msgs'])[:500]}")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from tba.api import RescoreInfo
 from tba.config import Recipe
+from tba.errors import ConfigError, ModelError
 from tba.service_main import service_main
 from tba.store.file import FileStore, explain_full_disk
 from tba_cli.commands import config, fork
@@ -330,3 +331,16 @@ def test_nothing_scored_has_no_mean() -> None:
     lines = rescore_lines(JOB.model_copy(update={"state": "cancelled", "finished_at_s": 100.0}))
     assert "unknown" in lines[3]
     assert lines[-1] == "  reward versions: none"
+
+
+@pytest.mark.parametrize(("error", "code"), [(ModelError("not decoded"), 4), (ConfigError("GPU memory is held"), 2)])
+def test_a_searcher_gives_up_for_good_only_for_what_stays_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    def fails(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("tba.service_main.configure_logging", lambda *_, **__: None)  # binds stderr
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n')
+    assert service_main("searcher", fails, ["--config", str(recipe)]) == code

@@ -16,7 +16,7 @@ from tba_searcher.engines.weight_check import check_loaded
 from tba_searcher.engines.weight_loader import WeightLoader, swap_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tba.errors import ConfigError, DigestError, MalformedError
+from tba.errors import ConfigError, DigestError, MalformedError, ModelError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, WeightVersions, params_sha256_of_files
@@ -397,7 +397,7 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("how", BREAKS)
 def test_a_folder_without_the_weights_of_its_model_is_refused_with_their_names(how: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=BREAKS[how]):
+    with pytest.raises(ModelError, match=BREAKS[how]):
         make_engine(break_weights(make_tiny_model(tmp_path / "model"), how))
 
 
@@ -487,7 +487,8 @@ def test_tokens_beyond_a_window_are_those_of_a_pass_over_the_whole_sequence(kind
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_decoded_exactly_is_refused_before_the_first_request(kind: str, tmp_path: Path) -> None:
     changes, why = REFUSED[kind]
-    with pytest.raises(ConfigError, match=why):
+    # an error of torch may pass
+    with pytest.raises(ConfigError if "fails" in why else ModelError, match=why):
         architecture_engine(tmp_path, kind, changes)
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tba.errors import ConfigError
+from tba.errors import ConfigError, ModelError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, Sampling
 from tba_searcher.engines.engine import (
@@ -82,7 +82,7 @@ class EmbeddedEngine:
                 device=self._device,
             )
         except AttributeError as error:
-            raise ConfigError(f"the embedded engine does not decode {config.model_type}: {error}; {WAY_OUT}") from None
+            raise ModelError(f"the embedded engine does not decode {config.model_type}: {error}; {WAY_OUT}") from None
         except RuntimeError as error:
             raise EngineDiedError(_reason(error, settings.num_slots)) from error
         self._prefixes = PrefixCache(settings.num_slots, num_prefix_slots)
@@ -487,7 +487,7 @@ def _load_model(folder: Path, settings: EngineSettings, max_len: int) -> Any:
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_len > limit:
-        raise ConfigError(
+        raise ModelError(
             f"searcher.max_prompt_tokens + searcher.max_response_tokens = {max_len}, "
             f"but the model's context is {limit} tokens; lower one of them"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.errors import ConfigError
+from tba.errors import ModelError
 
 MAX_GAP = {"float32": 0.005, "float16": 0.125, "bfloat16": 0.5}
 """Largest mean gap of a few tokens, in nats. Rounding stays below it (docs/results.md, "Canary tolerances")."""
@@ -26,14 +26,14 @@ def attention_windows(config: Any, max_len: int) -> dict[str, int | None]:
     """Return the kinds of layers of a text config, each with the tokens that it sees; None: all of `max_len`.
 
     Raises:
-        ConfigError: there are layers of a kind that the engine does not know.
+        ModelError: there are layers of a kind that the engine does not know.
     """
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else "chunked_attention" if chunk else FULL])
     if chunk and max_len <= chunk:
         kinds -= {"chunked_attention"}
     if odd := kinds - {FULL, SLIDING}:
-        raise ConfigError(
+        raise ModelError(
             f"the embedded engine does not decode layers of kind {', '.join(sorted(odd))}, which this "
             f"{config.model_type} model has; {WAY_OUT}"
         )
@@ -44,13 +44,13 @@ def check_positions(config: Any, max_len: int) -> None:
     """Refuse positions that are scaled by the length of the sequence: no log-prob of a token would then be the one.
 
     Raises:
-        ConfigError: a sequence of `max_len` tokens is scaled otherwise than a short one.
+        ModelError: a sequence of `max_len` tokens is scaled otherwise than a short one.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         limit = each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", max_len)
         if each.get("rope_type") in ("dynamic", "longrope") and max_len > limit:
-            raise ConfigError(
+            raise ModelError(
                 f"the positions of this {config.model_type} model ({each['rope_type']}) change with the length of a "
                 f"sequence beyond {limit} tokens, so a token has other log-probs while its response grows; keep "
                 f"searcher.max_prompt_tokens + searcher.max_response_tokens (now {max_len}) within {limit}"
@@ -61,12 +61,12 @@ def check_gap(decoded: NDArray[np.float32], whole: NDArray[np.float32], *, dtype
     """Compare log-probs that were decoded with those of passes over the whole sequence, [N, tokens] each.
 
     Raises:
-        ConfigError: they differ by more than rounding does.
+        ModelError: they differ by more than rounding does.
     """
     # the mean: in a mixture of experts, rounding sends single tokens to other experts
     gap = float(np.abs(decoded - whole).mean(axis=1).max())
     if not gap <= MAX_GAP[dtype]:
-        raise ConfigError(
+        raise ModelError(
             f"the embedded engine does not decode this {what} exactly: with its key-value cache, log-probs are off by "
             f"{gap:.3g} nats from a pass over the whole sequence (limit {MAX_GAP[dtype]}); a limited window, positions "
             f"that are scaled by the length, or state besides keys and values may be the cause; {WAY_OUT}"

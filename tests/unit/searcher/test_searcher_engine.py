@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tba_searcher.engines.engine import Completion, EngineError, EngineSettings, Request
+from tba_searcher.engines.tokenizer import check_vocabulary
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weight_check import check_loaded
 from tba_searcher.engines.weight_loader import WeightLoader, swap_weights
@@ -23,7 +24,7 @@ from tba.weights import LocalVersion, WeightVersions, params_sha256_of_files
 from tba.wire import Sampling
 from tests.support.broken_weights import BREAKS, break_weights
 from tests.support.searcher_world import publish_version
-from tests.support.tiny_model import EOS_ID, Architecture, make_tiny_model
+from tests.support.tiny_model import EOS_ID, Architecture, make_tiny_model, make_tiny_tokenizer
 
 V1 = PolicyVersion(1, 4)
 MODELS: list[tuple[Architecture, bool]] = [
@@ -399,6 +400,16 @@ def test_a_folder_without_a_model_is_one_sentence(tmp_path):
 def test_a_folder_without_the_weights_of_its_model_is_refused_with_their_names(how: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=BREAKS[how]):
         make_engine(break_weights(make_tiny_model(tmp_path / "model"), how))
+
+
+def test_only_ids_that_plain_text_gives_must_be_in_the_model() -> None:
+    tokenizer = make_tiny_tokenizer()
+    num = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "<own pad>"})
+    check_vocabulary(tokenizer, num, where="here")
+    tokenizer.add_tokens(["<plus>"])
+    with pytest.raises(ModelError, match=r"has 1 tokens beyond .* as '<plus>'"):
+        check_vocabulary(tokenizer, num, where="here")
 
 
 # ---- What is decoded exactly ----------------------------------------------------------------------------------------

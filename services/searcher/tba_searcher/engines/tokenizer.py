@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tba.config import Recipe
 from tba.config.sections import trust_hint
-from tba.errors import ConfigError
+from tba.errors import ConfigError, ModelError
 from tba_searcher.engines.engine import Completion
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
@@ -71,14 +71,16 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, *, where: str) -> None:
-    """Refuse a tokenizer that names ids for which the model has no embedding.
+    """Refuse a tokenizer that makes ids of plain text for which the model has no embedding.
 
     Raises:
-        ConfigError: it does; names them.
+        ModelError: it does; names them.
     """
-    beyond = sorted(token for token, id_ in tokenizer.get_vocab().items() if id_ >= vocab_size)
+    # a special one, as for images or padding, is in few texts or none: the engine refuses a request that has it
+    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    beyond = sorted(t for t, i in tokenizer.get_vocab().items() if i >= vocab_size and i not in special)
     if beyond:
-        raise ConfigError(
+        raise ModelError(
             f"the tokenizer of {where} has {len(beyond)} tokens beyond {vocab_size} of the model, as {beyond[0]!r}; "
             "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or remove these tokens"
         )

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tba_searcher.engines.engine import Completion, EngineError, EngineSettings, Request
 from tba_searcher.engines.tokenizer import check_vocabulary
 from tba_searcher.engines.torch.engine import EmbeddedEngine
+from tba_searcher.engines.torch.exactness import NUM_TOKENS, tried_length
 from tba_searcher.engines.weight_check import check_loaded
 from tba_searcher.engines.weight_loader import WeightLoader, swap_weights
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -501,6 +502,31 @@ def test_what_is_not_decoded_exactly_is_refused_before_the_first_request(kind: s
     # an error of torch may pass
     with pytest.raises(ConfigError if "fails" in why else ModelError, match=why):
         architecture_engine(tmp_path, kind, changes)
+
+
+def test_the_check_of_decoding_is_short_and_goes_past_each_window_that_the_config_names() -> None:
+    def tried(kind: str, **named: Any) -> int:
+        return tried_length(AutoConfig.for_model(kind, **named), 4096)
+
+    assert 64 <= tried("llama") <= 128
+    assert tried("mistral", sliding_window=8192) == tried("llama"), "it does not bind"
+    for kind, key in (
+        ("mistral", "sliding_window"),
+        ("llama4_text", "attention_chunk_size"),
+        ("gpt_neo", "window_size"),
+        ("recurrent_gemma", "attention_window_size"),
+    ):
+        assert 1024 + 2 * NUM_TOKENS < tried(kind, **{key: 1024}) < 1100, kind
+    assert tried("mistral", sliding_window=4090) == 4096
+
+
+def test_the_check_of_decoding_makes_no_longer_pass(folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, real = [], EmbeddedEngine._logprobs
+    monkeypatch.setattr(
+        EmbeddedEngine, "_logprobs", lambda self, ids, at: lengths.append(len(ids)) or real(self, ids, at)
+    )
+    make_engine(folders["llama", False, 0], max_response_tokens=400)
+    assert 64 <= max(lengths) <= 128
 
 
 def test_the_check_of_decoding_leaves_the_random_stream_and_the_slots_alone(folders) -> None:

@@ -21,7 +21,7 @@ from tba_searcher.engines.tokenizer import check_vocabulary, load_tokenizer
 from tba_searcher.engines.weight_loader import load_model
 
 MAX_COST = 2**40
-"""Largest product of bytes and tokens for which a model is decoded: some ten seconds on one core."""
+"""Largest product of bytes and tokens for which a model is decoded, with one core and the memory of this machine."""
 
 
 def check(recipe: Recipe) -> dict[str, Any]:

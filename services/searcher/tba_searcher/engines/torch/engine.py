@@ -44,6 +44,7 @@ from tba_searcher.engines.torch.exactness import (
     attention_windows,
     check_gap,
     check_positions,
+    tried_length,
 )
 from tba_searcher.engines.weight_check import check_loaded, file_stamps, params_sha256
 from tba_searcher.engines.weight_loader import StagedParams, load_model, replace_params
@@ -245,20 +246,21 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _check_decoding(self) -> None:
-        """Decode short sequences alone and beside one of the greatest length; compare with passes over all of each.
+        """Decode short sequences alone and beside a long one; compare with passes over all of each.
 
         Raises:
             ConfigError: the log-probs differ, or the model fails with this cache.
             EngineDiedError: the device has too little memory.
         """
-        num, rng = min(NUM_TOKENS, (self._max_len - 1) // 2), np.random.default_rng(0)
+        length = tried_length(self._model.config.get_text_config(), self._max_len)
+        num, rng = min(NUM_TOKENS, (length - 1) // 2), np.random.default_rng(0)
         if not num:
             return
-        name, random = type(self._model).__name__, rng.integers(0, self._vocab_size, self._max_len).tolist()
+        name, random = type(self._model).__name__, rng.integers(0, self._vocab_size, length).tolist()
         try:
             (first,) = self._decode_probes([random[:1]], num)
             begun = [random[0], *first.response_tokens.tolist()]
-            longest = [*begun, *random[len(begun) : self._max_len - num]]  # what was decoded early is its beginning
+            longest = [*begun, *random[len(begun) : length - num]]  # what was decoded early is its beginning
             short, long = self._decode_probes([random[1:2], longest], num)
             early, late = range(1, num + 1), range(len(longest), len(longest) + num)
             whole = [

@@ -2,11 +2,12 @@
 
 A log-prob of the engine must be that of a pass over the whole sequence, which is what the trainer computes. Layers that
 see a part of the sequence only, positions that are scaled by its length, and state that is no keys and values break
-this without an error. So sequences of the least and the greatest length are decoded before the first request.
+this without an error. So a sequence of the least length and one past each window are decoded before the first request.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ MAX_GAP = {"float32": 0.005, "float16": 0.125, "bfloat16": 0.5}
 """Largest mean gap of a few tokens, in nats. Rounding stays below it (docs/results.md, "Canary tolerances")."""
 NUM_TOKENS = 8
 """Most tokens that are decoded of each."""
+MIN_TRIED = 96
+"""Tokens of the long sequence that is tried, where no window is longer: a pass costs more the longer it is."""
 WAY_OUT = 'use searcher.engine = "vllm", or another model'
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -38,6 +41,13 @@ def attention_windows(config: Any, max_len: int) -> dict[str, int | None]:
             f"{config.model_type} model has; {WAY_OUT}"
         )
     return {kind: window if kind == SLIDING and window and window < max_len else None for kind in kinds}
+
+
+def tried_length(config: Any, max_len: int) -> int:
+    """Return the tokens of the long sequence that is tried: past every window that the config names."""
+    named = [value for key, value in config.to_dict().items() if re.search("window|chunk|local|block", key)]
+    limits = [value + 3 * NUM_TOKENS for value in named if isinstance(value, int) and value < max_len]
+    return min(max_len, max([MIN_TRIED, *limits]))
 
 
 def check_positions(config: Any, max_len: int) -> None:

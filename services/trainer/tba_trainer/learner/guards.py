@@ -178,8 +178,7 @@ def holds_checkpoints(section: GuardsSection, state: GuardState) -> bool:
 def suspects_weights(section: GuardsSection, state: GuardState) -> bool:
     """Return whether a condition holds that keeps batches from being applied: the weights may be the reason."""
     # an engine that computes another model says nothing about the trainer's weights
-    names = [name for name in NAMES if name != "on_policy_gap"]
-    return any(_is_on(section, state.streaks, name, from_action="skip") for name in names)
+    return any(name != "on_policy_gap" and _is_on(section, state.streaks, name, from_action="skip") for name in NAMES)
 
 
 def _conditions(

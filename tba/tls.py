@@ -31,15 +31,20 @@ def without_secrets(url: str) -> str:
     scheme = re.match(r"(?i:[a-z][a-z0-9+.-]*://)?", url).group()  # pyright: ignore[reportOptionalMemberAccess]
     rest = url.removeprefix(scheme)
     place = rest.partition("?")[0].partition("#")[0]
-    if "@" in rest and "@" not in place:  # an unencoded password, or options: its end is unknown
-        place = "..."
-    return scheme + place.rpartition("@")[2]
+    if "@" in rest.removeprefix(place):  # an unencoded password, or options: its end is unknown
+        return scheme + "..."
+    authority, slash, path = place.partition("/")
+    if ":" in authority:  # what follows may be a password with a slash in it
+        authority, slash, path = place, "", ""
+    return scheme + authority.rpartition("@")[2] + slash + path
 
 
 def with_bare_urls(value: Any) -> Any:
     """Return a text, or a document with texts, in which every URL is without user, password and options."""
     if isinstance(value, str):
-        return re.sub(r"(?i)\b[a-z][a-z0-9+.-]*://\S+", lambda found: without_secrets(found.group()), value)
+        # from "://" on: a search for the scheme takes quadratic time; a password, and no port, may have spaces in it
+        url = r"://(?:[^\s/:@\[]*:(?!\s|\d+\W)[^@\n]{0,200}@)?\S+"
+        return re.sub(url, lambda found: "://" + without_secrets(found.group()[3:]), value)
     if isinstance(value, dict):
         return {key: with_bare_urls(child) for key, child in value.items()}
     return [with_bare_urls(child) for child in value] if isinstance(value, list) else value

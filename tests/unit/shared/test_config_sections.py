@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, get_args
 
 import pytest
@@ -506,6 +507,13 @@ def test_a_price_that_is_none_is_refused(cost: dict[str, Any], message: str) -> 
         ("u:SECRET@h", "h"),
         ("http://u:SECRET@h:1/x?api_key=SECRET&next=http://other", "http://h:1/x"),
         ("http://h/x#SECRET", "http://h/x"),
+        ("redis://:SEC@RET?more@h:1/0", "redis://..."),
+        ("redis://:SEC@RET/more@h:1/0", "redis://h:1/0"),
+        ("http://u:SEC RET@h/x", "http://h/x"),
+        ("http://u:SEC RET/more@h/x", "http://h/x"),
+        ("file:///home/anna@corp.example/runs/x", "file:///home/anna@corp.example/runs/x"),
+        ("s3://b/k@v1/x", "s3://b/k@v1/x"),
+        ("s3://KEY@b/k@v1/x", "s3://b/k@v1/x"),
     ],
 )
 def test_no_password_is_shown(url: str, shown: str) -> None:
@@ -513,6 +521,20 @@ def test_no_password_is_shown(url: str, shown: str) -> None:
     assert with_bare_urls({"of": [f"GET {url} failed", 1, None]}) == {
         "of": [f"GET {shown if '://' in url else url} failed", 1, None]
     }
+
+
+def test_what_follows_an_address_is_no_password_and_what_precedes_one_hides_none() -> None:
+    for text in ("http://h:80 does not answer; ask a@b", "s3://b: a@b may not", "http://[::1]:80: a@b"):
+        assert with_bare_urls(text) == text
+    assert with_bare_urls("to ...http://u:SECRET@h") == "to ...http://h"
+
+
+@pytest.mark.parametrize("part", ["a.", "://", "a://u:x ", "://u:1", "a:// @"])
+def test_a_long_text_takes_no_quadratic_time(part: str) -> None:
+    """A quadratic search takes some minutes for this."""
+    text, begin_s = part * (120_000 // len(part)), time.process_time()
+    with_bare_urls(text)
+    assert time.process_time() - begin_s < 20
 
 
 @pytest.mark.parametrize("address", ["http://u:SECRET@h", "http://h/?key=SECRET", "http://h/#SECRET"])

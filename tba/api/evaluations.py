@@ -19,7 +19,7 @@ class EvalResult(StrictModel):
     lease_id: Name
     rewards: list[Number | None]
     num_response_tokens: list[Annotated[Integer, Field(ge=0)]]
-    num_wrong: Annotated[Integer, Field(ge=0)] | None = None
+    num_wrong: Annotated[Integer, Field(ge=0, le=4096)] | None = None
     """Completions among those without a score that are themselves the reason: no success."""
     num_raised: Annotated[Integer, Field(ge=0)] | None = None
     """Completions that the scorer raised for: no success either where it scores others of its task."""

@@ -181,7 +181,7 @@ class Evaluations:
             ConflictError: the evaluation has expired.
             NotFoundError: no such evaluation, or a lease that is not one of its leases.
             ForbiddenError: a lease was granted to another searcher.
-            BadRequestError: the version is another one, or the number of rewards is not what was leased.
+            BadRequestError: the version is another one, or a number is not what was leased or can be.
             UnavailableError: Redis did not answer.
         """
         document = (await self.documents([eval_id])).get(eval_id)
@@ -384,3 +384,5 @@ def _check_result(item: EvalResult, unit: EvaluationUnit, num_samples: int) -> N
         )
     if item.log_ratios is not None and len(item.log_ratios) != wanted:
         raise BadRequestError(f"lease {item.lease_id!r}: {len(item.log_ratios)} log-ratios of {wanted} completions")
+    if (item.num_wrong or 0) > (num_unknown := item.rewards.count(None)):
+        raise BadRequestError(f"lease {item.lease_id!r}: num_wrong is {item.num_wrong} of {num_unknown} unknown")

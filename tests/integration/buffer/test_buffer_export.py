@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,18 @@ def test_an_export_that_nobody_reads_ends(serve_buffer: ServeBuffer, tmp_path: P
         until("another export is let in", is_written)
         with pytest.raises(httpx2.RemoteProtocolError):
             list(pieces)  # cut off, and not ended
+
+
+async def test_a_deadline_that_its_rows_missed_is_not_taken_for_that_of_its_reader() -> None:
+    async def rows() -> AsyncIterator[bytes]:
+        yield b"PAR1"
+        raise TimeoutError("rows")
+
+    async def send(message: Any) -> None:
+        pass
+
+    with pytest.raises(TimeoutError, match="rows"):
+        await parquet.ExportResponse(rows()).stream_response(send)
 
 
 def test_requests_that_come_at_once_are_all_counted(served: BufferThread, monkeypatch: pytest.MonkeyPatch) -> None:

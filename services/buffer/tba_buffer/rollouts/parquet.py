@@ -13,11 +13,12 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
 
@@ -170,15 +171,17 @@ class ExportResponse(StreamingResponse):
         """Send all of it, or what the reader takes."""
 
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(READ_S):
-                await send(message)
+            try:
+                async with asyncio.timeout(READ_S):
+                    await send(message)
+            except TimeoutError:
+                log.warning("export_cut", reason=f"its reader took nothing for {READ_S:g} s")
+                raise ClientDisconnect from None
 
         content: Any = self.body_iterator
         async with aclosing(content):
-            try:
+            with suppress(ClientDisconnect):
                 await super().stream_response(send_in_time)
-            except TimeoutError:
-                log.warning("export_cut", reason=f"its reader took nothing for {READ_S:g} s")
 
 
 def schema(*, tokens: bool) -> pa.Schema:

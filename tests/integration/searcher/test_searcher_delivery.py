@@ -23,6 +23,7 @@ from tba_searcher.waits import WaitRegistry
 from tba.api import (
     EvalRequest,
     EvalResult,
+    EvalResults,
     Lease,
     LeaseReply,
     LeaseRequest,
@@ -34,7 +35,7 @@ from tba.api import (
 )
 from tba.clients import BufferClient, RewardClient
 from tba.config import parse_recipe
-from tba.errors import UnavailableError
+from tba.errors import NotFoundError, UnavailableError
 from tba.versions import START, PolicyVersion
 from tba.wire import Sampling, VersionSpan, decode_rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
@@ -143,6 +144,21 @@ async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_
     assert client.get_eval(info.eval_id).num_done == 2
     await delivery._report(items)  # as after an answer that was lost
     assert client.get_eval(info.eval_id).num_done == 2
+
+
+async def test_results_of_an_evaluation_that_the_buffer_does_not_know_are_reported_once(
+    tmp_path: Path, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery, calls = scoring_delivery(tmp_path, reward), []
+
+    def unknown(eval_id: str, body: EvalResults) -> None:
+        calls.append(eval_id)
+        raise NotFoundError("no such lease")
+
+    monkeypatch.setattr(delivery._buffer, "eval_results", unknown)
+    results = [EvalResult(lease_id=f"l{n}", rewards=[1.0], num_response_tokens=[5]) for n in range(64)]
+    await delivery._report_results("e", str(START), results)
+    assert (calls, delivery._status.counts["evals_refused"]) == (["e"], 64)
 
 
 def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Delivery:

@@ -412,13 +412,14 @@ class Delivery:
         except ConflictError as error:  # the evaluation has expired: this is no error of the searcher
             log.warning("evaluation results too late", eval_id=eval_id, detail=str(error))
         except (BadRequestError, NotFoundError) as error:
-            if len(results) > 1:  # too large for the buffer or a proxy, or one result spoils the others
+            # too large for the buffer or a proxy, or one result spoils the others
+            if isinstance(error, BadRequestError) and len(results) > 1:
                 half = len(results) // 2
                 await self._report_results(eval_id, version, results[:half])
                 await self._report_results(eval_id, version, results[half:])
                 return
             log.error("evaluation result refused", eval_id=eval_id, lease_id=results[0].lease_id, detail=str(error))
-            self._status.counts["evals_refused"] += 1
+            self._status.counts["evals_refused"] += len(results)
         else:
             self._status.counts["evals_reported"] += len(results)
 

@@ -131,12 +131,13 @@ def chat_texts(
     template = arguments.get("chat_template", tokenizer.chat_template)
     takes = signature(tokenizer.apply_chat_template).parameters
     known = re.findall(r"\w+", template) if isinstance(template, str) else arguments
-    unknown = [name for name in arguments if name not in known and name not in takes]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    own = {"conversation", *options}
+    unknown = [name for name in arguments if name in own or (name not in known and name not in takes)]
     if unknown:  # a template ignores what it does not know
         raise ConfigError(
             f"{folder}: its chat template takes no {unknown[0]!r}; correct or remove it in chat_template_kwargs"
         )
-    options = {"tokenize": False, "add_generation_prompt": True}
     # a bos in the text would be doubled where the tokenizer itself puts one before every text
     bos = tokenizer.bos_token
     has_own = bos is not None and tokenizer("1")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -298,6 +298,9 @@ def test_arguments_that_nothing_takes_are_refused(tmp_path, chat_model):
     path = write(tmp_path / "p.jsonl", *(chat_row(i, f"{i}") for i in range(3)))
     with pytest.raises(ConfigError, match="takes no 'enable_thinkin'; correct or remove it in chat_template_kwargs"):
         prompts_of(recipe_with_columns(path, chat_model, chat_template_kwargs={"enable_thinkin": False}))
+    for own in ("tokenize", "add_generation_prompt", "conversation"):  # the call sets them itself
+        with pytest.raises(ConfigError, match=f"takes no '{own}'"):
+            prompts_of(recipe_with_columns(path, chat_model, chat_template_kwargs={own: False}))
     given = {"enable_thinking": False}
     texts = write(tmp_path / "t.jsonl", *({"prompt": f"{i}", "answer": "1"} for i in range(3)))
     with pytest.raises(ConfigError, match="column 'prompt' holds no messages"):

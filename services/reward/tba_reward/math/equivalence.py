@@ -73,7 +73,6 @@ _CJK = "[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff0c]+"
 _CJK_AROUND = re.compile(rf"^{_CJK}(?=.*[0-9])|(?<=[0-9}}])\s*{_CJK}$")
 _CJK_NOT = re.compile("[不非没或]")
 _ARTICLE = re.compile(r"^(?:the\s+(?=\S)|an?\s+(?=[0-9]))", re.IGNORECASE)
-_BROKEN_END = re.compile(r"[\s\\]+$")
 _VARIABLE_LAST = re.compile(r"(?![A-Za-z]\s*=)([^=<>]+?)\s*=\s*([A-Za-z])")
 _ANSWER_IS = re.compile(r"\b(?:answer|result)\s*(?:is|:|=)\s*", re.IGNORECASE)
 _NAME_START = r"(?<![A-Za-z\\])(?<!\\text\{)(?<!\\mathrm\{)(?<!\\operatorname\{)"
@@ -187,7 +186,7 @@ def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
     """
     text = " ".join(_SPECIAL_TOKEN.sub("", text).split())  # first: _OUTER takes cubic time on a long run of spaces
     match = _OUTER.fullmatch(text)
-    text = _font_alone(_ARTICLE.sub("", _BROKEN_END.sub("", match[1] if match else text)))
+    text = _font_alone(_ARTICLE.sub("", (match[1] if match else text).rstrip(" \\")))
     text = text if _CJK_NOT.search(text) else _CJK_AROUND.sub("", text)
     text = _DASH_SIGN.sub("-", _RAISED.sub(_as_power, _ROOT.sub(_as_root, text))).translate(_CHARACTERS)
     text = _with_commands(_ROMAN_LETTER.sub(r"\1", without_unit(" ".join(text.split()), units)))

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from tba.config.sections import StoreSection
 from tba.wire import encode_rollout
-from tba_cli.local.views import ended_view
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
 from tests.support.buffer import SERVICE_PATHS, make_prompts, make_rollout, start_stack
@@ -90,7 +88,6 @@ def test_nothing_that_the_recipe_names_is_started_imported_or_called(
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "reader")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
     acted = tmp_path / "acted"
     program = tmp_path / "evil-redis"
     program.write_text(f'#!/bin/sh\ntouch {acted}\nexec redis-server "$@"\n')
@@ -108,23 +105,7 @@ def test_nothing_that_the_recipe_names_is_started_imported_or_called(
     assert (code, SHOWN in out) == (0, True), err
     rollout_id = out.split()[0]
     assert main(["rollouts", "show", rollout_id, "--tokens", "--run-dir", str(evil.path)]) == 0
-    assert main(["rollouts", "list", "--run-dir", str(evil.path), "--snapshot", "s"]) == 2
-    assert f"{evil.recipe_path} belongs to another user" in capsys.readouterr().err
     assert (acted.exists(), calls) == (False, [])
-
-
-def test_the_endpoint_of_ones_own_run_is_asked(
-    evil: RunFolder, store_calls: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "reader")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    url, calls = store_calls
-    document = json.loads(evil.recipe_path.read_bytes())
-    document["store"] = {"url": "s3://bucket/p", "endpoint_url": url, "timeout_s": 5}
-    evil.write_json(evil.recipe_path, document)
-    assert ended_view(evil).recipe.store == StoreSection.model_validate(document["store"])
-    assert main(["rollouts", "list", "--run-dir", str(evil.path), "--snapshot", "s"]) != 0
-    assert any("reader" in call for call in calls)
 
 
 @pytest.mark.parametrize("words", ["MODULE LOAD ./m.so", "CONFIG SET dir /tmp", "EVAL return{} 0", "REPLICAOF h 1"])

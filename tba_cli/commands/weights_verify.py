@@ -7,7 +7,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,22 +21,6 @@ from tba_cli.commands.weights import VersionStore, chosen, is_version, open_vers
 
 WORDS = ("start", "best", "last")
 DAMAGE = (DigestError, MalformedError, ObjectNotFoundError)
-
-
-@contextmanager
-def temporary_room(num_bytes: int, what: str) -> Iterator[Path]:
-    """Yield a temporary folder for files of `num_bytes`.
-
-    Raises:
-        ConfigError: its disk has not so many bytes free.
-    """
-    with tempfile.TemporaryDirectory(prefix="tba-weights-") as place:
-        if num_bytes > (free_bytes := shutil.disk_usage(place).free):
-            raise ConfigError(
-                f"{what} needs {num_bytes:,} bytes, and {place} has {free_bytes:,} free; set TMPDIR to a folder with "
-                "more"
-            )
-        yield Path(place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +90,13 @@ def _verify(place: VersionStore, wanted: Sequence[PolicyVersion]) -> Iterator[Ch
     # a version, the one before it, and what is downloaded of them
     changes = (each.delta_bytes + each.adapter_bytes for each in manifests.values())
     needed_bytes = 2 * most_bytes + max(changes, default=0)
-    with temporary_room(needed_bytes, "checking these versions") as folder:
-        checker = _Checker(place, folder)
+    with tempfile.TemporaryDirectory(prefix="tba-weights-") as folder:
+        if needed_bytes > (free_bytes := shutil.disk_usage(folder).free):
+            raise ConfigError(
+                f"checking these versions needs {needed_bytes:,} bytes, and {folder} has {free_bytes:,} free; set "
+                "TMPDIR to a folder with more"
+            )
+        checker = _Checker(place, Path(folder))
         for manifest in manifests.values():
             yield from checker.check(manifest)
 

@@ -67,14 +67,15 @@ _EXPONENT = re.compile(r"\^\s*\{?\s*-?[0-9]+\s*\}?")
 _VARIABLE = re.compile(r"^[A-Za-z](?:_\{?[0-9A-Za-z]\}?)?\s*=\s*(?=[-+0-9.\\])")
 _SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
 _RAISED = re.compile(f"[{_SUPERSCRIPTS}]+")
-_SPECIAL_TOKEN = re.compile(r"<\|[A-Za-z0-9_]+\|>|</?s>|<(?:[be]os|pad|(?:start|end)_of_turn)>")
-_CJK = "[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff0c]+"
-"""Chinese, Japanese and Korean signs, which stand next to a number without a space."""
-_CJK_AROUND = re.compile(rf"^{_CJK}(?=.*[0-9])|(?<=[0-9}}])\s*{_CJK}$")
-_CJK_NOT = re.compile("[不非没或]")
+_SPECIAL_TOKEN = r"(?:<\|[A-Za-z0-9_]+\|>|</?s>|<(?:[be]os|pad|(?:start|end)_of_turn)>)"
+_TOKENS_AROUND = re.compile(rf"^(?:\s*{_SPECIAL_TOKEN})+|(?:{_SPECIAL_TOKEN}\s*)+$")
+_COUNTED = "[颗个個元円只隻人名位岁歳本张張枚条件支台次天页米克块棵개명원권]"
+"""What Chinese, Japanese and Korean count, without a space behind a number. Other signs change it: `5万`, `负5`."""
+_COUNTED_AFTER = re.compile(rf"(?<=[0-9}}])\s*{_COUNTED}(?![\u3400-\u9fff\uac00-\ud7af])")
+_SAID_BEFORE = re.compile(r"^[一总]?共\s*(?=[-0-9\\])")
 _ARTICLE = re.compile(r"^(?:the\s+(?=\S)|an?\s+(?=[0-9]))", re.IGNORECASE)
 _VARIABLE_LAST = re.compile(r"(?![A-Za-z]\s*=)([^=<>]+?)\s*=\s*([A-Za-z])")
-_ANSWER_IS = re.compile(r"\b(?:answer|result)\s*(?:is|:|=)\s*", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"\b(?:answer|result)\s*(?:is|:|=)\s*|答案[是为:：]\s*", re.IGNORECASE)
 _NAME_START = r"(?<![A-Za-z\\])(?<!\\text\{)(?<!\\mathrm\{)(?<!\\operatorname\{)"
 _CONSTANT = re.compile(rf"{_NAME_START}(?:(pi)|inf(?:inity)?)(?![A-Za-z])")
 _FUNCTION = re.compile(rf"{_NAME_START}((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log)(?=\s*[\\({{^_0-9]|\s+[A-Za-z])")
@@ -140,7 +141,7 @@ def same_anywhere(gold: str, text: str, units: frozenset[str] = frozenset()) -> 
             if same_answer(gold, bare, units):
                 return True
     gold, units = normalize_gold(gold, units)
-    text = re.sub(_CJK, " ", _SPECIAL_TOKEN.sub("", text))
+    text = _TOKENS_AROUND.sub("", text)
     parsed = _parse(e_as_power(_ROMAN_LETTER.sub(r"\1", text)), (_LATEX, _EXPRESSION))
     if not parsed:
         return False
@@ -184,10 +185,10 @@ def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
 
     `\mathrm{e}` is `e`, `\text{7}` is `7`, and signs that are one character (a half, a root) are their LaTeX.
     """
-    text = " ".join(_SPECIAL_TOKEN.sub("", text).split())  # first: _OUTER takes cubic time on a long run of spaces
+    text = " ".join(_TOKENS_AROUND.sub("", text).split())  # first: _OUTER takes cubic time on a long run of spaces
     match = _OUTER.fullmatch(text)
     text = _font_alone(_ARTICLE.sub("", (match[1] if match else text).rstrip(" \\")))
-    text = text if _CJK_NOT.search(text) else _CJK_AROUND.sub("", text)
+    text = _COUNTED_AFTER.sub("", _SAID_BEFORE.sub("", text))
     text = _DASH_SIGN.sub("-", _RAISED.sub(_as_power, _ROOT.sub(_as_root, text))).translate(_CHARACTERS)
     text = _with_commands(_ROMAN_LETTER.sub(r"\1", without_unit(" ".join(text.split()), units)))
     equation = _VARIABLE_LAST.fullmatch(text)

@@ -35,13 +35,8 @@ _FUNCTIONS = words_of(
     dfrac and or infty infinity begin end array cases left right matrix pmatrix bmatrix vmatrix operatorname
     """
 )
-_COUNT = re.compile(
-    r"""\w*(?:ths?|illions?|hundreds?|thousands?|dozens?|teen|ty|[dt]ouble[ds]?|[ti]ple[ds]?|fold|mod|modulo|ed)
-    |zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|half|halves|thirds?|quarters?|pairs?|scores?
-    |twice|thrice|factorial|percent|negative|positive|minus|plus|times|over|under|more|less|least|most|base|or|and|to""",
-    re.VERBOSE,
-)
-"""Words after a number that make it another number, or may: eighths, quintillion, squared."""
+_FILLERS = words_of("any all each total altogether overall left remaining exactly only text square cubic")
+"""Words after a number that leave it as it is. Others may make it another number: `5 lakh`, `3 ninths`."""
 MAX_WORDS = 12
 """A gold answer of more words is prose."""
 _BASED = re.compile(r"([0-9A-Za-z]+)_(?:\{([0-9]{1,2})\}|([0-9]))", re.ASCII)
@@ -131,7 +126,7 @@ def words_after_number(gold: str) -> Set[str]:
 def fillers_after_number(answer: str) -> Set[str]:
     r"""Return the words after the number of an answer that leave it as it is: `17\text{ any}`."""
     words = words_after_number(answer)
-    return frozenset() if any(len(word) < 3 or _COUNT.fullmatch(word) for word in words) else words
+    return words if words <= _FILLERS else frozenset()
 
 
 def _letters(text: str) -> str:

@@ -181,7 +181,9 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
 
 
 def _shown(value: Any) -> str:
-    return repr(with_bare_urls(value))
+    # a URL without its scheme is not seen as one, and may hold a password all the same
+    text = repr(with_bare_urls(value))
+    return "that is not shown, since it has an @" if "@" in text else text
 
 
 def _known_keys(path: Sequence[str], model: type[BaseModel]) -> list[str]:

@@ -555,3 +555,10 @@ def test_an_address_of_a_service_with_a_secret_in_it_is_refused_without_showing_
     with pytest.raises(ConfigError, match=r"start_s.* has the value 'http://h") as caught:
         recipe({}, searcher=wrong)
     assert "SECRET" not in str(caught.value)
+
+
+def test_a_url_without_its_scheme_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as refused:
+        recipe({}, searcher={"openai": {"url": "u:hunter2@h/x?key=k77"}})
+    assert "searcher.openai.url" in str(refused.value)
+    assert not any(secret in str(refused.value) for secret in ("hunter2", "k77"))

@@ -209,7 +209,7 @@ class RecipeChecks:
             if self._missing({self.recipe.model.path}) or check_model(self.recipe):
                 return
             if (found := try_model(self.recipe)) is not None:
-                how = "decoded" if found["is_decoded"] else "its config and the names of its weights"
+                how = "decoded" if found["is_decoded"] else "by its config, not decoded"
                 yield ok("model-use", f"{found['architecture']} can be trained and sampled from ({how})")
         except ConfigError as error:
             yield _failed("model", error)

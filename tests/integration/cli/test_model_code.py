@@ -63,7 +63,7 @@ def test_the_chat_template_and_the_checks_run_code_that_the_recipe_trusts(folder
     assert sorted(prompt.text for prompt in prompts)[0] == "<s><|user|>\n0+1=<|eot|>\n<|assistant|>\n"
     answer, _ = measure_model(trusted, prompts)
     assert min(answer["text_tokens"]) > 0
-    assert try_model(trusted) == {"architecture": "OwnForCausalLM", "is_decoded": True}
+    assert try_model(trusted) == {"architecture": "LlamaForCausalLM", "is_decoded": True}
 
 
 def test_code_that_the_recipe_does_not_trust_is_named_with_the_key(folder):

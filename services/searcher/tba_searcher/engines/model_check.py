@@ -1,27 +1,29 @@
 """`python -m tba_searcher.engines.model_check --config FILE`: whether searchers and trainer can use the starting model.
 
-A model that is small enough is loaded, and decoded as the engine does. Of a larger one the names and shapes of its
-weights are read, and its config. The answer is JSON on stdout; an error is one sentence on stderr, exit code 2.
+A model that is small enough is loaded, and decoded as the engine does. Of a larger one its config is read and, where
+accelerate is installed, the names and shapes of its weights. The answer is JSON on stdout; an error is one sentence on
+stderr, exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from tba.config import Recipe, load_recipe
-from tba.errors import TbaError
+from tba.errors import ConfigError, TbaError
 from tba.versions import START
 from tba_searcher.engines.engine import EngineSettings
 from tba_searcher.engines.tokenizer import check_vocabulary, load_tokenizer
 from tba_searcher.engines.weight_loader import load_model
 
 MAX_COST = 2**40
-"""Largest product of bytes and tokens for which a model is decoded, with one core and the memory of this machine."""
+"""Largest product of bytes and tokens for which a model is loaded, with one core and the memory of this machine."""
 
 
 def check(recipe: Recipe) -> dict[str, Any]:
@@ -30,6 +32,8 @@ def check(recipe: Recipe) -> dict[str, Any]:
     Raises:
         TbaError: the model cannot be used; says why.
     """
+    from transformers import AutoConfig
+
     from tba_searcher.engines.torch.engine import EmbeddedEngine
     from tba_searcher.engines.torch.exactness import attention_windows, check_positions
 
@@ -43,18 +47,22 @@ def check(recipe: Recipe) -> dict[str, Any]:
         max_response_tokens=searcher.max_response_tokens,
     )
     max_len = settings.max_prompt_tokens + settings.max_response_tokens
-    is_embedded = searcher.engine == "embedded"
-    # without weights: names and shapes of all tensors are checked
-    model = load_model(folder, dtype="float32", device="meta", trust_remote_code=trust)
-    config = model.config.get_text_config()
-    check_positions(config, max_len)
-    check_vocabulary(load_tokenizer(folder, trust_remote_code=trust), config.vocab_size, where=str(folder))
-    is_decoded = is_embedded and size_bytes * max_len <= MAX_COST
+    is_embedded, is_small = searcher.engine == "embedded", size_bytes * max_len <= MAX_COST
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model folder {folder} holds no usable config.json: {error}") from None
+    text_config = config.get_text_config()
+    check_positions(text_config, max_len)
+    check_vocabulary(load_tokenizer(folder, trust_remote_code=trust), text_config.vocab_size, where=str(folder))
     if is_embedded:
-        attention_windows(config, max_len)
-    if is_decoded:
+        attention_windows(text_config, max_len)
+    if is_embedded and is_small:
         EmbeddedEngine(folder, START, settings)
-    return {"architecture": type(model).__name__, "is_decoded": is_decoded}
+    # transformers needs accelerate to make a model without weights, and few installations have it
+    elif is_small or importlib.util.find_spec("accelerate"):
+        load_model(folder, dtype="float32", device="cpu" if is_small else "meta", trust_remote_code=trust)
+    return {"architecture": (config.architectures or ["model"])[0], "is_decoded": is_embedded and is_small}
 
 
 def main(argv: list[str] | None = None) -> int:

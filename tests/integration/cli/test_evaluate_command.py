@@ -57,7 +57,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, _, recipe = published(folder, models)
     document = recipe.model_dump(mode="json")
     document["data"] |= {"num_train": 4, "num_heldout": NUM_PROMPTS}
-    document["searcher"] |= {"max_prompt_tokens": 12, "max_response_tokens": 6}
+    document["searcher"] |= {"engine": "embedded", "max_prompt_tokens": 12, "max_response_tokens": 6}
     document["eval"]["published"] |= PUBLISHED
     run = RunFolder(folder / "runs" / "demo")
     run.path.mkdir(parents=True)

@@ -62,12 +62,13 @@ def test_an_objective_of_ones_own_trains_a_whole_run(make_place: MakePlace, tmp_
     place = make_place(
         environ={"PYTHONPATH": os.pathsep.join([str(tmp_path), *map(str, SERVICE_PATHS)])},
         objective={"preset": "my_objectives:weighted_policy_gradient", "beta": 0.01},
-        trainer={"num_steps": 6, "sync_interval": 2, "checkpoint_interval": 6},
+        # so many that some group has a success: one answer in thirty is right by chance
+        trainer={"num_steps": 24, "sync_interval": 2, "checkpoint_interval": 24},
     )
     started = place.start()
     assert started.wait() == 0, started.err + started.out
     steps = place.ledger()
-    assert [entry.step for entry in steps] == list(range(1, 7))
+    assert [entry.step for entry in steps] == list(range(1, 25))
     assert any(entry.metrics["grad_norm"] for entry in steps)
     # beta is above 0, so it had a reference; what its own function does not report is absent
     assert all(entry.metrics["kl_to_ref"] is not None for entry in steps)

@@ -75,8 +75,9 @@ class ChildProcess:
             ChildError: the program cannot be started.
         """
         blocked = (signal.SIGHUP, signal.SIGTERM) if spec.awaits_its_turn else (signal.SIGHUP,)
-        # a child inherits the mask, and no handler of its own (Redis has one for SIGTERM) undoes that
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        # A child inherits the mask, and no handler of its own (Redis has one for SIGTERM) undoes that. It is forked
+        # before the first wait. Another start may begin in that wait, so the mask of before would be that one's.
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             process = await asyncio.create_subprocess_exec(
                 *spec.command,
@@ -90,7 +91,7 @@ class ChildProcess:
         except OSError as error:
             raise ChildError(f"{spec.name} could not be started ({spec.command[0]}: {error.strerror})") from None
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         try:
             # nothing else would end this child after a kill of the supervisor
             reaper.add(process.pid)

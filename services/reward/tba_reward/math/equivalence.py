@@ -31,7 +31,7 @@ from sympy.core.relational import Relational
 
 from tba_reward.math.numbers import DECIMAL_PLACES, FAR_APART, e_as_power, plain_number, same_collection, same_number
 from tba_reward.math.text_answers import (
-    fillers_after_number,
+    FILLERS,
     is_prose,
     same_in_base,
     same_time_of_day,
@@ -120,7 +120,7 @@ def same_answer(gold: str, answer: str, units: frozenset[str] = frozenset()) -> 
     if _same_text(gold, answer):
         return True
     gold, units = normalize_gold(gold, units)
-    answer = normalize(answer, units | fillers_after_number(normalize(answer)))
+    answer = normalize(answer, units | (words_after_number(normalize(answer)) & FILLERS))
     plainly = _compare_plainly(gold, answer)
     if plainly is not None:
         return plainly

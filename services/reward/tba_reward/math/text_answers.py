@@ -35,7 +35,7 @@ _FUNCTIONS = words_of(
     dfrac and or infty infinity begin end array cases left right matrix pmatrix bmatrix vmatrix operatorname
     """
 )
-_FILLERS = words_of("any all each total altogether overall left remaining exactly only text square cubic")
+FILLERS = words_of("any all each total altogether overall left remaining exactly only text square cubic")
 """Words after a number that leave it as it is. Others may make it another number: `5 lakh`, `3 ninths`."""
 MAX_WORDS = 12
 """A gold answer of more words is prose."""
@@ -121,12 +121,6 @@ def words_after_number(gold: str) -> Set[str]:
     if len(words) > 3 or not (_NO_MATHEMATICS | {"a", "and", "or"} | half_of_day).isdisjoint(words):
         return frozenset()
     return frozenset(words)
-
-
-def fillers_after_number(answer: str) -> Set[str]:
-    r"""Return the words after the number of an answer that leave it as it is: `17\text{ any}`."""
-    words = words_after_number(answer)
-    return words if words <= _FILLERS else frozenset()
 
 
 def _letters(text: str) -> str:

@@ -21,7 +21,7 @@ class EvalResult(StrictModel):
     num_response_tokens: list[Annotated[Integer, Field(ge=0)]]
     num_wrong: Annotated[Integer, Field(ge=0, le=4096)] | None = None
     """Completions among those without a score that are themselves the reason: no success."""
-    num_raised: Annotated[Integer, Field(ge=0)] | None = None
+    num_raised: Annotated[Integer, Field(ge=0, le=4096)] | None = None
     """Completions that the scorer raised for: no success either where it scores others of its task."""
     log_ratios: list[Number | None] | None = None
     """Sum over the response of log pi - log pi of the starting model, both at the policy temperature."""

@@ -271,10 +271,12 @@ def test_what_a_searcher_measured_is_in_the_evaluation_and_what_is_not_finite_is
 
     with pytest.raises(BadRequestError, match="log-ratios"):
         send(leases[0], log_ratios=[1.0])
-    with pytest.raises(BadRequestError, match="num_wrong is 2 of 1 unknown"):
-        send(leases[0], rewards=[1.0, None], num_wrong=2)
-    with pytest.raises(ValidationError, match="num_wrong"):
-        send(leases[0], num_wrong=10**10)
+    for counts in ({"num_wrong": 2}, {"num_raised": 2}, {"num_wrong": 1, "num_raised": 1}):
+        with pytest.raises(BadRequestError, match="num_wrong and num_raised are 2 of 1 unknown"):
+            send(leases[0], rewards=[1.0, None], **counts)
+    for name in ("num_wrong", "num_raised"):
+        with pytest.raises(ValidationError, match=name):
+            send(leases[0], **{name: 10**10})
     for number, item in enumerate(leases):
         if item.kind == "sample":
             send(item, log_ratios=[float(number), None], distinct_1=0.5, embedding_distance=0.25)

@@ -384,5 +384,7 @@ def _check_result(item: EvalResult, unit: EvaluationUnit, num_samples: int) -> N
         )
     if item.log_ratios is not None and len(item.log_ratios) != wanted:
         raise BadRequestError(f"lease {item.lease_id!r}: {len(item.log_ratios)} log-ratios of {wanted} completions")
-    if (item.num_wrong or 0) > (num_unknown := item.rewards.count(None)):
-        raise BadRequestError(f"lease {item.lease_id!r}: num_wrong is {item.num_wrong} of {num_unknown} unknown")
+    if (num_wrong := (item.num_wrong or 0) + (item.num_raised or 0)) > (num_unknown := item.rewards.count(None)):
+        raise BadRequestError(
+            f"lease {item.lease_id!r}: num_wrong and num_raised are {num_wrong} of {num_unknown} unknown"
+        )

@@ -178,19 +178,10 @@ tba weights verify --all""",
 tba weights list quickstart-seed0
 tba weights list --url https://buffer:8700 --token-file operator.token --recipe recipe.toml
 tba weights list --recipe recipe.toml --json    # from the store alone""",
-        "weights show": """\
-tba weights show last
-tba weights show 1-40 quickstart-seed0 --json""",
         "weights verify": """\
 tba weights verify                # the last one
-tba weights verify 1-40 best quickstart-seed0
+tba weights verify quickstart-seed0 --version 1-40
 tba weights verify --all --recipe recipe.toml""",
-        "weights pin": """\
-tba weights pin best --reason "the table of the paper"
-tba weights pin 1-40 quickstart-seed0 --reason 'before the loss of 1-60'""",
-        "weights unpin": """\
-tba weights unpin 1-40
-tba weights unpin 1-40 quickstart-seed0""",
         "weights gc": """\
 tba weights gc --dry-run
 tba weights gc quickstart-seed0

@@ -141,30 +141,17 @@ def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> 
 
 
 def add_weights(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    """Add `tba weights list|show|verify|pin|unpin|gc`."""
-    weights = commands.add_parser("weights", help="list, check, pin and delete the weight versions of a run")
+    """Add `tba weights list|verify|gc`."""
+    weights = commands.add_parser("weights", help="list, check and delete the weight versions of a run")
     kinds = weights.add_subparsers(metavar="WHAT", required=True)
     helps = {
         "list": "list the weight versions that the store has: how they are stored, and why they are kept",
-        "show": "show all of one weight version: objects, what it is assembled from, canary, digests, largest tensors",
         "verify": "download weight versions and check every digest by every route; exit code 1 if one is damaged",
-        "pin": "keep a weight version until `tba weights unpin`, and what it is assembled from",
-        "unpin": "let a pinned weight version go when nothing else keeps it",
         "gc": "delete the weight versions that nothing needs, by the rule of the trainer, and half-written ones",
     }
     for name, text in helps.items():
         command = kinds.add_parser(name, parents=[common], help=text)
-        if name == "verify":
-            command.add_argument(
-                "words",
-                metavar="VERSION|RUN",
-                nargs="*",
-                help=f"{VERSION_HELP} (default: last); another word is the name of a run under runs/",
-            )
-            command.add_argument("--all", action="store_true", help="every version that the store has")
-        if name in ("show", "pin", "unpin"):
-            command.add_argument("version", metavar="VERSION", help=VERSION_HELP)
-        add_target(command, with_run=name != "verify")
+        add_target(command)
         command.add_argument(
             "--recipe",
             metavar="RECIPE",
@@ -174,7 +161,9 @@ def add_weights(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         add_json(command)
         module = "weights_verify" if name == "verify" else "weights"
         command.set_defaults(command=f"tba_cli.commands.{module}:{name}_command")
-    kinds.choices["pin"].add_argument("--reason", metavar="TEXT", required=True, help="shown to people who look at it")
+    which = kinds.choices["verify"].add_mutually_exclusive_group()
+    which.add_argument("--version", default="last", metavar="VERSION", help=f"{VERSION_HELP} (default: last)")
+    which.add_argument("--all", action="store_true", help="every version that the store has")
     gc = kinds.choices["gc"]
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     gc.add_argument(

@@ -1,4 +1,4 @@
-"""Weight versions in the store: publish, find, download, pin, delete.
+"""Weight versions in the store: publish, find, download, delete.
 
     runs/<run>/weights/<lineage>-<step>/model.safetensors   a version that is stored whole; written first, create-only;
                                         a large model in several files: model-00001-of-00003.safetensors, ...
@@ -6,7 +6,6 @@
     runs/<run>/weights/<lineage>-<step>/adapter-<digest>.safetensors   a LoRA adapter for the starting model, 0-0
     runs/<run>/files/<sha256>/<name>                        config and tokenizer, shared by versions, named by content
     runs/<run>/weights/<lineage>-<step>/manifest.json       written last, create-only: until it exists, nothing does
-    runs/<run>/weights/<lineage>-<step>/pin.json            an operator keeps the version
     runs/<run>/weights/latest.json                          the newest announced version, overwritten
 
 Versions are immutable. A folder `<lineage>-<step>/` without a manifest was left by a trainer that was killed while it
@@ -16,7 +15,6 @@ wrote or deleted the version. It is no version; publishing it again completes it
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -37,8 +35,7 @@ from tba.weights.publishing import NewVersion, VersionWriter
 from tba.weights.routes import LocalVersion, RouteReader, damage_error
 from tba.wire.weight_manifest import MAX_DELTAS, MAX_MANIFEST_BYTES, Manifest, decode_manifest, sha256_hex
 
-MANIFEST_NAME, PIN_NAME = "manifest.json", "pin.json"
-MAX_REASON_CHARS = 1000
+MANIFEST_NAME = "manifest.json"
 _NUM_CACHED_MANIFESTS = 16
 """A manifest of 20,000 tensors has 4 MB, takes a second to read, and 27 MB of memory."""
 log = get_logger("weights")
@@ -135,15 +132,6 @@ def delete_incomplete(
 
 INDEX_NAME = "model.safetensors.index.json"
 """Maps tensors to files; Hugging Face loaders read it if there are several files."""
-
-
-class _Pin(BaseModel):
-    """pin.json."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    reason: str = Field(max_length=MAX_REASON_CHARS)
-    pinned_at_s: float
 
 
 class _Latest(BaseModel):
@@ -375,40 +363,6 @@ class WeightVersions:
         """Delete versions of older lineages that have no manifest, except `keep`; returns what was deleted."""
         prefix = f"runs/{self._run}/weights/"
         return delete_incomplete(self._store, prefix, before_lineage=before_lineage, keep=keep)
-
-    def pin(self, version: PolicyVersion, reason: str) -> None:
-        """Keep a version until it is unpinned, whatever retention says.
-
-        Raises:
-            ObjectNotFoundError: the version does not exist.
-            MalformedError: the reason is longer than MAX_REASON_CHARS, or empty.
-        """
-        self.manifest(version)
-        if not 0 < len(reason) <= MAX_REASON_CHARS:
-            raise MalformedError(f"the reason of a pin has {len(reason)} characters; give 1 to {MAX_REASON_CHARS}")
-        pin = _Pin(reason=reason, pinned_at_s=time.time())
-        self._store.put(self._key(version, PIN_NAME), pin.model_dump_json().encode())
-
-    def unpin(self, version: PolicyVersion) -> None:
-        """Leave a version to retention again; nothing happens when it is not pinned."""
-        self._store.delete(self._key(version, PIN_NAME))
-
-    def pinned(self) -> dict[PolicyVersion, str]:
-        """Return the pinned versions and why each is."""
-        found: dict[PolicyVersion, str] = {}
-        for key in self._store.list(f"runs/{self._run}/weights/"):
-            folder, _, name = key.rpartition("/")
-            if name == PIN_NAME:
-                try:
-                    version = PolicyVersion.parse(folder.rpartition("/")[2])
-                    found[version] = _Pin.model_validate_json(self._store.get(key)).reason
-                except ObjectNotFoundError:  # unpinned meanwhile
-                    continue
-                except MalformedError:
-                    _note_foreign(folder)
-                except ValidationError:  # pinned all the same: whoever wrote it meant to
-                    found[version] = "(the pin cannot be read)"
-        return found
 
     def put_latest(self, version: PolicyVersion) -> None:
         """Say in the store which version was announced last, for searchers that cannot reach the buffer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from tba.api import RunInfo
 from tba.versions import START, PolicyVersion
@@ -14,22 +14,20 @@ def reasons_to_keep(
     checkpoints: Iterable[PolicyVersion],
     *,
     keep: int,
-    pinned: Mapping[PolicyVersion, str],
     needed_by: Callable[[Iterable[PolicyVersion]], set[PolicyVersion]],
 ) -> dict[PolicyVersion, list[str]]:
     """Return why each version is kept; a version that is not there may be deleted.
 
     Kept are those that are newer than the one that searchers sample with, and of the others the newest `keep`; the
     starting model, the announced version, the best one, those of live components and of pending evaluations, those with
-    a checkpoint in the store, the parents of the active lineage and of the lineages of checkpoints; the pinned ones;
-    and what any of these is assembled from.
+    a checkpoint in the store, the parents of the active lineage and of the lineages of checkpoints; and what any of
+    these is assembled from.
 
     Args:
         versions: all of the run's, in any order.
         info: the run as the buffer knows it; None: the run is over, and nobody holds a version.
         checkpoints: versions that have a checkpoint in the store.
         keep: so many stay in any case.
-        pinned: version -> why an operator has pinned it (`WeightVersions.pinned`).
         needed_by: versions -> these and all that they are assembled from (`WeightVersions.needed_by`).
 
     Raises:
@@ -45,7 +43,6 @@ def reasons_to_keep(
     found += [(START, "starting model"), *((version, "checkpoint") for version in checkpoints)]
     if info is not None:
         found += _held_by_run(info, checkpoints)
-    found += [(version, f"pinned: {reason}") for version, reason in pinned.items()]
     reasons: dict[PolicyVersion, list[str]] = {}
     # a version that is held and gone needs nothing any more
     for version, reason in found:

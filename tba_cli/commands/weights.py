@@ -1,13 +1,12 @@
-"""`tba weights list|show|pin|unpin|gc`: the weight versions that the store of a run has, and why they are kept."""
+"""`tba weights list|gc`: the weight versions that the store of a run has, and why they are kept."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tba.api import RunInfo
@@ -24,8 +23,6 @@ from tba_cli.commands.config import size_text
 from tba_cli.commands.export import Exportable, choose, recipe_of, source_of
 from tba_cli.run_target import ended_run, open_client, run_folder
 
-NUM_LARGEST = 5
-"""So many tensors does `tba weights show` name."""
 ANY_LINEAGE = 10**9
 """Greater than every lineage."""
 
@@ -50,7 +47,6 @@ class VersionStore:
             info,
             complete_versions(self.store, checkpoint_prefix(self.run)),
             keep=self.recipe.trainer.keep_versions,
-            pinned=self.versions.pinned(),
             needed_by=self.versions.needed_by,
         )
 
@@ -76,18 +72,18 @@ def open_versions(args: argparse.Namespace) -> VersionStore:
     return VersionStore(recipe, store, WeightVersions(store, recipe.run.name))
 
 
-def chosen(args: argparse.Namespace, words: Sequence[str], place: VersionStore) -> list[PolicyVersion]:
-    """Return the versions that words name (see `choose`); the run is asked only for words that need it.
+def chosen(args: argparse.Namespace, word: str, place: VersionStore) -> PolicyVersion:
+    """Return the version that a word names (see `choose`); the run is asked only for a word that needs it.
 
     Raises:
         ConfigError: there is no such version.
     """
-    is_alone = _is_store_alone(args) or all(is_version(word) for word in words)
+    is_alone = _is_store_alone(args) or _is_version(word)
     source = Exportable(facts=RunFacts(recipe=place.recipe)) if is_alone else source_of(args)
-    return [choose(word, source, place.versions) for word in words]
+    return choose(word, source, place.versions)
 
 
-def is_version(word: str) -> bool:
+def _is_version(word: str) -> bool:
     """Return whether a word is LINEAGE-STEP."""
     try:
         PolicyVersion.parse(word)
@@ -128,32 +124,13 @@ def _check_run(info: RunInfo, place: VersionStore) -> None:
         raise ConfigError(f"the recipe is that of run {place.run!r}, but the buffer service is that of {info.run!r}")
 
 
-# ---- List and show --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedVersion:
-    """One line of the list."""
-
-    version: str
-    created_at_s: float
-    kind: str
-    """full, delta or both."""
-    stored_bytes: int
-    full_bytes: int
-    base: str | None
-    """The version that the delta is against."""
-    num_deltas: int
-    """To apply from the nearest full version; 0: it is full itself."""
-    pinned: str | None
-    kept: list[str] | None
-    """Why it is kept; None: nobody could be asked what is held. Empty: nothing needs it."""
+# ---- List -----------------------------------------------------------------------------------------------------------
 
 
 def list_command(args: argparse.Namespace) -> int:
     """Print a line per version, oldest first."""
     place = open_versions(args)
-    existing, pinned = place.versions.versions(), place.versions.pinned()
+    existing = place.versions.versions()
     reasons, unknown, damaged = None, None, None
     try:
         info = _ask(args, place)
@@ -171,11 +148,11 @@ def list_command(args: argparse.Namespace) -> int:
         except MalformedError as error:  # show the others before it is raised
             damaged = error
             continue
-        listed.append(_listed(manifest, pinned.get(version), None if reasons is None else reasons.get(version, [])))
+        listed.append(_listed(manifest, None if reasons is None else reasons.get(version, [])))
     if args.json:
-        print(json.dumps({"run": place.run, "unknown": unknown, "versions": list(map(asdict, listed))}, indent=1))
+        print(json.dumps({"run": place.run, "unknown": unknown, "versions": listed}, indent=1))
     elif listed:
-        print("\n".join(list_lines(listed)))
+        print("\n".join(_list_lines(listed)))
         if unknown is not None:
             print(escape_controls(f"what holds them is unknown: {unknown}"))
     elif damaged is None:
@@ -185,200 +162,46 @@ def list_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _listed(manifest: Manifest, pinned: str | None, kept: list[str] | None) -> ListedVersion:
-    return ListedVersion(
-        version=manifest.version,
-        created_at_s=manifest.created_at_s,
-        kind=kind_of(manifest),
-        stored_bytes=_stored_bytes(manifest),
-        full_bytes=manifest.full_bytes,
-        base=_base_text(manifest),
-        num_deltas=0 if manifest.is_full or manifest.delta is None else manifest.delta.num_to_full,
-        pinned=pinned,
-        kept=kept,
-    )
+def _listed(manifest: Manifest, kept: list[str] | None) -> dict[str, Any]:
+    """Return one version of the list.
+
+    Args:
+        kept: why it is kept; None: nobody could be asked what is held. Empty: nothing needs it.
+    """
+    delta, adapter = manifest.delta, manifest.adapter
+    kind = "adapter" if adapter else "full" if delta is None else "both" if manifest.is_full else "delta"
+    stored_against = adapter or delta
+    return {
+        "version": manifest.version,
+        "created_at_s": manifest.created_at_s,
+        "kind": kind,
+        "stored_bytes": sum(stored.size_bytes for stored in (*manifest.full, *manifest.changes)),
+        "full_bytes": manifest.full_bytes,
+        "base": None if stored_against is None else stored_against.base,
+        "num_deltas": 0 if manifest.is_full or delta is None else delta.num_to_full,
+        "kept": kept,
+    }
 
 
-def kind_of(manifest: Manifest) -> str:
-    """Return how a version is stored: full, delta, both (of these), or adapter."""
-    if manifest.adapter is not None:
-        return "adapter"
-    if manifest.delta is None:
-        return "full"
-    return "both" if manifest.is_full else "delta"
-
-
-def _base_text(manifest: Manifest) -> str | None:
-    if manifest.adapter is not None:
-        return manifest.adapter.base
-    return None if manifest.delta is None else manifest.delta.base
-
-
-def _stored_bytes(manifest: Manifest) -> int:
-    return sum(stored.size_bytes for stored in (*manifest.full, *manifest.changes))
-
-
-def list_lines(listed: Sequence[ListedVersion]) -> list[str]:
-    """Return a line per version under a heading."""
-    rows = [("version", "published", "kind", "stored", "full", "ratio", "base", "deltas", "kept because")]
+def _list_lines(listed: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line per version under a heading, the columns aligned."""
+    line = "{:<9} {:<19} {:<7} {:>9} {:>9} {:>6} {:<9} {:>6}  {}"
+    lines = [line.format("version", "published", "kind", "stored", "full", "ratio", "base", "deltas", "kept because")]
     for item in listed:
-        why = [f"pinned: {item.pinned}"] if item.kept is None and item.pinned is not None else item.kept
-        rows.append(
-            (
-                item.version,
-                _at(item.created_at_s),
-                item.kind,
-                size_text(item.stored_bytes),
-                size_text(item.full_bytes),
-                f"{item.full_bytes / max(1, item.stored_bytes):.3g}",
-                item.base or "",
-                str(item.num_deltas),
-                "unknown" if why is None else "; ".join(why) or "nothing needs it",
-            )
+        cells = (
+            item["version"],
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item["created_at_s"])),
+            item["kind"],
+            size_text(item["stored_bytes"]),
+            size_text(item["full_bytes"]),
+            f"{item['full_bytes'] / max(1, item['stored_bytes']):.3g}",
+            item["base"] or "",
+            item["num_deltas"],
+            "unknown" if item["kept"] is None else "; ".join(item["kept"]) or "nothing needs it",
         )
-    total_bytes = sum(item.stored_bytes for item in listed)
-    return [*table_lines(rows, right=(3, 4, 5, 7)), f"{len(listed)} versions, {size_text(total_bytes)} in the store"]
-
-
-def table_lines(rows: Sequence[Sequence[str]], *, right: Iterable[int]) -> list[str]:
-    """Return a line per row, its columns aligned.
-
-    Args:
-        rows: of equally many cells; the first one is the heading.
-        right: numbers of the columns that are aligned to the right.
-    """
-    rows = [[escape_controls(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [">" if number in set(right) else "<" for number in range(len(widths))]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def show_command(args: argparse.Namespace) -> int:
-    """Print the manifest of one version, and what it is assembled from."""
-    place = open_versions(args)
-    (version,) = chosen(args, [args.version], place)
-    manifest = place.versions.manifest(version)
-    pinned = place.versions.pinned().get(version)
-    chain = [manifest]
-    missing = None
-    try:
-        chain += [place.versions.manifest(base) for base in place.versions.bases(version)]
-    except (ObjectNotFoundError, MalformedError) as error:
-        missing = str(error)
-    if args.json:
-        document = {"manifest": manifest.model_dump(mode="json", by_alias=True), "kind": kind_of(manifest)}
-        route = [{"version": each.version, "kind": kind_of(each), "bytes": _route_bytes(each)} for each in chain]
-        print(json.dumps({**document, "chain": route, "missing": missing, "pinned": pinned}, indent=1))
-        return 0
-    print("\n".join(map(escape_controls, show_lines(manifest, chain, missing=missing, pinned=pinned))))
-    return 0
-
-
-def show_lines(manifest: Manifest, chain: Sequence[Manifest], *, missing: str | None, pinned: str | None) -> list[str]:
-    """Return all of one version, a fact per line.
-
-    Args:
-        chain: the version, and the versions down to the nearest full one.
-        missing: why the chain ends before a full version.
-        pinned: why an operator has pinned the version.
-    """
-    num_params = sum(math.prod(tensor.shape) for tensor in manifest.tensors)
-    count = f"{len(manifest.tensors)} tensors, {num_params:,} parameters, " if manifest.tensors else ""
-    canary = manifest.canary
-    mean = sum(canary.logprobs) / len(canary.logprobs)
-    lines = [
-        f"version {manifest.version} of run {manifest.run!r}, published {_at(manifest.created_at_s)}",
-        f"  parent {manifest.parent or 'none'}, {count}{manifest.dtype}, {size_text(manifest.full_bytes)}",
-    ]
-    if manifest.is_full:
-        lines.append(f"  stored whole: {_files_text(manifest.full)}")
-    if manifest.delta is not None:
-        ratio = manifest.full_bytes / max(1, manifest.delta_bytes)
-        lines.append(
-            f"  stored as a delta against {manifest.delta.base}: {_files_text(manifest.delta.objects)}, {ratio:.3g} "
-            "times smaller"
-        )
-    if manifest.adapter is not None:
-        adapter = manifest.adapter
-        ratio = manifest.full_bytes / max(1, manifest.adapter_bytes)
-        lines.append(
-            f"  stored as an adapter of rank {adapter.rank}, alpha {adapter.alpha}, for {adapter.base}: "
-            f"{size_text(manifest.adapter_bytes)}, {ratio:.3g} times smaller"
-        )
-    steps = " <- ".join(f"{each.version} ({_step_text(each)})" for each in chain)
-    lines.append(f"  assembled from {steps}: {size_text(sum(map(_route_bytes, chain)))}")
-    if missing is not None:
-        lines.append(f"  CANNOT BE ASSEMBLED from the store: {missing}")
-    lines += [
-        f"  parameters {manifest.params_sha256}, config {manifest.model_config_sha256[:12]}, tokenizer "
-        f"{manifest.tokenizer_sha256[:12]}",
-        f"  canary: {len(canary.prompt_tokens)} + {len(canary.response_tokens)} tokens, mean log-prob {mean:.4f}, "
-        f"tolerance {canary.tolerance:g}",
-        f"  written with torch {manifest.torch_version}, transformers {manifest.transformers_version}",
-    ]
-    lines += [] if pinned is None else [f"  pinned: {pinned}"]
-    largest = sorted(manifest.tensors, key=lambda tensor: -tensor.size_bytes)[:NUM_LARGEST]
-    for tensor in largest:
-        shape = " x ".join(map(str, tensor.shape))
-        lines.append(f"    {tensor.name}: {tensor.dtype} {shape}, {size_text(tensor.size_bytes)}, xxh3 {tensor.digest}")
-    if more := len(manifest.tensors) - len(largest):
-        lines.append(f"    and {more} smaller ones (--json)")
-    return lines
-
-
-def _route_bytes(manifest: Manifest) -> int:
-    """Bytes that a searcher which holds nothing downloads of this version on its way."""
-    return sum(stored.size_bytes for stored in (manifest.full if manifest.is_full else manifest.changes))
-
-
-def _step_text(manifest: Manifest) -> str:
-    if manifest.is_full:
-        return "full"
-    return "delta" if manifest.adapter is None else "adapter"
-
-
-def _files_text(objects: Sequence[Any]) -> str:
-    num_bytes = sum(stored.size_bytes for stored in objects)
-    return f"{len(objects)} file{'' if len(objects) == 1 else 's'}, {size_text(num_bytes)}"
-
-
-def _at(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
-
-
-# ---- Pins -----------------------------------------------------------------------------------------------------------
-
-
-def pin_command(args: argparse.Namespace) -> int:
-    """Pin a version."""
-    place = open_versions(args)
-    (version,) = chosen(args, [args.version], place)
-    place.versions.pin(version, args.reason)
-    others = sorted(place.versions.needed_by([version]) - {version}, reverse=True)
-    if args.json:
-        print(json.dumps({"version": str(version), "pinned": args.reason, "needs": list(map(str, others))}, indent=1))
-        return 0
-    needs = f"; with it stays what it is assembled from: {', '.join(map(str, others))}" if others else ""
-    print(f"pinned version {version} of run {place.run!r}{needs}")
-    return 0
-
-
-def unpin_command(args: argparse.Namespace) -> int:
-    """Take a pin back."""
-    place = open_versions(args)
-    (version,) = chosen(args, [args.version], place)
-    reason = place.versions.pinned().get(version)
-    place.versions.unpin(version)
-    if args.json:
-        print(json.dumps({"version": str(version), "was_pinned": reason}, indent=1))
-    elif reason is None:
-        print(f"version {version} of run {place.run!r} was not pinned; nothing was changed")
-    else:
-        print(escape_controls(f"unpinned version {version} of run {place.run!r}, which was pinned: {reason}"))
-    return 0
+        lines.append(escape_controls(line.format(*cells)))
+    total_bytes = sum(item["stored_bytes"] for item in listed)
+    return [*lines, f"{len(listed)} versions, {size_text(total_bytes)} in the store"]
 
 
 # ---- Delete ---------------------------------------------------------------------------------------------------------
@@ -414,7 +237,7 @@ def gc_command(args: argparse.Namespace) -> int:
         return 0
     print(f"{verb} {len(num_bytes)} versions, {size_text(sum(num_bytes.values()))}; {len(kept)} stay")
     if info is None and args.dry_run:
-        print("which version was best is known to the buffer alone: pin it before you delete")
+        print("which version was best is known to the buffer alone: export it before you delete")
     return 0
 
 

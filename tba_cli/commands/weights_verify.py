@@ -17,9 +17,8 @@ from tba.weights import LocalVersion
 from tba.weights.routes import Route, RouteReader
 from tba.wire.weight_manifest import Manifest
 from tba_cli.commands.config import size_text
-from tba_cli.commands.weights import VersionStore, chosen, is_version, open_versions
+from tba_cli.commands.weights import VersionStore, chosen, open_versions
 
-WORDS = ("start", "best", "last")
 DAMAGE = (DigestError, MalformedError, ObjectNotFoundError)
 
 
@@ -46,10 +45,8 @@ class Check:
 
 def verify_command(args: argparse.Namespace) -> int:
     """Check versions, oldest first, a line per route; exit code 1 if one of them is damaged."""
-    args.run, words = _split(args)
     place = open_versions(args)
-    existing = place.versions.versions()
-    wanted = existing if args.all else sorted(set(chosen(args, words or ["last"], place)))
+    wanted = place.versions.versions() if args.all else [chosen(args, args.version, place)]
     checks: list[Check] = []
     for check in _verify(place, wanted):
         checks.append(check)
@@ -61,21 +58,6 @@ def verify_command(args: argparse.Namespace) -> int:
     else:
         print(f"{len(wanted)} versions, {len(checks)} checks, {len(damaged)} failed")
     return 1 if damaged else 0
-
-
-def _split(args: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """Return the run that was named, if any, and the words that name versions.
-
-    Raises:
-        ConfigError: two runs, a run beside --url or --run-dir, or versions beside --all.
-    """
-    versions = [word for word in args.words if word in WORDS or word.isdecimal() or is_version(word)]
-    runs = [word for word in args.words if word not in versions]
-    if len(runs) > 1 or (runs and (args.url or args.run_dir)):
-        raise ConfigError(f"{runs[-1]!r} names no version (LINEAGE-STEP, a step, start, best, last), nor the only run")
-    if args.all and versions:
-        raise ConfigError(f"--all checks every version; leave out {', '.join(versions)}")
-    return runs[0] if runs else None, versions
 
 
 def _verify(place: VersionStore, wanted: Sequence[PolicyVersion]) -> Iterator[Check]:

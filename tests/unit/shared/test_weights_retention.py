@@ -55,8 +55,8 @@ def run_info() -> RunInfo:
 
 VERSIONS = [START, PolicyVersion(1, 4), PolicyVersion(1, 8), PolicyVersion(2, 8), PolicyVersion(2, 20)]
 VERSIONS += [PolicyVersion(3, step) for step in range(20, 61, 4)]
-WHOLE: dict[str, Any] = {"pinned": {}, "needed_by": set}
-"""Nothing is pinned, and every version is stored whole."""
+WHOLE: dict[str, Any] = {"needed_by": set}
+"""Every version is stored whole."""
 CHECKPOINTS = [PolicyVersion(2, 20), PolicyVersion(3, 48)]
 
 
@@ -88,8 +88,7 @@ def test_everything_that_a_kept_version_is_assembled_from_is_kept_and_why_is_sai
                 found.add(version)
         return found
 
-    pinned = {PolicyVersion(1, 4): "of the paper"}
-    arguments = {"keep": 2, "pinned": pinned, "needed_by": needed_by}
+    arguments = {"keep": 2, "needed_by": needed_by}
     reasons = reasons_to_keep(VERSIONS, run_info(), CHECKPOINTS, **arguments)
     assert {str(version): why for version, why in reasons.items()} == {
         "3-60": ["among the newest 2", "latest"],
@@ -103,15 +102,14 @@ def test_everything_that_a_kept_version_is_assembled_from_is_kept_and_why_is_sai
         "3-24": ["held by searcher-3-24-True"],
         "2-20": ["checkpoint", "parent of lineage 3"],
         "1-8": ["parent of lineage 2"],
-        "1-4": ["pinned: of the paper"],
         "0-0": ["starting model"],
     }
     deleted = deleted_of(VERSIONS, run_info(), CHECKPOINTS, **arguments)
-    assert [str(v) for v in deleted] == ["2-8", "3-20", "3-28"]
+    assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28"]
     # a version that is gone holds nothing, and of a run that is over only what the store knows is held
     gone = [version for version in VERSIONS if version != PolicyVersion(3, 48)]
     assert PolicyVersion(3, 44) in deleted_of(gone, run_info(), CHECKPOINTS, **arguments)
     over = reasons_to_keep(VERSIONS, None, CHECKPOINTS, **arguments)
     assert {str(version) for version in over} == {
-        *("0-0", "1-4", "2-20", "3-32", "3-36", "3-40", "3-44", "3-48", "3-52", "3-56", "3-60")
+        *("0-0", "2-20", "3-32", "3-36", "3-40", "3-44", "3-48", "3-52", "3-56", "3-60")
     }

@@ -20,7 +20,7 @@ from tba.wire import Canary
 KEEP = 2
 DELTAS = DeltaSettings(keyframe_interval=5, min_bytes=0, max_share=100.0)
 """For tensors of a few bytes, whose deltas are larger than they are."""
-ACTIONS = ("publish", "publish", "publish", "whole", "resume", "zombie", "checkpoint", "beat", "best", "pin", "delete")
+ACTIONS = ("publish", "publish", "publish", "whole", "resume", "zombie", "checkpoint", "beat", "best", "delete")
 
 
 class History:
@@ -49,8 +49,6 @@ class History:
         match action:
             case "beat" | "best":
                 self.held[f"{action}-{number % 2}"] = chosen
-            case "pin":
-                self.versions.pin(chosen, "for a test")
             case "checkpoint":
                 self.checkpoints = [*self.checkpoints[-1:], max(announced)]
             case "delete":
@@ -117,7 +115,6 @@ class History:
             info,
             self.checkpoints,
             keep=KEEP,
-            pinned=self.versions.pinned(),
             needed_by=self.versions.needed_by,
         )
         for version in sorted(set(existing) - kept.keys(), reverse=True)[: num_before_kill or None]:
@@ -126,7 +123,7 @@ class History:
 
     def _check(self) -> None:
         left = set(self.versions.versions())
-        held = [*self.checkpoints, *self.versions.pinned(), *(v for name, v in self.held.items() if name != "best-1")]
+        held = [*self.checkpoints, *(v for name, v in self.held.items() if name != "best-1")]
         assert left >= {START, list(self.announced)[-1], *held, *sorted(left)[-KEEP:]}
         again = WeightVersions(FileStore(self.folder / "store"), "demo")
         for version in left & self.announced.keys():

@@ -360,7 +360,6 @@ class Publisher:
                     self._buffer.run(),
                     checkpoints,
                     keep=keep,
-                    pinned=self._versions.pinned(),
                     needed_by=self._versions.needed_by,
                 )
                 # newest first: a kill in between leaves no version without its base

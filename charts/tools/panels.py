@@ -277,14 +277,6 @@ THROUGHPUT = Row(
             unit="s",
             width=12,
         ),
-        Panel(
-            "Cost so far",
-            "That time at the prices of the recipe (section cost), in its currency; empty without prices. It jumps "
-            "where a restart has others.",
-            (("sum by (kind, currency) (tba_cost{BUFFER})", "{{kind}}, {{currency}}"),),
-            width=12,
-            style=STACKED,
-        ),
     ),
 )
 

@@ -92,7 +92,6 @@ from tba.api.scores import (
 )
 from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList, SnapshotRequest
 from tba.api.stats import (
-    CostInfo,
     Curves,
     FailedReason,
     Rates,
@@ -137,7 +136,6 @@ __all__ = [
     "CheckpointRequest",
     "ComponentInfo",
     "ComponentWait",
-    "CostInfo",
     "Curves",
     "DamagedInfo",
     "DamagedItem",

@@ -63,24 +63,6 @@ class TokenTotals(StrictModel):
     has counted, and those that could not be read. Fields that hold everything are absent."""
 
 
-class CostInfo(StrictModel):
-    """What the run has cost so far: `component_seconds` times the prices of the recipe (section `cost`).
-
-    All of it is priced with the prices that the buffer was started with.
-    """
-
-    currency: str
-    total: float
-    by_kind: dict[str, float]
-    """Kind of component -> cost, of those with a price."""
-    per_1000_trained: float | None
-    """Per 1,000 completions that steps trained on while the time was counted; None: there is none."""
-    since_s: float | None
-    """When the counting of the time began, Unix seconds; None: no heartbeat has come."""
-    rollouts_trained_before: int
-    """Trained on before that, by an older release, or before the times were damaged; 0: the cost is that of the run."""
-
-
 class FailedReason(StrictModel):
     """Why rollouts have no score."""
 
@@ -160,8 +142,6 @@ class Stats(StrictModel):
     tokens: TokenTotals | None = None
     component_seconds: dict[str, float] = Field(default_factory=dict)
     """Kind of component -> seconds that components of this kind were there, added up, as their heartbeats show."""
-    cost: CostInfo | None = None
-    """None: the recipe has no prices; or a snapshot."""
     rates: Rates | None = None
     """None during the first second."""
     stored: StoredStats | None = None

@@ -18,7 +18,6 @@ from tba.config.searcher import VLLM_ENGINES, VLLM_MAX_TEMPERATURE, ScalingSecti
 from tba.config.sections import (
     AuthSection,
     BufferSection,
-    CostSection,
     LocalSection,
     ModelSection,
     RunSection,
@@ -71,7 +70,6 @@ class Recipe(StrictModel):
     auth: AuthSection = AuthSection()
     tls: TlsSection = TlsSection()
     scaling: ScalingSection = ScalingSection()
-    cost: CostSection = CostSection()
     local: LocalSection = LocalSection()
     log_format: Literal["auto", "console", "json"] = "auto"
     """Log lines: JSON, console, or console on a terminal and JSON otherwise."""

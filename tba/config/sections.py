@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability, Schedule
 from tba.config.trainer import PolicyLoraSection
 from tba.errors import ConfigError
-from tba.fields import BareUrl, Number, StrictModel
+from tba.fields import BareUrl, StrictModel
 
 
 class TlsSection(StrictModel):
@@ -290,23 +290,6 @@ class StoreSection(StrictModel):
     cache."""
     cache_bytes: int = Field(default=64 * 1024**3, ge=1)
     """Bound of the cache; the least recently used versions go first."""
-
-
-class CostSection(StrictModel):
-    """Prices, for what a run has cost so far (docs/operations.md). Without any price no cost is shown."""
-
-    searcher_per_hour: Number | None = Field(default=None, ge=0)
-    """Price of one searcher with its GPUs for an hour; none: searchers are not in the cost."""
-    trainer_per_hour: Number | None = Field(default=None, ge=0)
-    """Price of the trainer, with all its processes and GPUs, for an hour; none: it is not in the cost."""
-    currency: str = Field(default="USD", pattern=r"^[A-Za-z\p{Sc}]{1,16}$")
-    """Name of the currency, as it is shown behind a cost."""
-
-    @property
-    def prices_per_hour(self) -> dict[str, float]:
-        """Kind of component -> its price, of those that have one."""
-        found = {"searcher": self.searcher_per_hour, "trainer": self.trainer_per_hour}
-        return {kind: price for kind, price in found.items() if price is not None}
 
 
 class GpuSection(StrictModel):

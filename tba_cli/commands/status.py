@@ -184,7 +184,7 @@ def status_lines(
         f"  latest version {info.latest_version or 'none'}{lagging}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
         f"{stats.num_failed} failed{used_up}), {stats.rollouts_trained} trained; samples per insert {ratio}",
-        *(f"  {line}" for line in total_lines(stats.tokens, stats.cost)),
+        *(f"  {line}" for line in total_lines(stats.tokens)),
         f"  prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out",
     ]
     if info.searchers is not None:

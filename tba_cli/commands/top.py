@@ -76,7 +76,7 @@ def frame_lines(info: RunInfo, stats: Stats, curves: Curves, advice: str | None)
         *(f"  {text}" for text in problems),
         f"  rollouts: {stats.num_rollouts} stored ({stats.num_pending} pending, {stats.num_failed} failed), "
         f"{stats.rollouts_generated} generated, {stats.rollouts_trained} trained{per_s}",
-        *(f"  {line}" for line in total_lines(stats.tokens, stats.cost)),
+        *(f"  {line}" for line in total_lines(stats.tokens)),
         *_curve_lines(curves),
         *_component_lines(info),
     ]

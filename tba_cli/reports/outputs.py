@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba.api import CostInfo, TokenTotals
+from tba.api import TokenTotals
 from tba.config import MAX_LATE_SHARE
 from tba.errors import ConfigError
 from tba.fields import escape_controls
@@ -96,8 +96,8 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if train_s is not None:
         waited = "" if wait_share is None else f", of which the trainer waited {100 * wait_share:.1f} %"
         lines.append(f"{summary['steps']} steps in {train_s:.0f} s of training{waited}")
-    tokens, cost = (summary.get(name) for name in ("tokens", "cost"))  # those of older releases have neither
-    lines += total_lines(tokens and TokenTotals.model_validate(tokens), cost and CostInfo.model_validate(cost))
+    tokens = summary.get("tokens")  # those of older releases have none
+    lines += total_lines(tokens and TokenTotals.model_validate(tokens))
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
         lines.append(f"ended early:   {summary['state_reason']}")
     if (rehearsal := summary.get("rehearsal")) is not None:

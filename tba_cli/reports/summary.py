@@ -80,7 +80,6 @@ def summarise(history: History) -> dict[str, Any]:
         "trained_per_s": rate_per_s(history, "trained"),
         "tokens": stats.tokens and stats.tokens.model_dump(),
         "component_seconds": stats.component_seconds,
-        "cost": stats.cost and stats.cost.model_dump(),
         "samples_per_insert": stats.samples_per_insert,
         "realised_most_on_policy": stats.realised_most_on_policy,
         "fallback_share": _fallback_share(stats.slots),

@@ -62,7 +62,7 @@ def published_tensors(place: Place, version: PolicyVersion, path: Path) -> dict[
 
 @pytest.fixture(scope="module")
 def finished(make_place: MakePlace) -> Place:
-    return run_to_the_end(make_place(cost={"searcher_per_hour": 36.0, "trainer_per_hour": 36.0}))
+    return run_to_the_end(make_place())
 
 
 def test_a_run_ends_with_a_summary_that_adds_up(finished: Place) -> None:
@@ -75,14 +75,11 @@ def test_a_run_ends_with_a_summary_that_adds_up(finished: Place) -> None:
     with finished.redis_of_ended_run() as redis:
         rollouts = decode_all(stored_rollouts(redis.url))
     assert len(rollouts) == summary["rollouts_generated"]
-    tokens, cost = summary["tokens"], summary["cost"]
+    tokens = summary["tokens"]
     assert tokens["generated"] == sum(len(rollout.response_tokens) for rollout in rollouts)
     assert (tokens["trained"] > 0, tokens["not_counted"]) == (True, {})
-    seconds = summary["component_seconds"]
-    assert cost["by_kind"] == {kind: pytest.approx(seconds[kind] / 100) for kind in ("searcher", "trainer")}
     # training was counted, whatever the start and the end of the services took
-    assert seconds["trainer"] >= 0.5 * summary["train_s"]
-    assert cost["per_1000_trained"] == pytest.approx(cost["total"] * 1000 / summary["rollouts_trained"])
+    assert summary["component_seconds"]["trainer"] >= 0.5 * summary["train_s"]
     assert {(rollout.run, rollout.reward_status) for rollout in rollouts} == {(RUN, "scored")}
     assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0}
 

@@ -101,19 +101,14 @@ def test_only_trainers_are_counted_and_names_stay_few(serve_buffer: ServeBuffer)
     assert sum(counted.values()) == 2.0 * len(names)
 
 
-# ---- how long components were there, and what that costs ------------------------------------------------------------
+# ---- how long components were there ------------------------------------------------------------------------------
 
 
-def test_the_time_of_components_is_counted_over_restarts_and_has_its_price(
-    serve_buffer: ServeBuffer, redis: RedisProcess
-) -> None:
-    cost = {"searcher_per_hour": 36.0, "trainer_per_hour": 360.0, "currency": "EUR"}
-    sections = {"buffer": {"heartbeat_timeout_s": 1000.0}, "cost": cost}
-    buffer = serve_buffer(**sections)
+def test_the_time_of_components_is_counted_over_restarts(serve_buffer: ServeBuffer) -> None:
+    settings = {"heartbeat_timeout_s": 1000.0}
+    buffer = serve_buffer(buffer=settings)
     client, begin_s = buffer.client(), time.time()
-    before = client.stats().cost
-    assert before is not None
-    assert (before.total, before.since_s, before.per_1000_trained) == (0.0, None, None)
+    assert client.stats().component_seconds == {}
 
     def beats(*names: str, state: str = "at-work") -> None:
         for name in names:
@@ -133,30 +128,14 @@ def test_the_time_of_components_is_counted_over_restarts_and_has_its_price(
         "searcher": pytest.approx(2 * 100 + 1000, abs=took_s),
         "trainer": pytest.approx(100 + 50, abs=took_s),
     }
-    assert found.cost is not None
-    assert found.cost.total == pytest.approx(12 + 15, abs=took_s / 10)
-    assert found.cost.since_s == pytest.approx(begin_s, abs=60)
-    assert values(buffer.url, "tba_cost")[("EUR", "trainer")] == found.cost.by_kind["trainer"]
+    assert values(buffer.url, "tba_component_seconds_total")[("trainer",)] == found.component_seconds["trainer"]
     buffer.stop()
-    client = serve_buffer(**sections).client()
+    client = serve_buffer(buffer=settings).client()
     later(client, 5150.0)
     assert client.stats().component_seconds == found.component_seconds
     later(client, 200.0)
     beats("t")  # it was heard of before the restart
     assert client.stats().component_seconds["trainer"] >= found.component_seconds["trainer"] + 200
-    with Redis.from_url(redis.url) as store:
-        # as an older release has left it
-        store.delete(Keys("test").component_times)
-        store.hset(Keys("test").counters, "trained", 500)
-    client = serve_buffer(buffer=sections["buffer"]).client()
-    beats("t")
-    later(client, 10.0)
-    beats("t")
-    assert client.stats().component_seconds == {"trainer": pytest.approx(10, abs=took_s)}
-    assert client.stats().cost is None, "nothing has a price"
-    found = serve_buffer(**sections).client().stats().cost
-    assert found is not None
-    assert (found.rollouts_trained_before, found.per_1000_trained) == (500, None)
 
 
 # ---- components -----------------------------------------------------------------------------------------------------

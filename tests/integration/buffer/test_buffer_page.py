@@ -53,18 +53,14 @@ def test_overview_shows_how_the_run_learns(trained: BufferThread, open_page: Ope
     assert "12 values from step 1 to 12" in (chart.get_attribute("aria-label") or "")
     assert "0.9167" in page.inner_text(".u-legend >> nth=0")
     # rollouts of 3 tokens: 12 per step, and one more that was never trained on
-    tokens = page.inner_text("section[aria-labelledby=panel-tokens-and-cost]")
+    tokens = page.inner_text("section[aria-labelledby=panel-tokens-and-time]")
     for fact in (
         "435 tokens",
         "432 tokens",
         "skipped 2 batches",
-        "the recipe has no prices (cost.searcher_per_hour, cost.trainer_per_hour)",
         "No tokens have been dropped",
     ):
         assert fact in tokens
-    amounts = "(format) => [0, 1234.5, 0.1, 0.0996, 0.0000512].map(format.money)"
-    written = page.evaluate(f"import('./page/js/format.js').then({amounts})")
-    assert written == ["0.00", "1,234.50", "0.10", "0.0996", "0.0000512"]
     # every panel says how to read it
     assert page.locator(".panel").count() == page.locator(".panel > .how").count() > 10
     assert watched.errors == []

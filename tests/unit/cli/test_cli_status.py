@@ -17,7 +17,6 @@ from tba.config.trainer import REMEDIES
 from tba.errors import BusyError, UnauthorizedError, UnavailableError
 from tba_cli.commands import status
 from tba_cli.commands.status import EventFormatter, lasting_events, status_command, status_lines
-from tba_cli.reports.totals import money
 from tests.support.history_values import RUN_INFO, evaluation, stats
 
 # ---- The output of `tba status` -------------------------------------------------------------------------------------
@@ -60,30 +59,21 @@ def test_with_a_lag_the_version_that_searchers_sample_with_is_shown() -> None:
         assert f"  latest version {shown}, checkpoint none" in status_lines(info, stats(), make_settings())
 
 
-def test_tokens_and_cost_are_shown_with_what_is_not_known() -> None:
+def test_tokens_are_shown_with_what_is_not_known() -> None:
     info, quiet = RunInfo.model_validate(INFO), make_settings()
     tokens = {"generated": 21800, "trained": 12000, "refused": {"conflict": 3}, "refused_by_trainer": {}, "skipped": {}}
     tokens |= {"evicted": {"policy_age": 18, "max_rollouts": 2}, "not_counted": {}}
-    cost = {"currency": "EUR", "total": 27.0, "by_kind": {"searcher": 26.75, "trainer": 0.25}, "per_1000_trained": 0.5}
-    document = stats().model_dump() | {"tokens": tokens, "cost": {**cost, "since_s": 5.0, "rollouts_trained_before": 0}}
+    document = stats().model_dump() | {"tokens": tokens}
     lines = status_lines(info, Stats.model_validate(document), quiet)
     assert "  tokens: 21,800 generated, 12,000 trained, evicted 20, refused at the push 3" in lines
-    assert "  cost so far: 27.00 EUR (searchers 26.75, trainers 0.25), 0.50 per 1,000 trained completions" in lines
     document["tokens"]["not_counted"] = {"trained": 700, "generated": 1000, "skipped": 2}
-    document["cost"]["rollouts_trained_before"] = 700
     lines = status_lines(info, Stats.model_validate(document), quiet)
     unknown = "generated 1,000 rollouts, skipped 2 batches, trained 700 rollouts"
     assert f"  of these the tokens are not known, and not among them: {unknown}" in lines
-    assert any(line.endswith(" only, 700 completions were trained on before") for line in lines)
-    assert not any("tokens:" in line or "cost" in line for line in status_lines(info, stats(), quiet))
+    assert not any("tokens:" in line for line in status_lines(info, stats(), quiet))
     document["tokens"]["generated"] = 0
     of_older_release = status_lines(info, Stats.model_validate(document), quiet)
     assert not any("tokens" in line for line in of_older_release), "0 would be a wrong number"
-
-
-def test_amounts_are_short_and_have_no_exponent() -> None:
-    shown = [money(amount) for amount in (0.0, 1234.5, 0.1, 0.0996, 0.0000512)]
-    assert shown == ["0.00", "1,234.50", "0.10", "0.0996", "0.0000512"]
 
 
 def test_who_paused_the_run_and_when_is_shown() -> None:

@@ -467,29 +467,6 @@ def test_a_live_sampling_temperature_that_makes_the_behaviour_no_earlier_theta_i
     assert with_live(recipe_with(objective={"preset": "tb"}), parse_live({"sampling_temperature": 0.7}))
 
 
-# ---- Prices ---------------------------------------------------------------------------------------------------------
-
-
-def test_prices_are_optional_and_of_known_kinds() -> None:
-    assert recipe({}).cost.prices_per_hour == {}
-    found = recipe({}, cost={"searcher_per_hour": 0.0, "currency": "€"}).cost
-    assert (found.prices_per_hour, found.currency) == ({"searcher": 0.0}, "€")
-
-
-@pytest.mark.parametrize(
-    ("cost", "message"),
-    [
-        ({"buffer_per_hour": 1.0}, r"cost\.buffer_per_hour"),
-        ({"trainer_per_hour": -0.5}, r"cost\.trainer_per_hour.*-0\.5"),
-        ({"searcher_per_hour": 1e300}, r"cost\.searcher_per_hour"),
-        ({"currency": "US dollars\n"}, r"cost\.currency"),
-    ],
-)
-def test_a_price_that_is_none_is_refused(cost: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        recipe({}, cost=cost)
-
-
 # ---- How the URL of Redis is shown ----------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tba.api import ComponentInfo, CostInfo, RunState, WaitInfo
+from tba.api import ComponentInfo, RunState, WaitInfo
 from tba.versions import PolicyVersion
 from tba_buffer.monitoring.component_metrics import component_families, gauge_families
 from tba_buffer.monitoring.request_times import RequestMetrics
@@ -43,7 +43,6 @@ class Reading:
     counters: Counters
     by_length: Mapping[str, int]
     mean_reward_recent: float | None
-    cost: CostInfo | None
     components: Sequence[ComponentInfo]
     waits: Sequence[WaitInfo]
     trainer_waited_s: Mapping[str, float]
@@ -104,7 +103,6 @@ class Metrics(Collector):
             counters=counters,
             by_length=detail.stored.by_length,
             mean_reward_recent=detail.mean_reward_recent,
-            cost=self._stats.cost(counters),
             components=infos,
             waits=waits,
             trainer_waited_s=await self._components.trainer_waits.totals(),
@@ -224,16 +222,7 @@ def _total_families(reading: Reading) -> Iterator[Metric]:
         for reason, number in getattr(tokens, act).items():
             dropped.add_metric([act, reason], number)
     yield dropped
-    times = reading.counters.times
-    seconds = {} if times is None else times.seconds
-    yield _by("tba_component_seconds", "Time that components were there", "kind", seconds)
-    # a gauge: a restart with lower prices prices everything anew
-    cost = GaugeMetricFamily("tba_cost", "Cost so far, in the currency of the recipe", labels=["kind", "currency"])
-    # absent, not 0, where nothing has a price
-    if reading.cost is not None:
-        for kind, value in reading.cost.by_kind.items():
-            cost.add_metric([kind, reading.cost.currency], value)
-    yield cost
+    yield _by("tba_component_seconds", "Time that components were there", "kind", reading.counters.times)
 
 
 def _gauge_families(reading: Reading) -> Iterator[Metric]:

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.api import CostInfo, Rates, Stats, StoredStats
+from tba.api import Rates, Stats, StoredStats
 from tba.api.stats import NUM_DECILES
 from tba.versions import LineageTree, PolicyVersion
 from tba_buffer.eviction.evictor import length_bucket
 from tba_buffer.index.log import SCORED
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.monitoring.totals import TOKENS, cost_so_far, token_totals
+from tba_buffer.monitoring.totals import TOKENS, token_totals
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.failures import FailureReader
 from tba_buffer.rollouts.trained_steps import DROPPED, execute_with_records
-from tba_buffer.run.component_times import CountedTimes, read_times
+from tba_buffer.run.component_times import read_times
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
@@ -149,7 +149,7 @@ DETAIL_EVERY_S = 1.0
 DETAIL_SHARE = 0.02
 """Most of the process' time that the detail may take."""
 OF_A_SNAPSHOT = {
-    **dict.fromkeys(("rollouts_generated", "rollouts_drawn", "rollouts_trained", "tokens", "cost")),
+    **dict.fromkeys(("rollouts_generated", "rollouts_drawn", "rollouts_trained", "tokens")),
     **{name: {} for name in ("pushed", "leases", "trained_steps")},
 }
 """Counts of what happened, which is not part of a snapshot: their zeros would be untrue."""
@@ -169,8 +169,8 @@ class Counters:
     checkpoint_position: int
     trainer: PolicyVersion
     """Lineage that owns the run, and its last acked step."""
-    times: CountedTimes | None
-    """How long components were there; None: no heartbeat has come."""
+    times: Mapping[str, float]
+    """Kind of component -> seconds that those of it were there."""
     damaged: Mapping[str, int]
     """Kind of stored item -> how many damaged ones were found."""
     index: Index
@@ -266,10 +266,6 @@ class StatsReader:
             index=index,
         )
 
-    def cost(self, counters: Counters) -> CostInfo | None:
-        """Return what the run has cost so far; None where nothing has a price."""
-        return cost_so_far(self._context.recipe.cost, counters.times, counters.totals.get("trained", 0))
-
     def _ages(self, raw: Mapping[bytes, bytes]) -> dict[int, int]:
         ages = self._context.parse_counters(raw)
         # ages are names of fields here; one that is no number is damaged
@@ -334,8 +330,7 @@ class StatsReader:
             mean_reward_recent=detail.mean_reward_recent,
             policy_age_histogram=dict(counters.ages),
             tokens=token_totals(totals),
-            component_seconds={} if counters.times is None else dict(counters.times.seconds),
-            cost=self.cost(counters),
+            component_seconds=dict(counters.times),
             rates=self._window.rates(time.monotonic(), counters.rate_counts()),
             stored=detail.stored,
         )

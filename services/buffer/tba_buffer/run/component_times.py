@@ -1,4 +1,4 @@
-"""How long the components of the run have been there, by kind: what it has cost so far is this times the prices.
+"""How long the components of the run have been there, by kind.
 
 Every heartbeat adds the time since the one before it, at most `buffer.heartbeat_timeout_s`. The buffer that owns the
 run holds the totals and writes them with each heartbeat, so a write that is repeated, or lost, changes nothing.
@@ -9,34 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from tba.fields import bounded
 from tba.wire import Heartbeat
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.redis_client import redis_errors
 
-SINCE_S, TRAINED_BEFORE = b"since_s", b"trained_before"
 
+def read_times(context: Context, raw: Mapping[bytes, bytes]) -> dict[str, float]:
+    """Parse the hash of the times: kind of component -> seconds; empty where it is damaged, which is noted."""
 
-@dataclass(frozen=True, slots=True)
-class CountedTimes:
-    """Seconds by kind of component, since when (Unix seconds), and how many rollouts were trained on before that."""
+    def parse() -> dict[str, float]:
+        return {name.decode(): bounded(float(raw[name])) for name in sorted(raw)}
 
-    seconds: Mapping[str, float]
-    since_s: float | None
-    trained_before: int
-
-
-def read_times(context: Context, raw: Mapping[bytes, bytes]) -> CountedTimes | None:
-    """Parse the hash of the times; None: nothing is counted, or it is damaged, which is noted."""
-
-    def parse() -> CountedTimes:
-        kinds = [name for name in sorted(raw) if name not in (SINCE_S, TRAINED_BEFORE)]
-        seconds = {name.decode(): bounded(float(raw[name])) for name in kinds}
-        return CountedTimes(seconds, bounded(float(raw[SINCE_S])), int(raw[TRAINED_BEFORE]))
-
-    return context.read_or_note("counter", "component times", parse) if raw else None
+    return context.read_or_note("counter", "component times", parse) or {}
 
 
 class ComponentTimes:
@@ -52,32 +38,25 @@ class ComponentTimes:
         self._heard_at_s: dict[tuple[str, str], float] = {}
         """Kind and id of a component -> its last heartbeat; without those that have ended."""
         self._seconds: dict[str, float] = {}
-        self._began: tuple[float, int] | None = None
-        """Since when is counted, and how many rollouts were trained on before; None: not read yet."""
+        self._has_begun = False
         self._beginning = asyncio.Lock()
 
     async def begin(self) -> None:
-        """Continue from what Redis has, once; where it has nothing, or damaged times, the counting begins now.
+        """Continue from what Redis has, once; where its times are damaged, from 0.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
         async with self._beginning:
-            if self._began is not None:
+            if self._has_begun:
                 return
             context, keys = self._context, self._context.keys
             with redis_errors("read the times of the components"):
                 async with context.redis.pipeline(transaction=True) as pipe:
                     pipe.hgetall(keys.component_times)
-                    pipe.hget(keys.counters, "trained")
                     pipe.hgetall(keys.components)
-                    raw, trained, components = await pipe.execute()
-            found = read_times(context, raw)
-            if found is None or found.since_s is None:
-                num_trained = context.parse_counters({b"trained": trained or b"0"}).get("trained", 0)
-                self._began = (context.clock(), num_trained)
-                return
-            self._seconds, self._began = dict(found.seconds), (found.since_s, found.trained_before)
+                    raw, components = await pipe.execute()
+            self._seconds, self._has_begun = read_times(context, raw), True
             for name, text in components.items():
                 self._hear_again(name.decode(errors="replace"), text)
 
@@ -95,7 +74,7 @@ class ComponentTimes:
 
         `begin` must have been called.
         """
-        assert self._began is not None
+        assert self._has_begun
         now_s, key = self._context.clock(), (beat.kind, beat.component_id)
         most_s = self._context.recipe.buffer.heartbeat_timeout_s
         # the first heartbeat, and the first after an end, begin a time and add none
@@ -106,9 +85,7 @@ class ComponentTimes:
         # as with counters: what a restored Redis has is not replaced, nor what the next owner of the run writes
         if self._context.durability.broken is not None or self._context.epoch.refused is not None:
             return {}
-        since_s, trained_before = self._began
-        written = {beat.kind.encode(): self._seconds[beat.kind], SINCE_S: since_s}
-        return {**{name: f"{value:.3f}" for name, value in written.items()}, TRAINED_BEFORE: str(trained_before)}
+        return {beat.kind.encode(): f"{self._seconds[beat.kind]:.3f}"}
 
     def forget(self, component_ids: Iterable[str]) -> None:
         """Forget components that have been silent for long; what they have added stays."""

@@ -61,9 +61,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | or had versions tried again, when and why                         | start_lineage,        |
 |                 |        |                                                                   | retry_versions        |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
-| component_times | hash   | kind of component -> seconds that those of it were there; since_s | component_times.py    |
-|                 |        | (Unix seconds, when the counting began), trained_before (the      |                       |
-|                 |        | counter `trained` then)                                           |                       |
+| component_times | hash   | kind of component -> seconds that those of it were there          | component_times.py    |
 | trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | count_waits           |
 |                 |        | JSON of what that trainer had waited when it was last counted, of |                       |
 |                 |        | the 64 trainers that started last                                 |                       |

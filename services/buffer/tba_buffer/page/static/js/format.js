@@ -8,11 +8,6 @@ export function number(value, digits = 3) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(digits - 1) : Number(value.toPrecision(digits + 1)).toString();
 }
 
-/** An amount as `money` of tba_cli/reports/totals.py writes it. */
-export function money(value) {
-  return value.toLocaleString("en-US", value === 0 || value >= 0.1 ? { minimumFractionDigits: 2, maximumFractionDigits: 2 } : { maximumSignificantDigits: 3 });
-}
-
 /** A share as a percentage. */
 export function percent(share) {
   return share === null || share === undefined ? "-" : `${(100 * share).toFixed(1)} %`;

@@ -2,7 +2,7 @@
 
 import { align, Chart } from "../charts.js";
 import { bars, download, emptyText, facts, fillIfChanged, h, panel } from "../dom.js";
-import { duration, money, number, percent, stepOf, time } from "../format.js";
+import { duration, number, percent, stepOf, time } from "../format.js";
 import { comparedRuns, compareControls } from "../compare.js";
 import { awaited, state, subscribe, unsaved } from "../state.js";
 
@@ -39,7 +39,7 @@ export function overview(place) {
   compare.append(compareControls(() => draw(state), h("button", { onclick: exportCurves }, "Export the curves")));
   const draw = ({ run, stats, curves }) => {
     if (run === null || stats === null) return;
-    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => (run.is_snapshot ? savedCounts(stats) : [throughput(run, stats, curves), tokensAndCost(stats)]));
+    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => (run.is_snapshot ? savedCounts(stats) : [throughput(run, stats, curves), tokensAndTime(stats)]));
     fillIfChanged(data, [stats.policy_age_histogram, stats.stored, stats.evicted, stats.refused, stats.batches_skipped,
       stats.rollouts_refused_by_trainer, stats.rescored], () => composition(run, stats));
     if (curves !== null) for (const [chart, metrics, empty] of charts) drawChart(chart, metrics, empty, run, curves);
@@ -100,27 +100,21 @@ function throughput(run, stats, curves) {
 const DROPPED_TOKENS = [["evicted", "evicted"], ["refused at the push", "refused"],
   ["refused by the trainer", "refused_by_trainer"], ["in skipped batches", "skipped"]];
 
-function tokensAndCost({ tokens, component_seconds: seconds, cost, rates }) {
+function tokensAndTime({ tokens, component_seconds: seconds, rates }) {
   const rate = (value) => (value === null || value === undefined ? "" : `, ${number(value)}/s`);
   // a run of an older release counted rollouts alone
   const known = tokens && !(tokens.not_counted.generated && !tokens.generated);
   const total = (name) => (known ? `${number(tokens[name])} tokens${rate(rates?.[`${name}_tokens_per_s`])}` : "unknown");
-  const amount = (value) => `${money(value)} ${cost.currency}`;
   const dropped = DROPPED_TOKENS.flatMap(([what, name]) => Object.entries(tokens?.[name] ?? {})
     .map(([reason, number]) => [`tokens ${what}: ${reason}`, number, "bad"]));
   const unknown = Object.entries(tokens?.not_counted ?? {}).map(([name, count]) => `${name} ${number(count)} ${name === "skipped" ? "batches" : "rollouts"}`);
-  return panel("Tokens and cost", "Tokens of completions since the run began; what is trained on twice counts twice, and what is evicted may have been trained on before. Cost: time of the components at the recipe's prices.",
+  return panel("Tokens and time", "Tokens of completions since the run began; what is trained on twice counts twice, and what is evicted may have been trained on before. Time: how long components of a kind were there, added up.",
     facts([
       ["generated", total("generated")],
       ["trained", total("trained")],
       ["not counted", unknown.length ? unknown.join(", ") : null],
       ...["searcher", "trainer"].map((kind) => [`time of ${kind}s`, seconds[kind] ? duration(seconds[kind]) : null]),
-      ["cost so far", cost && amount(cost.total)],
-      ...Object.entries(cost?.by_kind ?? {}).map(([kind, value]) => [`of ${kind}s`, amount(value)]),
-      ["per 1,000 trained completions", cost?.per_1000_trained ? amount(cost.per_1000_trained) : null],
-      ["time and cost since", cost?.rollouts_trained_before ? `${time(cost.since_s)}, ${number(cost.rollouts_trained_before)} completions were trained on before` : null],
     ]),
-    cost ? null : h("p", { class: "empty" }, "No cost: the recipe has no prices (cost.searcher_per_hour, cost.trainer_per_hour)."),
     bars("Dropped tokens by reason", dropped, "No tokens have been dropped."));
 }
 

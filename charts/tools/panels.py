@@ -445,15 +445,8 @@ REQUESTS = Row(
         ),
         Panel(
             "In flight",
-            "Requests being served; streams of events (tba status --follow) open, and those that ended per second.",
-            (
-                ("sum by (operation) (tba_requests_in_flight{BUFFER})", "{{operation}}"),
-                ("sum(tba_event_streams{BUFFER})", "event streams"),
-                (
-                    "sum by (reason) (rate(tba_event_streams_ended_total{BUFFER}[$__rate_interval]))",
-                    "ended: {{reason}}",
-                ),
-            ),
+            "Requests being served.",
+            (("sum by (operation) (tba_requests_in_flight{BUFFER})", "{{operation}}"),),
         ),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from pydantic import AliasChoices, Field, JsonValue, field_validator
 
@@ -365,32 +365,3 @@ class AcceptLoss(StrictModel):
     """POST /v1/run/accept-loss; the reason is kept in the audit."""
 
     reason: Reason | None = None
-
-
-EventName = Literal["run", "change", "component", "gone", "wait", "settings", "evaluation", "problem"]
-EVENT_NAMES: tuple[EventName, ...] = get_args(EventName)
-
-
-class RunEvent(StrictModel):
-    """One event. The content of `data` depends on `event`:
-
-    run         RunInfo: the whole run; the first event, unless the stream continues another one
-    change      fields of RunInfo that have changed, with their values now (not components, waits and evals)
-    component   ComponentInfo: one is new, or its state, version, note, or whether it is alive has changed
-    gone        {"component_id"}: one was silent for so long that it was forgotten
-    wait        WaitChange: a wait has lasted a second, or such a wait is over
-    settings    SettingsAudit: live settings were changed, or a change has taken effect
-    evaluation  EvalInfo: one has begun or progressed
-    problem     {"detail"}: the buffer cannot read the run now, and why; null: it can again
-    """
-
-    id: str | None
-    """Send the last one as the header Last-Event-ID, and the next stream continues there."""
-    event: EventName
-    data: dict[str, Any]
-
-
-class WaitChange(WaitInfo):
-    """A wait that has lasted for a while, or the end of it."""
-
-    over: bool

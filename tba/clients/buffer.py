@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -37,7 +37,6 @@ from tba.api import (
     RollbackRequest,
     RunChanges,
     RunCommand,
-    RunEvent,
     RunInfo,
     SampleRequest,
     ScaleRequest,
@@ -53,7 +52,6 @@ from tba.api import (
 from tba.api.run import SETTINGS_HEADER
 from tba.clients.run_reader import RunReader
 from tba.clients.service_client import Reply, parse_reply
-from tba.clients.sse import read_events, run_event
 from tba.fields import StrictModel
 from tba.wire import (
     Batch,
@@ -67,7 +65,6 @@ from tba.wire import (
 )
 
 MAX_SAMPLE_BYTES = 1 << 30
-EVENT_CHUNK_BYTES = 1 << 16
 M = TypeVar("M", bound=StrictModel)
 Command = Literal["pause", "resume", "stop", "done", "fail"]
 
@@ -215,24 +212,6 @@ class BufferClient(RunReader):
     def run(self) -> RunInfo:
         """Return the state of the run, its components, waits and evaluations."""
         return parse_reply(self._call("GET", "/v1/run"), RunInfo)
-
-    def events(self, *, last_event_id: str | None = None, silence_s: float = 30.0) -> Generator[RunEvent]:
-        """Yield the events of the run as they happen: first `run`, or the events after `last_event_id`.
-
-        The stream ends when the service ends it. Another one with the last id that was received continues there.
-
-        Args:
-            silence_s: a connection without even a comment for so long is given up.
-
-        Raises:
-            BusyError: too many streams are open.
-            UnavailableError: no connection, or it was cut.
-            BadReplyError: the reply is no stream of events.
-        """
-        headers = {} if last_event_id is None else {"last-event-id": last_event_id}
-        with self._stream("/v1/events", headers=headers, silence_s=silence_s) as answer:
-            for sent in read_events(answer.stream(EVENT_CHUNK_BYTES)):
-                yield run_event(sent)
 
     def settings(self, *, after: int = 0) -> SettingsInfo:
         """Return the live settings, and their changes after revision `after`."""

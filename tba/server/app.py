@@ -176,7 +176,6 @@ def create_app(
     hosts = {urlsplit(url).hostname or "" for url in (recipe.buffer_url, recipe.reward_url)}
     app.add_middleware(PageGate, auth=auth, names=hosts)
     app.state.auth = auth
-    app.state.stopping = asyncio.Event()
     install_problem_handlers(app)
     install_openapi(app)
     install_docs_page(app)

@@ -109,7 +109,7 @@ class Server(uvicorn.Server):
     """uvicorn's server with the settings of every service.
 
     Args:
-        app: of `create_app`; its `state.stopping` is set when the server stops.
+        app: the application.
         certificate: the server speaks TLS alone and shows this one; None for plain HTTP.
         start: awaited before anything else; what it raises ends the server, without the traceback of uvicorn.
         settings: of uvicorn.Config, instead of the usual ones.
@@ -136,7 +136,6 @@ class Server(uvicorn.Server):
         if certificate is not None:
             usual["ssl_context_factory"] = lambda *_: certificate.context
         super().__init__(uvicorn.Config(app, **{**usual, **settings}))
-        self._app = app
         self._certificate = certificate
         self._start = start
 
@@ -145,12 +144,6 @@ class Server(uvicorn.Server):
         if self._start is not None:
             await self._start()
         await super().startup(sockets)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tell answers that stay open to end, then stop as uvicorn does."""
-        # uvicorn waits for every answer first, and ends the lifespan of the application only after that
-        self._app.state.stopping.set()
-        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End on SIGTERM or SIGINT: at once before anything is served, else in good order."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tba.api import (
     ENDED,
@@ -22,20 +22,19 @@ from tba.api import (
     EvalInfo,
     RunChange,
     RunCommand,
-    RunEvent,
     RunInfo,
     RunSummary,
     SettingsAudit,
     SettingsInfo,
     Stats,
-    WaitChange,
+    WaitInfo,
 )
 from tba.clients import BufferClient
 from tba.clients.buffer import Command
 from tba.config import MAX_LATE_SHARE
 from tba.config.live_settings import setting_text
 from tba.config.trainer import REMEDIES
-from tba.errors import BusyError, UnavailableError
+from tba.errors import UnavailableError
 from tba.fields import escape_controls
 from tba.versions import START
 from tba_cli.commands.control import rollback_line, searchers_line
@@ -48,7 +47,10 @@ if TYPE_CHECKING:
     from tba_cli.run_folder import RunFolder
 
 
-MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
+FOLLOW_S = 1.0
+LASTING_S = 1.0
+SETTINGS_FOLLOWED = 20
+"""How many of the newest changes of live settings are followed, since they take effect later."""
 AWAY_S = 120.0
 """A follower gives up a buffer that does not answer for this long (wait "buffer-unreachable")."""
 OVER = ("done", "failed")
@@ -219,9 +221,7 @@ def status_lines(
     if ended:
         more = f" and {len(ended) - NUM_NAMED} more" if len(ended) > NUM_NAMED else ""
         lines.append(f"  {len(ended)} components have ended: {', '.join(ended[:NUM_NAMED])}{more}")
-    for wait in info.waits:
-        deadline = f"at most {max(0.0, wait.deadline_in_s):.0f} s more"
-        lines.append(f"  {wait.owner} waits for {wait.name!r}: {wait.for_s:.0f} s so far, {deadline}")
+    lines.extend(f"  {_wait_line(wait)}" for wait in info.waits)
     lines.extend(f"  {eval_line(item)}" for item in info.evals)
     if info.best is not None:
         lines.append(f"  {best_text(info.best)}")
@@ -300,137 +300,124 @@ def _eval_text(item: EvalInfo) -> str:
 
 
 def follow(client: BufferClient, *, as_json: bool) -> int:
-    """Print every event; return 0 when the run is done, 1 when it has failed.
+    """Print the run, then every change of it; return 0 when the run is done, 1 when it has failed.
 
     Raises:
         UnavailableError: the buffer has not answered for AWAY_S.
         ServiceError: it refuses.
     """
-    formatter = EventFormatter()
-    for event in lasting_events(client, on_progress=lambda text: print(text, file=sys.stderr, flush=True)):
-        lines = (
-            [event.model_dump_json(ensure_ascii=True)]
-            if as_json
-            else [f"{_now()} {escape_controls(line)}" for line in formatter.lines(event)]
-        )
-        # flushed line by line: a pipe reads it as it happens
-        for line in lines:
-            print(line, flush=True)
-        # a run that was over before the first event is told by `run`, one that ends later by `change`
-        if (state := event.data.get("state")) in OVER and event.event in ("run", "change"):
-            return int(state == "failed")
-    return 0
-
-
-def lasting_events(
-    client: BufferClient, *, on_progress: Callable[[str], None], away_s: float = AWAY_S
-) -> Iterator[RunEvent]:
-    """Yield events, and reconnect after a cut; no event is missed while the buffer knows the id of the last one.
-
-    Raises:
-        UnavailableError: the buffer has not answered for `away_s`.
-        ServiceError: it refuses.
-    """
-    last_id: str | None = None
-    answered_s, pause_s, is_away = time.monotonic(), MIN_PAUSE_S, False
+    before: ObservedRun | None = None
+    answered_s, is_away = time.monotonic(), False
     while True:
         try:
-            for event in client.events(last_event_id=last_id):
-                if is_away:
-                    on_progress("the buffer answers again")
-                answered_s, pause_s, is_away = time.monotonic(), MIN_PAUSE_S, False
-                # kept with every event: after a cut the buffer continues behind it
-                last_id = event.id
-                yield event
-            answered_s = time.monotonic()  # the buffer ended the stream in good order
-        except BusyError as error:
-            on_progress(f"{error}; trying again")
-            answered_s = time.monotonic()
-            # too many streams are open: the buffer says when to come back
-            pause_s = max(pause_s, error.retry_after_s)
+            after = _observe(client, before)
         except UnavailableError as error:
-            if time.monotonic() - answered_s > away_s:
+            if time.monotonic() - answered_s > AWAY_S:
                 raise
             if not is_away:
-                on_progress(f"{error}; trying again for {away_s:.0f} s")
+                print(f"{error}; trying again for {AWAY_S:.0f} s", file=sys.stderr, flush=True)
             is_away = True
-        # jitter: all followers lose a restarted buffer at the same moment
-        time.sleep(random.uniform(0.5, 1.0) * pause_s)
-        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        else:
+            if is_away:
+                print("the buffer answers again", file=sys.stderr, flush=True)
+            answered_s, is_away = time.monotonic(), False
+            lines = whole_lines(after.run) if before is None else changed_lines(before, after)
+            if as_json:
+                lines = [after.run.model_dump_json(ensure_ascii=True)] if lines else []
+            else:
+                lines = [f"{_now()} {escape_controls(line)}" for line in lines]
+            # flushed line by line: a pipe reads it as it happens
+            for line in lines:
+                print(line, flush=True)
+            if after.run.state in OVER:
+                return int(after.run.state == "failed")
+            before = after
+        time.sleep(FOLLOW_S)
 
 
-class EventFormatter:
-    """Makes lines of events; remembers the run so far."""
+@dataclass(frozen=True, slots=True)
+class ObservedRun:
+    """The run at one moment, and the newest changes of its live settings by revision."""
 
-    def __init__(self) -> None:
-        self._run: dict[str, Any] = {}
-        self._component_lines: dict[str, str] = {}
-
-    def lines(self, event: RunEvent) -> list[str]:
-        """Return the lines of an event, one fact per line."""
-        match event.event:
-            case "run":
-                self._run = event.data
-                return self._whole()
-            case "change":
-                self._run = {**self._run, **event.data}
-                return self._changed(event.data)
-            case "component":
-                return self._component(ComponentInfo.model_validate(event.data))
-            case "gone":
-                return [f"{event.data['component_id']}: gone, silent for an hour"]
-            case "wait":
-                return [_wait_line(WaitChange.model_validate(event.data))]
-            case "settings":
-                return SettingsAudit.model_validate(event.data).lines()
-            case "evaluation":
-                return [eval_line(EvalInfo.model_validate(event.data))]
-            case "problem":
-                detail = event.data.get("detail")
-                return [f"the buffer cannot read the run: {detail}" if detail else "the buffer can read the run again"]
-
-    def _whole(self) -> list[str]:
-        info = RunInfo.model_validate(self._run)
-        waits = [WaitChange(**wait.model_dump(), over=False) for wait in info.waits]
-        note = [] if info.note is None else [info.note]
-        return [state_line(info), *note, *(component_line(item) for item in info.components), *map(_wait_line, waits)]
-
-    def _component(self, item: ComponentInfo) -> list[str]:
-        # a trainer that has only made a step gives no line: the step of the run says the same
-        compared = item.model_copy(update={"version": None}) if item.kind == "trainer" else item
-        line, known = component_line(compared), self._component_lines.get(item.component_id)
-        self._component_lines[item.component_id] = line
-        return [] if line == known else [component_line(item)]
-
-    def _changed(self, changed: dict[str, Any]) -> list[str]:
-        info = RunInfo.model_validate(self._run)
-        lines = []
-        # the state says the most, and its line has the step as well
-        if changed.keys() & {"state", "state_reason", "lineage"}:
-            lines.append(state_line(info))
-            if "last_change" in changed and info.last_change is not None:
-                lines.append(change_line(info.last_change))
-        # the line of a new state already has the step
-        elif "step" in changed or "latest_version" in changed:
-            lines.append(f"step {info.step}, latest version {info.latest_version or 'none'}")
-        if "note" in changed and (info.note or info.state not in OVER):  # a run that is over needs none
-            lines.append(info.note or "a trainer sends heartbeats again")
-        if "rollback" in changed and (waiting := rollback_line(info)) is not None:  # a new lineage says that it is done
-            lines.append(waiting)
-        if "searchers" in changed and info.searchers is not None:
-            desired = "" if info.searchers.desired is None else f" of {info.searchers.desired} desired"
-            note = f": {info.searchers.note}" if info.searchers.note else ""
-            lines.append(f"searchers: {info.searchers.alive}{desired} alive{note}")
-        if "checkpoint" in changed:
-            lines.append(f"checkpoint {info.checkpoint or 'none'}")
-        if "best" in changed and info.best is not None:
-            lines.append(best_text(info.best))
-        return lines
+    run: RunInfo
+    settings: Mapping[int, SettingsAudit]
 
 
-def _wait_line(wait: WaitChange) -> str:
-    if wait.over:
-        return f"{wait.owner} no longer waits for {wait.name!r}: {wait.for_s:.0f} s"
+def _observe(client: BufferClient, before: ObservedRun | None) -> ObservedRun:
+    # a change of the settings takes effect later, so the last ones are read again
+    revision = client.settings().revision if before is None else max(before.settings, default=0)
+    newest = client.settings(after=max(0, revision - SETTINGS_FOLLOWED)).changes
+    return ObservedRun(client.run(), {audit.revision: audit for audit in newest})
+
+
+def whole_lines(info: RunInfo) -> list[str]:
+    """Return the run as a whole, one fact per line."""
+    note = [] if info.note is None else [info.note]
+    waits = [_wait_line(wait) for wait in info.waits]
+    return [state_line(info), *note, *(component_line(item) for item in info.components), *waits]
+
+
+def changed_lines(before: ObservedRun, after: ObservedRun) -> list[str]:
+    """Return what has changed, one fact per line. Ages, gauges and lengths of waits change all the time, so they make
+    no line."""
+    lines = _run_lines(before.run, after.run)
+    known = {item.component_id: _seen(item) for item in before.run.components}
+    for item in after.run.components:
+        if known.pop(item.component_id, None) != _seen(item):
+            lines.append(component_line(item))
+    lines += [f"{component_id}: gone, silent for an hour" for component_id in known]
+    waited, waits = _lasting(before.run), _lasting(after.run)
+    lines += [
+        f"{wait.owner} no longer waits for {wait.name!r}: {wait.for_s:.0f} s"
+        for key, wait in waited.items()
+        if key not in waits
+    ]
+    lines += [_wait_line(wait) for key, wait in waits.items() if key not in waited]
+    evals = {item.eval_id: item for item in before.run.evals}
+    lines += [eval_line(item) for item in after.run.evals if evals.get(item.eval_id) != item]
+    for revision, audit in after.settings.items():
+        if before.settings.get(revision) != audit:
+            lines += audit.lines()
+    return lines
+
+
+def _run_lines(before: RunInfo, info: RunInfo) -> list[str]:
+    lines = []
+    # the state says the most, and its line has the step as well
+    if any(getattr(info, name) != getattr(before, name) for name in ("state", "state_reason", "lineage")):
+        lines.append(state_line(info))
+        if info.last_change is not None and info.last_change != before.last_change:
+            lines.append(change_line(info.last_change))
+    elif (info.step, info.latest_version) != (before.step, before.latest_version):
+        lines.append(f"step {info.step}, latest version {info.latest_version or 'none'}")
+    # the note tells an age, which changes all the time; a run that is over needs none
+    if (info.note is None) != (before.note is None) and (info.note or info.state not in OVER):
+        lines.append(info.note or "a trainer sends heartbeats again")
+    # a new lineage says that it is done
+    if info.rollback != before.rollback and (waiting := rollback_line(info)) is not None:
+        lines.append(waiting)
+    if info.searchers is not None and info.searchers != before.searchers:
+        desired = "" if info.searchers.desired is None else f" of {info.searchers.desired} desired"
+        note = f": {info.searchers.note}" if info.searchers.note else ""
+        lines.append(f"searchers: {info.searchers.alive}{desired} alive{note}")
+    if info.checkpoint != before.checkpoint:
+        lines.append(f"checkpoint {info.checkpoint or 'none'}")
+    if info.best is not None and info.best != before.best:
+        lines.append(best_text(info.best))
+    return lines
+
+
+def _seen(item: ComponentInfo) -> tuple[object, ...]:
+    # a trainer that has only made a step gives no line: the step of the run says the same
+    version = None if item.kind == "trainer" else item.version
+    return item.kind, item.state, version, item.alive, item.note
+
+
+def _lasting(info: RunInfo) -> dict[tuple[str, str], WaitInfo]:
+    return {(wait.owner, wait.name): wait for wait in info.waits if wait.for_s >= LASTING_S}
+
+
+def _wait_line(wait: WaitInfo) -> str:
     left_s = max(0.0, wait.deadline_in_s)
     return f"{wait.owner} waits for {wait.name!r}: {wait.for_s:.0f} s so far, at most {left_s:.0f} s more"
 

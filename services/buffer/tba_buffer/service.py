@@ -46,7 +46,6 @@ from tba_buffer.rollouts.trained_steps import TrainedSteps
 from tba_buffer.run.components import Components, absent_trainer
 from tba_buffer.run.control import RunControl
 from tba_buffer.run.data_loss import LossRecovery
-from tba_buffer.run.event_streams import Events, ObservedRun
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.rollback import Rollbacks
 from tba_buffer.run.scaling import Scaling
@@ -68,8 +67,6 @@ from tba_buffer.storage.redis_client import refused_writes
 
 UPKEEP_S = 1.0
 STOP_TIMEOUT_S = 5.0
-SETTINGS_FOLLOWED = 20
-"""How many of the newest changes of live settings the event streams follow, since they take effect later."""
 log = get_logger("buffer")
 
 
@@ -256,7 +253,6 @@ class Buffer:
             durability_problem=lambda: context.durability.problem,
             loss=lambda: self.recovery.loss,
         )
-        self.events = Events(self._observe, registry)
         self._upkeep: asyncio.Task[None] | None = None
         self._upkeep_problem: str | None = None
         self._ending = asyncio.Event()
@@ -303,7 +299,6 @@ class Buffer:
     async def stop(self) -> None:
         """End the upkeep and close the connections."""
         self._ending.set()  # no cancel: a command that redis-py has begun may swallow the cancellation
-        await self.events.stop()
         await self.scoring.probe.stop()
         await self.scoring.worker.stop()
         await self.run.scaling.stop()
@@ -379,12 +374,6 @@ class Buffer:
             searchers=await self.run.scaling.searchers(fields.state, components),
             damaged=await self.context.damaged_items.info(self.context.redis, self.context.keys),
         )
-
-    async def _observe(self) -> ObservedRun:
-        info = await self.run_info()
-        # old changes have taken effect long ago
-        newest = await self.run.settings.info(after=max(0, self.run.settings.revision - SETTINGS_FOLLOWED))
-        return ObservedRun(info, newest.changes)
 
     def _component(self) -> ComponentInfo:
         """Return this service itself as a component."""

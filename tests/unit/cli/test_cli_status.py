@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from tba_trainer.learner.guards import NAMES
 
-from tba.api import RunChange, RunChanges, RunEvent, RunInfo, RunSummary, SettingsInfo, Stats, WaitInfo
+from tba.api import RunChange, RunChanges, RunInfo, RunSummary, SettingsInfo, Stats, WaitInfo
 from tba.clients import BufferClient
 from tba.config.trainer import REMEDIES
-from tba.errors import BusyError, UnauthorizedError, UnavailableError
+from tba.errors import UnavailableError
 from tba_cli.commands import status
-from tba_cli.commands.status import EventFormatter, lasting_events, status_command, status_lines
+from tba_cli.commands.status import ObservedRun, changed_lines, follow, status_command, status_lines, whole_lines
 from tests.support.history_values import RUN_INFO, evaluation, stats
 
 # ---- The output of `tba status` -------------------------------------------------------------------------------------
@@ -211,61 +210,56 @@ def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(
     assert advice == r"  Try: \x1b[2J x."
     assert first == r"run 'demo': running (a\x1b]0;owned\x07b\nc\x9b2J\u202ed), step 3, lineage 1"
     assert second == f"  {note}"
-    assert EventFormatter().lines(RunEvent(event="run", id="a-1", data=info.model_dump()))[1] == note
+    assert whole_lines(info)[1] == note
 
 
 def test_every_alarm_says_what_to_do() -> None:
     assert REMEDIES.keys() == set(NAMES)
 
 
-# ---- The lines of `tba status --follow` for events, and for a buffer that comes and goes ----------------------------
+# ---- The lines of `tba status --follow`, for changes and for a buffer that comes and goes ----------------------------
 
 
 TRAINER = {"component_id": "t", "kind": "trainer", "state": "training", "version": "1-2", "alive": True}
 TRAINER |= {"heartbeat_age_s": 0.1, "gauges": {}}
+SEARCHER = {**TRAINER, "component_id": "s-1", "kind": "searcher"}
+WAIT = {"owner": "s-1", "kind": "searcher", "name": "no-version", "for_s": 2.0, "deadline_in_s": 8.0}
 
 
-def event(name: str, data: dict[str, Any], event_id: str = "x-1") -> RunEvent:
-    return RunEvent.model_validate({"id": event_id, "event": name, "data": data})
+def observed(**fields: Any) -> ObservedRun:
+    return ObservedRun(RunInfo.model_validate({**RUN_INFO, **fields}), {})
 
 
-class Service:
-    """Streams as they are written here, one after the other."""
-
-    def __init__(self, *streams: Sequence[RunEvent | Exception]) -> None:
-        self.streams = list(streams)
-        self.asked: list[str | None] = []
-
-    def events(self, *, last_event_id: str | None = None) -> Iterator[RunEvent]:
-        self.asked.append(last_event_id)
-        for item in self.streams.pop(0):
-            if isinstance(item, Exception):
-                raise item
-            yield item
+def told(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return changed_lines(observed(**before), observed(**after))
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "MIN_PAUSE_S", 0.0)
-    monkeypatch.setattr(status, "MAX_PAUSE_S", 0.0)
+    monkeypatch.setattr(status, "FOLLOW_S", 0.0)
+
+
+def test_ages_gauges_and_lengths_of_waits_make_no_line() -> None:
+    before = {"components": [SEARCHER], "waits": [WAIT], "note": "no trainer for 60 s"}
+    later = {**SEARCHER, "heartbeat_age_s": 0.9, "gauges": {"tokens_per_s": 2.0}}
+    after = {"components": [later], "waits": [{**WAIT, "for_s": 2.5}], "note": "no trainer for 61 s"}
+    assert told(before, after) == []
 
 
 def test_a_run_that_ends_without_a_trainer_has_not_got_one_again() -> None:
     note = "no trainer: none has come since the buffer started 70 s ago"
-    formatter = EventFormatter()
-    formatter.lines(event("run", {**RUN_INFO, "note": note}))
-    assert formatter.lines(event("change", {"note": None})) == ["a trainer sends heartbeats again"]
-    assert formatter.lines(event("change", {"note": note})) == [note]
-    (line,) = formatter.lines(event("change", {"state": "done", "note": None}))
+    assert told({"note": note}, {}) == ["a trainer sends heartbeats again"]
+    assert told({}, {"note": note}) == [note]
+    (line,) = told({"note": note}, {"state": "done"})
     assert line.startswith("run 'demo': done")
 
 
-def test_events_are_told_in_a_line_each() -> None:
-    formatter = EventFormatter()
-    assert formatter.lines(event("run", RUN_INFO)) == ["run 'demo': running, step 3, lineage 1"]
-    assert formatter.lines(event("change", {"step": 4, "latest_version": "1-4"})) == ["step 4, latest version 1-4"]
-    paused = {"state": "paused", "state_reason": "lunch"}
-    assert formatter.lines(event("change", paused)) == ["run 'demo': paused (lunch), step 4, lineage 1"]
+def test_changes_are_told_in_a_line_each() -> None:
+    assert whole_lines(observed().run) == ["run 'demo': running, step 3, lineage 1"]
+    assert told({}, {"step": 4, "latest_version": "1-4"}) == ["step 4, latest version 1-4"]
+    assert told({}, {"state": "paused", "state_reason": "lunch", "step": 4}) == [
+        "run 'demo': paused (lunch), step 4, lineage 1"
+    ]
     searchers = {
         "revision": 1,
         "desired": 3,
@@ -274,54 +268,70 @@ def test_events_are_told_in_a_line_each() -> None:
         "backend": "local",
         "note": "two are starting",
     }
-    assert formatter.lines(event("change", {"searchers": searchers})) == [
-        "searchers: 1 of 3 desired alive: two are starting"
+    assert told({}, {"searchers": searchers}) == ["searchers: 1 of 3 desired alive: two are starting"]
+    assert told({"components": [SEARCHER]}, {}) == ["s-1: gone, silent for an hour"]
+
+
+def test_waits_are_told_once_they_have_lasted_and_when_they_are_over() -> None:
+    assert told({}, {"waits": [{**WAIT, "for_s": 0.4}]}) == []
+    assert told({"waits": [{**WAIT, "for_s": 0.4}]}, {"waits": [WAIT]}) == [
+        "s-1 waits for 'no-version': 2 s so far, at most 8 s more"
     ]
-    wait = {"owner": "s-1", "kind": "searcher", "name": "no-version", "for_s": 2.0, "deadline_in_s": 8.0}
-    (line,) = formatter.lines(event("wait", {**wait, "over": False}))
-    assert line == "s-1 waits for 'no-version': 2 s so far, at most 8 s more"
-    (line,) = formatter.lines(event("wait", {**wait, "over": True}))
-    assert line == "s-1 no longer waits for 'no-version': 2 s"
-    assert formatter.lines(event("gone", {"component_id": "s-1"})) == ["s-1: gone, silent for an hour"]
-    assert formatter.lines(event("problem", {"detail": "Redis is away"})) == [
-        "the buffer cannot read the run: Redis is away"
-    ]
-    assert formatter.lines(event("problem", {"detail": None})) == ["the buffer can read the run again"]
+    assert told({"waits": [WAIT]}, {}) == ["s-1 no longer waits for 'no-version': 2 s"]
+
+
+@pytest.mark.parametrize("change", [{"state": "draining"}, {"version": None}, {"alive": False}, {"note": "why"}])
+def test_what_matters_of_a_component_is_told(change: dict[str, Any]) -> None:
+    (line,) = told({"components": [SEARCHER]}, {"components": [{**SEARCHER, **change}]})
+    assert line.startswith("s-1: ")
 
 
 def test_a_trainer_that_only_continues_is_told_once() -> None:
-    formatter = EventFormatter()
-    assert formatter.lines(event("component", TRAINER)) == ["t: training, version 1-2"]
-    assert formatter.lines(event("component", {**TRAINER, "version": "1-3"})) == []
-    assert formatter.lines(event("component", {**TRAINER, "version": "1-3", "state": "finishing"})) == [
+    assert told({}, {"components": [TRAINER]}) == ["t: training, version 1-2"]
+    assert told({"components": [TRAINER]}, {"components": [{**TRAINER, "version": "1-3"}]}) == []
+    assert told({"components": [TRAINER]}, {"components": [{**TRAINER, "version": "1-3", "state": "finishing"}]}) == [
         "t: finishing, version 1-3"
     ]
 
 
-def test_it_continues_after_cuts_with_the_last_id_and_says_so_once() -> None:
+class Service:
+    """A buffer whose answers come one after the other."""
+
+    def __init__(self, *answers: dict[str, Any] | Exception) -> None:
+        self.answers = list(answers)
+
+    def run(self) -> RunInfo:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return observed(**answer).run
+
+    def settings(self, *, after: int = 0) -> SettingsInfo:
+        return make_settings()
+
+
+def test_a_follower_outlasts_a_buffer_that_is_away_and_ends_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     away = UnavailableError("the buffer does not answer")
-    service = Service(
-        [event("run", RUN_INFO, "x-1"), event("change", {"step": 4}, "x-2"), away],
-        [away],
-        [away],
-        [event("change", {"step": 5}, "x-3")],
-        [BusyError("32 streams are open", retry_after_s=0.0, wait="event-streams")],
-        [event("change", {"step": 6}, "x-4"), UnauthorizedError("the token is not known any more")],
-    )
-    said: list[str] = []
-    events = lasting_events(cast(BufferClient, service), on_progress=said.append, away_s=60.0)
-    assert [next(events).id for _ in range(4)] == ["x-1", "x-2", "x-3", "x-4"]
-    with pytest.raises(UnauthorizedError):
-        next(events)
-    assert service.asked == [None, "x-2", "x-2", "x-2", "x-3", "x-3"]
-    assert said == [
-        "the buffer does not answer; trying again for 60 s",
-        "the buffer answers again",
-        "32 streams are open; trying again",
+    service = Service({}, {"step": 4}, away, away, {"step": 5}, {"step": 5}, {"step": 5, "state": "failed"})
+    assert follow(cast(BufferClient, service), as_json=False) == 1
+    said = capsys.readouterr()
+    assert [line.split(" ", 1)[1] for line in said.out.splitlines()] == [
+        "run 'demo': running, step 3, lineage 1",
+        "step 4, latest version 1-2",
+        "step 5, latest version 1-2",
+        "run 'demo': failed, step 5, lineage 1",
     ]
+    assert said.err.splitlines() == ["the buffer does not answer; trying again for 120 s", "the buffer answers again"]
 
 
-def test_a_buffer_that_stays_away_is_given_up() -> None:
-    service = Service(*([UnavailableError("the buffer does not answer")] for _ in range(3)))
+def test_json_has_the_run_at_every_change(capsys: pytest.CaptureFixture[str]) -> None:
+    service = Service({}, {}, {"step": 4}, {"step": 4, "state": "done"})
+    assert follow(cast(BufferClient, service), as_json=True) == 0
+    runs = [RunInfo.model_validate_json(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(run.step, run.state) for run in runs] == [(3, "running"), (4, "running"), (4, "done")]
+
+
+def test_a_buffer_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "AWAY_S", -1.0)
     with pytest.raises(UnavailableError):
-        list(lasting_events(cast(BufferClient, service), on_progress=lambda text: None, away_s=-1.0))
+        follow(cast(BufferClient, Service(UnavailableError("the buffer does not answer"))), as_json=False)

@@ -67,7 +67,6 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         run.settings_router,
         run.searchers_router,
         run.snapshots_router,
-        run.events_router,
         views.progress_router,
         downloads.downloads_router,
     ):

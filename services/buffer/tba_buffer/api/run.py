@@ -1,8 +1,7 @@
-"""Endpoints for the run: state, commands, heartbeats, live settings, number of searchers, snapshots, events."""
+"""Endpoints for the run: state, commands, heartbeats, live settings, number of searchers, snapshots."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
@@ -18,7 +17,6 @@ from tba.api import (
     RollbackRequest,
     RunChanges,
     RunCommand,
-    RunEvent,
     RunInfo,
     ScaleRequest,
     ScalingInfo,
@@ -32,12 +30,9 @@ from tba.api.run import SETTINGS_HEADER, Role
 from tba.errors import BusyError, ConflictError, ForbiddenError, WireError
 from tba.server import MSGPACK_BODY, Authenticator, problems, raw_body
 from tba.wire import decode_heartbeat
-from tba_buffer.run.event_streams import EventStreamResponse
 from tba_buffer.service import Buffer
 
 SnapshotName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-EVENT_ROLES = ("viewer",)
-STREAM = {EventStreamResponse.media_type: {"schema": {"type": "string", "description": RunEvent.__doc__}}}
 _KINDS = {"searcher": ("searcher",), "trainer": ("trainer", "launcher")}
 """The kinds of heartbeats that a role may send: a trainer's waits decide how many searchers an autoscaler starts."""
 _SENTENCES = {
@@ -267,26 +262,6 @@ def snapshots_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def get_snapshot(name: SnapshotName) -> SnapshotInfo:
         """Return one snapshot."""
         return await buffer.rollouts.snapshots.info(name)
-
-    return api
-
-
-def events_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoint for the event stream."""
-    api = APIRouter(prefix="/v1")
-
-    @api.get(
-        "/events",
-        operation_id="events",
-        response_class=Response,
-        dependencies=[Depends(auth.require(*EVENT_ROLES))],
-        responses={200: {"description": "the stream", "content": STREAM}, **problems(429)},
-    )
-    async def events(request: Request, last_event_id: Annotated[str | None, Header(max_length=200)] = None) -> Response:
-        """Stream server-sent events: `run`, the run as a whole, then its changes. `Last-Event-ID` resumes a stream."""
-        # asked again while the stream is open: tokens may change meanwhile
-        check = partial(auth.check, request.headers.get("authorization", ""), EVENT_ROLES)
-        return EventStreamResponse(buffer.events, await buffer.events.open(last_event_id), check=check)
 
     return api
 

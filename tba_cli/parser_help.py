@@ -192,7 +192,7 @@ tba export quickstart-seed0 --version best --out model
 tba export quickstart-seed0 --push-to-hub me/my-model""",
         "evaluate": """\
 tba evaluate my.toml              # the starting model
-tba evaluate quickstart-seed0 --compare start best    # answers before and after, side by side
+tba evaluate quickstart-seed0 --version best
 tba evaluate my.toml --model model --set eval.published.num_prompts=50""",
         "report": """\
 tba report runs/quickstart-seed0""",

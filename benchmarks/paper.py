@@ -2,7 +2,7 @@
 
     python benchmarks/paper.py plan   [--worlds redteam,math] [--arms TEXT] [--seeds N]       what is left, in order
     python benchmarks/paper.py run    [--worlds ...] [--arms TEXT] [--seeds N] [--max-minutes N]
-    python benchmarks/paper.py report                                                         tables, plots, results.md
+    python benchmarks/paper.py report                                                         tables, plots, claims.md
 
 A cell is an arm of a world with a seed: `tba run` of the small recipe with the arm's changes, then the published
 evaluation (`tba evaluate`) of its last version and of one or two before. All cells of a world in a working folder share
@@ -39,7 +39,7 @@ from benchmarks.paper_bench.data import DATA, num_other, read_cells  # noqa: E40
 from benchmarks.paper_bench.runs import CellError, models_digest, prepare, run_cell  # noqa: E402
 from benchmarks.study.stats import T_975  # noqa: E402
 
-RESULTS = ROOT / "docs" / "results.md"
+CLAIMS_PAGE = ROOT / "docs" / "paper" / "claims.md"
 BEGIN, END = "<!-- paper:begin -->", "<!-- paper:end -->"
 MAX_FAILED_IN_ROW = 3
 MAX_SEEDS = 1 + len(T_975)
@@ -128,8 +128,8 @@ def _unprepared(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     return failed
 
 
-def write_report(data: Path, results: Path = RESULTS) -> None:
-    """Write tables and plots beside the data file, and the claims between the marks in docs/results.md.
+def write_report(data: Path, results: Path = CLAIMS_PAGE) -> None:
+    """Write tables and plots beside the data file, and the claims between the marks in docs/paper/claims.md.
 
     Raises:
         SystemExit: the results have no place for them.
@@ -146,7 +146,7 @@ def write_report(data: Path, results: Path = RESULTS) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise SystemExit(f"{results} must hold {BEGIN} and {END} once each: the claims go between them")
     before, _, rest = text.partition(BEGIN)
-    images = "\n\n".join(f"![{path.stem}](paper/{path.name})" for path in plots)
+    images = "\n\n".join(f"![{path.stem}]({path.name})" for path in plots)
     results.write_text(f"{before}{BEGIN}\n{section_text(evidence)}\n\n{images}\n{END}{rest.partition(END)[2]}")
 
 

@@ -24,8 +24,8 @@ KEEPS_UP = 0.05
 """Margin of claims that something costs nothing: what may be lost, in the unit of the figure."""
 NUM_ATTACKS = 64
 """Attacks of a version among which families are counted: as many as the samples in which our notes count answers."""
-OVERLAP_LINK = "[overlap](overlap/cells.jsonl), rehearsed at the pace of GPUs"
-STUDY_LINK = "[asynchrony study](asynchrony/tables.md), tuned"
+OVERLAP_LINK = "[overlap](../overlap/cells.jsonl), rehearsed at the pace of GPUs"
+STUDY_LINK = "[asynchrony study](../asynchrony/tables.md), tuned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def _speed() -> Iterator[Claim]:
         pairs=lambda evidence: evidence.overlap((4, True), (4, False)),
         is_ratio=True,
         why="same system, objective and hardware; most of it is lock-step's own overhead between its phases, on shared "
-        "cores ([overlap](#overlap)); the paper compares with another library",
+        "cores ([overlap](../results.md#overlap)); the paper compares with another library",
     )
     fresh = "both rates falling, seeds that nothing had used"
     for name, seeds, start, words, why in (
@@ -102,7 +102,7 @@ def _speed() -> Iterator[Claim]:
             about=about,
             paper=paper,
             figure=f"seconds to the quickstart's target, TRL's GRPO over ours, two cores, {words}; "
-            "[time to a target](#time-to-a-target)",
+            "[time to a target](../results.md#time-to-a-target)",
             pairs=lambda evidence, name=name, seeds=seeds, start=start: evidence.against_trl(
                 TARGET_DATA / f"{name}.jsonl", seeds, start=start
             ),
@@ -291,7 +291,7 @@ def _replay_and_beta() -> Iterator[Claim]:
         about="buffer prioritisation (C8)",
         paper="replay by reward (inverse temperature 1)",
         figure=f"seconds to {REPLAY_TARGET:g}, replay drawn across prompts, uniformly over by reward; "
-        "[overlap](#overlap), rehearsed at the pace of GPUs",
+        "[overlap](../results.md#overlap), rehearsed at the pace of GPUs",
         pairs=lambda evidence: evidence.overlap_replay(),
         is_ratio=True,
         why="the quickstart, `tb_positive`, m 0.2, each trained four times; inverse temperature 2",

@@ -1,4 +1,4 @@
-"""docs/paper/tables.md: every arm with all its figures, by world; and the table of claims for docs/results.md."""
+"""docs/paper/tables.md: every arm with all its figures, by world; and the table of claims for docs/paper/claims.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tables_text(evidence: Evidence, num_other: int) -> str:
         "used. Means ± 95 % t interval over the runs (each set of models takes a degree of freedom), n where there are "
         "not three; standard errors of single evaluations are in the data. `train_s` and shares of waiting are those "
         "of a shared machine (load average in the last column). What the arms change: benchmarks/paper_bench/arms.py. "
-        "Claims: [results.md](../results.md#the-paper-in-small).",
+        "Claims: [claims.md](claims.md).",
         _sources(evidence),
     ]
     for world in WORLDS.values():
@@ -42,7 +42,7 @@ def tables_text(evidence: Evidence, num_other: int) -> str:
 
 
 def section_text(evidence: Evidence) -> str:
-    """Return the generated part of docs/results.md."""
+    """Return the generated part of docs/paper/claims.md."""
     rows, missing = [], []
     for claim in CLAIMS:
         if (found := claim.verdict(evidence)) is None:

@@ -102,14 +102,13 @@ def report(document: dict[str, Any]) -> str:
     if "fleet" in document:
         lines += [
             "",
-            "| searchers | read | kind | publish s | first ready s | all ready s | MB each | MB from the store |",
-            f"|{'---|' * 8}",
+            "| searchers | kind | publish s | first ready s | all ready s | MB each | MB from the store |",
+            f"|{'---|' * 7}",
         ]
-        for kind, row in (item for found in document["fleet"] for item in found.items()):
-            way = "through a cache" if row["reads_through"] else "the store"
+        for kind, row in document["fleet"].items():
             seconds = " | ".join(f"{row[name]:.1f}" for name in ("publish_s", "first_s", "all_s"))
             sizes = " | ".join(_mb(row[name]) for name in ("bytes_per_searcher", "store_bytes"))
-            lines.append(f"| {row['num_searchers']} | {way} | {kind} | {seconds} | {sizes} |")
+            lines.append(f"| {row['num_searchers']} | {kind} | {seconds} | {sizes} |")
     if "pause" in document:
         lines += _pause_table(document["pause"])
     return "\n".join(lines)
@@ -186,9 +185,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 document["publish"] = transfer.publish_to_ready(store, *large)
             if "fleet" in args.sections:
                 large = tiled(old, new, args.fleet_parameters, seed=0)
-                document["fleet"] = [
-                    transfer.fleet(store, *large, args.searchers, reads_through=way) for way in (False, True)
-                ]
+                document["fleet"] = transfer.fleet(store, *large, args.searchers)
     if "pause" in args.sections:
         engines = ("embedded", "vllm") if importlib.util.find_spec("vllm") else ("embedded",)
         document["pause"] = [measure_pause(engine, size=args.pause_size, rounds=args.rounds) for engine in engines]

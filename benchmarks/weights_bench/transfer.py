@@ -6,18 +6,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.weights_bench.states import write
 from benchmarks.weights_bench.training import State
 from tba.config.sections import StoreSection
-from tba.store import open_read_through, open_store
+from tba.store import open_store
 from tba.versions import PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
 from tba.wire.weight_manifest import Canary, Manifest
-from tests.support.read_through import ReadThroughCache
 from tests.support.s3_server import CREDENTIALS, S3Server
 
 BUCKET = "tba-bench"
@@ -39,10 +38,9 @@ class World:
             write(state, self._paths[version])
         self.held = {kind: self._publish_old(kind) for kind in KINDS}
 
-    def versions(self, kind: str, *, read_through_url: str | None = None) -> WeightVersions:
+    def versions(self, kind: str) -> WeightVersions:
         """Open the run with a client of its own."""
-        section = self._section.model_copy(update={"read_through_url": read_through_url})
-        return WeightVersions(open_store(section), kind, read_through=open_read_through(section))
+        return WeightVersions(open_store(self._section), kind)
 
     def publish_new(self, kind: str) -> Manifest:
         """Publish NEW, by `delta` against OLD."""
@@ -116,26 +114,15 @@ def publish_to_ready(section: StoreSection, old: State, new: State) -> dict[str,
     return found
 
 
-def fleet(
-    section: StoreSection, old: State, new: State, num_searchers: int, *, reads_through: bool
-) -> dict[str, dict[str, Any]]:
+def fleet(section: StoreSection, old: State, new: State, num_searchers: int) -> dict[str, dict[str, Any]]:
     """Seconds from the publication of NEW until every simulated searcher has it verified, and bytes for each, by kind.
 
     Each searcher is a thread with a client of its own; all read one file of OLD.
-
-    Args:
-        reads_through: one cache stands between the searchers and the store.
     """
     found: dict[str, dict[str, Any]] = {}
-    with ExitStack() as stack:
-        cache = None
-        if reads_through and section.endpoint_url is not None:
-            cache = stack.enter_context(ReadThroughCache(section.endpoint_url).running())
-        world = stack.enter_context(_world(section, f"fleet-{reads_through}", old, new))
+    with _world(section, "fleet", old, new) as world:
         for kind in KINDS:
-            num_before = 0 if cache is None else cache.store_bytes
-            url = None if cache is None else cache.url
-            clients = [world.versions(kind, read_through_url=url) for _ in range(num_searchers)]
+            clients = [world.versions(kind) for _ in range(num_searchers)]
             start = time.perf_counter()
             world.publish_new(kind)
             published_s = time.perf_counter() - start
@@ -145,18 +132,11 @@ def fleet(
             num_bytes = sum(local.downloaded_bytes for local in locals_)
             found[kind] = {
                 "num_searchers": num_searchers,
-                "reads_through": reads_through,
                 "publish_s": published_s,
                 "first_s": min(ready_s) - start,
                 "all_s": max(ready_s) - start,
                 "bytes_per_searcher": num_bytes / num_searchers,
-                "store_bytes": num_bytes if cache is None else cache.store_bytes - num_before,
-                "cache_failures": sum(
-                    count
-                    for client in clients
-                    for name, count in client.counts.items()
-                    if name.startswith("read_through_") and name != "read_through_bytes"
-                ),
+                "store_bytes": num_bytes,
             }
     return found
 

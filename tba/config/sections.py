@@ -280,10 +280,6 @@ class StoreSection(StrictModel):
     before them, where that is much smaller. 1: every version is stored whole."""
     delta_min_bytes: int = Field(default=8 * 1024**2, ge=0)
     """Versions of fewer bytes are always stored whole: a delta saves bytes and costs requests."""
-    read_through_url: str | None = None
-    """URL of a read-through cache of an S3 store: searchers read the files of weight versions there (unsigned
-    GET URL/BUCKET/KEY), and from the store itself what it does not give or what is not what the manifest says. None:
-    everything comes from the store."""
     cache_folder: str | None = None
     """A folder that the searchers of one machine share: a version is downloaded and assembled once for all of them.
     Best on the file system where they keep their weights (TMPDIR), where files are linked and not copied. None: no

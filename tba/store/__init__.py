@@ -1,6 +1,6 @@
 """The object store of weight versions, checkpoints and snapshots: S3, or a folder of one machine."""
 
 from tba.store.file import FileStore, ObjectStore
-from tba.store.open import open_read_through, open_store
+from tba.store.open import open_store
 
-__all__ = ["FileStore", "ObjectStore", "open_read_through", "open_store"]
+__all__ = ["FileStore", "ObjectStore", "open_store"]

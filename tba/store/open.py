@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from tba.config.sections import StoreSection
@@ -82,23 +81,6 @@ def open_store(section: StoreSection, *, part_bytes: int | None = None) -> Objec
         ConfigError: the URL is neither `file://folder` nor `s3://bucket/prefix`, the endpoint is not a URL, or
             `ca_file` cannot be used.
     """
-    return _open(section, section.endpoint_url, "store.endpoint_url", part_bytes=part_bytes)
-
-
-def open_read_through(section: StoreSection) -> ObjectStore | None:
-    """Open the read-through cache of the store, for reads of files that never change; None: the recipe names none.
-
-    Raises:
-        ConfigError: as `open_store`, and where the store is no S3 store.
-    """
-    if section.read_through_url is None:
-        return None
-    if not section.url.startswith("s3://"):
-        raise ConfigError(f"store.read_through_url is for an S3 store, and store.url is {section.url!r}; remove it")
-    return _open(section, section.read_through_url, "store.read_through_url", is_copy=True)
-
-
-def _open(section: StoreSection, endpoint: str | None, key: str, **options: Any) -> ObjectStore:
     scheme, _, rest = section.url.partition("://")
     if scheme == "file" and rest:
         return FileStore(Path(rest))
@@ -109,17 +91,18 @@ def _open(section: StoreSection, endpoint: str | None, key: str, **options: Any)
         )
     bucket, _, prefix = rest.partition("/")
     check_bare_url(bucket, "store.url")
-    check_bare_url(endpoint or "", key)
+    endpoint = section.endpoint_url
+    check_bare_url(endpoint or "", "store.endpoint_url")
     try:
         prefix = check_prefix(prefix.strip("/"))
     except StoreError as error:
         raise ConfigError(f"store.url {section.url!r}: {error}") from None
     if endpoint is not None and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
-        raise ConfigError(f"{key} {endpoint!r} is not a URL such as https://s3.example.com:9000")
+        raise ConfigError(f"store.endpoint_url {endpoint!r} is not a URL such as https://s3.example.com:9000")
     if endpoint is not None and "_" in (urlsplit(endpoint).hostname or ""):
         raise ConfigError(
-            f"{key} {endpoint!r} has an underscore in its host name, which S3 clients refuse; give that host a name of "
-            "letters, digits and hyphens, or write its address"
+            f"store.endpoint_url {endpoint!r} has an underscore in its host name, which S3 clients refuse; give that "
+            "host a name of letters, digits and hyphens, or write its address"
         )
     if endpoint is None or endpoint.startswith("https://"):
         check_ca_file(section.ca_file, "store.ca_file")
@@ -132,5 +115,5 @@ def _open(section: StoreSection, endpoint: str | None, key: str, **options: Any)
         region=section.region,
         timeout_s=section.timeout_s,
         ca_file=section.ca_file,
-        **{name: value for name, value in options.items() if value is not None},
+        **({} if part_bytes is None else {"part_bytes": part_bytes}),
     )

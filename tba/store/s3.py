@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import stamina
 import urllib3.exceptions
 from boto3.session import Session
-from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 
@@ -51,9 +50,6 @@ class S3Store:
     `timeout_s` bounds each request: it is retried until then, and the attempt under way then may be silent for as long
     again, or 30 s. A transfer that makes progress is not cut off: a read that breaks off after some bytes goes on
     behind them, with a new deadline.
-
-    Args:
-        is_copy: a read-through cache of the bucket: requests are not signed, and fail at the first error.
     """
 
     def __init__(
@@ -66,17 +62,14 @@ class S3Store:
         timeout_s: float,
         ca_file: str | None = None,
         part_bytes: int = _PART_BYTES,
-        is_copy: bool = False,
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
         self._timeout_s, self._part_bytes, self._ca_file = timeout_s, part_bytes, ca_file
         self._has_answered = False
-        self._is_copy, self._num_attempts = is_copy, 1 if is_copy else None
         # path-style addresses, and checksums only where S3 requires them: every server understands that, and the
         # manifests carry our own sha256
         config = Config(
-            signature_version=UNSIGNED if is_copy else None,
             s3={"addressing_style": "path"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -239,7 +232,7 @@ class S3Store:
                     f"object {where['Key']} was replaced while it was read; try again"
                 ) from error
             # what came is kept: only an attempt without a byte counts against the deadline
-            if place == begin or self._is_copy or not is_transient(error):
+            if place == begin or not is_transient(error):
                 raise
         return place
 
@@ -275,7 +268,7 @@ class S3Store:
         try:
             for attempt in stamina.retry_context(
                 on=is_transient,
-                attempts=self._num_attempts,
+                attempts=None,
                 timeout=self._timeout_s,
                 wait_initial=0.1,
                 wait_max=2.0,

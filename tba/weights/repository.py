@@ -30,7 +30,6 @@ from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
 from tba.weights.digest import tensor_header
 from tba.weights.node_cache import NodeCache
-from tba.weights.object_source import ObjectSource
 from tba.weights.publishing import NewVersion, VersionWriter
 from tba.weights.routes import LocalVersion, RouteReader, damage_error
 from tba.wire.weight_manifest import MAX_DELTAS, MAX_MANIFEST_BYTES, Manifest, decode_manifest, sha256_hex
@@ -148,7 +147,6 @@ class WeightVersions:
 
     Args:
         cache: of this machine, for downloads; None: there is none.
-        read_through: a cache of the store, for downloads; None: there is none.
     """
 
     def __init__(
@@ -157,22 +155,20 @@ class WeightVersions:
         run: str,
         *,
         cache: NodeCache | None = None,
-        read_through: ObjectStore | None = None,
     ) -> None:
         self._store, self._run = store, run
         # versions are immutable; a large manifest has megabytes, and chains are walked again and again
         self._cached_manifest = lru_cache(_NUM_CACHED_MANIFESTS)(self.manifest)
         self._needed_bases: dict[PolicyVersion, PolicyVersion | None] = {}
         self._writer = VersionWriter(store, run, self.manifest)
-        self._source = ObjectSource(store, read_through)
-        self._reader, self._cache = RouteReader(store, self._cached_manifest, cache, self._source), cache
+        self._reader, self._cache = RouteReader(store, self._cached_manifest, cache), cache
 
     @property
     def counts(self) -> Mapping[str, int]:
         """Of the downloads since the start: `routes_failed`, those of downloads that failed too; `not_cached`, files
-        that the cache of this machine could not keep; and those of the read-through cache (`ObjectSource.counts`)."""
+        that the cache of this machine could not keep."""
         num_not_cached = 0 if self._cache is None else self._cache.num_not_cached
-        return {"routes_failed": self._reader.num_failed, "not_cached": num_not_cached, **self._source.counts}
+        return {"routes_failed": self._reader.num_failed, "not_cached": num_not_cached}
 
     def publish(self, **new: Unpack[NewVersion]) -> Manifest:
         """Make a version exist: objects first, manifest last. Publishing the same content again is accepted.

@@ -26,7 +26,6 @@ from tba.versions import PolicyVersion
 from tba.weights.assembly import assemble, check_tensors_of, merge
 from tba.weights.digest import describe_tensors, digest_of_file, open_tensors, sha256_of_file
 from tba.weights.node_cache import NodeCache, link_or_copy
-from tba.weights.object_source import ObjectSource
 from tba.wire.weight_manifest import MAX_DELTAS, Adapter, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
 
 _MAX_SEARCHED = 32
@@ -77,7 +76,6 @@ class RouteReader:
     Args:
         manifest: returns the manifest of a version of the run.
         cache: of this machine; None: there is none.
-        source: of the files; None: the store.
     """
 
     def __init__(
@@ -85,10 +83,8 @@ class RouteReader:
         store: ObjectStore,
         manifest: Callable[[PolicyVersion], Manifest],
         cache: NodeCache | None,
-        source: ObjectSource | None = None,
     ) -> None:
         self._store, self._manifest, self._cache = store, manifest, cache
-        self._source = source or ObjectSource(store, None)
         self.num_failed = 0
         """Routes that failed since the start, those of downloads for which none was left too."""
 
@@ -117,7 +113,7 @@ class RouteReader:
             # in the same folder, so that the renames below cannot cross file systems
             incoming = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder))
             for stored in files:
-                self._source.verified(lambda stored=stored, place=incoming: self._get(stored, place / stored.name))
+                self._get(stored, incoming / stored.name)
             if self._cache is None or not target.tensors:
                 local = self._by_any_route(target, incoming, held)
             else:
@@ -153,7 +149,7 @@ class RouteReader:
                 'of the whole model (the starting model, no [model.lora], or model.lora.publish = "merged")'
             )
         stored = target.adapter.stored
-        self._source.verified(lambda: self._get(stored, path))
+        self._get(stored, path)
 
     def routes(
         self, target: Manifest, held: Sequence[LocalVersion] = (), *, gaps: list[TbaError] | None = None
@@ -253,7 +249,7 @@ class RouteReader:
         gaps: list[TbaError] = []
         for route in self.routes(target, held, gaps=gaps):
             try:
-                local = self._source.verified(lambda route=route: self.take(route, target, folder))
+                local = self.take(route, target, folder)
                 return replace(local, num_failed_routes=num_failed)
             except StoreUnavailableError:
                 raise  # no fault of the route
@@ -371,7 +367,7 @@ class RouteReader:
         size_bytes = self._store.size_bytes(stored.key)
         if size_bytes is not None and size_bytes != stored.size_bytes:  # check first: it may be larger than the disk
             raise damage_error(self._store, stored, f"{size_bytes} bytes")
-        self._source.get_file(stored.key, path, max_bytes=stored.size_bytes)
+        self._store.get_file(stored.key, path, max_bytes=stored.size_bytes)
         size_bytes, found = path.stat().st_size, _digest(stored, path)
         if size_bytes != stored.size_bytes or found != _expected(stored):
             raise damage_error(self._store, stored, f"{size_bytes} bytes with digest {found}")

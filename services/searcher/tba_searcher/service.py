@@ -24,7 +24,7 @@ from tba.config import Recipe
 from tba.config.sections import check_embedding_model
 from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
-from tba.store import open_read_through, open_store
+from tba.store import open_store
 from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START, PolicyVersion
@@ -164,9 +164,7 @@ class Searcher:
         cache = None
         if place is not None:
             cache = NodeCache(Path(place), max_bytes=recipe.store.cache_bytes, on_wait=self._note_cache_wait)
-        self._versions = WeightVersions(
-            open_store(recipe.store), recipe.run.name, cache=cache, read_through=open_read_through(recipe.store)
-        )
+        self._versions = WeightVersions(open_store(recipe.store), recipe.run.name, cache=cache)
         self._start_wait_s = START_WAIT_S
         """For the first answer of the buffer."""
         self._num_starts = 1

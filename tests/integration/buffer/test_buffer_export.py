@@ -16,9 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
-from tba_buffer.api import downloads
 from tba_buffer.rollouts import parquet
-from tba_buffer.rollouts.selection import RolloutFilter
 
 from tba.api import BatchRequest
 from tba.clients import BufferClient
@@ -252,47 +250,3 @@ def test_requests_that_come_at_once_are_all_counted(served: BufferThread, monkey
         replies = [reply.result() for reply in asked]
     assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429, 429, 429]
     assert next(reply for reply in replies if reply.status_code == 200).content[-4:] == b"PAR1"
-
-
-def test_a_link_of_the_page_is_for_a_viewer_once_and_for_a_minute(
-    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = {role: f"token-of-the-{role}" for role in ("operator", "searcher", "viewer")}
-    served = serve_buffer(tokens=tokens)
-    client = served.client(token=tokens["operator"])
-    client.upload_prompts(make_prompts(2))
-    served.client(token=tokens["searcher"]).push(make_payloads(["train-0", "train-1"]))
-
-    def link(role: str, query: str = "") -> httpx2.Response:
-        headers = {"authorization": f"Bearer {tokens[role]}"}
-        return httpx2.get(f"{served.url}/v1/downloads{query}", headers=headers)
-
-    assert link("searcher").status_code == 403
-    assert httpx2.get(f"{served.url}/v1/downloads").status_code == 401
-    assert "was never uploaded" in link("viewer", "?prompt_id=nothing").json()["detail"]
-    path = link("viewer", "?prompt_id=train-1").json()["path"]
-    with monkeypatch.context() as patch:
-        patch.setattr(parquet, "MAX_EXPORTS", 0)
-        assert httpx2.get(f"{served.url}/{path}").status_code == 429, "which has sent nothing"
-    answer = httpx2.get(f"{served.url}/{path}")
-    assert (answer.status_code, answer.headers["content-disposition"]) == (
-        200,
-        'attachment; filename="test-rollouts.parquet"',
-    )
-    (tmp_path / "a").write_bytes(answer.content)
-    assert set(pq.read_table(tmp_path / "a")["prompt_id"].to_pylist()) == {"train-1"}
-    again = httpx2.get(f"{served.url}/{path}")
-    assert (again.status_code, "ask the page for another" in again.json()["detail"]) == (404, True)
-    now_s = [0.0]
-    links = downloads.DownloadLinks(clock=lambda: now_s[0])
-    ids = [links.add(RolloutFilter(task=str(number))) for number in range(downloads.MAX_LINKS)]
-    now_s[0] = 20.0
-    with pytest.raises(BusyError, match="wait 40 s"):
-        links.add(RolloutFilter())
-    with links.use(ids[1]) as wanted:
-        assert wanted.task == "1"
-    now_s[0] = downloads.LINK_S + 1
-    links.add(RolloutFilter())
-    for unknown in (ids[0], ids[1], ids[2]):
-        with pytest.raises(NotFoundError), links.use(unknown):
-            pass

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx2
 import pytest
 from pyarrow.parquet import read_metadata
 from redis import Redis
@@ -124,7 +123,6 @@ def test_rollouts_are_filtered_and_exported(trained: BufferThread, open_page: Op
         page.click("text=Export all that match")
     assert download.value.suggested_filename == "test-rollouts.parquet"
     assert read_metadata(download.value.path()).num_rows == 12
-    assert httpx2.get(download.value.url).status_code == 404, "an address in the history is of no use"
     assert watched.errors == []
 
 

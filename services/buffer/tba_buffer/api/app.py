@@ -12,7 +12,7 @@ from tba.config import Recipe
 from tba.errors import ConflictError, NotFoundError
 from tba.server import Authenticator, create_app
 from tba.tokens import TokensFile
-from tba_buffer.api import downloads, rollouts, run, views
+from tba_buffer.api import rollouts, run, views
 from tba_buffer.monitoring.request_times import RequestTimes
 from tba_buffer.page.files import page_router
 from tba_buffer.service import Buffer
@@ -68,7 +68,6 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         run.searchers_router,
         run.snapshots_router,
         views.progress_router,
-        downloads.downloads_router,
     ):
         app.include_router(router(buffer, auth), dependencies=guards)
     app.include_router(page_router())

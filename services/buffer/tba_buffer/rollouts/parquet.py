@@ -29,7 +29,7 @@ from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Rollout
 from tba_buffer.prompts.catalog import Catalog
-from tba_buffer.rollouts.queries import RolloutReader, StoredRollout
+from tba_buffer.rollouts.queries import RolloutReader
 from tba_buffer.rollouts.selection import RolloutFilter
 
 if TYPE_CHECKING:
@@ -73,19 +73,6 @@ class RolloutExports:
             UnavailableError: Redis did not answer; also while it iterates.
         """
         evicted: list[int] = []
-        groups = await self._begin(wanted, evicted.append)
-        pieces = self._write(groups, evicted, tokens=tokens)
-        # begun here, so that it counts before the next request is looked at: it waits for nothing until then
-        return _chained(await anext(pieces), pieces)
-
-    async def check(self, wanted: RolloutFilter) -> None:
-        """Raise what `parquet` would raise now."""
-        await self._begin(wanted, lambda _: None)
-
-    async def _begin(
-        self, wanted: RolloutFilter, on_evicted: Callable[[int], None]
-    ) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
-        """Return the groups of rollouts, of which nothing is read yet."""
         try:
             await in_thread(_import)
         except ImportError:
@@ -93,10 +80,12 @@ class RolloutExports:
                 "an export to Parquet needs pyarrow, which this buffer service does not have; install its extra "
                 "`parquet` (tba-buffer[parquet]), or read GET /v1/rollouts page by page"
             ) from None
-        groups = await self._reader.groups(wanted, GROUP_ROLLOUTS, on_evicted=on_evicted)
+        groups = await self._reader.groups(wanted, GROUP_ROLLOUTS, on_evicted=evicted.append)
         if self._num_running >= MAX_EXPORTS:
             raise BusyError(f"{MAX_EXPORTS} exports run already", retry_after_s=BUSY_RETRY_S, wait="exports")
-        return groups
+        pieces = self._write(groups, evicted, tokens=tokens)
+        # begun here, so that it counts before the next request is looked at: it waits for nothing until then
+        return _chained(await anext(pieces), pieces)
 
     async def _write(
         self, groups: AsyncIterator[list[tuple[Any, Rollout]]], evicted: Sequence[int], *, tokens: bool

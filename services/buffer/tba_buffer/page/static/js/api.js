@@ -52,6 +52,12 @@ export async function get(path, query = {}) {
   return call("GET", address(path, query));
 }
 
+/** Return the body of an answer as a blob, which the browser may keep on disk. */
+export async function getFile(path, query = {}) {
+  const answer = await request("GET", address(path, query), {});
+  return whole(() => answer.blob());
+}
+
 export async function send(method, path, body) {
   return call(method, path, { body: JSON.stringify(body), headers: { "content-type": "application/json" } });
 }

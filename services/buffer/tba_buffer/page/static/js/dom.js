@@ -100,9 +100,9 @@ export function bars(caption, items, empty) {
         h("div", { class: "bar", style: { width: `${(100 * number) / largest}%` } }))))));
 }
 
-/** Offer a text as a download. */
-export function download(name, text, type) {
-  const url = URL.createObjectURL(new Blob([text], { type }));
+/** Offer a text or a blob as a download. */
+export function download(name, content, type) {
+  const url = URL.createObjectURL(new Blob([content], { type }));
   const link = h("a", { href: url, download: name });
   document.body.append(link);
   link.click();

@@ -1,6 +1,6 @@
 // The table of stored rollouts, with filters that the address remembers.
 
-import { address, get } from "../api.js";
+import { address, get, getFile } from "../api.js";
 import { download, fill, go, h, table } from "../dom.js";
 import { number, oneLine, time } from "../format.js";
 import { awaited, runKnown, state } from "../state.js";
@@ -110,9 +110,8 @@ async function exportAll(button, chosen) {
   const { order, ...filters } = chosen;
   button.disabled = true;
   try {
-    // the browser writes it to disk as it comes: the page could only hold all of it, since a download carries no token
-    const { path } = await get("/v1/downloads", filters);
-    h("a", { href: path, download: "" }).click();
+    const file = await getFile("/v1/rollouts.parquet", filters);
+    download(`${state.run.run}-rollouts.parquet`, file, file.type);
   } catch (error) {
     button.after(h("span", { class: "problem", role: "alert" }, ` ${error.message}`));
   } finally {

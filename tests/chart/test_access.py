@@ -78,13 +78,13 @@ def test_keys_of_the_store_are_those_that_the_values_name() -> None:
     assert {component for component, names in named.items() if "s3-read" in names} == {"searcher", "check"}
     tokens = {pod.component: secrets_named(pod).get("tokens", set()) for pod in render_file(EXTERNAL).pods()}
     assert tokens == {
-        "buffer": {"of-the-buffer"},
+        "buffer": {"buffer.json"},
         "reward": {"reward.json"},
-        "searcher": {"of-searchers"},
+        "searcher": {"searcher.json"},
         "trainer": {"trainer.json"},
         "setup": {"operator.json"},
         "check": {"viewer.json"},
-        "test": {"of-searchers", "viewer.json"},
+        "test": {"searcher.json", "viewer.json"},
         "stop": set(),
     }
 
@@ -218,3 +218,41 @@ def test_metrics_are_open_to_nobody_unless_something_scrapes() -> None:
 
 def test_policies_can_be_off() -> None:
     assert render_file(BARE).of("NetworkPolicy") == []
+
+
+NO_KEYS = "objectstore.enabled=false,store.credentialsSecret=,store.readOnlyCredentialsSecret="
+OUTSIDE = (
+    f"{NO_KEYS},store.endpointUrl=https://s3.example:8443,redis.enabled=false,redis.external.url=redis://r.example"
+)
+HOLDERS = {"buffer", "searcher", "trainer", "setup", "check"}
+
+
+def quickstart(*words: str) -> Rendering:
+    """The quickstart with more values."""
+    return render("-f", str(QUICKSTART), *(part for word in words for part in ("--set", word)))
+
+
+def test_peers_of_a_redis_and_a_store_in_the_cluster_are_pods_by_their_labels() -> None:
+    where = "namespaceSelector.matchLabels.team=data,networkPolicy.{0}.to[0].podSelector.matchLabels.app={0}"
+    sets = ",".join(f"networkPolicy.{target}.to[0].{where.format(target)}" for target in ("redis", "store"))
+    made = policies(quickstart(f"{OUTSIDE},{sets}"))
+    for component, port, target in (("buffer", 6379, "redis"), ("searcher", 8443, "store")):
+        (rule,) = [rule for rule in made[component]["egress"] if {"port": port, "protocol": "TCP"} in rule["ports"]]
+        labels = {
+            "namespaceSelector": {"matchLabels": {"team": "data"}},
+            "podSelector": {"matchLabels": {"app": target}},
+        }
+        assert rule["to"] == [labels]
+
+
+def test_pods_without_keys_reach_where_their_service_account_gets_some() -> None:
+    agent = {("169.254.170.23/32", 80), ("fd00:ec2::23/128", 80)}
+    found = {part: peers(spec["egress"], "to") for part, spec in policies(quickstart(OUTSIDE)).items()}
+    assert {part for part, rules in found.items() if agent <= rules} == HOLDERS
+    assert {part for part, rules in found.items() if agent & rules} == HOLDERS
+    with_keys = policies(render_file(EXTERNAL))
+    assert not any(agent & peers(spec["egress"], "to") for spec in with_keys.values())
+    other = "networkPolicy.podIdentity.ports={80,443},networkPolicy.podIdentity.to[0].ipBlock.cidr=10.8.0.0/16"
+    moved = peers(policies(quickstart(OUTSIDE, other))["trainer"]["egress"], "to")
+    assert {("10.8.0.0/16", 80), ("10.8.0.0/16", 443)} <= moved
+    assert not agent & moved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,7 @@ from tests.support.kube_schemas import FOREIGN, VERSIONS, problems
 pytestmark = needs_helm
 QUICKSTART = CHART / "values-cpu-quickstart.yaml"
 SIDECAR = {"name": "shipper", "image": "shipper:1"}
-WORKLOADS = {
-    "buffer": "Deployment",
-    "reward": "Deployment",
-    "searcher": "Deployment",
-    "trainer": "Job",
-    "setup": "Job",
-    "redis": "StatefulSet",
-    "objectstore": "StatefulSet",
-}
-ENDS = {"trainer", "setup", "check", "test", "stop"}
+SERVED = ("buffer", "reward", "searcher", "redis")
 
 
 def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rendering:
@@ -37,16 +27,17 @@ def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rend
 
 
 def test_a_queue_or_a_tool_is_named_at_the_workload_and_nowhere_else(tmp_path: Path) -> None:
-    values = {part: {"labels": {"queue": part}, "annotations": {"tool/sync": part}} for part in WORKLOADS}
+    kinds = {"searcher": "Deployment", "trainer": "Job"}
+    values: dict[str, Any] = {part: {"labels": {"queue": part}} for part in kinds}
+    values["trainer"]["annotations"] = {"tool/sync": "trainer"}
     made = rendered(values, tmp_path)
-    for part, kind in WORKLOADS.items():
-        metadata = made.one(kind, f"t-{part}")["metadata"]
-        assert metadata["labels"]["queue"] == metadata["annotations"]["tool/sync"] == part
-        assert metadata["labels"]["app.kubernetes.io/component"] == part
-    marked = [x for x in made.objects if "queue" in x["metadata"]["labels"]]
-    assert len(marked) == len(WORKLOADS)
+    for part, kind in kinds.items():
+        labels = made.one(kind, f"t-{part}")["metadata"]["labels"]
+        assert labels["queue"] == labels["app.kubernetes.io/component"] == part
+    assert made.one("Job", "t-trainer")["metadata"]["annotations"] == {"tool/sync": "trainer"}
+    assert sum("queue" in x["metadata"]["labels"] for x in made.objects) == len(kinds)
     plain = render("-f", str(QUICKSTART))
-    for part, kind in WORKLOADS.items():  # so a label restarts nothing: not even the name of a Job changes
+    for part, kind in kinds.items():  # so a label restarts nothing: not even the name of a Job changes
         before, after = (found.one(kind, f"t-{part}") for found in (plain, made))
         assert before["metadata"]["name"] == after["metadata"]["name"]
         assert before["spec"] == after["spec"]
@@ -64,12 +55,12 @@ def test_schedulers_devices_and_sidecars_reach_the_pods(tmp_path: Path) -> None:
             },
             "resources": {"claims": [{"name": "cards"}]},
         },
-    } | {part: {"pod": {"extraContainers": [SIDECAR]}} for part in WORKLOADS if part not in ENDS}
+    } | {part: {"pod": {"extraContainers": [SIDECAR]}} for part in SERVED}
     made = rendered(values, tmp_path)
     for pod in made.pods():
         assert pod.spec["schedulerName"] == "volcano"
         own = pod.component
-        sidecars = [] if own in ENDS else [SIDECAR]
+        sidecars = [SIDECAR] if own in SERVED else []
         assert pod.spec["containers"][1:] == sidecars, own
         assert pod.spec["containers"][0]["name"] == own
         models = ["models"] if own in {"searcher", "trainer"} else []
@@ -86,7 +77,6 @@ def test_schedulers_devices_and_sidecars_reach_the_pods(tmp_path: Path) -> None:
 ROUTES = {
     "buffer": {
         "ingress": {"enabled": True, "className": "nginx", "hosts": ["a.example", "b.example"], "tlsSecret": "cert"},
-        "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "hosts": ["a.example"]},
     }
 }
 
@@ -104,31 +94,6 @@ def test_the_page_and_the_api_are_reached_from_outside_and_nothing_else(tmp_path
         assert paths == {("/", "Exact"), ("/page", "Prefix"), ("/v1", "Prefix")}
         for path in rule["http"]["paths"]:
             assert path["backend"]["service"] == {"name": service["metadata"]["name"], "port": {"name": "http"}}
-    route = made.one("HTTPRoute", "t-buffer")["spec"]
-    assert (route["parentRefs"], route["hostnames"]) == ([{"name": "public"}], ["a.example"])
-    (rule,) = route["rules"]
-    matches = {(match["path"]["type"], match["path"]["value"]) for match in rule["matches"]}
-    assert matches == {("Exact", "/"), ("PathPrefix", "/page"), ("PathPrefix", "/v1")}
-    assert rule["backendRefs"] == [{"name": "t-buffer", "port": service["spec"]["ports"][0]["port"]}]
-
-
-def test_a_gateway_is_told_that_the_buffer_speaks_https(tmp_path: Path) -> None:
-    tls = {"tls": {"existingSecret": "cert"}}
-    trusted = {"buffer": {"httpRoute": ROUTES["buffer"]["httpRoute"] | {"caConfigMap": "authorities"}}}
-    made = rendered(tls | trusted, tmp_path)
-    policy, service = made.one("BackendTLSPolicy", "t-buffer")["spec"], made.one("Service", "t-buffer")["metadata"]
-    assert policy == {
-        "targetRefs": [{"group": "", "kind": "Service", "name": service["name"]}],
-        "validation": {
-            "hostname": service["name"],
-            "caCertificateRefs": [{"group": "", "kind": "ConfigMap", "name": "authorities"}],
-        },
-    }
-    route = "buffer.httpRoute.enabled=true,buffer.httpRoute.hosts[0]=a.example,buffer.httpRoute.parentRefs[0].name=p"
-    for values, is_warned in ((route, False), (f"{route},tls.existingSecret=cert", True)):
-        assert ("buffer.httpRoute.caConfigMap is empty" in notes(tmp_path, "--set", values)) is is_warned
-        made = render("-f", str(QUICKSTART), "--set", values)
-        assert {"HTTPRoute", "BackendTLSPolicy"} & {x["kind"] for x in made.objects} == {"HTTPRoute"}
 
 
 @pytest.mark.parametrize("peer", [{}, {"matchLabels": {"name": "ingress"}}], ids=["any", "named"])
@@ -161,16 +126,14 @@ def test_the_command_for_secrets_fits_their_names_and_the_keys_of_each_role(tmp_
     assert (
         """get secret tba-tokens -o go-template='{{index .data "operator.json" | base64decode}}' | kubectl""" in plain
     )
-    keys = {role: f"of-{role}" for role in ("buffer", "reward", "searcher", "trainer", "operator", "viewer")}
-    own = f"auth={json.dumps({'existingSecret': 'mine', 'keys': keys})}"
-    said = notes(tmp_path, "--set-json", own, "--set", "redis.auth.key=word,buffer.ingress.enabled=true,"
-                 "buffer.ingress.hosts[0]=run.example")  # fmt: skip
+    sets = "auth.existingSecret=mine,buffer.ingress.enabled=true,buffer.ingress.hosts[0]=run.example"
+    said = notes(tmp_path, "--set", sets)
     assert "make-secrets --kubernetes" not in said
     (line,) = [line for line in said.splitlines() if "create secret generic mine" in line]
-    for role, key in keys.items():
-        assert f"--from-file={key}=secrets/tokens/{role}.json" in line
-    assert "create secret generic tba-redis --from-file=word=secrets/redis_password" in said
-    assert """get secret mine -o go-template='{{index .data "of-operator" | base64decode}}'""" in said
+    for role in ("buffer", "reward", "searcher", "trainer", "operator", "viewer"):
+        assert f"--from-file=secrets/tokens/{role}.json" in line
+    assert "create secret generic tba-redis --from-file=redis-password=secrets/redis_password" in said
+    assert """get secret mine -o go-template='{{index .data "operator.json" | base64decode}}'""" in said
     assert "The page: http://run.example/" in said
     assert "buffer.ingress.tlsSecret is empty" in said
     assert "networkPolicy.routesFrom is empty" in said

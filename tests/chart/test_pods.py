@@ -262,7 +262,7 @@ def test_the_promised_number_of_gpus_is_used(file: str, num_gpus: int) -> None:
 def test_large_numbers_stay_whole_numbers() -> None:
     """Helm reads numbers as floats, and would print a million as 1e+06, which neither Kubernetes nor tba takes."""
     numbers = ("scaling.maxSearchers", "trainer.backoffLimit", "models.waitS", "reward.replicas", "searcher.replicas")
-    large = [f"--set-json={key}=2000000" for key in (*numbers, "setup.backoffLimit", "setup.ttlSecondsAfterFinished")]
+    large = [f"--set-json={key}=2000000" for key in (*numbers, "scaling.keda.maxReplicas")]
     for backend in ("kubernetes", "none"):
         made = render("-f", str(NODES), "--set", f"scaling.backend={backend}", *large)
         assert "e+0" not in str(made.objects)

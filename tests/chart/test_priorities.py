@@ -19,14 +19,6 @@ def test_searchers_are_below_the_trainer_and_take_nothing_from_others() -> None:
         assert pod.component == "searcher" or "priorityClassName" not in pod.spec, pod.name
 
 
-def test_another_value_is_another_class() -> None:
-    """Kubernetes lets nobody change the value of a class: an upgrade would end in its refusal."""
-    made = render_file(FOUR_GPUS, "--set", "searcher.priorityClass.value=-5")
-    (made_class,) = made.of("PriorityClass")
-    assert made_class["value"] == -5
-    assert made.pod("searcher").spec["priorityClassName"] == made_class["metadata"]["name"] == "searcher-5.lab.t"
-
-
 def test_classes_of_the_cluster_are_named_instead() -> None:
     named = "searcher.pod.priorityClassName=low,trainer.pod.priorityClassName=high"
     made = render_file(FOUR_GPUS, "--set", named)

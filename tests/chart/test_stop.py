@@ -47,14 +47,6 @@ def test_the_hook_ends_the_trainer_of_this_release_and_may_do_nothing_else() -> 
 
 
 @needs_helm
-def test_the_hook_has_the_init_containers_that_are_named_for_it_alone() -> None:
-    of = "pod.extraInitContainers[0].name"
-    made = render_file(QUICKSTART, "--set", f"{of}=waits-for-the-network,stop.{of}=own")
-    assert [container["name"] for container in made.pod("stop").spec["initContainers"]] == ["own"]
-    assert made.pod("buffer").spec["initContainers"][0]["name"] == "waits-for-the-network"
-
-
-@needs_helm
 def test_the_hook_can_be_off() -> None:
     made = render_file(QUICKSTART, "--set", "stop.enabled=false")
     assert [x["metadata"]["name"] for x in made.objects if x["metadata"]["name"] == "t-stop"] == []

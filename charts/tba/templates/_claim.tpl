@@ -3,11 +3,8 @@
 metadata:
   name: data
   labels: {{- include "tba.selector" . | nindent 4 }}
-  {{- with .persistence.annotations }}
-  annotations: {{- toYaml . | nindent 4 }}
-  {{- end }}
 spec:
-  accessModes: {{- toYaml .persistence.accessModes | nindent 4 }}
+  accessModes: [ReadWriteOnce]
   {{- with .persistence.storageClass }}
   storageClassName: {{ . }}
   {{- end }}

@@ -52,8 +52,8 @@ weight versions the others. Scorers run what models wrote: without models the re
 
 {{/* PREFIX_ACCESS_KEY_ID and PREFIX_SECRET_ACCESS_KEY: dict root, secret, prefix. */}}
 {{- define "tba.storeKeys" }}
-{{ .prefix }}_ACCESS_KEY_ID: {valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .root.Values.store.accessKeyIdKey }}}}}
-{{ .prefix }}_SECRET_ACCESS_KEY: {valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .root.Values.store.secretAccessKeyKey }}}}}
+{{ .prefix }}_ACCESS_KEY_ID: {valueFrom: {secretKeyRef: {name: {{ .secret }}, key: AWS_ACCESS_KEY_ID}}}
+{{ .prefix }}_SECRET_ACCESS_KEY: {valueFrom: {secretKeyRef: {name: {{ .secret }}, key: AWS_SECRET_ACCESS_KEY}}}
 {{- end }}
 
 {{/* The two pairs that the bundled store checks. */}}
@@ -71,12 +71,12 @@ TBA_TLS__KEY_FILE: {value: /etc/tba-tls/tls.key}
 
 {{- define "tba.env.buffer" }}
 {{- if .Values.redis.external.urlSecret }}
-TBA_BUFFER__REDIS_URL: {valueFrom: {secretKeyRef: {name: {{ .Values.redis.external.urlSecret }}, key: {{ .Values.redis.external.urlKey }}}}}
+TBA_BUFFER__REDIS_URL: {valueFrom: {secretKeyRef: {name: {{ .Values.redis.external.urlSecret }}, key: redis-url}}}
 {{- else }}
 TBA_BUFFER__REDIS_URL: {value: {{ include "tba.redisUrl" . | quote }}}
 {{- end }}
 {{- if .Values.redis.auth.existingSecret }}
-TBA_BUFFER__REDIS_PASSWORD_FILE: {value: /etc/tba-redis/{{ .Values.redis.auth.key }}}
+TBA_BUFFER__REDIS_PASSWORD_FILE: {value: /etc/tba-redis/redis-password}
 {{- end }}
 {{- if include "tba.scales" . }}
 TBA_SCALING__BACKEND: {value: kubernetes}
@@ -110,7 +110,7 @@ TBA_SEARCHER__OPENAI__WEIGHTS_FOLDER_AT_SERVER: {value: {{ . | quote }}}
 {{- end }}
 {{- if .token.existingSecret }}
 TBA_SEARCHER__OPENAI__TOKEN_ENV: {value: OPENAI_TOKEN}
-OPENAI_TOKEN: {valueFrom: {secretKeyRef: {name: {{ .token.existingSecret }}, key: {{ .token.key }}}}}
+OPENAI_TOKEN: {valueFrom: {secretKeyRef: {name: {{ .token.existingSecret }}, key: token}}}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -137,7 +137,7 @@ TRAINER_ALIVE_FILE: {value: /tmp/alive}
 HF_HUB_OFFLINE: {value: "0"}
 HF_HOME: {value: /tmp/huggingface}
 {{- with .Values.setup.hubToken.existingSecret }}
-HF_TOKEN: {valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.setup.hubToken.key }}}}}
+HF_TOKEN: {valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -146,7 +146,7 @@ HF_TOKEN: {valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.setup.hubT
 {{- define "tba.env" -}}
 {{- $chart := include "tba.env.chart" . | fromYaml -}}
 {{- if hasKey $chart "Error" }}{{ fail (printf "environment of %s: %s" .component $chart.Error) }}{{ end -}}
-{{- include "tba.envList" (dict "chart" $chart "lists" (list .root.Values.extraEnv (index .root.Values .component).extraEnv)) -}}
+{{- include "tba.envList" (dict "chart" $chart "lists" (list .root.Values.extraEnv (dig "extraEnv" list (get .root.Values .component | default dict)))) -}}
 {{- end }}
 
 {{/* dict chart: a map; lists: lists of which later ones win. */}}

@@ -24,11 +24,9 @@ is touched. Where no cluster is asked (`helm template`, Argo CD) there is nothin
 {{- if ne (include "tba.bytes" $size) (include "tba.bytes" $new.size) }}
 {{- fail (printf "%s.persistence.size is %v and the claim was made with %v, which Kubernetes does not let Helm change; set it back and grow the claim itself: kubectl patch pvc data-%s-%s-0 (docs/deploy.md)" $part $new.size $size $name $part) }}
 {{- end }}
-{{- $fixed := dict "storageClass" (list ($claim.spec.storageClassName | default "") $new.storageClass) "accessModes" (list (sortAlpha $claim.spec.accessModes | join " ") (sortAlpha $new.accessModes | join " ")) "annotations" (list ($claim.metadata.annotations | default dict | toJson) ($new.annotations | toJson)) }}
-{{- range $key, $values := $fixed }}
-{{- if ne (first $values) (last $values) }}
-{{- fail (printf "%s.persistence.%s is %q and the claim was made with %q, which Kubernetes does not let anybody change; set it back" $part $key (last $values) (first $values)) }}
-{{- end }}
+{{- $class := $claim.spec.storageClassName | default "" }}
+{{- if ne $class $new.storageClass }}
+{{- fail (printf "%s.persistence.storageClass is %q and the claim was made with %q, which Kubernetes does not let anybody change; set it back" $part $new.storageClass $class) }}
 {{- end }}
 {{- end }}
 {{- end }}

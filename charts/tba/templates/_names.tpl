@@ -29,8 +29,8 @@ buffer reward searcher trainer test
 {{/* Labels and annotations of the workload itself, with its own: dict root, component. */}}
 {{- define "tba.workloadMetadata" -}}
 {{- $own := index .root.Values .component -}}
-labels: {{- merge (include "tba.labels" . | fromYaml) $own.labels | toYaml | nindent 2 }}
-{{- with merge (dict) $own.annotations (.annotations | default dict) }}
+labels: {{- merge (include "tba.labels" . | fromYaml) ($own.labels | default dict) | toYaml | nindent 2 }}
+{{- with merge (dict) ($own.annotations | default dict) (.annotations | default dict) }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
@@ -48,24 +48,26 @@ app.kubernetes.io/component: {{ .component }}
 {{ toYaml $labels }}
 {{- end }}
 
-{{/* The name of an image: dict root, image, foreign (not of tba). */}}
+{{/* The name of an image: dict root, image (the component whose it is). */}}
 {{- define "tba.image" -}}
 {{- $root := .root -}}
-{{- $own := .image -}}
-{{- $registry := $root.Values.global.imageRegistry | default $own.registry | default (.foreign | ternary "" $root.Values.image.registry) -}}
-{{- if not (or .foreign $registry (contains "/" $own.repository) $root.Values.image.present) }}
-{{- fail (printf "image.registry is empty, and nobody publishes %s: push the images to a registry of yours (`make images images-push REGISTRY=HOST/PATH/`) and set image.registry to HOST/PATH, or bring them onto every node (`kind load docker-image`) and set image.present to true" $own.repository) }}
+{{- $foreign := eq .image "redis" -}}
+{{- $own := (index $root.Values .image).image | default dict -}}
+{{- $repository := $own.repository | default (printf "tba-%s" .image) -}}
+{{- $registry := $root.Values.global.imageRegistry | default ($foreign | ternary "" $root.Values.image.registry) -}}
+{{- if not (or $foreign $registry $root.Values.image.present) }}
+{{- fail (printf "image.registry is empty, and nobody publishes %s: push the images to a registry of yours (`make images images-push REGISTRY=HOST/PATH/`) and set image.registry to HOST/PATH, or bring them onto every node (`kind load docker-image`) and set image.present to true" $repository) }}
 {{- end -}}
-{{- $tag := $own.tag | default (.foreign | ternary "" $root.Values.image.tag) | default $root.Chart.AppVersion -}}
-{{- if and (eq (toString $tag) "latest") (not $own.digest) }}
-{{- fail (printf "the tag of image %s is latest, which may be a different image every day and on every node; name a version" $own.repository) }}
+{{- $tag := $own.tag | default ($foreign | ternary "" $root.Values.image.tag) | default $root.Chart.AppVersion -}}
+{{- if eq (toString $tag) "latest" }}
+{{- fail (printf "the tag of image %s is latest, which may be a different image every day and on every node; name a version" $repository) }}
 {{- end -}}
-{{ with $registry }}{{ trimSuffix "/" . }}/{{ end }}{{ $own.repository }}{{ if $own.digest }}@{{ $own.digest }}{{ else }}:{{ $tag }}{{ end }}
+{{ with $registry }}{{ trimSuffix "/" . }}/{{ end }}{{ $repository }}:{{ $tag }}
 {{- end }}
 
 {{- define "tba.serviceAccountName" -}}
-{{- $account := (index .root.Values .component).serviceAccount -}}
-{{- if $account.name }}{{ $account.name }}
+{{- $own := get .root.Values.serviceAccounts.names .component -}}
+{{- if $own }}{{ $own }}
 {{- else if .root.Values.serviceAccounts.create }}{{ include "tba.fullname" .root }}-{{ .component }}
 {{- else }}default
 {{- end }}

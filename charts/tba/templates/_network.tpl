@@ -14,18 +14,10 @@
 {{ toYaml (. | default $anywhere) }}
 {{- end }}
 
-{{/* Whether Cilium's own policies say where things outside of the release are. */}}
-{{- define "tba.cilium" -}}
-{{- if eq .Values.networkPolicy.flavor "cilium" }}yes{{ end }}
-{{- end }}
-
-{{/* Egress to something outside of the release: dict root, target (of networkPolicy), ports. Names and entities are in the
-policies of Cilium, and so is "anywhere": for Cilium a range of addresses never means pods or nodes. */}}
+{{/* Egress to something outside of the release: dict target (of networkPolicy), ports. */}}
 {{- define "tba.egressOutside" -}}
-{{- if or .target.to (not (include "tba.cilium" .root)) -}}
 - to: {{- include "tba.anywhereOr" .target.to | nindent 4 }}
   ports: {{- include "tba.tcp" .ports | nindent 4 }}
-{{- end }}
 {{- end }}
 
 {{- define "tba.tcp" -}}
@@ -41,7 +33,6 @@ policies of Cilium, and so is "anywhere": for Cilium a range of addresses never 
 {{- end }}
 
 {{- define "tba.egressDns" -}}
-{{- if not (include "tba.cilium" .) -}}
 {{- $anyPod := list (dict "namespaceSelector" dict) (dict "ipBlock" (dict "cidr" "169.254.20.10/32")) -}}
 - to: {{- toYaml (.Values.networkPolicy.dns.to | default $anyPod) | nindent 4 }}
   ports:
@@ -50,21 +41,16 @@ policies of Cilium, and so is "anywhere": for Cilium a range of addresses never 
     - {port: {{ . | int }}, protocol: TCP}
     {{- end }}
 {{- end }}
-{{- end }}
 
-{{- define "tba.storePorts" -}}
-{{- $own := 443 }}
-{{- with .Values.store.endpointUrl }}
-{{- $own = include "tba.portOf" (dict "url" . "https" 443 "http" 80) }}
-{{- end -}}
-{{- toYaml (.Values.networkPolicy.store.ports | default (list $own)) }}
+{{- define "tba.storePort" -}}
+{{- if .Values.store.endpointUrl }}{{ include "tba.portOf" (dict "url" .Values.store.endpointUrl "https" 443 "http" 80) }}{{ else }}443{{ end }}
 {{- end }}
 
 {{- define "tba.egressStore" -}}
 {{- if .Values.objectstore.enabled }}
 {{- include "tba.egressTo" (dict "root" . "components" (list "objectstore") "port" 9000) }}
 {{- else }}
-{{- include "tba.egressOutside" (dict "root" . "target" .Values.networkPolicy.store "ports" (include "tba.storePorts" . | fromYamlArray)) }}
+{{- include "tba.egressOutside" (dict "target" .Values.networkPolicy.store "ports" (list (include "tba.storePort" .))) }}
 {{- include "tba.egressPodIdentity" . }}
 {{- end }}
 {{- end }}
@@ -90,7 +76,7 @@ policies of Cilium, and so is "anywhere": for Cilium a range of addresses never 
 {{- if .Values.redis.enabled }}
 {{- include "tba.egressTo" (dict "root" . "components" (list "redis") "port" 6379) }}
 {{- else }}
-{{- include "tba.egressOutside" (dict "root" . "target" .Values.networkPolicy.redis "ports" (list (include "tba.redisPort" .))) }}
+{{- include "tba.egressOutside" (dict "target" .Values.networkPolicy.redis "ports" (list (include "tba.redisPort" .))) }}
 {{- end }}
 {{- end }}
 
@@ -106,16 +92,15 @@ policies of Cilium, and so is "anywhere": for Cilium a range of addresses never 
 {{- include "tba.egressTo" (dict "root" .root "components" (list .component) "port" .port) }}
 {{- else -}}
 {{- $port := include "tba.portOf" (dict "url" .url "https" 443 "http" 80) }}
-{{- include "tba.egressOutside" (dict "root" .root "target" .root.Values.networkPolicy.run "ports" (list $port)) }}
+{{- include "tba.egressOutside" (dict "target" .root.Values.networkPolicy.run "ports" (list $port)) }}
 {{- end }}
 {{- end }}
 
 {{/* Egress to the Kubernetes API and nothing else: where the values say that it is, else where the cluster says. Its
-service and the addresses behind it, since plug-ins differ in which of them they look at. Cilium knows it by name. */}}
+service and the addresses behind it, since plug-ins differ in which of them they look at. */}}
 {{- define "tba.egressKubernetesApi" -}}
 {{- $api := .Values.networkPolicy.kubernetesApi -}}
-{{- if include "tba.cilium" . }}
-{{- else if $api.to -}}
+{{- if $api.to -}}
 - to: {{- toYaml $api.to | nindent 4 }}
   ports: {{- include "tba.tcp" $api.ports | nindent 4 }}
 {{- else }}
@@ -161,7 +146,7 @@ service and the addresses behind it, since plug-ins differ in which of them they
 {{- $network := .Values.networkPolicy -}}
 {{- if $network.routesFrom }}
 {{ toYaml $network.routesFrom }}
-{{- else if or .Values.buffer.ingress.enabled .Values.buffer.httpRoute.enabled }}
+{{- else if .Values.buffer.ingress.enabled }}
 - namespaceSelector: {}
 {{- end }}
 {{- end }}
@@ -175,7 +160,7 @@ service and the addresses behind it, since plug-ins differ in which of them they
 
 {{/* One policy, which begins with nothing allowed: dict root, component, ingress, egress (texts of lists). */}}
 {{- define "tba.networkPolicy" -}}
-{{- $own := (index .root.Values .component).networkPolicy | default dict -}}
+{{- $more := .root.Values.networkPolicy -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
@@ -186,8 +171,8 @@ spec:
   podSelector:
     matchLabels: {{- include "tba.selector" . | nindent 6 }}
   policyTypes: [Ingress, Egress]
-  ingress: {{- toYaml (concat (.ingress | fromYamlArray) ($own.extraIngress | default list) | default list) | nindent 4 }}
-  egress: {{- toYaml (concat (.egress | fromYamlArray) ($own.extraEgress | default list) | default list) | nindent 4 }}
+  ingress: {{- toYaml (concat (.ingress | fromYamlArray) (get $more.extraIngress .component | default list) | default list) | nindent 4 }}
+  egress: {{- toYaml (concat (.egress | fromYamlArray) (get $more.extraEgress .component | default list) | default list) | nindent 4 }}
 {{- end }}
 
 {{/* Ingress from the pods of some components on a port: dict root, components, port, more (text of further peers). */}}

@@ -1,4 +1,4 @@
-{{/* How to make the Secrets that the values name, with the keys that they name. */}}
+{{/* How to make the Secrets that the values name, with the keys that the chart reads. */}}
 {{- define "tba.notes.secrets" -}}
 {{- $store := .Values.store -}}
 {{- $made := dict "auth" "tba-tokens" "redis" "tba-redis" "write" "tba-store" "read" "tba-store-read" -}}
@@ -7,24 +7,19 @@
 {{- range $part, $name := $named }}
 {{- if and $name (ne $name (get $made $part)) }}{{ $own = append $own $part }}{{ end }}
 {{- end -}}
-{{- range $role, $key := .Values.auth.keys }}
-{{- if ne $key (printf "%s.json" $role) }}{{ $own = append $own "auth" }}{{ end }}
-{{- end -}}
-{{- if or (ne $store.accessKeyIdKey "AWS_ACCESS_KEY_ID") (ne $store.secretAccessKeyKey "AWS_SECRET_ACCESS_KEY") }}{{ $own = concat $own (list "write" "read") }}{{ end -}}
-{{- if ne .Values.redis.auth.key "redis-password" }}{{ $own = append $own "redis" }}{{ end -}}
 {{- if not $own -}}
 deploy/make-secrets --kubernetes {{ .Release.Namespace }} | kubectl apply -f -
 {{- else -}}
-deploy/make-secrets    # the files; yours have names or keys of their own:
+deploy/make-secrets    # the files; yours have names of their own:
 {{- $create := printf "kubectl -n %s create secret generic" .Release.Namespace }}
 {{ $create }} {{ $named.auth }}
-{{- range $role, $key := .Values.auth.keys }} --from-file={{ $key }}=secrets/tokens/{{ $role }}.json{{ end }}
+{{- range list "buffer" "operator" "reward" "searcher" "trainer" "viewer" }} --from-file=secrets/tokens/{{ . }}.json{{ end }}
 {{- with $named.redis }}
-{{ $create }} {{ . }} --from-file={{ $.Values.redis.auth.key }}=secrets/redis_password
+{{ $create }} {{ . }} --from-file=redis-password=secrets/redis_password
 {{- end }}
 {{- range $part := list "write" "read" }}
 {{- with get $named $part }}
-{{ $create }} {{ . }} --from-literal={{ $store.accessKeyIdKey }}=ID --from-literal={{ $store.secretAccessKeyKey }}=SECRET    # keys that {{ $part }}
+{{ $create }} {{ . }} --from-literal=AWS_ACCESS_KEY_ID=ID --from-literal=AWS_SECRET_ACCESS_KEY=SECRET    # keys that {{ $part }}
 {{- end }}
 {{- end }}
 {{- end }}

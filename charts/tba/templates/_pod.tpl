@@ -2,7 +2,7 @@
 
 {{/* `pod` of the values with that of the component merged over it: dict root, component. */}}
 {{- define "tba.podValues" -}}
-{{- $own := (index .root.Values .component).pod | default dict -}}
+{{- $own := dig "pod" dict (get .root.Values .component | default dict) -}}
 {{- $empty := dict "labels" dict "annotations" dict "podSecurityContext" dict "securityContext" dict -}}
 {{- $merged := mergeOverwrite $empty (deepCopy .root.Values.pod) (deepCopy $own) -}}
 {{- if $own.tmpVolume }}{{ $_ := set $merged "tmpVolume" $own.tmpVolume }}{{ end -}}
@@ -38,7 +38,7 @@ imagePullSecrets:
   {{- end }}
 {{- end }}
 securityContext: {{- toYaml (mergeOverwrite $identity $pod.podSecurityContext) | nindent 2 }}
-terminationGracePeriodSeconds: {{ (index $root.Values .component).terminationGracePeriodSeconds | int }}
+terminationGracePeriodSeconds: {{ include "tba.graceS" . }}
 {{- with $pod.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -69,6 +69,12 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/* Seconds from SIGTERM to SIGKILL: dict root, component. */}}
+{{- define "tba.graceS" -}}
+{{- $fixed := dict "buffer" 30 "reward" 30 "setup" 30 "redis" 60 "objectstore" 30 "test" 10 "stop" 5 "check" 10 -}}
+{{ get $fixed .component | default (get .root.Values .component | default dict).terminationGracePeriodSeconds | int }}
+{{- end }}
+
 {{/* Containers beside the component's own: dict root, component. */}}
 {{- define "tba.sidecars" -}}
 {{- with (include "tba.podValues" . | fromYaml).extraContainers }}
@@ -77,11 +83,11 @@ runtimeClassName: {{ . }}
 {{- end }}
 
 {{/* The PriorityClass that the chart makes for a component, if any: dict root, component. Its name is of the whole cluster, and has
-the value in it, which nobody may change in a class. */}}
+the value in it (-1), which nobody may change in a class. */}}
 {{- define "tba.ownPriorityClass" -}}
 {{- $named := (include "tba.podValues" . | fromYaml).priorityClassName -}}
 {{- if and (eq .component "searcher") .root.Values.searcher.priorityClass.create (not $named) -}}
-searcher{{ int .root.Values.searcher.priorityClass.value }}.{{ .root.Release.Namespace }}.{{ include "tba.fullname" .root }}
+searcher-1.{{ .root.Release.Namespace }}.{{ include "tba.fullname" .root }}
 {{- end }}
 {{- end }}
 
@@ -96,12 +102,12 @@ podAntiAffinity:
           matchLabels: {{- include "tba.selector" . | nindent 12 }}
 {{- end }}
 
-{{/* What every container has: dict root, component, image, foreign (an image that is not of tba). */}}
+{{/* What every container has: dict root, component, image (the component whose it is). */}}
 {{- define "tba.containerBase" -}}
 {{- $pod := include "tba.podValues" . | fromYaml -}}
 {{- $fence := dict "readOnlyRootFilesystem" true "allowPrivilegeEscalation" false "capabilities" (dict "drop" (list "ALL")) -}}
-image: {{ include "tba.image" (dict "root" .root "image" .image "foreign" (.foreign | default false)) | quote }}
-imagePullPolicy: {{ and .root.Values.image.present (not .foreign) | ternary "Never" .root.Values.image.pullPolicy }}
+image: {{ include "tba.image" . | quote }}
+imagePullPolicy: {{ and .root.Values.image.present (ne .image "redis") | ternary "Never" .root.Values.image.pullPolicy }}
 securityContext: {{- toYaml (mergeOverwrite $fence $pod.securityContext) | nindent 2 }}
 # the last lines of the log become the reason in the status of the pod
 terminationMessagePolicy: FallbackToLogsOnError
@@ -129,16 +135,16 @@ terminationMessagePolicy: FallbackToLogsOnError
 {{- toYaml $resources }}
 {{- end }}
 
-{{/* A probe over HTTP: dict root, path, port, own (fields merged over it), and its numbers. */}}
+{{/* A probe over HTTP: dict root, path, and its numbers. */}}
 {{- define "tba.httpProbe" -}}
-{{- $get := dict "path" .path "port" .port "scheme" (include "tba.scheme" .root | upper) -}}
-{{- toYaml (mergeOverwrite (dict "httpGet" $get) .numbers .own) }}
+{{- $get := dict "path" .path "port" "http" "scheme" (include "tba.scheme" .root | upper) -}}
+{{- toYaml (mergeOverwrite (dict "httpGet" $get) .numbers) }}
 {{- end }}
 
 {{/* The three probes of a service of tba: dict root, component. Liveness asks nothing but the process itself. */}}
 {{- define "tba.serviceProbes" -}}
-{{- $values := index .root.Values .component -}}
-startupProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/readyz" "port" "http" "own" $values.startupProbe "numbers" (dict "periodSeconds" 2 "timeoutSeconds" 5 "failureThreshold" 300)) | nindent 2 }}
-readinessProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/readyz" "port" "http" "own" $values.readinessProbe "numbers" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 3)) | nindent 2 }}
-livenessProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/livez" "port" "http" "own" $values.livenessProbe "numbers" (dict "periodSeconds" 10 "timeoutSeconds" 10 "failureThreshold" 6)) | nindent 2 }}
+{{- $startup := mergeOverwrite (dict "periodSeconds" 2 "timeoutSeconds" 5 "failureThreshold" 300) ((index .root.Values .component).startupProbe | default dict) -}}
+startupProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/readyz" "numbers" $startup) | nindent 2 }}
+readinessProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/readyz" "numbers" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 3)) | nindent 2 }}
+livenessProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/livez" "numbers" (dict "periodSeconds" 10 "timeoutSeconds" 10 "failureThreshold" 6)) | nindent 2 }}
 {{- end }}

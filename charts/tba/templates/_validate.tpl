@@ -9,7 +9,6 @@
 {{- include "tba.validate.trainer" . }}
 {{- include "tba.validate.pods" . }}
 {{- include "tba.validate.routes" . }}
-{{- include "tba.validate.network" . }}
 {{- include "tba.validate.ranks" . }}
 {{- include "tba.validate.openai" . }}
 {{- include "tba.validate.installed" . }}
@@ -115,9 +114,6 @@
 {{- define "tba.validate.scaling" -}}
 {{- $scaling := .Values.scaling }}
 {{- $keda := $scaling.keda }}
-{{- if hasKey $scaling "releaseWhenOver" }}
-{{- fail "scaling.releaseWhenOver is now scaling.scaleDownOnRunEnd: write the new name" }}
-{{- end }}
 {{- if eq $scaling.backend "keda" }}
 {{- if not $keda.serverAddress }}
 {{- fail "scaling.backend is keda and scaling.keda.serverAddress is empty; give the URL of the Prometheus that scrapes the buffer service" }}
@@ -215,35 +211,9 @@
 {{- end }}
 {{- end }}
 
-{{- define "tba.validate.network" -}}
-{{- $network := .Values.networkPolicy }}
-{{- range $target := list "store" "redis" "run" "openai" "hub" "podIdentity" }}
-{{- range $kind := list "hosts" "entities" }}
-{{- if and (get (get $network $target) $kind) (not (include "tba.cilium" $)) }}
-{{- fail (printf "networkPolicy.%s.%s is for Cilium, since a NetworkPolicy of Kubernetes knows addresses and pods alone; set networkPolicy.flavor to cilium, or name peers in networkPolicy.%s.to" $target $kind $target) }}
-{{- end }}
-{{- end }}
-{{- end }}
-{{- if and (include "tba.cilium" .) $network.kubernetesApi.to }}
-{{- fail "networkPolicy.kubernetesApi.to is given and networkPolicy.flavor is cilium, which knows the Kubernetes API by name; remove it" }}
-{{- end }}
-{{- if and (include "tba.cilium" .) $network.dns.to }}
-{{- fail "networkPolicy.dns.to is given and networkPolicy.flavor is cilium, which has to read what the DNS servers of the cluster answer; remove it" }}
-{{- end }}
-{{- end }}
-
 {{- define "tba.validate.routes" -}}
-{{- range $kind := list "ingress" "httpRoute" }}
-{{- $route := get $.Values.buffer $kind }}
-{{- if and $route.enabled (not $route.hosts) }}
-{{- fail (printf "buffer.%s.enabled is true and buffer.%s.hosts is empty: every name would lead to the run; give its name" $kind $kind) }}
-{{- end }}
-{{- end }}
-{{- if and .Values.buffer.httpRoute.enabled (not .Values.buffer.httpRoute.parentRefs) }}
-{{- fail "buffer.httpRoute.enabled is true and buffer.httpRoute.parentRefs is empty; name the Gateway, {name: NAME, namespace: NAMESPACE}" }}
-{{- end }}
-{{- if and .Values.buffer.httpRoute.caConfigMap (not .Values.tls.existingSecret) }}
-{{- fail (printf "buffer.httpRoute.caConfigMap is %s and tls.existingSecret is empty: the Gateway would speak https to a buffer that speaks http; set tls.existingSecret, or remove it" .Values.buffer.httpRoute.caConfigMap) }}
+{{- if and .Values.buffer.ingress.enabled (not .Values.buffer.ingress.hosts) }}
+{{- fail "buffer.ingress.enabled is true and buffer.ingress.hosts is empty: every name would lead to the run; give its name" }}
 {{- end }}
 {{- end }}
 
@@ -263,16 +233,10 @@
 {{- fail (printf "%s.gpu.count is %d and %s.gpu.resource is empty; name the resource, for example nvidia.com/gpu" $component (int $gpu.count) $component) }}
 {{- end }}
 {{- end }}
-{{- range $component := list "buffer" "reward" "searcher" }}
-{{- $pdb := (index $.Values $component).pdb }}
-{{- if and $pdb.enabled (kindIs "invalid" $pdb.minAvailable) (kindIs "invalid" $pdb.maxUnavailable) }}
-{{- fail (printf "%s.pdb is enabled without minAvailable and maxUnavailable; give one of them" $component) }}
-{{- end }}
-{{- end }}
 {{- if not .Values.serviceAccounts.create }}
 {{- range $component := include "tba.components" . | splitList " " }}
-{{- if not (index $.Values $component).serviceAccount.name }}
-{{- fail (printf "serviceAccounts.create is false and %s.serviceAccount.name is empty; name a ServiceAccount of yours" $component) }}
+{{- if not (get $.Values.serviceAccounts.names $component) }}
+{{- fail (printf "serviceAccounts.create is false and serviceAccounts.names has no %s; name a ServiceAccount of yours" $component) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -284,7 +248,7 @@
 {{- end }}
 {{- range $component := list "trainer" "setup" "check" "test" "stop" }}
 {{- if (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraContainers }}
-{{- fail (printf "extraContainers of %s: it is done when all its containers are, and a sidecar never is; give it in %s.pod.extraInitContainers with restartPolicy Always (Kubernetes 1.29), and [] here" $component $component) }}
+{{- fail (printf "extraContainers of %s: it is done when all its containers are, and a sidecar never is; give it in extraInitContainers with restartPolicy Always (Kubernetes 1.29), and [] here" $component) }}
 {{- end }}
 {{- end }}
 {{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" "check" "stop" }}

@@ -21,11 +21,10 @@
 {{/* What of the tokens' Secret a component sees: the file of its own role as tokens.json; the test pod, which pushes as a
 searcher, reads as a viewer too. */}}
 {{- define "tba.tokensItems" -}}
-{{- $keys := .root.Values.auth.keys -}}
-{{- $key := get (dict "setup" "operator" "check" "viewer" "test" "searcher") .component | default .component -}}
-- {key: {{ get $keys $key }}, path: tokens.json}
+{{- $role := get (dict "setup" "operator" "check" "viewer" "test" "searcher") .component | default .component -}}
+- {key: {{ $role }}.json, path: tokens.json}
 {{- if eq .component "test" }}
-- {key: {{ $keys.viewer }}, path: viewer.json}
+- {key: viewer.json, path: viewer.json}
 {{- end }}
 {{- end }}
 
@@ -52,10 +51,10 @@ searcher, reads as a viewer too. */}}
 {{- if eq .component "setup" }}
 - {name: data, mountPath: /app/data}
 {{- end }}
-{{- if (dig "shm" "sizeLimit" "" (index $root.Values .component)) }}
+{{- if (dig "shm" "sizeLimit" "" (get $root.Values .component | default dict)) }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
-{{- if (dig "weightCache" "volume" dict (index $root.Values .component)) }}
+{{- if (dig "weightCache" "volume" dict (get $root.Values .component | default dict)) }}
 - {name: weight-cache, mountPath: /weight-cache}
 {{- end }}
 {{- if and (eq .component "searcher") $root.Values.searcher.openai.url }}
@@ -95,7 +94,7 @@ searcher, reads as a viewer too. */}}
 {{- if eq .component "buffer" }}
 {{- with $root.Values.redis.auth.existingSecret }}
 - name: redis-password
-  secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: {{ $root.Values.redis.auth.key }}, path: {{ $root.Values.redis.auth.key }}}]}
+  secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: redis-password, path: redis-password}]}
 {{- end }}
 {{- end }}
 {{- if include "tba.holdsModels" . }}
@@ -103,19 +102,19 @@ searcher, reads as a viewer too. */}}
 - name: models
   persistentVolumeClaim: {claimName: {{ $root.Values.models.existingClaim }}}
 {{- else }}
-{{- $source := $root.Values.models.cacheVolume }}
-{{- if eq .component "setup" }}{{ $source = $root.Values.setup.workVolume }}{{ end }}
+{{- $source := eq .component "setup" | ternary dict $root.Values.models.cacheVolume }}
 - name: models {{- toYaml ($source | default (dict "emptyDir" dict)) | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- if eq .component "setup" }}
-- name: data {{- toYaml ($root.Values.setup.workVolume | default (dict "emptyDir" dict)) | nindent 2 }}
+- name: data
+  emptyDir: {}
 {{- end }}
-{{- with (dig "shm" "sizeLimit" "" (index $root.Values .component)) }}
+{{- with (dig "shm" "sizeLimit" "" (get $root.Values .component | default dict)) }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ include "tba.quantity" . | quote }}}
 {{- end }}
-{{- with (dig "weightCache" "volume" dict (index $root.Values .component)) }}
+{{- with (dig "weightCache" "volume" dict (get $root.Values .component | default dict)) }}
 - name: weight-cache {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if and (eq .component "searcher") $root.Values.searcher.openai.url }}
@@ -129,7 +128,6 @@ searcher, reads as a viewer too. */}}
 {{/* Init containers: the user's own, a native sidecar among them first, and the one that fills a pod's cache of models from
 the object store: dict root, component. */}}
 {{- define "tba.initContainers" -}}
-{{- $values := index .root.Values .component -}}
 {{- $own := (include "tba.podValues" . | fromYaml).extraInitContainers -}}
 {{- $pulls := and (include "tba.holdsModels" .) (ne .component "setup") (not .root.Values.models.existingClaim) -}}
 {{- if or $own $pulls -}}
@@ -139,10 +137,10 @@ initContainers:
   {{- end }}
   {{- if $pulls }}
   - name: models
-    {{- include "tba.containerBase" (dict "root" .root "component" .component "image" $values.image) | nindent 4 }}
+    {{- include "tba.containerBase" (dict "root" .root "component" .component "image" .component) | nindent 4 }}
     command: [tba, model, pull, --config, /etc/tba/recipe.toml, --for, {{ .component }}, --wait-s, {{ .root.Values.models.waitS | int | quote }}]
     env: {{- include "tba.env" . | nindent 6 }}
-    resources: {{- include "tba.resources" (dict "resources" $values.resources) | nindent 6 }}
+    resources: {{- include "tba.resources" (dict "resources" (index .root.Values .component).resources) | nindent 6 }}
     volumeMounts: {{- include "tba.volumeMounts" . | nindent 6 }}
   {{- end }}
 {{- end }}

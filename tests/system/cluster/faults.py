@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.system.cluster.kube import minutes, run, until
+from tests.system.cluster.own import make_secret, secret_of
 from tests.system.cluster.release import CHART, Release
 from tests.system.cluster.stages import Report
 
@@ -30,7 +30,7 @@ def everything(namespace: str, more: list[str], report: Report) -> None:
             lambda release: "Insufficient nvidia.com/gpu" in events(release),
         ),
         "a token of another role": (
-            ["auth.keys.searcher=wrong.json"],
+            ["auth.existingSecret=of-a-viewer"],
             lambda release: "role" in last_words(release) and "viewer" in last_words(release),
         ),
     }
@@ -48,12 +48,10 @@ def everything(namespace: str, more: list[str], report: Report) -> None:
 
 
 def make_a_tokens_file_of_a_viewer(namespace: str) -> None:
-    """Another key of the Secret: under the role of a searcher it has the viewer's token."""
-    data = run("kubectl", "-n", namespace, "get", "secret", "tba-tokens", "-o", r"jsonpath={.data.viewer\.json}").stdout
-    tokens = json.loads(base64.b64decode(data))
-    wrong = base64.b64encode(json.dumps({"searcher": tokens["viewer"]}).encode()).decode()
-    patch = json.dumps({"data": {"wrong.json": wrong}})
-    run("kubectl", "-n", namespace, "patch", "secret", "tba-tokens", "--type", "merge", "-p", patch)
+    """Another Secret: under the role of a searcher it has the viewer's token."""
+    tokens = secret_of(namespace, "tba-tokens")
+    viewer = json.loads(tokens["viewer.json"])["viewer"]
+    make_secret(namespace, "of-a-viewer", tokens | {"searcher.json": json.dumps({"searcher": viewer})})
 
 
 def events(release: Release) -> str:

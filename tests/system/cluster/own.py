@@ -88,10 +88,8 @@ def beta(folder: Path, namespace: str, sets: list[str], file: str = "beta", **se
             "region": "eu-west-1",
             "credentialsSecret": "company-s3-write",
             "readOnlyCredentialsSecret": "company-s3-read",
-            "accessKeyIdKey": "id",
-            "secretAccessKeyKey": "word",
         },
-        "redis": {"enabled": False, "external": {"urlSecret": "company-redis", "urlKey": "url", "port": 7000}},
+        "redis": {"enabled": False, "external": {"urlSecret": "company-redis", "port": 7000}},
         "scaling": {"backend": "none"},
     }
     values["searcher"] |= {"replicas": 1}
@@ -123,9 +121,13 @@ def make_outside(release: Release) -> None:
     redis, store = (next(x for x in release.images() if name in x) for name in ("redis", "objectstore"))
     word = {name: secrets.token_hex(16) for name in ("redis", "write", "read")}
     url = f"redis://:{word['redis']}@company-redis.{release.namespace}:7000/3"
-    make_secret(release.namespace, "company-redis", {"password": word["redis"], "url": url})
+    make_secret(release.namespace, "company-redis", {"password": word["redis"], "redis-url": url})
     for kind in ("write", "read"):
-        make_secret(release.namespace, f"company-s3-{kind}", {"id": f"company-{kind}", "word": word[kind]})
+        make_secret(
+            release.namespace,
+            f"company-s3-{kind}",
+            {"AWS_ACCESS_KEY_ID": f"company-{kind}", "AWS_SECRET_ACCESS_KEY": word[kind]},
+        )
     make_secret(release.namespace, "beta-tokens", secret_of(release.namespace, "tba-tokens"))
     text = (HERE / "outside.yaml").read_text().replace("REDIS_IMAGE", redis).replace("STORE_IMAGE", store)
     run("kubectl", "-n", release.namespace, "apply", "-f", "-", stdin=text)

@@ -32,9 +32,6 @@
 - --tls-auth-clients
 - "no"
 {{- end }}
-{{- with .Values.redis.extraArgs }}
-{{ toYaml . }}
-{{- end }}
 {{- end }}
 
 {{/* Cuts what a crash left written by half off the append-only file, then becomes Redis: an init container would not run
@@ -46,7 +43,7 @@ command:
   - -c
   - |
     umask 077
-    printf 'requirepass "%s"\n' "$(sed 's/[\\"]/\\&/g' /etc/redis-password/{{ .Values.redis.auth.key }})" > /tmp/redis.conf
+    printf 'requirepass "%s"\n' "$(sed 's/[\\"]/\\&/g' /etc/redis-password/redis-password)" > /tmp/redis.conf
     set -- redis-server /tmp/redis.conf "$@"
     {{- .Files.Get "files/start_redis.sh" | trimPrefix "#!/bin/sh\n" | trim | nindent 4 }}
   - start_redis
@@ -55,7 +52,7 @@ command:
 {{/* Exit 0 when Redis answers; while it loads its file it does not. */}}
 {{- define "tba.redis.ping" -}}
 {{- $tls := empty .Values.redis.tls.existingSecret | ternary "" "--tls --cacert /etc/redis-tls/ca.crt " -}}
-REDISCLI_AUTH=$(cat /etc/redis-password/{{ .Values.redis.auth.key }}) redis-cli {{ $tls }}ping | grep -q PONG
+REDISCLI_AUTH=$(cat /etc/redis-password/redis-password) redis-cli {{ $tls }}ping | grep -q PONG
 {{- end }}
 
 {{/* Redis refuses writes there, and the buffer says so; killed at its limit it would be killed again while it reads its file. */}}

@@ -9,7 +9,7 @@ spec:
   {{- include "tba.initContainers" $of | nindent 2 }}
   containers:
     - name: setup
-      {{- include "tba.containerBase" (merge (dict "image" .Values.trainer.image) $of) | nindent 6 }}
+      {{- include "tba.containerBase" (merge (dict "image" "trainer") $of) | nindent 6 }}
       command:
         - tba
         - setup

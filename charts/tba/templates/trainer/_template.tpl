@@ -18,12 +18,12 @@ spec:
   {{- include "tba.initContainers" $of | nindent 2 }}
   containers:
     - name: trainer
-      {{- include "tba.containerBase" (merge (dict "image" .Values.trainer.image) $of) | nindent 6 }}
+      {{- include "tba.containerBase" (merge (dict "image" "trainer") $of) | nindent 6 }}
       {{- include "tba.trainer.command" . | nindent 6 }}
       env: {{- include "tba.env" $of | nindent 8 }}
       {{- if gt $nodes 1 }}
       ports:
-        - {name: rendezvous, containerPort: {{ .Values.trainer.rendezvousPort }}, protocol: TCP}
+        - {name: rendezvous, containerPort: 29400, protocol: TCP}
       {{- else }}
       # the file is not there before the trainer has its model; what it waits for until then has deadlines of its own.
       # The other nodes of a larger trainer end by `trainer.collective_timeout_s` when one hangs
@@ -54,7 +54,7 @@ command:
   - --nodes
   - {{ $nodes | quote }}
   - --rendezvous
-  - $(TRAINER_JOB)-0.{{ include "tba.fullname" . }}-trainer:{{ .Values.trainer.rendezvousPort }}
+  - $(TRAINER_JOB)-0.{{ include "tba.fullname" . }}-trainer:29400
   - --config
   - /etc/tba/recipe.toml
 {{- else if gt $processes 1 -}}

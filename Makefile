@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c constraints.txt
 EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-trackers test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-trackers test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -186,12 +186,6 @@ golden: $(VENV)/.helm  ## write the chart's golden outputs again (tests/chart/go
 api-docs: $(VENV)/.test  ## write the tables of docs/api.md and docs/security.md again that repeat the code
 	$(BIN)/python tools/api_docs.py
 
-cli-docs: $(VENV)/.test  ## write docs/cli.md again, the reference of the command line
-	$(BIN)/python tools/cli_docs.py
-
-python-docs: $(VENV)/.test  ## write docs/python-api.md again, the reference of Python
-	$(BIN)/python tools/python_docs.py
-
 chart-docs: $(VENV)/.test  ## write the chart's README and dashboard and the table of alerts again (charts/tools)
 	$(BIN)/python -m charts.tools.readme
 	$(BIN)/python -m charts.tools.dashboard
@@ -203,7 +197,7 @@ $(VENV)/docs/.done: requirements-docs.txt
 	touch $@
 
 docs-site: $(VENV)/docs/.done  ## the documentation as a static site in build/site; a link that leads nowhere ends it
-	$(PYTHON) tools/docs_site.py build/docs
+	PYTHONPATH=. $(PYTHON) tools/docs_site.py build/docs
 	$(VENV)/docs/bin/mkdocs build
 
 ##@ Develop

@@ -1,25 +1,18 @@
-"""Write docs/cli.md, the reference of the command line, from its parser: `make cli-docs`.
-
-With --check nothing is written, and the exit code is 1 when the page differs from the parser.
-"""
+"""The reference of the command line, from its parser: tools/docs_site.py writes it into the documentation's site."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from tba_cli.main import EXIT_ERROR, EXIT_FAILED, EXIT_INTERRUPTED
 from tba_cli.parser import build_parser
 from tba_cli.parser_help import EXAMPLES, Command, commands_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = f"""\
 # Command line
 
-Every command of `tba`, with its flags and examples, as `tba COMMAND --help` prints them. `make cli-docs` writes this
-page from the parser.
+Every command of `tba`, with its flags and examples, as `tba COMMAND --help` prints them.
 
 Exit codes: 0 done; {EXIT_FAILED} the run failed, or a check found something; {EXIT_ERROR} an error that is explained;
 {EXIT_INTERRUPTED} Ctrl-C. Every command has `--help`, and `--debug`, which shows the traceback of an error.
@@ -94,19 +87,3 @@ def _cell(text: str) -> str:
 
 def _anchor(command: Command) -> str:
     return f"tba {command.words}".replace(" ", "-")
-
-
-def main() -> int:
-    """Write the page, or compare it with the parser."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
-    args = parser.parse_args()
-    text = page()
-    if args.check:
-        return int(not PAGE.exists() or PAGE.read_text() != text)
-    PAGE.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,11 @@
 """Lay out the folder that mkdocs.yml builds the documentation's site from: `make docs-site`.
 
-    python tools/docs_site.py build/docs
+    PYTHONPATH=. python tools/docs_site.py build/docs
 
 Pages keep their places in the repository, so that the same links work here and there. A file that no page is, and that
-a page links to, is copied too; mkdocs says which links lead nowhere. Uses the standard library alone.
+a page links to, is copied too; mkdocs says which links lead nowhere. Two pages are in no commit: the reference of the
+command line comes from the parser, that of Python from docstrings, which mkdocstrings reads. Uses the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -13,11 +15,34 @@ import shutil
 import sys
 from pathlib import Path
 
+from tools import cli_docs
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     *("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "charts/tba/README.md", "services/*/README.md"),
     "docs/site.css",
 )
+PYTHON_REFERENCE = """\
+# Python reference
+
+All that `import tba` gives. The guide, with a run from beginning to end, is [python.md](python.md).
+
+::: tba_cli.scripting
+    options:
+      heading: tba
+      toc_label: tba
+
+## Results
+
+What calls return and take besides: immutable pydantic models, which `.model_dump()` makes dicts of. Times in `at_s` are
+Unix seconds, all other `_s` are durations in seconds, versions are texts `LINEAGE-STEP`.
+
+::: tba.api
+
+## Errors
+
+::: tba.errors
+"""
 LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 
 
@@ -36,7 +61,9 @@ def main(folder: Path) -> None:
         shutil.copyfile(path, target)
         if path.suffix == ".md":
             waiting += _linked(path)
-    print(f"{len(seen)} files in {folder}")
+    (folder / "docs" / "cli.md").write_text(cli_docs.page(), encoding="utf-8")
+    (folder / "docs" / "python-api.md").write_text(PYTHON_REFERENCE, encoding="utf-8")
+    print(f"{len(seen) + 2} files in {folder}")
 
 
 def _linked(page: Path) -> list[Path]:

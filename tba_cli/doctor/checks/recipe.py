@@ -405,7 +405,7 @@ def _tried_result(trial: Trial, task: str, tried: Sequence[tuple[str, ScoreResul
             "reward that is the same for all responses",
             f"see what the scorer gives: `tba score {shlex.quote(str(examples)) if is_there else 'FILE'} --recipe "
             f"{shlex.quote(str(recipe_file))}`"
-            + ("" if is_there else ", where FILE holds responses of your own (docs/cli.md)")
+            + ("" if is_there else ", where FILE holds responses of your own (tba score --help)")
             + "; nothing, if the reward is not about the data, or asks for more than a bare answer",
         )
     scores = ", ".join(f"{what} {result.reward:g}" for what, result in tried)

@@ -1,22 +1,13 @@
-"""docs/cli.md is the page that the parser makes."""
+"""The reference of the command line has every command, from the parser."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[3]
-
-
-def test_the_reference_of_the_command_line_is_that_of_the_parser() -> None:
-    done = subprocess.run([sys.executable, "tools/cli_docs.py", "--check"], cwd=ROOT, env={"PYTHONPATH": "."})
-    assert done.returncode == 0, "run `make cli-docs`"
+from tools import cli_docs
 
 
 def test_every_command_has_its_part_of_the_page() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text()
-    assert page.count("\n## tba ") == page.count("| [`tba ")
+    page = cli_docs.page()
+    assert page.count("\n## tba ") == page.count("| [`tba ") > 10
     for flag in (
         "`--from-run RUN` | score stored rollouts",
         "`N\\|recipe` | how many",

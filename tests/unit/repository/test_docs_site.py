@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[3]
 def test_the_site_has_the_pages_that_it_names_and_what_they_link_to(tmp_path: Path) -> None:
     out = tmp_path / "docs"
     (out / "of-another-time").mkdir(parents=True)
-    done = subprocess.run([sys.executable, "tools/docs_site.py", out], cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, "tools/docs_site.py", out]
+    done = subprocess.run(words, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert f"{len(found)} files in" in done.stdout

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import tba
 from tba_cli.parser_help import add_help, add_json
 from tba_cli.parser_tasks import (
-    add_completion,
     add_init,
     add_overrides,
     add_recipe,
@@ -21,7 +20,6 @@ from tba_cli.parser_views import (
     add_rescore,
     add_rollouts,
     add_target,
-    add_top,
     add_view,
     add_weights,
 )
@@ -58,7 +56,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_prompts(commands, common)
     _add_ledger(commands, common)
     add_view(commands, common)
-    add_top(commands, common)
     add_rollouts(commands, common)
     add_rescore(commands, common)
     _add_buffer(commands, common)
@@ -68,7 +65,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_reports(commands, common)
     _add_sizing(commands, common)
     add_rehearse(commands, common)
-    add_completion(commands, common)
     add_help(parser)
     return parser
 

@@ -130,10 +130,6 @@ tba ledger check quickstart-seed0 --json""",
 tba view seed0 seed1              # two pages; without a name: that of the newest run under runs/
 tba view seed0 --snapshot end     # what `tba buffer save end` has saved
 tba view --url https://buffer:8700 --token-file operator.token""",
-        "top": """\
-tba top
-tba top quickstart-seed0 --every-s 10
-tba top --once                    # one frame, for a script""",
         "rollouts": """\
 tba rollouts list --order best
 tba rollouts export --out rollouts.parquet""",
@@ -198,10 +194,6 @@ tba evaluate my.toml --model model --set eval.published.num_prompts=50""",
 tba report runs/quickstart-seed0""",
         "table": """\
 tba table runs/quickstart-seed0 runs/quickstart-seed1""",
-        "completion": """\
-tba completion bash > ~/.local/share/bash-completion/completions/tba
-tba completion zsh > ~/.zfunc/_tba
-tba completion fish > ~/.config/fish/completions/tba.fish""",
     }
 )
 """The words of a command -> one to three examples, a line each."""

@@ -81,15 +81,6 @@ def add_rehearse(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     rehearse.set_defaults(command="tba_cli.commands.rehearse:rehearse_command")
 
 
-def add_completion(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    """Add `tba completion`."""
-    completion = commands.add_parser(
-        "completion", parents=[common], help="print the script that lets a shell complete tba commands"
-    )
-    completion.add_argument("shell", choices=["bash", "zsh", "fish"], help="which shell")
-    completion.set_defaults(command="tba_cli.commands.completion:completion_command")
-
-
 def add_supervised(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     """Add `tba sft` and `tba train-reward`."""
     helps = {

@@ -52,19 +52,6 @@ def add_view(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     view.set_defaults(command="tba_cli.commands.view:view_command")
 
 
-def add_top(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    """Add `tba top`."""
-    top = commands.add_parser(
-        "top",
-        parents=[common],
-        help="follow a run in the terminal: state, step, reward, searchers, waits, drops",
-    )
-    add_target(top)
-    top.add_argument("--every-s", type=float, default=2.0, metavar="S", help="seconds between two frames (2)")
-    top.add_argument("--once", action="store_true", help="print one frame and end")
-    top.set_defaults(command="tba_cli.commands.top:top_command")
-
-
 def add_rollouts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     """Add `tba rollouts list|show|export`."""
     rollouts = commands.add_parser("rollouts", help="list, show and export the stored rollouts of a run")

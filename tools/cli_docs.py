@@ -16,7 +16,6 @@ Every command of `tba`, with its flags and examples, as `tba COMMAND --help` pri
 
 Exit codes: 0 done; {EXIT_FAILED} the run failed, or a check found something; {EXIT_ERROR} an error that is explained;
 {EXIT_INTERRUPTED} Ctrl-C. Every command has `--help`, and `--debug`, which shows the traceback of an error.
-`tba completion` prints a script with which bash, zsh or fish complete commands, flags, files and names of runs.
 """
 COMMON = frozenset({"-h", "--debug"})
 """Flags that the head describes."""

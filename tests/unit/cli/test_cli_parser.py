@@ -1,11 +1,8 @@
-"""Every command: its --help with examples, its --json, and the completion of shells."""
+"""Every command: its --help with examples, and its --json."""
 
 from __future__ import annotations
 
 import shlex
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -29,9 +26,6 @@ WITHOUT_JSON = {
     # JSON in any case
     "config show",
     "config schema",
-    # for people, and for shells
-    "top",
-    "completion",
 }
 
 
@@ -64,70 +58,3 @@ def test_every_command_that_prints_a_result_prints_json() -> None:
         command.words for command in COMMANDS if not command.is_group and "--json" not in command.parser.format_help()
     }
     assert without == WITHOUT_JSON
-
-
-# ---- Completion -----------------------------------------------------------------------------------------------------
-
-
-COMPLETE = """
-. ./tba.bash
-COMP_WORDS=(tba {words} "{last}")
-COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
-COMPREPLY=()
-$(complete -p tba | sed 's/.*-F \\([^ ]*\\).*/\\1/')
-echo "${{COMPREPLY[*]}}"
-"""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs, a recipe, and the script of bash."""
-    folder = tmp_path_factory.mktemp("place")
-    for name in ("seed0", "seed1", "other"):
-        (folder / "runs" / name).mkdir(parents=True)
-    (folder / "recipe.toml").touch()
-    return folder
-
-
-def script_of(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["completion", shell]) == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "last", "found"),
-    [
-        ("", "roll", ["rollback", "rollouts"]),
-        ("rollouts", "", ["list", "show", "export"]),
-        ("rollouts list --order", "b", ["best"]),
-        ("rollouts list", "--finish", ["--finish-reason"]),
-        ("view", "seed", ["seed0", "seed1"]),
-        ("score --from-run", "o", ["other"]),
-        ("run", "rec", ["recipe.toml"]),
-    ],
-)
-def test_bash_completes(
-    place: Path, capsys: pytest.CaptureFixture[str], words: str, last: str, found: list[str]
-) -> None:
-    (place / "tba.bash").write_text(script_of("bash", capsys))
-    done = subprocess.run(
-        ["bash", "--norc", "-c", COMPLETE.format(words=words, last=last)],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (done.stdout.split(), done.stderr) == (found, "")
-
-
-@pytest.mark.parametrize(("shell", "check"), [("zsh", "-n"), ("fish", "--no-execute")])
-def test_other_shells_can_read_their_script(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], shell: str, check: str
-) -> None:
-    script = script_of(shell, capsys)
-    assert "_tba_runs" in script
-    assert "rollouts" in script
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed here")
-    (tmp_path / "script").write_text(script)
-    subprocess.run([shell, check, str(tmp_path / "script")], check=True)

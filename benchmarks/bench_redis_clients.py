@@ -1,6 +1,6 @@
 """Clients of Redis beside the buffer's shared connections: CPU of the client, and calls per second.
 
-    pip install -r requirements-bench-redis.txt
+    pip install --group bench-redis
     python benchmarks/bench_redis_clients.py [--json FILE]
 
 redis-py, our shared connections, coredis and valkey-glide run the same commands against one Redis on loopback,

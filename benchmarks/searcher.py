@@ -2,7 +2,8 @@
 
     python benchmarks/searcher.py [--json FILE] [--sections vllm embedded] [--rounds 3]
 
-One thread. Needs `make unit`'s environment for vLLM (requirements-vllm-cpu.txt). Exits with 1 when a target is missed.
+One thread. Needs `make unit`'s environment for vLLM (deploy/constraints/vllm-cpu.txt).
+Exits with 1 when a target is missed.
 """
 
 from __future__ import annotations

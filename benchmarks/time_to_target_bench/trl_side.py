@@ -29,14 +29,15 @@ def make_venv() -> dict[str, str]:
     Returns:
         The versions that matter.
     """
-    pip = [str(VENV / "bin/pip"), "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    pip = [str(VENV / "bin/pip"), "install", "-q", "-c", str(ROOT / "deploy/constraints/main.txt")]
     if not INSTALLED.exists():
         print(f"installing TRL into {VENV} (a few minutes, once)", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+        subprocess.run([*pip, "pip>=25.1"], check=True)  # the first that knows --group
         # first and pinned: by itself, pip would take the build for GPUs
         subprocess.run([*pip, "torch"], check=True)
         local = ["-e", str(ROOT), "-e", str(ROOT / "services/reward")]  # the rewards are the product's
-        subprocess.run([*pip, "-r", str(ROOT / "requirements-bench.txt"), *local], check=True)
+        subprocess.run([*pip, "--group", f"{ROOT / 'pyproject.toml'}:bench", *local], check=True)
         INSTALLED.touch()
     names = ("trl", "transformers", "torch", "accelerate", "datasets")
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names}}}))"

@@ -18,7 +18,7 @@ def test_the_site_has_the_pages_that_it_names_and_what_they_link_to(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert f"{len(found)} files in" in done.stdout
-    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    nav = (ROOT / "docs" / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     named = set(re.findall(r"[\w./-]+\.md", nav))
     assert len(named) > 10
     assert named <= found

@@ -57,7 +57,9 @@ import pytest
 
 def test_what_the_makefile_asks_pip_for_is_read_whole_or_refused() -> None:
     found = list(
-        requirements_of(["first", "-q", "-c", "constraints.txt", "-e", ".[a,b]", "-e", "./services/reward/[c]"])
+        requirements_of(
+            ["first", "-q", "-c", "deploy/constraints/main.txt", "-e", ".[a,b]", "-e", "./services/reward/[c]"]
+        )
     )
     assert [(each.name, each.extras) for each in found] == [
         ("first", set()),

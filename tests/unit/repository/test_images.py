@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,8 +54,15 @@ def built(folder: Path, *targets: str, **variables: str) -> tuple[list[str], str
     log.write_text("")
     docker.write_text(f'#!/bin/sh\necho "$@" >>{log}\n[ "$1" = buildx ] || grep -qF -- "-t ${{3:-$2}} " {log}\n')
     docker.chmod(0o755)
-    words = ["make", "-s", "-o", "wheels/.torch", *targets, *(f"{name}={value}" for name, value in variables.items())]
-    # a copy, so that ./wheels of this checkout, which may hold a CPU build, is not looked at
+    words = [
+        "make",
+        "-s",
+        "-o",
+        "deploy/wheels/.torch",
+        *targets,
+        *(f"{name}={value}" for name, value in variables.items()),
+    ]
+    # a copy, so that deploy/wheels of this checkout, which may hold a CPU build, is not looked at
     for name in ("Makefile", "tba/__init__.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text((ROOT / name).read_text())
@@ -124,17 +132,13 @@ def test_the_build_context_names_what_belongs_to_an_image_and_nothing_else():
     # the last rule wins: the launcher of whole runs is in no image
     assert rules.index("tba_cli/local") > rules.index("!tba_cli")
     assert allowed == {
-        "constraints.txt",
         "pyproject.toml",
         "README.md",
-        "requirements-vllm-cpu.txt",
-        "requirements-vllm-cpu-wheel.txt",
         "tba",
         "tba_cli",
         "recipes",
         "services",
         "deploy",
-        "wheels",
     }
     copied = [
         word
@@ -161,7 +165,8 @@ def test_the_requirements_of_an_image_are_those_of_its_packages_and_pinned(name:
     needed = requirements(found[1], f"services/{name}[{extras[1]}]").stdout.split()
     lines = [re.split("[<>=]", line)[0] for line in needed]
     pinned = {
-        line.partition("==")[0].replace("_", "-").lower() for line in (ROOT / "constraints.txt").read_text().split()
+        line.partition("==")[0].replace("_", "-").lower()
+        for line in (ROOT / "deploy/constraints/main.txt").read_text().split()
     }
     assert len(lines) > 5
     assert {line.replace("_", "-").lower() for line in lines} <= pinned
@@ -201,20 +206,25 @@ def test_there_is_a_quickstart_recipe():
 
 
 def pins(name: str) -> dict[str, str]:
-    """Package -> version that a file of pins names, by normalised name."""
-    lines = [line.partition(" --hash")[0] for line in (ROOT / name).read_text().splitlines() if "==" in line]
+    """Package -> version that a file of deploy/constraints names, by normalised name."""
+    lines = [
+        line.partition(" --hash")[0]
+        for line in (ROOT / f"deploy/constraints/{name}.txt").read_text().splitlines()
+        if "==" in line
+    ]
     pairs = (line.split("==") for line in lines)
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in pairs}
 
 
 def test_vllm_is_installed_without_moving_a_version_that_is_pinned():
-    own, extra = pins("constraints.txt"), pins("requirements-vllm-cpu.txt") | pins("requirements-vllm-cpu-wheel.txt")
+    own, extra = pins("main"), pins("vllm-cpu") | pins("vllm-cpu-wheel")
     assert extra["vllm-cpu"]
     assert {name: version for name, version in extra.items() if own.get(name, version) != version} == {}
-    bench = pins("requirements-bench.txt")
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    bench = dict(line.split("==") for line in groups["bench"])
     assert {name for name in bench if (own | extra).get(name, bench[name]) != bench[name]} == set()
-    assert {"dill", "numpy", "pyarrow"} <= set(own)  # dependencies of requirements-bench.txt
-    assert "--hash=sha256:" in (ROOT / "requirements-vllm-cpu-wheel.txt").read_text()
+    assert {"dill", "numpy", "pyarrow"} <= set(own)  # dependencies of the group bench
+    assert "--hash=sha256:" in (ROOT / "deploy/constraints/vllm-cpu-wheel.txt").read_text()
 
 
 def test_every_version_is_that_of_this_tree():

@@ -16,14 +16,16 @@ ROOT = Path(__file__).parents[3]
 
 def test_what_a_release_calls_exists() -> None:
     text = (ROOT / "deploy" / "release").read_text()
-    files = set(re.findall(r"(?:tools|deploy)/[\w-]+\.(?:py|txt)|requirements-\w+\.txt", text))
-    assert {"tools/check_wheels.py", "requirements-release.txt", "deploy/build-requirements.txt"} <= files
+    files = set(re.findall(r"(?:tools|deploy)/[\w/-]+\.(?:py|txt)", text))
+    assert {"tools/check_wheels.py", "deploy/constraints/release.txt", "deploy/build-requirements.txt"} <= files
     assert {name for name in files if not (ROOT / name).is_file()} == set()
     makefile = (ROOT / "Makefile").read_text()
     for target in ("test", "images", "images-gpu", "images-push"):
         assert re.search(rf"\b{target}\b", text)
         assert re.search(rf"(?m)^{target}:", makefile)
-    pins = (ROOT / "requirements-release.txt").read_text() + (ROOT / "deploy" / "build-requirements.txt").read_text()
+    pins = (ROOT / "deploy/constraints/release.txt").read_text() + (
+        ROOT / "deploy" / "build-requirements.txt"
+    ).read_text()
     lines = [line for line in pins.splitlines() if not line.startswith("#")]
     assert {re.split("[=<>]", line)[0] for line in lines} >= {
         "build",
@@ -124,6 +126,6 @@ def test_a_release_is_refused_where_anything_would_be_missing(tmp_path: Path) ->
     away = {"REGISTRY": "registry.example/", "TWINE_REPOSITORY_URL": "https://index.example/"}
     assert "--no-images is for dry runs" in refusal("--no-images", **away)
     assert "--fast is no flag" in refusal("--fast")
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "torch-2+cpu-x.whl").touch()
-    assert "./wheels has a CPU build of torch" in refusal(GPU_IMAGES="1", **away)
+    (tmp_path / "deploy" / "wheels").mkdir()
+    (tmp_path / "deploy" / "wheels" / "torch-2+cpu-x.whl").touch()
+    assert "deploy/wheels has a CPU build of torch" in refusal(GPU_IMAGES="1", **away)

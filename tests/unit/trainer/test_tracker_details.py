@@ -325,7 +325,7 @@ def test_weights_and_biases_gets_numbers_histograms_and_tables_over_a_network(
     assert server.unknown == []
 
 
-NEEDS = "`make test-trackers` installs it: it does not go with the pins of constraints.txt"
+NEEDS = "`make test-trackers` installs it: it does not go with the pins of deploy/constraints/main.txt"
 
 
 def test_mlflow_keeps_curves_histograms_and_tables_that_its_client_reads(

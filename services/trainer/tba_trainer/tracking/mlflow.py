@@ -47,7 +47,7 @@ class MlflowTracker:
     def log(self, record: Record) -> None:
         """Add the numbers of a record."""
         run_id = self._opened()
-        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]  # see requirements-trackers.txt
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]  # see the group trackers
 
         at_ms = int(record.at_s * 1000)
         metrics = [Metric(name, value, at_ms, record.step) for name, value in record.numbers.items()]
@@ -77,7 +77,7 @@ class MlflowTracker:
             return self._run_id
         for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
             os.environ.setdefault(name, "true")  # read by the import
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # see requirements-trackers.txt
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # see the group trackers
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
         assert self._start is not None

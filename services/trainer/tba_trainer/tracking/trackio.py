@@ -39,7 +39,7 @@ class TrackioTracker:
 
     def log_details(self, details: Details) -> None:
         """Add the histograms of a step, and a trace for each sample rollout."""
-        import trackio  # pyright: ignore[reportMissingImports]  # see requirements-trackers.txt
+        import trackio  # pyright: ignore[reportMissingImports]  # see the group trackers
 
         found: dict[str, Any] = {
             f"histogram/{name}": trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
@@ -62,7 +62,7 @@ class TrackioTracker:
         return self._run
 
     def _init(self) -> Any:
-        import trackio  # pyright: ignore[reportMissingImports]  # see requirements-trackers.txt
+        import trackio  # pyright: ignore[reportMissingImports]  # see the group trackers
 
         assert self._start is not None
         return trackio.init(

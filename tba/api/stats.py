@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from tba.fields import StrictModel, VersionText
 
@@ -59,8 +59,8 @@ class TokenTotals(StrictModel):
     skipped: dict[str, int]
     """Reason -> tokens of batches that a step consumed without training on them."""
     not_counted: dict[str, int]
-    """Name of a field above -> rollouts (`skipped`: batches) whose tokens are not in it: those that an older release
-    has counted, and those that could not be read. Fields that hold everything are absent."""
+    """Name of a field above -> rollouts (`skipped`: batches) whose tokens are not in it: those that
+    could not be read. Fields that hold everything are absent."""
 
 
 class FailedReason(StrictModel):
@@ -74,10 +74,7 @@ class FailedReason(StrictModel):
 
 
 class Stats(StrictModel):
-    """GET /v1/stats: what is stored now, and the counts since the run began; of a snapshot these are None or empty.
-
-    Fields with a default are absent in the histories of older releases.
-    """
+    """GET /v1/stats: what is stored now, and the counts since the run began; of a snapshot these are None or empty."""
 
     run: str
     num_rollouts: int
@@ -97,13 +94,13 @@ class Stats(StrictModel):
     """Prompts that can fill a slot of a batch now."""
     payload_bytes: int
     log_position: int
-    checkpoint_position: int = Field(default=0, validation_alias=AliasChoices("checkpoint_position", "base_position"))
+    checkpoint_position: int = 0
     """Log position of the last checkpoint of the log; a restart reads the later events one by one."""
     index_bytes: int = 0
     """Memory of the index in this process."""
-    epoch: int = Field(default=0, validation_alias=AliasChoices("epoch", "replica"))
+    epoch: int = 0
     """Epoch of the buffer process that owns the run."""
-    num_publications: int = Field(validation_alias=AliasChoices("num_publications", "num_marks"))
+    num_publications: int
     pushed: dict[str, int]
     refused: dict[str, int]
     evicted: dict[str, int]

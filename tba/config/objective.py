@@ -112,12 +112,6 @@ PRESETS = MappingProxyType(
 FAMILY = tuple(name for name, parts in PRESETS.items() if parts.kind == "trajectory_balance")
 BASELINES = tuple(name for name in PRESETS if name not in FAMILY)
 
-FORMER_DEFAULTS = MappingProxyType(
-    {"reference_reset_steps": 50, "importance_clamp": 8.0, "clip_range": 0.2, "centre_max_age_steps": 32}
-)
-"""Defaults of older releases. Resolved recipes in their run folders hold them with any preset, where they have no
-effect."""
-
 DEFAULT_RESET_STEPS, DEFAULT_EMA_DECAY, DEFAULT_EMA_EVERY_STEPS = 50, 0.9, 10
 DEFAULT_LOG_Z_RATE, DEFAULT_SECOND_MOMENT = 0.2, 0.04
 DEFAULT_MISMATCH_RANGE = (0.5, 5.0)
@@ -292,7 +286,7 @@ class ObjectiveSection(StrictModel):
         settings = {"reference_reset_steps": "reset", "ema_decay": "ema", "ema_every_steps": "ema"}
         for name, needed in settings.items():
             # a setting without effect is a misunderstanding: better refused at the start than found after the run
-            if anchor != needed and getattr(self, name) not in (None, FORMER_DEFAULTS.get(name)):
+            if anchor != needed and getattr(self, name) is not None:
                 raise ValueError(
                     f'{name} = {getattr(self, name)} belongs to anchor = "{needed}", but {self._anchor_text()}; '
                     "remove it or choose that anchor"
@@ -372,7 +366,7 @@ class ObjectiveSection(StrictModel):
         for name, (is_used, needed) in used.items():
             value = getattr(self, name)
             # resolved recipes name every setting, so a default is no choice of a person
-            defaults = (None, type(self).model_fields[name].default, FORMER_DEFAULTS.get(name))
+            defaults = (None, type(self).model_fields[name].default)
             if not is_used and value not in defaults:
                 raise ValueError(
                     f"{name} = {value if isinstance(value, str) else format(value, 'g')} belongs to {needed}, and "

@@ -412,20 +412,6 @@ BUILT_IN_TASKS = ("addition", "exact", "gsm8k", "make_n", "math")
 class RewardSection(StrictModel):
     """The reward service."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_plugins(cls, value: Any) -> Any:
-        """Accept the empty `plugins` in the stored recipe of a run of release 0.1."""
-        # a key of older releases: resolved recipes of their runs hold it, empty
-        if not isinstance(value, dict) or "plugins" not in value:
-            return value
-        if value["plugins"]:
-            raise ValueError(
-                "reward.plugins was removed; give each task an entry in reward.tasks, with "
-                '{kind = "python", function = "module:name"}'
-            )
-        return {key: part for key, part in value.items() if key != "plugins"}
-
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs `auth.tokens_file`."""
     port: int = Field(default=8701, ge=0, le=65535)

@@ -92,16 +92,6 @@ def describe_tensors(paths: Sequence[Path]) -> list[TensorEntry]:
     ]
 
 
-def legacy_params_sha256(tensors: Mapping[str, RawTensor]) -> str:
-    """Return the `params_sha256` of manifests of schema 1: one sha256 over all bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        dtype, shape, raw = tensors[name]
-        digest.update(f"{name}|{dtype}|{'x'.join(map(str, shape))}|".encode())
-        digest.update(raw.data)
-    return digest.hexdigest()
-
-
 def open_tensors(paths: Sequence[Path]) -> dict[str, RawTensor]:
     """Map safetensors files into memory and return a view of each tensor: the files may be larger than memory.
 

@@ -20,9 +20,7 @@ from tba.weights.adapter import AdapterFile, merged_table
 from tba.weights.assembly import check_tensors_of
 from tba.weights.digest import (
     FileStamps,
-    describe_tensors,
     file_stamps,
-    legacy_params_sha256,
     open_tensors,
     sha256_of_file,
 )
@@ -201,10 +199,9 @@ class VersionWriter:
         files = prepared.new["files"]
         # it may have been prepared hours ago: the store was away
         manifest = prepared.manifest.model_copy(update={"created_at_s": time.time()})
-        tensors_paths = prepared.new["tensors_paths"]
         data = encode_manifest(manifest)  # before an upload: it may be too large
         # to compare the manifests is cheap, and uploading the same tensors a second time is not
-        if exists and (found := self._existing(manifest, tensors_paths)) is not None:
+        if exists and (found := self._existing(manifest)) is not None:
             return found
         for each in manifest.files:
             put_file(self._store, each.key, each.size_bytes, files[each.name])
@@ -214,7 +211,7 @@ class VersionWriter:
             key = f"{version_prefix(self._run, manifest.policy_version)}manifest.json"
             self._store.put(key, data, create_only=True)
         except ObjectExistsError:
-            if (found := self._existing(manifest, tensors_paths)) is not None:
+            if (found := self._existing(manifest)) is not None:
                 return found
             raise
         return manifest
@@ -234,7 +231,7 @@ class VersionWriter:
         max_bytes = settings.max_share * total_bytes
         against = None
         if base is not None and num_to_full is not None:
-            against = ShareBase(base.paths, {each.name: each.digest for each in _tensors_of(base)})
+            against = ShareBase(base.paths, {each.name: each.digest for each in base.manifest.tensors})
         if others is not None:
             others.begin_describe(None if against is None else against.digests, max_bytes=max_bytes)
         tables: list[ShareTable] = []
@@ -287,7 +284,7 @@ class VersionWriter:
         self, version: PolicyVersion, prefix: str, base: LocalVersion | None, file: AdapterFile
     ) -> _Stored:
         """Describe a version that is an adapter for `base`, the starting model."""
-        if base is None or not base.manifest.tensors:
+        if base is None:
             raise MalformedError(
                 f"weight version {version} is an adapter, and the tensors of the starting model that it is for are not "
                 "known"
@@ -317,7 +314,7 @@ class VersionWriter:
         key = f"runs/{self._run}/files/{sha256}/{name}"
         return StoredObject(name=name, key=key, size_bytes=path.stat().st_size, sha256=sha256)
 
-    def _existing(self, manifest: Manifest, tensors_paths: Sequence[Path] | AdapterFile) -> Manifest | None:
+    def _existing(self, manifest: Manifest) -> Manifest | None:
         """Return the manifest of this version that is in the store, if its content is the same; None: there is none.
 
         Raises:
@@ -327,9 +324,6 @@ class VersionWriter:
             found = self._manifest(manifest.policy_version)
         except ObjectNotFoundError:
             return None
-        if found.schema_version == 1 and not isinstance(tensors_paths, AdapterFile):
-            legacy = legacy_params_sha256(open_tensors(tensors_paths))
-            manifest = manifest.model_copy(update={"params_sha256": legacy})
         skipped = _NOT_CONTENT | _REPRESENTATION
         different = [
             name
@@ -347,11 +341,6 @@ class VersionWriter:
 def _paths_of(new: NewVersion) -> Sequence[Path]:
     tensors_paths = new["tensors_paths"]
     return (tensors_paths.path,) if isinstance(tensors_paths, AdapterFile) else tensors_paths
-
-
-def _tensors_of(base: LocalVersion) -> Sequence[TensorEntry]:
-    # not in the manifest of a starting model that a release before deltas has published; all its files are here
-    return base.manifest.tensors or describe_tensors(base.paths)
 
 
 def _delta(base: LocalVersion, num_to_full: int, tables: Sequence[ShareTable], max_bytes: float) -> Delta | None:

@@ -24,7 +24,7 @@ from tba.store import ObjectStore
 from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
 from tba.weights.assembly import assemble, check_tensors_of, merge
-from tba.weights.digest import describe_tensors, digest_of_file, open_tensors, sha256_of_file
+from tba.weights.digest import digest_of_file, open_tensors, sha256_of_file
 from tba.weights.node_cache import NodeCache, link_or_copy
 from tba.wire.weight_manifest import MAX_DELTAS, Adapter, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
 
@@ -114,7 +114,7 @@ class RouteReader:
             incoming = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder))
             for stored in files:
                 self._get(stored, incoming / stored.name)
-            if self._cache is None or not target.tensors:
+            if self._cache is None:
                 local = self._by_any_route(target, incoming, held)
             else:
                 local = self._by_cache(self._cache, target, incoming, held)
@@ -319,7 +319,7 @@ class RouteReader:
         else:
             place = folder / f".base-{route.start.version}"
             place.mkdir(exist_ok=True)
-            if self._cache is None or not route.start.tensors:
+            if self._cache is None:
                 start = base = self.take(Route(route.start, ()), route.start, place)
             else:  # other searchers of this machine have merged from it
                 start = base = self._by_cache(self._cache, route.start, place, ())
@@ -331,17 +331,12 @@ class RouteReader:
     def _finish_full(self, target: Manifest, downloaded: Sequence[Path]) -> LocalVersion:
         paths = [path.rename(path.with_name(stored.name)) for path, stored in zip(downloaded, target.full, strict=True)]
         size_bytes = sum(stored.size_bytes for stored in target.full)
-        if target.schema_version == 1:  # it has digests of files alone, which `_get` has checked
-            tensors = describe_tensors(paths)
-            digest = table_sha256((each.name, each.dtype, each.shape, each.digest) for each in tensors)
-            target = target.model_copy(update={"tensors": tensors, "params_sha256": digest})
-        else:
-            for stored, path in zip(target.full, paths, strict=True):
-                members = [entry for entry in target.tensors if entry.file == stored.name]
-                try:
-                    check_tensors_of(target.model_copy(update={"tensors": members}), [path])
-                except (DigestError, MalformedError) as error:
-                    raise damage_error(self._store, stored, str(error)) from None
+        for stored, path in zip(target.full, paths, strict=True):
+            members = [entry for entry in target.tensors if entry.file == stored.name]
+            try:
+                check_tensors_of(target.model_copy(update={"tensors": members}), [path])
+            except (DigestError, MalformedError) as error:
+                raise damage_error(self._store, stored, str(error)) from None
         return LocalVersion(target.policy_version, tuple(paths), target, "full", size_bytes)
 
     def _get_delta(self, stored: DeltaObject, path: Path) -> Path:
@@ -393,14 +388,15 @@ def _moved(base: LocalVersion, folder: Path) -> LocalVersion:
 
 
 def _expected(stored: StoredObject | TensorFile | DeltaObject) -> str | None:
+    if isinstance(stored, TensorFile):  # the digests of its tensors prove it: it is not read twice
+        return None
     return stored.digest if isinstance(stored, DeltaObject) else stored.sha256
 
 
 def _digest(stored: StoredObject | TensorFile | DeltaObject, path: Path) -> str | None:
-    if isinstance(stored, DeltaObject):
-        return digest_of_file(path)
-    # the digests of its tensors prove a file of schema 2: it is not read twice
-    return None if stored.sha256 is None else sha256_of_file(path)
+    if isinstance(stored, TensorFile):
+        return None
+    return digest_of_file(path) if isinstance(stored, DeltaObject) else sha256_of_file(path)
 
 
 def _content_name(manifest: Manifest, file: str) -> str:

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: the JSON document that makes it exist, and the plan of which rows lie in which object.
 
 Every process of the trainer writes the rows that it holds; an object is named by its content, so what a checkpoint has
-in common with the one before it is stored once. Manifests of schema 1, of releases before that, name files of whole
-tensors in the checkpoint's own folder.
+in common with the one before it is stored once.
 
 The digest of an object is xxh3-128 of its bytes. It protects from accidents, not from those who may write to the store.
 """
@@ -17,7 +16,7 @@ from pydantic_core import from_json
 
 from tba.errors import MalformedError
 from tba.versions import PolicyVersion
-from tba.wire.weight_manifest import FileName, Many, Sha256, StoredObject, Xxh3
+from tba.wire.weight_manifest import FileName, Many, Sha256, Xxh3
 
 MAX_CHECKPOINT_MANIFEST_BYTES = 256 * 1024 * 1024
 """About 120 bytes for each slice: 2,000 tensors with their moments, over 256 processes, have 180 MB."""
@@ -106,17 +105,8 @@ class CheckpointManifest(_Strict):
         return found
 
 
-class OldCheckpointManifest(_Strict):
-    """A checkpoint of a release before schema 2: files of whole tensors, and state.json, in the checkpoint's folder."""
-
-    schema_version: Literal[1] = 1
-    run: str
-    version: str
-    objects: Many[StoredObject]
-
-
-def decode_checkpoint_manifest(data: bytes, *, what: str) -> CheckpointManifest | OldCheckpointManifest:
-    """Parse a manifest of either schema.
+def decode_checkpoint_manifest(data: bytes, *, what: str) -> CheckpointManifest:
+    """Parse a manifest.
 
     Args:
         what: its key, for errors.
@@ -131,10 +121,9 @@ def decode_checkpoint_manifest(data: bytes, *, what: str) -> CheckpointManifest 
         schema = document.get("schema_version") if isinstance(document, dict) else None
         if isinstance(schema, int) and schema > 2:
             raise MalformedError(
-                f"{what} has schema {schema}, of a newer release; this one reads 1 and 2: upgrade this trainer"
+                f"{what} has schema {schema}, of a newer release; this one reads 2: upgrade this trainer"
             )
-        model = OldCheckpointManifest if schema == 1 else CheckpointManifest
-        return model.model_validate(document)
+        return CheckpointManifest.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "document"
@@ -156,9 +145,6 @@ def checkpoint_objects(folder: str, data: bytes) -> Iterator[str]:
         MalformedError: it is none.
     """
     manifest = decode_checkpoint_manifest(data, what=f"{folder}/manifest.json")
-    if isinstance(manifest, OldCheckpointManifest):
-        yield from (f"{folder}/{each.name}" for each in manifest.objects)
-        return
     yield from dict.fromkeys(object_key(folder, each) for each in manifest.objects)
     yield f"{folder}/state.json"
 

@@ -139,10 +139,7 @@ class SamplingDocument(Document):
 
 
 class RolloutDocument(Document, omit_defaults=True):
-    """One rollout; tokens and log-probs are raw little-endian bytes (int32, float32).
-
-    A field that a later release has added is left out where it says nothing: then older releases read the rollout.
-    """
+    """One rollout; tokens and log-probs are raw little-endian bytes (int32, float32)."""
 
     schema: Literal[1]
     rollout_id: bytes
@@ -374,7 +371,6 @@ def encode_rollout(rollout: Rollout) -> bytes:
             "searcher_id": rollout.searcher_id,
             "started_at_s": float(rollout.started_at_s),
             "finished_at_s": float(rollout.finished_at_s),
-            # no field without parts: older releases refuse a field that they do not know
             **({} if parts is None else {"reward_parts": {name: float(score) for name, score in parts.items()}}),
         }
     )

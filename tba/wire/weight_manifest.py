@@ -90,8 +90,8 @@ class TensorFile(_Strict):
     name: FileName
     key: str = Field(min_length=1, max_length=1024)
     size_bytes: int = Field(ge=8)
-    sha256: Sha256 | None = None
-    """Of the file; in manifests of schema 1, which have no digests of tensors."""
+    sha256: None = None
+    """Null in schema 2."""
 
 
 class DeltaObject(_Strict):
@@ -152,14 +152,12 @@ class Canary(_Strict):
 class Manifest(_Strict):
     """One weight version."""
 
-    schema_version: Literal[1, 2] = Field(default=2, alias="schema")
-    """1: written by a release before deltas; such a version is full."""
+    schema_version: Literal[2] = Field(default=2, alias="schema")
     run: str
     version: str
     parent: str | None
     dtype: Literal["float32", "bfloat16", "float16"]
     tensors: Many[TensorEntry]
-    """Empty in schema 1; `WeightVersions` fills it when it has downloaded the files."""
     full: Many[TensorFile] = Field(default_factory=list)
     """Empty: the version is stored as a delta alone."""
     delta: Delta | None = None
@@ -169,7 +167,7 @@ class Manifest(_Strict):
     model_config_sha256: Sha256
     tokenizer_sha256: Sha256
     params_sha256: Sha256
-    """`table_sha256` of the tensors; in schema 1 a sha256 over all their bytes."""
+    """`table_sha256` of the tensors."""
     canary: Canary
     torch_version: str
     transformers_version: str
@@ -194,8 +192,7 @@ class Manifest(_Strict):
             raise ValueError(f"the base {self.delta.base} of the delta is not older than version {self.version}")
         if self.adapter is not None and not PolicyVersion.parse(self.adapter.base) < self.policy_version:
             raise ValueError(f"the base {self.adapter.base} of the adapter is not older than version {self.version}")
-        if self.schema_version == 2:
-            self._check_tensors()
+        self._check_tensors()
         return self
 
     def _check_places(self) -> None:
@@ -257,7 +254,7 @@ class Manifest(_Strict):
     @property
     def full_bytes(self) -> int:
         """Bytes of all tensors, whether the version is stored whole or not."""
-        return sum(each.size_bytes for each in self.tensors) or sum(each.size_bytes for each in self.full)
+        return sum(each.size_bytes for each in self.tensors)
 
     @property
     def delta_bytes(self) -> int:
@@ -276,7 +273,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         MalformedError: it would be larger than what is read; the model has too many tensors.
     """
-    # left out where there is none: releases before it read the others
     without = {"adapter"} if manifest.adapter is None else None
     data = manifest.model_dump_json(by_alias=True, exclude=without).encode() + b"\n"
     if len(data) > MAX_MANIFEST_BYTES:
@@ -288,7 +284,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Parse a manifest, of schema 1 as well.
+    """Parse a manifest.
 
     Raises:
         MalformedError: it is too large, or the first field that is wrong.
@@ -300,7 +296,8 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         document = from_json(data)  # the models refuse infinity and NaN, and name the field
         _check_num_fields(document)
-        return Manifest.model_validate(_of_schema_1(document) if _schema(document) == 1 else document)
+        _check_schema(document)
+        return Manifest.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
@@ -323,20 +320,12 @@ def _check_num_fields(value: Any) -> None:
                 _check_num_fields(each)
 
 
-def _schema(document: Any) -> Any:
+def _check_schema(document: Any) -> None:
     schema = document.get("schema") if isinstance(document, dict) else None
     if isinstance(schema, int) and schema > 2:
         raise NewerManifestError(
-            f"weight manifest: schema {schema} is of a newer release, this one reads 1 and 2: upgrade this component"
+            f"weight manifest: schema {schema} is of a newer release, this one reads 2: upgrade this component"
         )
-    return schema
-
-
-def _of_schema_1(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document of schema 1 in today's form, its tensors unknown."""
-    if document.pop("kind", "full") != "full":
-        raise ValueError("kind: the versions of schema 1 are full")
-    return {**document, "full": document.get("tensors"), "tensors": []}
 
 
 def sha256_hex(data: bytes) -> str:

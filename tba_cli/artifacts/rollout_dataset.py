@@ -81,8 +81,7 @@ def exported(file: Path) -> Exported:
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(file)
-    # a service of an older release does not count them
-    return Exported(metadata.num_rows, int((metadata.metadata or {}).get(EVICTED_KEY.encode(), 0)))
+    return Exported(metadata.num_rows, int(metadata.metadata[EVICTED_KEY.encode()]))
 
 
 def write_dataset(file: Path, folder: Path, facts: DatasetFacts) -> Exported:

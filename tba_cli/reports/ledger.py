@@ -60,7 +60,7 @@ class LedgerCheck:
 
     Lines of the active lineage after `step`, and of later lineages, are newer than the run that was read. Lineages
     of the snapshot that the run began with have their lines in the ledger of another run; all later ones must be in
-    this one. Ledgers of older releases have no starts at all. Memory: the batch id and the step of every line.
+    this one. A ledger without starts is checked by its batches alone. Memory: the batch id and the step of every line.
 
     Args:
         tree: the lineage table.

@@ -82,7 +82,7 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
             f"pass@1 greedy:  {_number(summary['start_greedy'])} -> {_number(summary['final_greedy'])}{on}",
         ]
         accuracies = summary["start_accuracy"], summary["final_accuracy"]
-        rewards = summary.get("start_mean_reward"), summary.get("final_mean_reward")  # older releases have neither
+        rewards = summary["start_mean_reward"], summary["final_mean_reward"]
         # of rewards with grades the share of successes alone hides what was learned
         if rewards != (None, None) and rewards != accuracies:
             lines.insert(0, f"mean reward:    {_number(rewards[0])} -> {_number(rewards[1])}{on}")
@@ -96,7 +96,7 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if train_s is not None:
         waited = "" if wait_share is None else f", of which the trainer waited {100 * wait_share:.1f} %"
         lines.append(f"{summary['steps']} steps in {train_s:.0f} s of training{waited}")
-    tokens = summary.get("tokens")  # those of older releases have none
+    tokens = summary["tokens"]
     lines += total_lines(tokens and TokenTotals.model_validate(tokens))
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
         lines.append(f"ended early:   {summary['state_reason']}")

@@ -15,8 +15,7 @@ DROPPED = (
 
 def total_lines(tokens: TokenTotals | None) -> list[str]:
     """Return a line on tokens, and one on those that are unknown; each only where there is something."""
-    # the buffer, the history, or all of the run is of an older release, which counted rollouts alone
-    if tokens is None or (not tokens.generated and tokens.not_counted.get("generated")):
+    if tokens is None:
         return []
     lost = [f"{text} {number:,}" for text, name in DROPPED if (number := sum(getattr(tokens, name).values()))]
     lines = [f"tokens: {', '.join((f'{tokens.generated:,} generated', f'{tokens.trained:,} trained', *lost))}"]

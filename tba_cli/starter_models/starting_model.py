@@ -149,7 +149,6 @@ def train(
         rate = shape.noisy_learning_rate * (1 - step / section.noise_steps)
         _update(model, optimizer, _micro_batches(noisy, lesson, tokenizer), rate)
     return {
-        # names of the stored report, which older releases have written
         "num_school_steps": num_clean_steps,
         "school_accuracy": accuracy,
         "validation_accuracy": expected_accuracy(model, inputs, answers),

@@ -212,13 +212,6 @@ def test_the_limit_of_the_container_bounds_the_heap(tmp_path: Path) -> None:
     assert SERVE["memory_limit_bytes"](files) == 1 << 30
 
 
-def test_the_objects_of_the_earlier_store_are_not_passed_over(tmp_path: Path) -> None:
-    server = S3Server(tmp_path)
-    (tmp_path / "s3").mkdir()
-    with pytest.raises(AssertionError, match="has objects of the store of an earlier release"):
-        server.start()
-
-
 def test_the_keys_lie_in_a_folder_of_the_owner_alone(tmp_path: Path) -> None:
     """A name that others know could be a link of theirs."""
     server = S3Server(tmp_path)

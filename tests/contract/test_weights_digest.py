@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tba.errors import MalformedError, StoreError
 from tba.weights import params_sha256, params_sha256_of_files
-from tba.weights.digest import in_parallel, legacy_params_sha256
+from tba.weights.digest import in_parallel
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -73,8 +73,6 @@ def test_every_change_of_a_parameter_changes_the_digest(tmp_path: Path, change: 
 def test_the_digests_are_the_ones_that_were_published_before() -> None:
     tensors = {"w": ("F32", (2, 1), np.array([1.0, -2.0], "<f4").view(np.uint8))}
     assert params_sha256(tensors) == "1d7a5bbe83eaa27f51ac0df61a63dedc697e2c48fe421c6b4ce3296426dc1123"
-    # in manifests of schema 1
-    assert legacy_params_sha256(tensors) == "f2d0243cbc77b27ab3f06b408ad7ec1e7d30e541e28770260964be26bec1cb55"
 
 
 def test_a_truncated_or_missing_file_is_one_sentence(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import threading
@@ -10,15 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load, load_file, save_file
+from safetensors.numpy import load_file, save_file
 
 from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
-from tba.weights import DeltaSettings, WeightVersions, params_sha256_of_files, sha256_of_file
-from tba.weights.digest import legacy_params_sha256
+from tba.weights import WeightVersions, params_sha256_of_files, sha256_of_file
 from tba.wire import Canary, Manifest
-from tba.wire.weight_manifest import MAX_MANIFEST_BYTES, encode_manifest
+from tba.wire.weight_manifest import MAX_MANIFEST_BYTES
 
 CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
 
@@ -367,48 +365,3 @@ def test_only_what_has_no_manifest_and_is_of_an_older_lineage_is_deleted(store: 
     assert versions.delete_incomplete(before_lineage=3, keep={START}) == [PolicyVersion(1, 8), PolicyVersion(2, 8)]
     assert before - set(store.list("")) == set(halves[1:3])
     assert versions.versions() == [V1]
-
-
-def as_schema_1(store: ObjectStore, manifest: Manifest) -> None:
-    """Replace the manifest of a full version by one of a release before deltas."""
-    document = json.loads(encode_manifest(manifest))
-    for name in ("full", "delta"):
-        del document[name]
-    data = store.get(manifest.full[0].key)
-    document |= {"schema": 1, "kind": "full"}
-    document["tensors"] = [
-        {**manifest.full[0].model_dump(exclude={"sha256"}), "sha256": hashlib.sha256(data).hexdigest()}
-    ]
-    raw = load(data)
-    names = {"float32": "F32", "float16": "F16"}
-    document["params_sha256"] = legacy_params_sha256(
-        {name: (names[str(t.dtype)], t.shape, t.reshape(-1).view(np.uint8)) for name, t in raw.items()}
-    )
-    store.put(f"runs/demo/weights/{manifest.version}/manifest.json", json.dumps(document).encode())
-
-
-def test_versions_of_a_release_before_deltas_are_used_as_before(
-    store: ObjectStore, model: Model, tmp_path: Path
-) -> None:
-    versions = WeightVersions(store, "demo")
-    published = model.publish(versions, V1)
-    as_schema_1(store, published)
-    old = versions.manifest(V1)
-    assert (old.schema_version, old.tensors, old.full_bytes) == (1, [], model.tensors.stat().st_size)
-    # what an engine is checked against is today's digest, computed from the verified file
-    local = versions.download_tensors(V1, tmp_path / "engine")
-    assert (local.manifest.tensors, local.manifest.params_sha256) == (published.tensors, published.params_sha256)
-    assert versions.download(V1, tmp_path / "model").params_sha256 == published.params_sha256
-    # a resumed trainer publishes its start again, and a delta may follow
-    assert model.publish(versions, V1) == old
-    with pytest.raises(ObjectExistsError, match=r"exists with other content \(params_sha256 differ\)"):
-        Model(tmp_path / "other", seed=1).publish(versions, V1)
-    following = PolicyVersion(1, 5)
-    model.publish(versions, following, base=local, deltas=DeltaSettings(min_bytes=0))
-    assert versions.download_tensors(following, tmp_path / "next", held=[local]).route == "delta"
-    assert versions.download_tensors(following, tmp_path / "far").route == "full"
-    data = bytearray(store.get(published.full[0].key))
-    data[-1] ^= 1
-    store.put(published.full[0].key, bytes(data))
-    with pytest.raises(DigestError, match=published.full[0].key):
-        versions.download_tensors(V1, tmp_path / "damaged")

@@ -135,45 +135,25 @@ def manifest() -> Manifest:
         TensorEntry(name="model.b", dtype="F32", shape=[], file="model.safetensors", digest="ba" * 16),
     ]
     prefix = "runs/demo/weights/1-4"
-    return manifest_of_schema_1().model_copy(
-        update={
-            "schema_version": 2,
-            "tensors": tensors,
-            "full": [TensorFile(name="model.safetensors", key=f"{prefix}/model.safetensors", size_bytes=1234)],
-            "delta": Delta(
-                base="1-3",
-                num_to_full=3,
-                objects=[
-                    DeltaObject(
-                        name=f"delta-00001-{'cc' * 16}.safetensors",
-                        key=f"{prefix}/delta-00001-{'cc' * 16}.safetensors",
-                        size_bytes=99,
-                        digest="cc" * 16,
-                    )
-                ],
-            ),
-            "params_sha256": table_sha256((each.name, each.dtype, each.shape, each.digest) for each in tensors),
-        }
-    )
-
-
-def manifest_of_schema_1() -> Manifest:
-    """A manifest of a release before deltas, as it is read now."""
     return Manifest(
-        schema=1,
         run="demo",
         version="1-4",
         parent="0-0",
         dtype="bfloat16",
-        tensors=[],
-        full=[
-            TensorFile(
-                name="model.safetensors",
-                key="runs/demo/weights/1-4/model.safetensors",
-                size_bytes=1234,
-                sha256="ab" * 32,
-            )
-        ],
+        tensors=tensors,
+        full=[TensorFile(name="model.safetensors", key=f"{prefix}/model.safetensors", size_bytes=1234)],
+        delta=Delta(
+            base="1-3",
+            num_to_full=3,
+            objects=[
+                DeltaObject(
+                    name=f"delta-00001-{'cc' * 16}.safetensors",
+                    key=f"{prefix}/delta-00001-{'cc' * 16}.safetensors",
+                    size_bytes=99,
+                    digest="cc" * 16,
+                )
+            ],
+        ),
         files=[
             StoredObject(
                 name="config.json", key=f"runs/demo/files/{'cd' * 32}/config.json", size_bytes=12, sha256="cd" * 32
@@ -181,7 +161,7 @@ def manifest_of_schema_1() -> Manifest:
         ],
         model_config_sha256="cd" * 32,
         tokenizer_sha256="ef" * 32,
-        params_sha256="01" * 32,
+        params_sha256=table_sha256((each.name, each.dtype, each.shape, each.digest) for each in tensors),
         canary=Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=0.001),
         torch_version="2.13.0",
         transformers_version="5.19.0",

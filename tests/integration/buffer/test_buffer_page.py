@@ -41,7 +41,7 @@ def texts(page: Page) -> str:
 
 def test_overview_shows_how_the_run_learns(trained: BufferThread, open_page: Open, redis: RedisProcess) -> None:
     with Redis.from_url(redis.url) as raw:
-        # as an older release has left it
+        # the tokens of two skipped batches could not be read
         raw.hset(Keys("test").counters, "skipped:refused", 2)
     page, watched = open_page(trained)
     page.wait_for_selector(".uplot canvas")

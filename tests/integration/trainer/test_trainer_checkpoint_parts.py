@@ -17,7 +17,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
 from tba_trainer.distributed.process_group import make_mesh
@@ -33,7 +32,6 @@ from tba.config.trainer import ShardingSection
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
-from tba.weights import sha256_of_file
 from tests.support.learner_values import make_state
 from tests.support.model_families import make_family_model
 from tests.support.stored_checkpoint import manifest_of, object_keys
@@ -169,29 +167,6 @@ def test_the_rows_are_those_that_torch_gives_each_process(replicas: int, monkeyp
         assert written == {name: tensor.shape[0] for name, tensor in tensors.items()}  # every row once
     finally:
         dist.destroy_process_group()
-
-
-def test_a_checkpoint_of_an_older_release_is_read_by_any_number_of_processes(tmp_path: Path) -> None:
-    sections, store, key = sections_of(2), FileStore(tmp_path / "store"), "runs/demo/checkpoints/1-4"
-    (tmp_path / "state.json").write_text(make_state("1-4").model_dump_json())
-    for section, tensors in sections.items():
-        save_file(tensors, tmp_path / f"{section}-00001.safetensors")
-    objects = []
-    for path in sorted(tmp_path.glob("*.*")):
-        stored = {"name": path.name, "key": f"{key}/{path.name}", "size_bytes": path.stat().st_size}
-        objects.append({**stored, "sha256": sha256_of_file(path)})
-        store.put_file(f"{key}/{path.name}", path)
-    store.put(
-        f"{key}/manifest.json",
-        json.dumps({"schema_version": 1, "run": "demo", "version": "1-4", "objects": objects}).encode(),
-    )
-    for layout in (Layout(), Layout(1, 2)):
-        assert_holds(store_of(tmp_path, layout), key, layout, sections)
-    # it goes as a whole, and what newer ones share stays
-    save(tmp_path, sections, "1-5")
-    store_of(tmp_path).delete(PolicyVersion(1, 4))
-    assert store.list(key) == []
-    assert_holds(store_of(tmp_path), "runs/demo/checkpoints/1-5", Layout(), sections)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import torch
 from safetensors.torch import load_file
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
 
-from tba.errors import ConfigError, StoreUnavailableError, TbaError
+from tba.errors import StoreUnavailableError
 from tba.store import FileStore
-from tba.versions import START, PolicyVersion
-from tba.weights import sha256_of_file, shares
-from tba.weights.digest import legacy_params_sha256, open_tensors
+from tba.versions import PolicyVersion
+from tba.weights import shares
 from tests.support.stored_checkpoint import section_tensors
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe
-from tests.support.trainer_world import World, failing
+from tests.support.trainer_world import World
 from tests.support.waits import until
 
 
@@ -89,37 +86,3 @@ def test_where_a_delta_does_not_pay_the_next_try_is_a_keyframe_later_and_a_faile
     assert all(world.versions.manifest(version).delta is None for version in world.versions.versions())
     assert world.buffer.marks[-1] == "1-7"
     assert world.versions.latest() is None
-
-
-def test_a_run_whose_starting_model_an_older_release_published_goes_on_with_deltas_against_it(
-    world: World, model: Path, tmp_path: Path
-) -> None:
-    store = {"delta_min_bytes": 0}
-    trainer = {"sync_interval": 2, "learning_rate": {"value": 1e-4}}
-    recipe = make_recipe(model, model={"dtype": "bfloat16"}, trainer=trainer, store=store)
-    world.buffer.before = failing(1, lambda: TbaError("killed"), "ack")
-    with pytest.raises(TbaError, match="killed"):
-        world.train(recipe)
-    write_as_schema_1(world, START)
-    other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
-    with pytest.raises(ConfigError, match=r"model\.path does not hold the model"):
-        world.train(make_recipe(other, model={"dtype": "bfloat16"}))
-    world.train(recipe)
-    assert world.buffer.marks == ["0-0", "0-0", "2-2", "2-4"]
-    bases = [world.versions.manifest(PolicyVersion(2, step)).base for step in (2, 4)]
-    assert bases == [START, PolicyVersion(2, 2)]
-    trained = section_tensors(world.store, "runs/demo/checkpoints/2-4", "model")
-    assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in world.tensors("2-4").items())
-
-
-def write_as_schema_1(world: World, version: PolicyVersion) -> None:
-    """Write the manifest of a full version again, as releases before deltas wrote it."""
-    key = f"runs/demo/weights/{version}/manifest.json"
-    document = json.loads(world.store.get(key))
-    path = world.folder / f"store/runs/demo/weights/{version}/model.safetensors"
-    tensors = {"name": path.name, "key": document["full"][0]["key"], "size_bytes": path.stat().st_size}
-    tensors["sha256"] = sha256_of_file(path)
-    document |= {"schema": 1, "kind": "full", "tensors": [tensors]}
-    document["params_sha256"] = legacy_params_sha256(open_tensors([path]))
-    del document["full"], document["delta"]
-    world.store.put(key, json.dumps(document).encode())

@@ -1,23 +1,18 @@
-"""The bodies of REST, and endpoints of older releases."""
+"""The bodies of REST."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tba_buffer.api.app import RENAMED_ENDPOINTS, build_app
 
-from tba.api import CheckpointRequest, Lease, LeaseReply, LeaseRequest, LineageRequest, Prompt, RunInfo, Stats
+from tba.api import CheckpointRequest, Lease, LeaseReply, LeaseRequest, LineageRequest, Prompt
 from tba.api.prompts import MAX_DATA_LEVELS
-from tba.api.run import SearchersInfo
 from tba.fields import MAX_DIGITS, control_character_error
-from tests.support.buffer import make_recipe
-from tests.support.history_values import RUN_INFO, stats
 
 # ---- REST bodies refuse what could not be stored or sent on ---------------------------------------------------------
 
@@ -93,47 +88,6 @@ def test_every_trainer_start_has_an_unguessable_id_of_its_own_that_travels_with_
     assert first.request_id != second.request_id
     assert len(bytes.fromhex(first.request_id)) * 8 == 128
     assert LineageRequest.model_validate_json(first.model_dump_json()).request_id == first.request_id
-
-
-# ---- Endpoints of older releases ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("method", "path"), RENAMED_ENDPOINTS)
-async def test_an_old_endpoint_names_the_new_one(method: str, path: str) -> None:
-    app = build_app(make_recipe(), None)
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        reply = await client.request(method, path, json={"version": "1-1", "token": "t"})
-    assert (reply.status_code, reply.json()["type"]) == (404, "urn:tba:problem:not-found")
-    assert reply.json()["detail"] == f"{method} {path} is now {method} {RENAMED_ENDPOINTS[method, path]}"
-    assert method.lower() in app.openapi()["paths"][RENAMED_ENDPOINTS[method, path]]
-
-
-def test_announcements_of_versions_are_renamed() -> None:
-    assert RENAMED_ENDPOINTS["POST", "/v1/marks"] == "/v1/versions"
-
-
-def test_replies_and_reports_of_an_older_release_are_read() -> None:
-    """`tba report` reads history.json of runs that ended under 0.2; an upgrade asks a buffer of 0.2."""
-    document = stats().model_dump()
-    old = dict(document)
-    for now, before in {
-        "epoch": "replica",
-        "checkpoint_position": "base_position",
-        "num_publications": "num_marks",
-    }.items():
-        old[before] = old.pop(now)
-    assert Stats.model_validate(old) == stats()
-    run = RunInfo.model_validate(RUN_INFO | {"damaged": {"num": {"prompt": 1}, "items": []}})
-    old = run.model_dump()
-    old["unreadable"], old["searchers"] = old.pop("damaged"), None
-    if run.searchers is not None:
-        old["searchers"] = run.searchers.model_dump() | {"wanted": run.searchers.desired}
-        del old["searchers"]["desired"]
-    assert RunInfo.model_validate(old) == run
-    searchers = SearchersInfo(revision=1, desired=4, source="operator", alive=3, backend="local")
-    before = searchers.model_dump()
-    before["wanted"] = before.pop("desired")
-    assert SearchersInfo.model_validate(before) == searchers
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_lineage_that_has_not_stepped_yet_still_has_its_parents_steps():
     assert ledger_violations(GOOD[:5], TREE, lineage=2, step=2) == []
 
 
-def test_a_ledger_of_an_older_release_has_batches_only():
+def test_a_ledger_without_starts_is_checked_by_its_batches():
     assert violations([line for line in GOOD if isinstance(line, LedgerEntry)]) == []
 
 

@@ -171,7 +171,7 @@ class Drawn:
 
 
 class Plain:
-    """A tracker of an older release, which knows records alone."""
+    """A tracker that knows records alone."""
 
     name = "plain"
 

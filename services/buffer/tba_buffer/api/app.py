@@ -9,16 +9,13 @@ from fastapi import Depends, FastAPI, Request
 from prometheus_client import CollectorRegistry
 
 from tba.config import Recipe
-from tba.errors import ConflictError, NotFoundError
+from tba.errors import ConflictError
 from tba.server import Authenticator, create_app
 from tba.tokens import TokensFile
 from tba_buffer.api import rollouts, run, views
 from tba_buffer.monitoring.request_times import RequestTimes
 from tba_buffer.page.files import page_router
 from tba_buffer.service import Buffer
-
-RENAMED_ENDPOINTS = {("POST", "/v1/marks"): "/v1/versions"}
-"""(method, path of an older release) -> the path that it has now."""
 
 
 def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> FastAPI:
@@ -71,8 +68,6 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
     ):
         app.include_router(router(buffer, auth), dependencies=guards)
     app.include_router(page_router())
-    for (method, path), new_path in RENAMED_ENDPOINTS.items():
-        _add_renamed(app, method, path, new_path)
     return app
 
 
@@ -84,12 +79,3 @@ def _write_refusal(why: str) -> Callable[[Request], None]:
             raise ConflictError(f"this is a read-only view ({why}), so it takes no {request.method} {request.url.path}")
 
     return refuse
-
-
-def _add_renamed(app: FastAPI, method: str, path: str, new_path: str) -> None:
-    """Answer 404 at the old path, with a problem that names the new one: clients of an older release learn why."""
-
-    async def renamed() -> None:
-        raise NotFoundError(f"{method} {path} is now {method} {new_path}")
-
-    app.add_api_route(path, renamed, methods=[method], include_in_schema=False)

@@ -211,7 +211,7 @@ def thin(values: Floats, num_per_point: int) -> list[float | None]:
     with np.errstate(over="ignore"):
         means = np.where(known, groups, 0.0).sum(axis=1) / np.maximum(1, num_known)
     found = means.astype(object)
-    # also a sum that is too large for a float: an older release took values of any size
+    # also a sum that is too large for a float
     found[(num_known == 0) | ~np.isfinite(means)] = None
     return found.tolist()
 

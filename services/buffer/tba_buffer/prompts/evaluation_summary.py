@@ -42,7 +42,7 @@ class EvaluationUnit:
 
 _PER_PROMPT = ("distinct_1", "distinct_2", "distinct_3", "embedding_distance")
 Results = Mapping[EvaluationUnit, Mapping[str, Any]]
-"""Unit -> a stored EvalResult; those of older releases lack the newer fields."""
+"""Unit -> a stored EvalResult."""
 
 
 def with_raised(results: Results, tasks: Mapping[int, str]) -> Results:
@@ -152,7 +152,7 @@ def _compared_numbers(document: dict[str, Any], section: EvalSection, num_prompt
         return None
     if document["num_prompts"] == num_prompts:
         return EvalNumbers.model_validate({k: v for k, v in document["summary"].items() if k != "finished_at_s"})
-    first = document.get("first")  # evaluations of older releases have none
+    first = document.get("first")
     if first is None or first["num_prompts"] != num_prompts:
         return None
     return EvalNumbers.model_validate(first["numbers"])
@@ -161,7 +161,7 @@ def _compared_numbers(document: dict[str, Any], section: EvalSection, num_prompt
 def _is_known(document: dict[str, Any], numbers: EvalNumbers, section: EvalSection, num_prompts: int) -> bool:
     """Return whether enough of the compared scores are known."""
     kind = "greedy" if section.best_metric == "greedy_accuracy" else "sample"
-    # older releases counted the unknown scores of all kinds together: then all of them count
+    # where the count by kind cannot be read, the unknown scores of all kinds count
     num_unknown = document.get("first", {}).get("num_unknown", {}).get(kind, numbers.num_unknown)
     # an unknown score may leave a whole prompt out of pass@K
     per_prompt = kind == "greedy" or pass_at_of(section.best_metric) is not None

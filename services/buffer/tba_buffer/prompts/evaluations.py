@@ -337,7 +337,7 @@ class FinishedAt(BaseModel):
 
 
 class StoredEval(BaseModel):
-    """The fields of a stored evaluation beside its EvalInfo; evaluations of older releases lack some."""
+    """The fields of a stored evaluation beside its EvalInfo; `first` and `summary` come when it is done."""
 
     success_reward: Number
     deadline_s: Number

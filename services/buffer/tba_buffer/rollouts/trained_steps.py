@@ -76,7 +76,7 @@ _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(StepReco
 
 
 def encode_trained(request: AckRequest, *, acked_at_s: float) -> bytes:
-    """Encode what an ack reports of its rollouts; empty where it reports none, as trainers of older releases do."""
+    """Encode what an ack reports of its rollouts; empty where it reports none."""
     trained = request.trained
     if trained is None or not trained.rollout_ids:
         return b""

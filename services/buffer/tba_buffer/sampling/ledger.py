@@ -55,12 +55,11 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
     log_position: int
     deadline_s: float
     groups: list[GroupRecord]
-    most_on_policy_prob: float | None = None
-    """None: drawn by an older release."""
-    num_left_out: int = 0
+    most_on_policy_prob: float
+    num_left_out: int
     """Slots that were drawn again, since their rewards were all equal."""
-    num_tokens: int | None = None
-    """Response tokens of all rollouts; repeated ones count as often as they occur. None: drawn by an older release."""
+    num_tokens: int
+    """Response tokens of all rollouts; repeated ones count as often as they occur."""
 
     @property
     def rollout_ids(self) -> list[bytes]:
@@ -277,14 +276,13 @@ def _check_counts(record: BatchRecord, request: AckRequest) -> None:
 def token_counts(record: BatchRecord, request: AckRequest) -> dict[str, int]:
     """Return how much an ack adds to the counters of tokens, and of the rollouts (skipped: batches) that they are of.
 
-    What is not known adds nothing: the batch was drawn by an older release, or the trainer does not know the tokens of
-    what it refused.
+    What is not known adds nothing: the trainer may not know the tokens of what it refused.
     """
     found: dict[str, int] = {}
     for reason, num_tokens in request.refused_tokens.items():
         name = f"trainer_refused:{reason}"
         found |= {f"with_tokens:{name}": request.refused[reason], f"tokens:{name}": num_tokens}
-    if record.num_tokens is None or request.refused_tokens.keys() != request.refused.keys():
+    if request.refused_tokens.keys() != request.refused.keys():
         return found
     name, number = "trained", record.num_rollouts - sum(request.refused.values())
     if request.skipped:

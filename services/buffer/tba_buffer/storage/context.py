@@ -412,7 +412,7 @@ class RunHash:
     @property
     def sampling_version(self) -> str | None:
         """The version that searchers sample with."""
-        # absent in the runs of older releases, and before the first publication of a fork
+        # absent before the first publication of a fork
         return self.stored_sampling_version or self.latest_version
 
     @cached_property

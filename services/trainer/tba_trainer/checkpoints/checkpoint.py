@@ -22,7 +22,6 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -32,24 +31,19 @@ from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.weights import checkpoint_prefix, complete_versions, delete_incomplete, sha256_of_file
-from tba.weights.digest import tensor_header
 from tba.wire.checkpoint_manifest import (
     CheckpointManifest,
     CheckpointObject,
-    OldCheckpointManifest,
-    Slice,
     decode_checkpoint_manifest,
     object_key,
     object_name,
 )
 from tba.wire.weight_manifest import sha256_hex
 from tba_trainer.checkpoints.parts import ON_DISK, Part, PartStaging, SliceFiles, Staging, fetch_objects
-from tba_trainer.checkpoints.weight_files import SUFFIX
 from tba_trainer.learner.learner import MODEL, SHARDED_SECTIONS, TrainerState
 from tba_trainer.model.slices import Layout, Rows
 
 MANIFEST, STATE = "manifest.json", "state.json"
-AnyManifest = CheckpointManifest | OldCheckpointManifest
 log = get_logger("checkpoint")
 
 
@@ -124,7 +118,7 @@ class CheckpointStore:
             known = self._committed[1]
         else:
             try:
-                known = _lineages(_objects(self._decode(version)))
+                known = _lineages(self._decode(version).objects)
             except (ObjectNotFoundError, MalformedError):  # there is none: everything is written
                 return {}
         # one that a bucket's rule or a person has deleted is written again, or no later checkpoint would have it
@@ -195,17 +189,14 @@ class CheckpointStore:
         folder = Path(tempfile.mkdtemp(prefix="resume-", dir=self.folder))
         try:
             # all digests are checked before anything is loaded: a learner must not be left half restored
-            if isinstance(document, OldCheckpointManifest):
-                sections = self._fetch_old(document, key, folder)
-            else:
-                sections = fetch_objects(
-                    self._store,
-                    document.objects,
-                    folder,
-                    key=key,
-                    layout_of=dict.fromkeys(SHARDED_SECTIONS, self._layout),
-                )
-                self._fetch_state(key, folder, document.state_sha256)
+            sections = fetch_objects(
+                self._store,
+                document.objects,
+                folder,
+                key=key,
+                layout_of=dict.fromkeys(SHARDED_SECTIONS, self._layout),
+            )
+            self._fetch_state(key, folder, document.state_sha256)
             if not (folder / STATE).is_file() or MODEL not in sections:
                 raise MalformedError(f"checkpoint {key} lacks {STATE if MODEL in sections else MODEL}")
             return Checkpoint(state=_read_state(folder / STATE), sections=sections, folder=folder)
@@ -250,7 +241,7 @@ class CheckpointStore:
     def delete(self, version: PolicyVersion) -> None:
         """Delete one checkpoint, and the objects that no other names."""
         try:
-            objects = _objects(self._decode(version))
+            objects = self._decode(version).objects
         except (ObjectNotFoundError, MalformedError):  # the next start collects them
             objects = []
         # manifest first: a half deleted checkpoint must not look complete
@@ -281,34 +272,17 @@ class CheckpointStore:
             log.warning("checkpoint_objects_kept", num=len(keys), reason=str(error))
             return
         key = f"{self._prefix}-"  # of any checkpoint: they share the folder of objects
-        for unused in sorted(keys - {object_key(key, each) for each in chain.from_iterable(map(_objects, left))}):
+        named = {object_key(key, each) for manifest in left for each in manifest.objects}
+        for unused in sorted(keys - named):
             self._store.delete(unused)
 
-    def _decode(self, version: PolicyVersion) -> AnyManifest:
+    def _decode(self, version: PolicyVersion) -> CheckpointManifest:
         key = self.key(version)
         return decode_checkpoint_manifest(self.manifest_of(key), what=f"{key}/{MANIFEST}")
 
     def _fetch_state(self, key: str, folder: Path, sha256: str) -> None:
         self._store.get_file(f"{key}/{STATE}", folder / STATE)
         self._check_sha256(f"{key}/{STATE}", folder / STATE, sha256)
-
-    def _fetch_old(self, manifest: OldCheckpointManifest, key: str, folder: Path) -> dict[str, SliceFiles]:
-        """Fetch all files of a checkpoint of schema 1: which tensors they hold, they say themselves."""
-        sections: dict[str, SliceFiles] = {}
-        for stored in manifest.objects:
-            path = folder / stored.name
-            self._store.get_file(f"{key}/{stored.name}", path)
-            self._check_sha256(f"{key}/{stored.name}", path, stored.sha256)
-            if path.suffix != SUFFIX:
-                continue
-            section, shapes = path.stem.partition("-")[0], tensor_header(path)
-            layout = self._layout if section in SHARDED_SECTIONS else None
-            slices = {
-                name: Slice(begin=0, end=shape[0] if shape else 1, shape=shape)
-                for name, shape in ((name, list(entry["shape"])) for name, entry in shapes.items())
-            }
-            sections.setdefault(section, SliceFiles(layout)).add(slices, path)
-        return sections
 
     def _check_sha256(self, key: str, path: Path, expected: str) -> None:
         if (found := sha256_of_file(path)) != expected:
@@ -320,10 +294,6 @@ class CheckpointStore:
 
 def _lineages(objects: Iterable[CheckpointObject]) -> dict[str, int]:
     return {each.digest: each.lineage for each in objects}
-
-
-def _objects(manifest: AnyManifest) -> list[CheckpointObject]:
-    return manifest.objects if isinstance(manifest, CheckpointManifest) else []
 
 
 def _read_state(path: Path) -> TrainerState:

@@ -408,10 +408,7 @@ class Optimizer:
 
 
 class TrainerState(BaseModel):
-    """state.json of a checkpoint. Schedules and the ledger need no field: their position is the step of `version`.
-
-    A field that a checkpoint lacks, because an older release wrote it, has its default.
-    """
+    """state.json of a checkpoint. Schedules and the ledger need no field: their position is the step of `version`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -34,7 +34,6 @@ from tba.errors import FencedError, StoreUnavailableError, TbaError, Unavailable
 from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
-from tba.weights.digest import describe_tensors
 from tba.weights.retention import reasons_to_keep
 from tba.wire import Manifest
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
@@ -293,8 +292,6 @@ class Publisher:
             return None if self._base is None else self._base[1]
         if self._base is None:
             manifest, paths = self._versions.manifest(START), self._start.paths
-            if not manifest.tensors:  # a release before deltas has published it
-                manifest = manifest.model_copy(update={"tensors": describe_tensors(paths)})
             self._base = self._start, LocalVersion(START, paths, manifest)
         return self._base[1]
 

@@ -28,7 +28,6 @@ from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
-from tba.weights.digest import legacy_params_sha256, open_tensors
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from tba_trainer.checkpoints.choice import intact_at, newest_intact, older_intact
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
@@ -284,23 +283,16 @@ def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin
             f"model.dtype is {start.dtype}, but this run began with {manifest.dtype}; it is constant within a run: set "
             "it back, or choose another run.name"
         )
-    if manifest is not None and not _has_params(start, manifest.params_sha256):
+    if manifest is not None and params_sha256_of_files(start.paths) != manifest.params_sha256:
         raise ConfigError(
             "model.path does not hold the model that this run started from (version 0-0 has other parameters); "
             "restore that folder, or choose another run.name"
         )
-    if origin is not None and origin_sha256 is not None and not _has_params(start, origin_sha256):
+    if origin is not None and origin_sha256 is not None and params_sha256_of_files(start.paths) != origin_sha256:
         raise ConfigError(
             f"model.path, in model.dtype {start.dtype}, is not the model that run {origin.run!r} of "
             f"snapshot {origin.source} started from; a run that begins with its rollouts needs the same one"
         )
-
-
-def _has_params(snapshot: WeightSnapshot, sha256: str) -> bool:
-    """Return whether a digest is that of the snapshot's parameters: today's, or that of releases before deltas."""
-    if params_sha256_of_files(snapshot.paths) == sha256:
-        return True
-    return legacy_params_sha256(open_tensors(snapshot.paths)) == sha256
 
 
 def delete_incomplete(

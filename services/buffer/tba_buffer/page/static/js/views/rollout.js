@@ -91,7 +91,7 @@ function worth(item) {
   return panel("Reward", "What the scorers said. A score that failed is unknown, and such a rollout is in no batch.",
     h("p", {}, rewardText(item), item.reward_reason ? ` ${item.reward_reason}` : ""),
     table("Parts of the reward", ["scorer", "score", "weight"], parts.map((part) => [part.name, number(part.score), number(part.weight)]),
-      item.reward === null ? "No score is known." : "One scorer made it, or an older release did not store the parts."),
+      item.reward === null ? "No score is known." : "One scorer made it."),
     facts([["reward version", item.reward_version]]));
 }
 

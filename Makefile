@@ -209,10 +209,11 @@ docs-site: $(VENV)/docs/.done  ## the documentation as a static site in build/si
 	$(VENV)/docs/bin/mkdocs build -f docs/mkdocs.yml
 
 ##@ Develop
-lint: $(VENV)/.test  ## ruff and the import contracts
+lint: $(VENV)/.test  ## ruff, the import contracts, and the budget of lines and keys
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/structure.py --budget
 
 types: $(VENV)/.test  ## pyright
 	$(BIN)/python -m pyright

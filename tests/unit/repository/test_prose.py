@@ -1,0 +1,86 @@
+"""tools/prose.py: what a sentence is, which text is measured, and when the check fails."""
+
+from __future__ import annotations
+
+import ast
+
+from tools import prose
+
+PAGE = """\
+# A heading is no sentence that anybody counts
+
+tba trains models with old data. pip installs it from a registry
+in one call: `tba run quickstart --set a=b` starts it.
+
+| a table | has no sentences at all |
+|---|---|
+
+```bash
+tba run is code and no sentence.
+```
+
+* What is this list item about?
+* Too short.
+"""
+
+
+def texts(found: list[prose.Sentence]) -> list[str]:
+    return [sentence.text for sentence in found]
+
+
+def test_a_page_has_the_sentences_of_its_paragraphs_and_items() -> None:
+    assert texts(prose.sentences(prose.paragraphs_of_page(PAGE), "page.md")) == [
+        "tba trains models with old data.",
+        "pip installs it from a registry in one call: CODE starts it.",
+        "What is this list item about?",
+    ]
+
+
+def test_words_are_counted_with_code_as_one_and_links_as_their_text() -> None:
+    (found,) = prose.sentences(["See [the guide](a.md) - and `tba run x` - for 3.5 % more."], "page.md")
+    assert found.num_words == 8
+
+
+def test_sections_of_a_docstring_are_read_entry_by_entry_and_its_code_is_not() -> None:
+    text = """Do one thing to another thing.
+
+        tba run this is code
+
+    Args:
+        one: the first of the two things,
+            over two lines.
+        two: the second of the two things.
+
+    a     column and another
+    """
+    assert texts(prose.sentences(prose.paragraphs_of_docstring(text), "a.py")) == [
+        "Do one thing to another thing.",
+        "one: the first of the two things, over two lines.",
+        "two: the second of the two things.",
+    ]
+
+
+def test_messages_are_the_texts_of_raise_statements() -> None:
+    tree = ast.parse(
+        'raise ConfigError(f"{path} is missing; " "give another one") from None\nprint("no message of an error")'
+    )
+    assert list(prose.messages(tree)) == ["VALUE is missing; give another one"]
+
+
+def test_the_report_names_the_longest_sentences_and_bad_beginnings() -> None:
+    groups = {"docs": [prose.Sentence("a.md", "Of these words there are few."), prose.Sentence("b.md", "word " * 31)]}
+    lines = "\n".join(prose.report(groups)).splitlines()
+    assert lines[1].split() == ["docs", "2", "18.5", "50.0%", "50.0%", "0.0%"]
+    assert lines[4].startswith("  31  b.md: word")
+    assert lines[-2:] == [
+        "1 sentences begin with Of, As of, What, Who or Whose:",
+        "  a.md: Of these words there are few.",
+    ]
+
+
+def test_the_check_takes_no_long_sentence_in_readme_and_few_in_docs() -> None:
+    short, long = prose.Sentence("a.md", "word " * 30), prose.Sentence("a.md", "word " * 31)
+    assert list(prose.faults({"README": [short], "docs": [short] * 97 + [long] * 3})) == []
+    of_readme, of_docs = prose.faults({"README": [short, long], "docs": [short] * 96 + [long] * 4})
+    assert of_readme.startswith("README has a sentence of 31 words, at most 30")
+    assert of_docs == "4.0% of the sentences of docs have over 30 words, at most 3% may"

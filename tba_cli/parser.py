@@ -442,10 +442,6 @@ def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None
 
 
 def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    report = commands.add_parser("report", parents=[common], help="make summary.json and report.html of a run again")
-    report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a finished run")
-    add_json(report)
-    report.set_defaults(command="tba_cli.commands.report:report_command")
     table = commands.add_parser("table", parents=[common], help="compare finished runs in a Markdown table")
     table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
     add_json(table)

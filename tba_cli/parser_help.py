@@ -190,8 +190,6 @@ tba export quickstart-seed0 --push-to-hub me/my-model""",
 tba evaluate my.toml              # the starting model
 tba evaluate quickstart-seed0 --version best
 tba evaluate my.toml --model model --set eval.published.num_prompts=50""",
-        "report": """\
-tba report runs/quickstart-seed0""",
         "table": """\
 tba table runs/quickstart-seed0 runs/quickstart-seed1""",
     }

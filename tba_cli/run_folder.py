@@ -11,7 +11,7 @@ runs/<name>/.tba-run       marks a run folder and is its lock (process id of the
             secrets/       the password of Redis and a tokens file for each child, new at every start;
                            tokens/all.json has every token, for the commands of the owner of the run
             logs/ store/ redis/ polls.jsonl timing.json
-            history.json summary.json report.html report.png model/     at the end
+            history.json summary.json model/     at the end
 
 Only its owner may read it (0700): it holds prompts, completions, weights and tokens.
 """
@@ -59,8 +59,6 @@ class RunFolder:
         self.timing_path = self.path / "timing.json"
         self.history_path = self.path / "history.json"
         self.summary_path = self.path / "summary.json"
-        self.report_path = self.path / "report.html"
-        self.report_png_path = self.path / "report.png"
         self.model_path = self.path / "model"
         self.logs_path = self.path / "logs"
         self.store_path = self.path / "store"

@@ -95,9 +95,9 @@ def check(wheels: Path, folder: Path, *, packages: str, num_steps: int) -> None:
         for words in (["--version"], ["config", "check", "quickstart"], ["rollouts", "list", "quickstart-seed0"]):
             _run(tba, *words, cwd=empty)
         _run(tba, "config", "show", "gsm8k", cwd=empty)
-        report = empty / "runs" / "quickstart-seed0" / "report.html"
-        if not report.is_file():
-            raise subprocess.CalledProcessError(1, "tba demo", f"there is no {report}")
+        summary = empty / "runs" / "quickstart-seed0" / "summary.json"
+        if not summary.is_file():
+            raise subprocess.CalledProcessError(1, "tba demo", f"there is no {summary}")
 
 
 def contract_tests(folder: Path) -> None:

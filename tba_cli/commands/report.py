@@ -1,4 +1,4 @@
-"""`tba report`, `tba table` and `tba ledger check`: results of runs, and a check that every step was taken once."""
+"""`tba table` and `tba ledger check`: results of runs, and a check that every step was taken once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,13 @@ from tba.api import RunInfo
 from tba.clients import BufferClient
 from tba.errors import ConfigError
 from tba_cli.reports.comparison import runs_markdown
-from tba_cli.reports.history import load_history
 from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
-from tba_cli.reports.outputs import result_lines, write_outputs
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client
 
 EXIT_VIOLATION = 1
 MAX_SHOWN = 20
 MAX_READINGS = 5
-
-
-def report_command(args: argparse.Namespace) -> int:
-    """Write summary.json, report.html and report.png again."""
-    folder = RunFolder(Path(args.run_dir))
-    folder.check_entries()
-    summary = write_outputs(folder, load_history(folder.history_path))
-    print(json.dumps(summary, indent=1) if args.json else "\n".join(result_lines(summary, folder)))
-    return 0
 
 
 def table_command(args: argparse.Namespace) -> int:
@@ -49,7 +38,7 @@ def _read_summary(run_dir: Path) -> dict[str, Any]:
             f"{path} cannot be read ({error.strerror}); is {run_dir} the folder of a finished run?"
         ) from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); make it again with `tba report {run_dir}`") from None
+        raise ConfigError(f"{path} is not JSON ({error}); leave {run_dir} out") from None
 
 
 def check_command(args: argparse.Namespace) -> int:

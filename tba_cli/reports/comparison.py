@@ -1,15 +1,13 @@
-"""Tables of results: finished runs (Markdown), one published evaluation (Markdown), the evaluations of a run (HTML)."""
+"""Tables of results in Markdown: finished runs, and one published evaluation."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tba.api import BestVersion, EvalInfo
+from tba.api import BestVersion
 from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationReport
 
-Column = tuple[str, Callable[[EvalInfo], float | int | None]]
 RUN_COLUMNS = (
     ("run", "run", ""),
     ("seed", "seed", "d"),
@@ -125,52 +123,9 @@ def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4g}"
 
 
-def evaluations_html(evals: Sequence[EvalInfo], best: BestVersion | None) -> str:
-    """Return an HTML table of the finished evaluations, oldest first; columns that are all unknown are left out."""
-    done = [item for item in evals if item.state == "done"]
-    if not done:
-        return "<p>No evaluation was finished.</p>"
-    ks = sorted({k for item in done for k in item.pass_at})
-    # a column without a single value would only make the table wider
-    cells = [(name, get) for name, get in _html_columns(ks) if any(get(item) is not None for item in done)]
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("version", *(name for name, _ in cells)))
-    rows = []
-    for item in done:
-        is_best = best is not None and item.version == best.version
-        name = f"<b>{item.version}</b> (best)" if is_best else item.version
-        name += " (abandoned)" if item.abandoned else ""
-        values = "".join(f"<td>{_text(get(item))}</td>" for _, get in cells)
-        rows.append(f"<tr><td>{name}</td>{values}</tr>")
-    caption = "" if best is None else f"<caption>{html.escape(best_text(best))}</caption>"
-    return f"<table>{caption}\n<tr>{heads}</tr>\n" + "\n".join(rows) + "\n</table>"
-
-
 def best_text(best: BestVersion) -> str:
     """Return one line about the best version."""
     return (
         f"best version {best.version}: {best.metric} {best.value:.3f} on the {best.num_prompts} held-out prompts that "
         "all evaluations have in common"
     )
-
-
-def _html_columns(ks: Sequence[int]) -> list[Column]:
-    return [
-        ("prompts", lambda item: item.num_prompts),
-        ("pass@1 sampled", lambda item: item.accuracy),
-        ("pass@1 greedy", lambda item: item.greedy_accuracy),
-        *((f"pass@{k}", lambda item, k=k: item.pass_at.get(k)) for k in ks),
-        ("mean reward", lambda item: item.mean_reward),
-        ("mean response tokens", lambda item: item.mean_response_tokens),
-        ("KL to the starting model, nats", lambda item: item.kl_to_reference),
-        ("distinct-1", lambda item: item.distinct_1),
-        ("distinct-2", lambda item: item.distinct_2),
-        ("distinct-3", lambda item: item.distinct_3),
-        ("embedding distance", lambda item: item.embedding_distance),
-        ("unknown scores", lambda item: item.num_unknown or None),
-    ]
-
-
-def _text(value: float | int | None) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

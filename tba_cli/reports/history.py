@@ -1,4 +1,4 @@
-"""The history of a run: one file from which summary.json and report.html are computed."""
+"""The history of a run: one file from which summary.json is computed."""
 
 from __future__ import annotations
 

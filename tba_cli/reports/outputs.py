@@ -1,4 +1,4 @@
-"""The outputs of a finished run: history.json, summary.json, the report, the exported model, and the last lines."""
+"""The outputs of a finished run: history.json, summary.json, the exported model, and the last lines."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba.store import ObjectStore
 from tba_cli.reports.history import History
-from tba_cli.reports.html import render_report
 from tba_cli.reports.summary import summarise
 from tba_cli.reports.totals import total_lines
 from tba_cli.run_folder import RunFolder, view_hint
 
 
 def write_outputs(folder: RunFolder, history: History) -> dict[str, Any]:
-    """Write history.json, the report and, last, summary.json (its presence means: finished); return the summary."""
+    """Write history.json and, last, summary.json (its presence means: finished); return the summary."""
     # before anything is written: a defect here must not leave a run that looks finished
     summary = summarise(history)
     folder.write_json(folder.history_path, history.model_dump(mode="json"))
-    page, overview = render_report(history, summary)
-    folder.report_path.write_text(page, encoding="utf-8")
-    folder.report_png_path.write_bytes(overview)
     folder.write_json(folder.summary_path, summary)
     return summary
 
@@ -110,7 +106,6 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if (advice := summary.get("advice")) is not None:
         lines.append(f"advice:  {escape_controls(advice)}")
     lines.append(f"summary: {folder.summary_path}")
-    lines.append(f"report:  {folder.report_path}")
     if folder.model_path.exists():
         lines.append(f"model:   {folder.model_path}")
     lines.append(f"logs:    {folder.logs_path}")

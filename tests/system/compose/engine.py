@@ -17,7 +17,7 @@ from tba.errors import TbaError
 from tba.tokens import operator_token
 
 ROOT = Path(__file__).parents[3]
-FILES = ("docker-compose.yml", "compose.cpu.yml")
+FILES = ("-f", str(ROOT / "docker-compose.yml"), "--env-file", str(ROOT / "deploy/cpu.env"))
 
 
 class ComposeError(Exception):
@@ -61,7 +61,6 @@ class Project:
 
     def __init__(self, name: str, folder: Path, *, port: int) -> None:
         self.name = name
-        self._files = [str(ROOT / file) for file in FILES]
         secrets = folder / "secrets"
         subprocess.run([str(ROOT / "deploy/make-secrets"), str(secrets)], check=True, capture_output=True)
         self._environ = {**os.environ, "TBA_SECRETS": str(secrets), "TBA_BUFFER_PORT": str(port)}
@@ -75,13 +74,12 @@ class Project:
         Raises:
             ComposeError: it fails.
         """
-        files = [word for file in self._files for word in ("-f", file)]
         return run(
             "docker",
             "compose",
             "-p",
             self.name,
-            *files,
+            *FILES,
             *words,
             check=check,
             timeout_s=timeout_s,

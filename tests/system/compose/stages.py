@@ -12,7 +12,8 @@ import urllib.request
 from tests.system.cluster.stages import Report
 from tests.system.compose.engine import ROOT, ComposeError, Project, run, until
 
-KILLED = ("searcher-1", "buffer", "redis", "trainer", "reward", "objectstore")
+SEARCHERS = ("searcher-cpu-1", "searcher-cpu-2")
+KILLED = ("searcher-cpu-1", "buffer", "redis", "trainer-cpu", "reward", "objectstore")
 STEPS_AFTER_A_KILL = 3
 RECOVERY_DEADLINE_S = 600.0
 FIRST_STEP_LIMIT_S = 180.0
@@ -73,7 +74,7 @@ def start(project: Project, report: Report) -> None:
 def locked_down(project: Project, report: Report) -> None:
     """Nothing runs as root or writes where it should not; the API wants a token and listens on loopback alone."""
     with report.stage("locked down") as found:
-        for service in ("buffer", "reward", "trainer", "searcher-1", "objectstore", "redis"):
+        for service in ("buffer", "reward", "trainer-cpu", "searcher-cpu-1", "objectstore", "redis"):
             about = project.inspect(service)
             host = about["HostConfig"]
             if not host["ReadonlyRootfs"] or host["CapDrop"] != ["ALL"] or host["Memory"] <= 0 or not host["Init"]:
@@ -116,7 +117,7 @@ def kill_each(project: Project, report: Report) -> None:
                 now = project.info()
                 if now is None:
                     return False
-                if service != "trainer":
+                if service != "trainer-cpu":
                     return now.step >= step + STEPS_AFTER_A_KILL or now.state == "done"
                 # a new trainer begins at its last checkpoint, so its steps count from there
                 parent = int((now.parents.get(now.lineage) or "0-0").split("-")[1])
@@ -151,10 +152,10 @@ def finish(project: Project, report: Report, *, deadline_s: float, least_accurac
             raise ComposeError(f"tba ledger check: {answer.stdout}{answer.stderr}")
         found["says"] = answer.stdout.strip().splitlines()[-1]
     with report.stage("the trainer ended, searchers wait") as found:
-        until("the trainer has ended", lambda: not project.inspect("trainer")["State"]["Running"], deadline_s=120)
-        states = {name: project.inspect(name)["State"] for name in ("trainer", "searcher-1", "searcher-2")}
-        found["trainer_exit"] = states["trainer"]["ExitCode"]
-        if found["trainer_exit"] != 0 or not all(states[name]["Running"] for name in ("searcher-1", "searcher-2")):
+        until("the trainer has ended", lambda: not project.inspect("trainer-cpu")["State"]["Running"], deadline_s=120)
+        states = {name: project.inspect(name)["State"] for name in ("trainer-cpu", *SEARCHERS)}
+        found["trainer_exit"] = states["trainer-cpu"]["ExitCode"]
+        if found["trainer_exit"] != 0 or not all(states[name]["Running"] for name in SEARCHERS):
             raise ComposeError(f"at the end: {states}")
     with report.stage("set up again: no change") as found:
         for service in ("setup-models", "setup-prompts"):

@@ -1,4 +1,4 @@
-"""docker-compose.yml and compose.cpu.yml: real settings, pinned GPUs, hardened services, secrets that exist."""
+"""docker-compose.yml, for GPUs and with deploy/cpu.env: real settings, pinned GPUs, hardened services, secrets."""
 
 from __future__ import annotations
 
@@ -31,29 +31,28 @@ from tests.support.secrets_seen import (
 )
 
 ROOT = Path(__file__).parents[3]
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)?\}")
-
-
-class Loader(yaml.SafeLoader):
-    """Knows Compose's `!override`."""
-
-
-def _override(loader: Loader, node: yaml.Node) -> Any:
-    return loader.construct_mapping(node, deep=True) if isinstance(node, yaml.MappingNode) else None
-
-
-Loader.add_constructor("!override", _override)
+_VARIABLE = re.compile(r"\$\{(\w+)(?:(:?)-([^}]*))?\}")
 
 
 def interpolated(text: str, environ: dict[str, str]) -> str:
-    """Interpolate `${NAME}` and `${NAME:-default}` as Compose does."""
-    return _VARIABLE.sub(lambda found: environ.get(found[1]) or found[2] or "", text)
+    """Interpolate `${NAME}`, `${NAME-default}` and `${NAME:-default}` as Compose does."""
+
+    def value(found: re.Match[str]) -> str:
+        given = environ.get(found[1])
+        return given if given or (given is not None and not found[2]) else found[3] or ""
+
+    return _VARIABLE.sub(value, text)
 
 
-def compose(name: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
-    """A Compose file of the repository's root."""
-    text = interpolated((ROOT / name).read_text(), environ or {})
-    return yaml.load(text, Loader)
+def compose(environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """The Compose file with these variables."""
+    return yaml.safe_load(interpolated((ROOT / "docker-compose.yml").read_text(), environ or {}))
+
+
+def variables(name: str) -> dict[str, str]:
+    """A file for `docker compose --env-file`."""
+    lines = (ROOT / "deploy" / name).read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if not line.startswith("#"))
 
 
 def environment(service: dict[str, Any]) -> dict[str, str]:
@@ -62,26 +61,42 @@ def environment(service: dict[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in given.items() if re.match(r"TBA_\w+__\w+$", key)}
 
 
-GPU, CPU = compose("docker-compose.yml"), compose("compose.cpu.yml")
+CPU_FILE = variables("cpu.env")
+GPU, CPU = compose(), compose(CPU_FILE)
 SERVICES = sorted(GPU["services"])
 OURS = sorted(name for name, service in GPU["services"].items() if environment(service))
 SEARCHERS = ["searcher-1", "searcher-2", "searcher-3"]
+CPU_SEARCHERS = ["searcher-cpu-1", "searcher-cpu-2"]
+ALL_SEARCHERS = [*SEARCHERS, *CPU_SEARCHERS, "searcher-server"]
 
 
-def test_the_services_of_a_run_are_there():
-    assert {"buffer", "reward", "trainer", "setup-models", "setup-prompts", *SEARCHERS} == set(OURS)
+def started(made: dict[str, Any], profile: str) -> set[str]:
+    """Services that `--profile PROFILE` starts."""
+    return {name for name, service in made["services"].items() if profile in service.get("profiles", [profile])}
+
+
+COMMON = {"redis", "objectstore", "setup-models", "setup-prompts", "buffer", "reward"}
+
+
+def test_a_profile_has_the_services_of_a_run():
+    assert started(GPU, "gpu") == {*COMMON, "trainer", *SEARCHERS}
+    assert started(CPU, CPU_FILE["COMPOSE_PROFILES"]) == {*COMMON, "trainer-cpu", *CPU_SEARCHERS}
+    assert started(GPU, "server") == {*COMMON, "trainer", "searcher-server"}
+    assert started(GPU, "none") == COMMON, "nothing else begins by itself"
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_its_environment_is_made_of_real_keys(name: str):
-    for extra, recipe_name in (({}, "gsm8k"), (CPU["services"][name]["environment"], "quickstart")):
-        environ = environment(GPU["services"][name]) | environment({"environment": extra})
-        recipe = load_recipe(ROOT / f"recipes/{recipe_name}.toml", environ=environ)
-        assert recipe.buffer_url == "http://buffer:8700"
-        assert recipe.reward_url == "http://reward:8701"
-        assert (recipe.buffer.port, recipe.reward.port) == (8700, 8701)
-        assert recipe.store.endpoint_url == "http://objectstore:9000"
-        assert recipe.searcher.on_run_end == "wait"
+    recipe_name = Path(CPU_FILE["TBA_RECIPE"]).stem if "cpu" in name else "gsm8k"
+    environ = environment(GPU["services"][name])
+    if name == "searcher-server":
+        environ["TBA_SEARCHER__OPENAI__URL"] = "http://vllm:8000"
+    recipe = load_recipe(ROOT / f"recipes/{recipe_name}.toml", environ=environ)
+    assert recipe.buffer_url == "http://buffer:8700"
+    assert recipe.reward_url == "http://reward:8701"
+    assert (recipe.buffer.port, recipe.reward.port) == (8700, 8701)
+    assert recipe.store.endpoint_url == "http://objectstore:9000"
+    assert recipe.searcher.on_run_end == "wait"
 
 
 def test_each_gpu_has_one_user_as_in_the_paper():
@@ -95,18 +110,14 @@ def test_each_gpu_has_one_user_as_in_the_paper():
     assert load_recipe(ROOT / "recipes/gsm8k.toml", environ={}).searcher.num_searchers == len(SEARCHERS)
 
 
-def test_searchers_that_sample_in_servers_have_one_each_and_no_gpu():
-    urls = {f"TBA_OPENAI_URL_{number}": f"http://vllm-{number}:8000" for number in (1, 2, 3)}
-    services = compose("compose.openai.yml", {**urls, "TBA_OPENAI_WEIGHTS": "/srv/weights"})["services"]
-    assert list(services) == SEARCHERS
-    assert [service.get("profiles") for service in services.values()] == [None, ["two", "three"], ["three"]]
-    for number, (name, service) in enumerate(services.items(), start=1):
-        assert "reservations" not in service["deploy"]["resources"]
-        environ = environment(GPU["services"][name]) | environment(service)
-        section = load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).searcher
-        assert (section.engine, section.openai.url) == ("openai", urls[f"TBA_OPENAI_URL_{number}"])
-        assert service["volumes"] == [f"/srv/weights:{section.openai.weights_folder}"]
-        assert set(service["environment"]["DOCTOR"].split()) == {"--check", "disk"}, "there is no card to look at"
+def test_a_searcher_that_samples_in_a_server_has_no_gpu():
+    service = compose({"TBA_OPENAI_WEIGHTS": "/srv/weights"})["services"]["searcher-server"]
+    assert "reservations" not in service["deploy"]["resources"]
+    assert service["environment"]["TBA_SEARCHER__OPENAI__URL"] is None, "it comes from the shell"
+    environ = {**environment(service), "TBA_SEARCHER__OPENAI__URL": "http://vllm:8000"}
+    section = load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).searcher
+    assert (section.engine, section.openai.url) == ("openai", "http://vllm:8000")
+    assert f"/srv/weights:{section.openai.weights_folder}" in service["volumes"]
 
 
 def checked(service: dict[str, Any], environ: dict[str, str]) -> list[str]:
@@ -118,28 +129,27 @@ def checked(service: dict[str, Any], environ: dict[str, str]) -> list[str]:
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
-def test_doctor_looks_at_a_container_before_it_loads_anything(files: tuple[str, ...]):
-    for name in ("trainer", "setup-models", *SEARCHERS):
-        parts = [compose(file)["services"][name] for file in files]
-        environ = {key: value for part in parts for key, value in part["environment"].items()}
-        words = environ["DOCTOR"].split()
-        has_card = "reservations" in parts[-1]["deploy"]["resources"]
-        wanted = ["--check", "hub"] if name == "setup-models" else ["--check", "gpu", "--gpus", "1"] if has_card else []
-        assert words == [*wanted, "--check", "disk"], name
-        build_parser().parse_args(["doctor", "--config", "x.toml", *words])
-        assert {words[i + 1] for i, word in enumerate(words) if word == "--check"} <= CHECKS.keys()
-        doctor, service = f"tba doctor --config /etc/tba/recipe.toml {environ['DOCTOR']}", parts[0]
-        assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "1"}) == [doctor]
-        assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "0"}) == [doctor, " ".join(service["command"])]
+@pytest.mark.parametrize("name", ["setup-models", "trainer", "trainer-cpu", *ALL_SEARCHERS])
+def test_doctor_looks_at_a_container_before_it_loads_anything(name: str):
+    service = GPU["services"][name]
+    words = service["environment"]["DOCTOR"].split()
+    has_card = "reservations" in service["deploy"]["resources"]
+    wanted = ["--check", "hub"] if name == "setup-models" else ["--check", "gpu", "--gpus", "1"] if has_card else []
+    assert words == [*wanted, "--check", "disk"]
+    build_parser().parse_args(["doctor", "--config", "x.toml", *words])
+    assert {words[i + 1] for i, word in enumerate(words) if word == "--check"} <= CHECKS.keys()
+    doctor = f"tba doctor --config /etc/tba/recipe.toml {' '.join(words)}"
+    environ = {"DOCTOR": " ".join(words)}
+    assert checked(service, environ | {"FAILS": "1"}) == [doctor]
+    assert checked(service, environ | {"FAILS": "0"}) == [doctor, " ".join(service["command"])]
 
 
 def test_what_the_gpu_services_start_is_what_their_images_start():
     for name, folder in (("trainer", "trainer"), ("searcher-1", "searcher")):
         lines = (ROOT / f"services/{folder}/Dockerfile").read_text().splitlines()
-        started = {line.split(" ", 1)[0]: json.loads(line.split(" ", 1)[1]) for line in lines
-                   if line.startswith(("ENTRYPOINT", "CMD"))}  # fmt: skip
-        assert GPU["services"][name]["command"] == started["ENTRYPOINT"] + started["CMD"]
+        found = {line.split(" ", 1)[0]: json.loads(line.split(" ", 1)[1]) for line in lines
+                 if line.startswith(("ENTRYPOINT", "CMD"))}  # fmt: skip
+        assert GPU["services"][name]["command"] == found["ENTRYPOINT"] + found["CMD"]
 
 
 def test_each_has_shared_memory_and_keeps_what_it_compiled_or_fetched():
@@ -154,7 +164,8 @@ def test_each_has_shared_memory_and_keeps_what_it_compiled_or_fetched():
         for key in ("TRITON_CACHE_DIR", *(["HF_HOME"] if name == "setup-models" else [])):
             assert environ[key].startswith("/scratch/.cache/")
         assert folders["/scratch"] in GPU["volumes"]
-        places.setdefault(folders["/scratch"], []).append(name)
+        if name in started(GPU, "gpu"):
+            places.setdefault(folders["/scratch"], []).append(name)
         if name in ("trainer", *SEARCHERS):
             assert service["shm_size"] == "8g"
     shared = [names for names in places.values() if len(names) > 1]
@@ -168,13 +179,13 @@ def test_each_has_shared_memory_and_keeps_what_it_compiled_or_fetched():
 
 def test_searchers_alone_share_a_cache_of_weights():
     for name in OURS:
-        environ = environment(GPU["services"][name])
+        environ = environment(GPU["services"][name]) | {"TBA_SEARCHER__OPENAI__URL": "http://vllm:8000"}
         store = load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).store
         sources = [
             v.partition(":")[0] for v in GPU["services"][name]["volumes"] if v.endswith(f":{store.cache_folder}")
         ]
         assert (sources, store.cache_folder) == (
-            (["weight-cache"], "/weight-cache") if name in SEARCHERS else ([], None)
+            (["weight-cache"], "/weight-cache") if name in ALL_SEARCHERS else ([], None)
         )
     lines = (ROOT / "services/searcher/Dockerfile").read_text().splitlines()
     made = [line for line in lines if "install -d -o 65532" in line]
@@ -184,7 +195,7 @@ def test_searchers_alone_share_a_cache_of_weights():
 
 def test_a_rehearsal_is_the_same_file_with_the_simulated_engine():
     """TBA_SEARCHER__ENGINE=simulated docker compose up: a name without a value comes from the shell."""
-    for name in OURS:
+    for name in started(GPU, "gpu") & {*OURS}:
         assert GPU["services"][name]["environment"]["TBA_SEARCHER__ENGINE"] is None
         environ = environment(GPU["services"][name])
         assert "TBA_SEARCHER__ENGINE" not in environ
@@ -193,13 +204,13 @@ def test_a_rehearsal_is_the_same_file_with_the_simulated_engine():
         assert load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).searcher.engine == "vllm"
 
 
-def test_the_cpu_file_needs_no_gpu_and_has_at_least_the_searchers_of_the_recipe():
-    with_gpu = {name for name, service in GPU["services"].items() if "reservations" in service["deploy"]["resources"]}
-    for name in with_gpu:
-        assert "reservations" not in CPU["services"][name]["deploy"]["resources"]
-        assert not CPU["services"][name]["image"].endswith("-gpu")
-    running = [name for name in SEARCHERS if "profiles" not in CPU["services"][name]]
-    assert load_recipe(ROOT / "recipes/quickstart.toml", environ={}).searcher.num_searchers <= len(running)
+def test_without_a_gpu_none_is_needed_and_there_are_at_least_the_searchers_of_the_recipe():
+    for name in started(CPU, "cpu"):
+        service = CPU["services"][name]
+        assert "reservations" not in service["deploy"]["resources"]
+        assert not service["image"].endswith("-gpu")
+    assert load_recipe(ROOT / CPU_FILE["TBA_RECIPE"], environ={}).searcher.num_searchers <= len(CPU_SEARCHERS)
+    assert all(GPU["services"][name]["image"].endswith("-gpu") for name in ("trainer", "setup-models", *SEARCHERS))
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -225,7 +236,7 @@ def test_no_secret_is_an_environment_variable():
     for name, service in GPU["services"].items():
         for key in service.get("environment", {}):
             assert not any(word in key for word in ("ACCESS_KEY", "SECRET", "TOKEN")) or key.endswith(
-                ("_FILE", "_PATH")
+                ("_FILE", "_PATH", "_ENV")
             ), f"{name}: {key}"
 
 
@@ -254,13 +265,16 @@ def test_redis_keeps_what_the_buffer_demands_and_only_the_buffer_reaches_it():
     assert inside == {"redis", "buffer", "chaos"}
 
 
-@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
-def test_redis_refuses_writes_before_the_kernel_kills_it(files: tuple[str, ...]):
-    assert "--maxmemory $$MAXMEMORY" in GPU["services"]["redis"]["command"][-1]
-    redis = {key: value for name in files for key, value in compose(name)["services"]["redis"].items()}
+@pytest.mark.parametrize("made", [GPU, CPU], ids=["gpu", "cpu"])
+def test_redis_refuses_writes_before_the_kernel_kills_it(made: dict[str, Any]):
+    redis = made["services"]["redis"]
+    assert "--maxmemory $$MAXMEMORY" in redis["command"][-1]
     units = {"m": 1, "g": 1024}
     limit, bound = redis["deploy"]["resources"]["limits"]["memory"], redis["environment"]["MAXMEMORY"].removesuffix("b")
-    assert int(bound[:-1]) * units[bound[-1]] <= int(limit[:-1]) * units[limit[-1]] / 2
+    room_mib = int(bound[:-1]) * units[bound[-1]]
+    assert room_mib <= int(limit[:-1]) * units[limit[-1]] / 2
+    if made is CPU:
+        assert 1.4 * int(CPU_FILE["TBA_BUFFER__MAX_BYTES"]) <= room_mib * 2**20
 
 
 def test_compiled_kernels_are_cached_where_they_may_be_loaded():
@@ -339,15 +353,13 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
-def test_every_service_sees_its_own_secrets_alone(files: tuple[str, ...], tmp_path: Path):
+def test_every_service_sees_its_own_secrets_alone(tmp_path: Path):
     """The table is the one of docs/security.md."""
     folder = tmp_path / "secrets"
     make_secrets(folder)
     named = {name: folder / in_folder(secret) for name, secret in GPU["secrets"].items()}
     for name, service in GPU["services"].items():
-        parts = [service, *(compose(file)["services"].get(name, {}) for file in files[1:])]
-        given = [secret for part in parts for secret in part.get("secrets", [])]
+        given = service.get("secrets", [])
         sources = [secret["source"] if isinstance(secret, dict) else secret for secret in given]
         targets = [secret["target"] if isinstance(secret, dict) else secret for secret in given]
         mounted = [named[source] for source in sources]
@@ -355,7 +367,7 @@ def test_every_service_sees_its_own_secrets_alone(files: tuple[str, ...], tmp_pa
         keys = {access_key_id(path) for path in mounted if path.name.startswith("s3_credentials")}
         others = [OTHER[source] for source in sources if source in OTHER]
         found = Seen(sends, checks, store_seen(keys), *others)
-        kind = "searcher" if name.startswith("searcher-") else name
+        kind = "searcher" if name.startswith("searcher-") else name.removesuffix("-cpu")
         assert found == SEEN.get(kind, Seen()), name
         # the files that the environment names are mounted, and the folder with all of them is not
         asked = {key: value for key, value in service.get("environment", {}).items() if "/run/secrets/" in str(value)}
@@ -367,8 +379,7 @@ def test_every_service_sees_its_own_secrets_alone(files: tuple[str, ...], tmp_pa
 
 
 def test_the_chaos_addresses_are_those_of_its_links():
-    lines = [line for line in (ROOT / "deploy/chaos/env").read_text().splitlines() if not line.startswith("#")]
-    spoilt = compose("docker-compose.yml", dict(line.split("=", 1) for line in lines))
+    spoilt = compose(variables("chaos/env"))
     recipe = load_recipe(ROOT / "recipes/gsm8k.toml", environ=environment(spoilt["services"]["buffer"]))
     addresses = [recipe.buffer_url, recipe.reward_url, recipe.store.endpoint_url, recipe.buffer.redis_url]
     targets = spoilt["services"]["chaos"]["command"]
@@ -378,44 +389,39 @@ def test_the_chaos_addresses_are_those_of_its_links():
     )
 
 
-OLDEST_COMPOSE = (2, 24, 4)
-"""It is the first that knows `!override`."""
-
-
-@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
-def test_compose_reads_the_files_as_these_tests_do(files: tuple[str, ...]):
-    """The other tests look at the files themselves: here Compose interpolates, merges and checks them."""
-    version = ["docker", "compose", "version", "--short"]
-    found = subprocess.run(version, capture_output=True, text=True).stdout if shutil.which("docker") else ""
-    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
-    if numbers < OLDEST_COMPOSE:
-        pytest.skip(f"docker compose of at least {'.'.join(map(str, OLDEST_COMPOSE))} is not on PATH")
+@pytest.mark.parametrize("file", [None, "cpu.env"])
+def test_compose_reads_the_file_as_these_tests_do(file: str | None):
+    """The other tests look at the file itself: here Compose interpolates, merges and checks it."""
+    version = ["docker", "compose", "version"]
+    if not shutil.which("docker") or subprocess.run(version, capture_output=True).returncode != 0:
+        pytest.skip("docker compose is not on PATH")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TBA_", "CHAOS_", "COMPOSE_"))}
-    names = [word for file in files for word in ("-f", file)]
-    command = ["docker", "compose", *names, "--profile", "*", "config", "--no-path-resolution", "--format", "json"]
-    answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=True)
-    made = json.loads(answer.stdout)["services"]
+    words = [] if file is None else ["--env-file", f"deploy/{file}"]
+
+    def read(*flags: str) -> dict[str, Any]:
+        command = ["docker", "compose", *words, *flags, "config", "--no-path-resolution", "--format", "json"]
+        answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=True)
+        return json.loads(answer.stdout)["services"]
+
+    made, given = read("--profile", "*"), GPU if file is None else CPU
     assert made.keys() == set(SERVICES)
     for name, service in made.items():
-        assert_service_is_of_its_files(service, [compose(file)["services"].get(name, {}) for file in files])
+        assert_service_is_of_the_file(service, given["services"][name], CPU_FILE if file else {})
+    assert read().keys() == (COMMON if file is None else started(CPU, "cpu")), "the file chooses the profile"
 
 
-def assert_service_is_of_its_files(service: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """The later file wins key by key; `environment` is merged, `deploy` is replaced (`!override`)."""
-    last = {key: value for part in parts for key, value in part.items()}
-    given = {key: value for part in parts for key, value in part.get("environment", {}).items()}
-    environ = {key: value if value is None else str(value) for key, value in given.items()}
+def assert_service_is_of_the_file(service: dict[str, Any], own: dict[str, Any], shell: dict[str, str]) -> None:
+    """What Compose made of a service, and what the file says."""
+    given = own.get("environment", {})
+    environ = {key: shell.get(key) if value is None else str(value) for key, value in given.items()}
     assert (service.get("environment") or {}) == environ
-    assert (service["image"], service["init"]) == (last["image"], True)
-    assert [service.get(key) for key in ("command", "entrypoint")] == [last.get("command"), last.get("entrypoint")]
-    (bound,) = re.findall(r"^(\d+)([mg])$", last["deploy"]["resources"]["limits"]["memory"])
+    assert (service["image"], service["init"]) == (own["image"], True)
+    assert [service.get(key) for key in ("command", "entrypoint")] == [own.get("command"), own.get("entrypoint")]
+    (bound,) = re.findall(r"^(\d+)([mg])$", own["deploy"]["resources"]["limits"]["memory"])
     resources = service["deploy"]["resources"]
     assert int(resources["limits"]["memory"]) == int(bound[0]) * {"m": 2**20, "g": 2**30}[bound[1]]
-    devices = last["deploy"]["resources"].get("reservations", {}).get("devices", [])
+    devices = own["deploy"]["resources"].get("reservations", {}).get("devices", [])
     made = resources.get("reservations", {}).get("devices", [])
     assert [device["device_ids"] for device in made] == [device["device_ids"] for device in devices]
     mounted = {volume["target"] for volume in service.get("volumes", [])}
-    assert mounted == {volume.split(":")[1 if ":" in volume else 0] for volume in last.get("volumes", [])} | {
-        volume.split(":")[1 if ":" in volume else 0] for part in parts for volume in part.get("volumes", [])
-    }
-    assert len(service.get("secrets", [])) == len({str(secret) for part in parts for secret in part.get("secrets", [])})
+    assert mounted == {volume.split(":")[1] for volume in own.get("volumes", [])}

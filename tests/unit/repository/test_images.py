@@ -72,23 +72,21 @@ def built(folder: Path, *targets: str, **variables: str) -> tuple[list[str], str
     return [m[1] for line in lines if (m := re.search(r"(?:^push | -t )(\S+)", line))], done.stdout + done.stderr
 
 
-def named(*files: str) -> set[str]:
-    """Images of tba that Compose files name, of those in which a later file puts another one in the place of it."""
-    found = {}
-    for file in files:
-        found |= {
-            name: service["image"]
-            for name, service in yaml.safe_load(
-                (ROOT / file).read_text().replace("!override", "").replace("!reset", "")
-            )["services"].items()
-            if "tba-" in service.get("image", "")
-        }
-    return {re.sub(r"\$\{TBA_REGISTRY:-\}|\$\{TBA_TAG:-|(?<=\d)\}", "", image) for image in found.values()}
+def named(profile: str, variant: str) -> set[str]:
+    """Images of tba that a profile of Compose names."""
+    text = (ROOT / "docker-compose.yml").read_text().replace("${TBA_VARIANT--gpu}", variant)
+    text = re.sub(r"\$\{TBA_REGISTRY:-\}|\$\{TBA_TAG:-|(?<=\d)\}", "", text)
+    services = yaml.safe_load(text)["services"].values()
+    return {
+        service["image"]
+        for service in services
+        if service["image"].startswith("tba-") and profile in service.get("profiles", [profile])
+    }
 
 
 def test_what_is_built_is_what_compose_names(tmp_path: Path):
-    assert set(built(tmp_path, "images-gpu")[0]) == named("docker-compose.yml")
-    assert set(built(tmp_path, "images")[0]) >= named("docker-compose.yml", "compose.cpu.yml")
+    assert set(built(tmp_path, "images-gpu")[0]) == named("gpu", "-gpu")
+    assert set(built(tmp_path, "images")[0]) == named("cpu", "")
 
 
 def test_what_was_built_is_pushed_and_nothing_else(tmp_path: Path):

@@ -248,9 +248,6 @@ def _add_setup(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     setup.add_argument("--pull", action="store_true", help="also fetch what is in the store but not on the disk")
     setup.add_argument("--only", choices=["models", "prompts"], help="do only one part (models contacts no service)")
     setup.add_argument(
-        "--check-run", action="store_true", help="only say whether the run in progress could continue with this recipe"
-    )
-    setup.add_argument(
         "--wait-s", type=float, default=900.0, metavar="S", help="deadline of each wait: store, services (default: 900)"
     )
     setup.set_defaults(command="tba_cli.commands.setup:setup_command")

@@ -90,8 +90,7 @@ tba train-reward my.toml
 tba train-reward my.toml --item models/judge --again""",
         "setup": """\
 tba setup --config recipe.toml --create-bucket --prepare
-tba setup --config recipe.toml --only models --pull
-tba setup --config recipe.toml --check-run""",
+tba setup --config recipe.toml --only models --pull""",
         "model": """\
 tba model push --config recipe.toml
 tba model list --config recipe.toml""",

@@ -14,16 +14,13 @@ from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.artifacts.artifact_store import pull_folders
 from tba_cli.artifacts.required import check_name, name_of
 from tba_cli.console import Console
-from tba_cli.setup import check_against_run, run_setup
+from tba_cli.setup import run_setup
 from tba_cli.setup.prepare import prepare_recipe
 
 
 def setup_command(args: argparse.Namespace) -> int:
     """Do what is missing; a second run changes nothing. Exit code 0: everything is there."""
     recipe = load_recipe(args.config, sets=args.set)
-    if args.check_run:
-        check_against_run(recipe, wait_s=args.wait_s, on_progress=print_line)
-        return 0
     run_setup(
         recipe,
         wait_s=args.wait_s,

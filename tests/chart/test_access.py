@@ -69,13 +69,13 @@ def test_every_pod_sees_its_own_secrets_alone(needs_models: bool, tmp_path: Path
         other = "password of Redis" if others else "none"
         seen[component] = Seen(sends, checks, store_seen(pairs), other)
     assert seen == {component: SEEN[component] for component in seen}
-    assert len(seen) == len(list(made.pods())) == 10
+    assert len(seen) == len(list(made.pods())) == 9
 
 
 def test_keys_of_the_store_are_those_that_the_values_name() -> None:
     named = {pod.component: secrets_named(pod).keys() for pod in render_file(EXTERNAL).pods()}
     assert {component for component, names in named.items() if "s3" in names} == {"buffer", "trainer", "setup"}
-    assert {component for component, names in named.items() if "s3-read" in names} == {"searcher", "check"}
+    assert {component for component, names in named.items() if "s3-read" in names} == {"searcher"}
     tokens = {pod.component: secrets_named(pod).get("tokens", set()) for pod in render_file(EXTERNAL).pods()}
     assert tokens == {
         "buffer": {"buffer.json"},
@@ -83,7 +83,6 @@ def test_keys_of_the_store_are_those_that_the_values_name() -> None:
         "searcher": {"searcher.json"},
         "trainer": {"trainer.json"},
         "setup": {"operator.json"},
-        "check": {"viewer.json"},
         "test": {"searcher.json", "viewer.json"},
         "stop": set(),
     }
@@ -176,7 +175,7 @@ def test_what_the_quickstart_may_reach() -> None:
     ingress = {component: peers(spec["ingress"], "from") for component, spec in found.items()}
     assert ingress["redis"] == {("buffer", 6379)}
     assert ingress["searcher"] == ingress["trainer"] == ingress["setup"] == set()
-    assert ingress["buffer"] == {(who, 8700) for who in ("searcher", "trainer", "setup", "check", "test", "buffer")}
+    assert ingress["buffer"] == {(who, 8700) for who in ("searcher", "trainer", "setup", "test", "buffer")}
     assert ingress["reward"] == {(who, 8701) for who in ("searcher", "buffer", "setup", "test")}
 
 
@@ -224,7 +223,7 @@ NO_KEYS = "objectstore.enabled=false,store.credentialsSecret=,store.readOnlyCred
 OUTSIDE = (
     f"{NO_KEYS},store.endpointUrl=https://s3.example:8443,redis.enabled=false,redis.external.url=redis://r.example"
 )
-HOLDERS = {"buffer", "searcher", "trainer", "setup", "check"}
+HOLDERS = {"buffer", "searcher", "trainer", "setup"}
 
 
 def quickstart(*words: str) -> Rendering:

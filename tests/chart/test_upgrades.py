@@ -165,28 +165,3 @@ def test_the_budget_of_the_trainer_is_one_that_kubernetes_understands_for_jobs()
     budget = made.one("PodDisruptionBudget", "t-trainer")["spec"]
     assert budget.keys() == {"minAvailable", "selector", "unhealthyPodEvictionPolicy"}
     assert budget["minAvailable"] == 2
-
-
-def test_the_run_is_asked_before_an_upgrade_by_what_needs_nothing_of_the_release() -> None:
-    """Hooks come before all else, at the first sync of a GitOps tool too: what they need must be hooks themselves."""
-    made = render_file(QUICKSTART)
-    job = made.one("Job", "t-check")
-    hooks = {x["kind"]: x for x in made.objects if "helm.sh/hook" in x["metadata"].get("annotations", {})}
-    hooks["Job"] = job
-    assert hooks.keys() == {"Job", "ConfigMap", "ServiceAccount", "Pod"}
-    for kind in ("Job", "ConfigMap", "ServiceAccount"):
-        annotations = hooks[kind]["metadata"]["annotations"]
-        assert annotations["helm.sh/hook"] == "pre-upgrade,pre-rollback", "it would hinder the first installation"
-        assert "before-hook-creation" in annotations["helm.sh/hook-delete-policy"], "it could not run twice"
-        assert int(annotations["helm.sh/hook-weight"]) == (0 if kind == "Job" else -1)
-    spec = job["spec"]["template"]["spec"]
-    assert spec["serviceAccountName"] == hooks["ServiceAccount"]["metadata"]["name"]
-    maps = [volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume]
-    assert maps == [hooks["ConfigMap"]["metadata"]["name"]]
-    assert hooks["ConfigMap"]["data"] == made.one("ConfigMap", "t-recipe")["data"]
-    assert job["spec"]["backoffLimit"] == 0
-    (container,) = spec["containers"]
-    assert container["command"] == [
-        "tba", "setup", "--config", "/etc/tba/recipe.toml", "--check-run", "--wait-s", "60",
-    ]  # fmt: skip
-    assert render_file(QUICKSTART, "--set", "check.enabled=false").of("Job") != made.of("Job")

@@ -39,7 +39,6 @@ SEEN = {
     "setup": Seen(frozenset({"operator"}), store="write"),
     "setup-models": Seen(store="write", other="token of the hub"),
     "setup-prompts": Seen(frozenset({"operator"}), store="write"),
-    "check": Seen(frozenset({"viewer"}), store="read"),
     "stop": Seen(),
     "test": Seen(frozenset({"searcher", "viewer"})),
     "redis": Seen(other="password of Redis"),

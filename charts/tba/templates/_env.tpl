@@ -46,7 +46,7 @@ TBA_TLS__CA_FILE: {value: /etc/tba-ca/ca.crt}
 weight versions the others. Scorers run what models wrote: without models the reward service sees none. */}}
 {{- define "tba.storeSecret" -}}
 {{- if has .component (list "buffer" "trainer" "setup") }}{{ .root.Values.store.credentialsSecret }}
-{{- else if or (eq .component "check") (include "tba.holdsModels" .) }}{{ .root.Values.store.readOnlyCredentialsSecret }}
+{{- else if include "tba.holdsModels" . }}{{ .root.Values.store.readOnlyCredentialsSecret }}
 {{- end }}
 {{- end }}
 
@@ -127,9 +127,6 @@ TRAINER_ALIVE_FILE: {value: /tmp/alive}
 {{- end }}
 
 {{- define "tba.env.test" }}
-{{- end }}
-
-{{- define "tba.env.check" }}
 {{- end }}
 
 {{- define "tba.env.setup" }}

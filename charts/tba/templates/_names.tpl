@@ -11,7 +11,7 @@
 searcher
 {{- else -}}
 buffer reward searcher trainer test
-{{- range $part := list "setup" "check" "stop" "redis" "objectstore" }}{{ if (index $.Values $part).enabled }} {{ $part }}{{ end }}{{ end }}
+{{- range $part := list "setup" "stop" "redis" "objectstore" }}{{ if (index $.Values $part).enabled }} {{ $part }}{{ end }}{{ end }}
 {{- end -}}
 {{- end }}
 

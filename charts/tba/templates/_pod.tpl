@@ -71,7 +71,7 @@ runtimeClassName: {{ . }}
 
 {{/* Seconds from SIGTERM to SIGKILL: dict root, component. */}}
 {{- define "tba.graceS" -}}
-{{- $fixed := dict "buffer" 30 "reward" 30 "setup" 30 "redis" 60 "objectstore" 30 "test" 10 "stop" 5 "check" 10 -}}
+{{- $fixed := dict "buffer" 30 "reward" 30 "setup" 30 "redis" 60 "objectstore" 30 "test" 10 "stop" 5 -}}
 {{ get $fixed .component | default (get .root.Values .component | default dict).terminationGracePeriodSeconds | int }}
 {{- end }}
 

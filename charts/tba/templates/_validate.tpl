@@ -246,12 +246,12 @@
 {{- if and (not .Values.setup.prepare) .Values.setup.hubToken.existingSecret }}
 {{- fail "setup.hubToken is for setup.prepare, which is false: nothing would use the token; set setup.prepare to true or remove it" }}
 {{- end }}
-{{- range $component := list "trainer" "setup" "check" "test" "stop" }}
+{{- range $component := list "trainer" "setup" "test" "stop" }}
 {{- if (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraContainers }}
 {{- fail (printf "extraContainers of %s: it is done when all its containers are, and a sidecar never is; give it in extraInitContainers with restartPolicy Always (Kubernetes 1.29), and [] here" $component) }}
 {{- end }}
 {{- end }}
-{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" "check" "stop" }}
+{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" "stop" }}
 {{- range (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraVolumes }}
 {{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script" "weight-cache" "openai-weights") }}
 {{- fail (printf "extraVolumes of %s has a volume %s, as the chart has; give it another name" $component .name) }}

@@ -21,7 +21,7 @@
 {{/* What of the tokens' Secret a component sees: the file of its own role as tokens.json; the test pod, which pushes as a
 searcher, reads as a viewer too. */}}
 {{- define "tba.tokensItems" -}}
-{{- $role := get (dict "setup" "operator" "check" "viewer" "test" "searcher") .component | default .component -}}
+{{- $role := get (dict "setup" "operator" "test" "searcher") .component | default .component -}}
 - {key: {{ $role }}.json, path: tokens.json}
 {{- if eq .component "test" }}
 - {key: viewer.json, path: viewer.json}
@@ -69,7 +69,7 @@ searcher, reads as a viewer too. */}}
 {{- $root := .root -}}
 {{- $pod := include "tba.podValues" . | fromYaml -}}
 - name: recipe
-  configMap: {name: {{ include "tba.fullname" $root }}-{{ eq .component "check" | ternary "check" "recipe" }}}
+  configMap: {name: {{ include "tba.fullname" $root }}-recipe}
 - name: tokens
   secret:
     secretName: {{ $root.Values.auth.existingSecret }}

@@ -11,7 +11,6 @@ from tba_cli.parser_tasks import (
     add_init,
     add_overrides,
     add_recipe,
-    add_rehearse,
     add_score,
     add_supervised,
 )
@@ -64,7 +63,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(commands, common)
     _add_reports(commands, common)
     _add_sizing(commands, common)
-    add_rehearse(commands, common)
     add_help(parser)
     return parser
 
@@ -207,19 +205,14 @@ def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
 
 def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     sizing = commands.add_parser(
-        "sizing", parents=[common], help="estimate the memory, disk and network that a recipe needs"
+        "sizing", parents=[common], help="trace and estimate the memory and disk that a recipe needs"
     )
     add_recipe(sizing)
     sizing.add_argument("--model", metavar="SIZE", help="such as 7b or qwen2.5-1.5b, instead of the recipe's model")
-    sizing.add_argument("--step-s", type=float, default=10.0, metavar="S", help="seconds of an optimizer step (10)")
-    sizing.add_argument("--prompt-tokens", type=int, metavar="N", help="default: half of searcher.max_prompt_tokens")
-    sizing.add_argument("--response-tokens", type=int, metavar="N", help="default: half of max_response_tokens")
     card_help = "memory of each GPU of the layout (79, which an 80 GB card has)"
     sizing.add_argument("--gpu-memory-gib", type=float, metavar="G", help=card_help)
-    disk_help = "speed of the trainer's local disk, in GB/s (1)"
-    sizing.add_argument("--disk-gb-s", type=float, default=1.0, metavar="R", help=disk_help)
     add_json(sizing, "print JSON, in bytes")
-    sizing.set_defaults(command="tba_cli.commands.config:sizing_command")
+    sizing.set_defaults(command="tba_cli.commands.sizing:sizing_command")
 
 
 def _add_data(commands: Subparsers, common: argparse.ArgumentParser) -> None:

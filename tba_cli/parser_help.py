@@ -71,12 +71,8 @@ tba config show my.toml --set trainer.num_steps=50""",
 tba config schema > recipe.schema.json""",
         "sizing": """\
 tba sizing my.toml
-tba sizing gsm8k --model 7b --response-tokens 500
+tba sizing gsm8k --model 7b
 tba sizing tldr --gpu-memory-gib 40              # who is on which GPU, and whether it fits there""",
-        "rehearse": """\
-tba rehearse gsm8k
-tba rehearse math --tokens-per-s 12000 --step-s 40 --store-gib-per-s 0.5
-tba rehearse my.toml --model 7b --gpu-memory-gib 40""",
         "data": """\
 tba data prepare my.toml""",
         "data prepare": """\

@@ -53,34 +53,6 @@ def add_score(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     score.set_defaults(command="tba_cli.commands.score:score_command")
 
 
-def add_rehearse(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    """Add `tba rehearse`."""
-    rehearse = commands.add_parser(
-        "rehearse",
-        parents=[common],
-        help="trace a recipe's optimizer step without model, data or GPU: memory, schedules, flow",
-    )
-    add_recipe(rehearse)
-    rehearse.add_argument("--model", metavar="SIZE", help="such as 7b or qwen2.5-1.5b, instead of the recipe's model")
-    rehearse.add_argument(
-        "--gpu-memory-gib", type=float, metavar="G", help="memory of a GPU (79, which an 80 GB card has)"
-    )
-    rehearse.add_argument("--tokens-per-s", type=float, metavar="N", help="of a searcher; default: a rule of thumb")
-    rehearse.add_argument("--step-s", type=float, metavar="S", help="of an optimizer step; default: a rule of thumb")
-    rehearse.add_argument("--store-gib-per-s", type=float, metavar="B", help="speed of the object store (1)")
-    rehearse.add_argument(
-        "--response-tokens", type=int, metavar="N", help="median; default: half of max_response_tokens"
-    )
-    rehearse.add_argument(
-        "--steps", type=int, default=100, metavar="N", help="optimizer steps of the simulated flow (100)"
-    )
-    rehearse.add_argument(
-        "--all-layers", action="store_true", help="trace the whole model instead of few layers (minutes)"
-    )
-    add_json(rehearse, "print JSON, in bytes")
-    rehearse.set_defaults(command="tba_cli.commands.rehearse:rehearse_command")
-
-
 def add_supervised(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     """Add `tba sft` and `tba train-reward`."""
     helps = {

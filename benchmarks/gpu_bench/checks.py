@@ -115,7 +115,7 @@ CHECKS = (
         name="memory",
         part="trainer",
         function="costs.check_memory",
-        about="measured peak of a step against the estimate of `tba sizing`",
+        about="measured peak of a step against the traced one of `tba sizing`",
         kinds=("bench",),
         deadline_s=100,
     ),

@@ -1,4 +1,4 @@
-"""Memory of a step against `tba sizing`, and its speed: tokens/s and MFU."""
+"""Memory of a step against its trace in `tba sizing`, and its speed: tokens/s and MFU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.learner.learner import Learner
+from tba_trainer.memory_trace.step import trace_recipe
 
 from benchmarks.gpu_bench.check import Bench, Findings, Skipped, seconds_of
 from benchmarks.gpu_bench.models import (
@@ -26,15 +27,14 @@ from benchmarks.trainer import PEAK_TFLOPS, mfu
 from benchmarks.trainer_bench.workload import Workload, make_rollout
 from tba.config import Recipe
 from tba.wire import Batch
-from tba_cli.sizing import shape_of_config
-from tba_cli.sizing.estimate import trainer_bytes
+from tba_cli.sizing.gpu_layout import USABLE_SHARE
 
-MAX_RATIO, MIN_RATIO = 1.0, 0.6
-"""Of the measured peak to the estimate: above 1 a recipe that `tba sizing` admits runs out of memory."""
+MAX_RATIO, MIN_RATIO = 1.0 / USABLE_SHARE, 0.9
+"""Of the measured peak to the traced one: above it a recipe that `tba sizing` admits runs out of memory."""
 
 
 def check_memory(bench: Bench, found: Findings) -> None:
-    """Make two steps of each shape with whole micro-batches, and compare the peak with the estimate."""
+    """Make two steps of each shape with whole micro-batches, and compare the peak with the traced one."""
     # size, checkpointing, LoRA, tokens of a micro-batch
     cases: list[tuple[str, bool, bool, int]] = (
         [("tiny", True, False, 256), ("tiny", False, True, 256)]
@@ -46,16 +46,15 @@ def check_memory(bench: Bench, found: Findings) -> None:
         with found.part(name):
             recipe = _recipe(bench, num_tokens, checkpointing=checkpointing, lora=lora)
             config = qwen2_config(size)
-            shape = shape_of_config(config.to_dict())
-            assert shape is not None
-            estimate = trainer_bytes(recipe, shape)
+            length = num_tokens // 8 if not bench.quick else 32
+            estimate = trace_recipe(_with_length(recipe, length), config.to_dict()).peak
             found.note(f"{name}_estimate_gib", estimate / 2**30)
             if bench.device == "cuda" and estimate > 1.1 * torch.cuda.mem_get_info()[1]:
                 raise Skipped(f"the card has {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB")
             learner = make_learner(random_model(config, bench.device), recipe)
-            # with LoRA, or another published dtype, it holds a copy of the model, which the estimate counts
+            # with LoRA, or another published dtype, it holds a copy of the model, which the trace counts
             writer = WeightSnapshotWriter(learner.model, recipe, folder=bench.folder)
-            batch = _equal_batch(config.vocab_size, num_tokens // 8 if not bench.quick else 32, 2 * num_tokens)
+            batch = _equal_batch(config.vocab_size, length, 2 * num_tokens)
             for step in (1, 2):
                 _step(learner, batch, step)
             if bench.device == "cuda":
@@ -79,6 +78,12 @@ def _recipe(
             "micro_batch_tokens": micro_batch_tokens,
         },
     )
+
+
+def _with_length(recipe: Recipe, length: int) -> Recipe:
+    """Return the recipe with rollouts of at most this length, a quarter of it prompt, as in the batch."""
+    lengths = {"max_prompt_tokens": length // 4, "max_response_tokens": length - length // 4}
+    return recipe.model_copy(update={"searcher": recipe.searcher.model_copy(update=lengths)})
 
 
 def _note_peak(found: Findings, name: str, estimate: int) -> None:

@@ -313,7 +313,7 @@ class TrainerSection(StrictModel):
     """Where those are copied to: memory of the host, with which training goes on sooner (12 bytes for each trained
     parameter in all, up to twice that on a GPU, where torch rounds pinned memory up and keeps it), or files on the
     local disk. `auto`: memory where three quarters of what is free, within the limit of the container, hold the copies,
-    else disk (`tba sizing`). With either the disk takes what memory cannot."""
+    else disk. With either the disk takes what memory cannot."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
     keep_versions: int = Field(default=8, ge=2)

@@ -110,7 +110,7 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
         info = hub.HfApi().repo_info(name, revision=revision, repo_type="model")
         config = json.loads(Path(hub.hf_hub_download(name, "config.json", revision=info.sha)).read_bytes())
     count = getattr(getattr(info, "safetensors", None), "total", None)
-    shape = shape_of_config(config, num_params=count)
+    shape = None if count is None else shape_of_config(config, num_params=count)
     if shape is None:
         raise ConfigError(f"{name} on the hub does not say its sizes")
     return shape

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tba.config import Recipe
-from tba_cli.sizing.estimate import fewest_recomputed, operations_per_parameter
-from tba_cli.sizing.gpu_layout import GIB, PROCESS_BYTES, Layout, Occupant, named_gpus
-from tba_cli.sizing.model_shape import ModelShape
+from tba_cli.sizing.gpu_layout import GIB, USABLE_SHARE, Layout, Occupant
 
 CARD_GIB = 79.0
 """What an 80 GB card has: its driver and torch count a little more than 79 GiB."""
-USABLE_SHARE = 0.9
-"""Of the memory of a GPU. The driver, libraries and fragments of freed memory have the rest, which nothing counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,83 +96,56 @@ def _remedy(occupants: Sequence[Occupant], place: int, card: Card, *, certain: b
     return "use more or larger GPUs, LoRA, trainer.gradient_checkpointing, or smaller micro-batches"
 
 
-def other_recomputation(recipe: Recipe, shape: ModelShape, layout: Layout, cards: Mapping[int, Card]) -> Iterator[str]:
-    """Yield a sentence where the trainer has room to compute fewer layers again, or fits only with more of them.
+def trainer_remedy(recipe: Recipe, trace: Mapping[str, Any], *, num_layers: int, gpu_bytes: int) -> str | None:
+    """Return which key to change where a process of the trainer does not fit on a GPU that it has alone.
 
     Args:
-        shape: of the starting model.
+        trace: as `python -m tba_trainer.memory_trace` prints it.
+        num_layers: of the model.
+        gpu_bytes: the memory of the GPU.
     """
-    room = [
-        USABLE_SHARE * cards[number].total_bytes
-        - sum(one.bytes_on(cards[number].total_bytes) for one in occupants if one.service != "trainer")
-        for number, occupants in layout.items()
-        if any(one.service == "trainer" for one in occupants)
-    ]
-    if not room:
-        return
-    fewest = fewest_recomputed(recipe, shape, most_bytes=math.floor(min(room)) - PROCESS_BYTES)
-    now = recipe.trainer.num_recomputed(shape.num_layers)
-    if fewest is None or fewest == now:
-        return
-    key = f"trainer.gradient_checkpointing = {fewest or 'false'}"
-    of = f"{fewest or 'none'} of its {shape.num_layers} layers"
-    if fewest > now:
-        yield f"trainer: it fits and leaves a tenth of its GPU with {key}: activations of {of} are computed again"
-        return
-    other = recipe.trainer.model_copy(update={"gradient_checkpointing": fewest or False})
-    saved = 1 - operations_per_parameter(recipe.model_copy(update={"trainer": other}), shape) / (
-        operations_per_parameter(recipe, shape)
+    limit, peak = USABLE_SHARE * gpu_bytes, trace["peak_bytes"]
+    if peak <= limit:
+        return None
+    section, state = recipe.trainer, max(trace["state_bytes"], trace["bytes"]["update_peak"])
+    longest = recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens
+    # what is not state grows with the tokens, but not all of it: so the number is a little too high
+    num_tokens = int(trace["max_tokens"] * (limit - trace["state_bytes"]) / (peak - trace["state_bytes"]))
+    if state > limit:
+        adapter = "" if recipe.model.lora else ", or train an adapter ([model.lora])"
+        remedy = f"weights, gradients and moments alone take {_gib(state)} GiB; {_more_shards(recipe)}{adapter}"
+    elif section.num_recomputed(num_layers) < num_layers:
+        remedy = "set trainer.gradient_checkpointing = true"
+    elif num_tokens < longest:
+        remedy = (
+            f"a single rollout of {longest} tokens is too long: lower searcher.max_response_tokens, raise "
+            f"trainer.sharding.context (it is {section.sharding.context}: so many processes share a rollout), or "
+            f"{_more_shards(recipe)}"
+        )
+    else:
+        remedy = f"lower trainer.micro_batch_tokens from {section.micro_batch_tokens} to about {num_tokens}"
+    return (
+        f"a trainer process needs {_gib(peak)} GiB, and {_gib(limit)} of the {_gib(gpu_bytes)} GiB of a GPU can be "
+        f"used; {remedy}, and ask again"
     )
-    yield (
-        f"trainer: with {key} it fits too: activations of {of} are computed again, {saved:.0%} less work in a step; "
-        "rehearse it first (tba rehearse)"
-    )
+
+
+def _more_shards(recipe: Recipe) -> str:
+    """Return how each process holds a smaller part of the model; every replica is whole."""
+    num, replicas = recipe.trainer.num_processes, recipe.trainer.sharding.replicas
+    more = f"raise trainer.num_processes (it is {num})"
+    return f"lower trainer.sharding.replicas (it is {replicas}) or {more}" if replicas > 1 and num > 1 else more
 
 
 def simultaneous_starts(layout: Layout) -> Iterator[str]:
-    """Yield a sentence for each GPU on which vLLM and something else start at the same time, with what to change."""
-    texts = {
-        "searcher": "several searchers start vLLM there at the same time, and each takes the other's memory for its "
-        "own; give each a GPU (local.gpus.searchers)",
-        "reward": "the victim's vLLM and another scorer start there at the same time, and vLLM takes the other's "
-        'memory for its own; give the other one the next GPU of local.gpus.reward (device = "cuda:1")',
-    }
+    """Yield a sentence for each GPU on which two searchers start vLLM at the same time, with what to change."""
     for number, occupants in layout.items():
-        for service, text in texts.items():
-            own = [one for one in occupants if one.service == service]
-            # vLLM measures free memory before and after a trial pass (`memory_profiling` in vllm/utils/mem_utils.py)
-            measures = any(one.share is not None and one.keeps_share for one in own)
-            if measures and sum(one.begins_process for one in own) > 1:
-                yield f"GPU {number}: {text}"
-
-
-def idle_gpus(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Yield a sentence where `[local.gpus]` names GPUs that nobody uses."""
-    if idle := sorted(named_gpus(recipe) - layout.keys()):
-        yield (
-            f"GPU {_numbers(idle)}: local.gpus names it, and nobody uses it; a scorer uses one GPU, the first of its "
-            "list or the one of its device, the trainer one for each of its processes, and a searcher as many as "
-            "searcher.tensor_parallel_size"
-        )
-
-
-def preemptions(layout: Layout, cards: Mapping[int, Card]) -> Iterator[str]:
-    """Yield a sentence where vLLM has less memory than a rollout of full length in every slot takes."""
-    found: dict[str, None] = {}
-    for number, occupants in layout.items():
-        for one in occupants:
-            held = one.bytes_on(cards[number].total_bytes) if one.keeps_share else one.peak_bytes
-            if one.share is not None and held < one.full_bytes:
-                found[
-                    f"{one.who}: {_gib(held)} GiB, and with every slot at full length it would need "
-                    f"{_gib(one.full_bytes)}: beyond its memory vLLM preempts sequences and computes them again"
-                ] = None
-    yield from found  # GPUs with the same occupants say the same
-
-
-def unknown_sizes(layout: Layout) -> dict[str, str]:
-    """Return the models whose sizes are not known, with the reason; they are counted as nothing but vLLM's share."""
-    return {one.who: one.unknown for occupants in layout.values() for one in occupants if one.unknown}
+        # vLLM measures free memory before and after a trial pass (`memory_profiling` in vllm/utils/mem_utils.py)
+        if sum(one.service == "searcher" and one.share is not None and one.keeps_share for one in occupants) > 1:
+            yield (
+                f"GPU {number}: several searchers start vLLM there at the same time, and each takes the other's memory "
+                "for its own; give each a GPU (local.gpus.searchers)"
+            )
 
 
 def layout_lines(layout: Layout, cards: Mapping[int, Card]) -> list[str]:

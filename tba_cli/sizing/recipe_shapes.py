@@ -7,14 +7,7 @@ from pathlib import Path
 
 from tba.config import Recipe
 from tba.errors import ConfigError
-from tba_cli.sizing.model_shape import (
-    MAKER_SHAPES,
-    SHAPES,
-    ModelShape,
-    known_shape,
-    shape_of_folder,
-    shape_of_new_model,
-)
+from tba_cli.sizing.model_shape import SHAPES, ModelShape, known_shape, shape_of_folder
 
 AskHub = Callable[[str, str | None], ModelShape]
 """Returns the sizes of a model on the hub, by name and revision (`tba_cli.artifacts.huggingface.shape_on_hub`)."""
@@ -36,20 +29,10 @@ def shape_in_recipe(path: str, recipe: Recipe, *, ask_hub: AskHub | None = None)
     if recipe.model.warm_start is not None and path == recipe.model.path:
         return SHAPES["quickstart"], "what [model.warm_start] makes"
     trained = recipe.supervised.get(path)
-    if trained is not None and trained.new_model is not None:
-        return shape_of_new_model(trained.new_model), "[sft.new_model] of the recipe"
     if trained is not None and trained.base is not None:
         # training keeps the sizes; no item starts from itself (the recipe refuses a path that is made twice)
         return shape_in_recipe(trained.base, recipe, ask_hub=ask_hub)
     item = next((item for item in recipe.prepare if item.path == path), None)
-    if item is not None and item.maker is not None:
-        # reward models and classifiers have makers as well, and are no policies
-        if item.maker not in MAKER_SHAPES:
-            raise ConfigError(
-                f"{folder} is not here, and the maker {item.maker!r} makes no policy; the makers of policies are "
-                f"{', '.join(MAKER_SHAPES)}"
-            )
-        return MAKER_SHAPES[item.maker], f"the table of makers ({item.maker})"
     name = folder.name if item is None or item.hub is None else item.hub
     if (shape := known_shape(name)) is not None:
         return shape, f"the table of known models ({name})"

@@ -26,12 +26,12 @@ import torch
 from tba_trainer.checkpoints import canary
 from tba_trainer.learner import learner, reference
 from tba_trainer.learner.learner import Learner
+from tba_trainer.memory_trace import step
+from tba_trainer.memory_trace.fake_device import FakeDevice
+from tba_trainer.memory_trace.live_bytes import LiveBytes
+from tba_trainer.memory_trace.step import StepBytes
 from tba_trainer.model.packing import PackedSequences
 from tba_trainer.model.parameters import published_tensors
-from tba_trainer.rehearsal import step
-from tba_trainer.rehearsal.fake_device import FakeDevice
-from tba_trainer.rehearsal.live_bytes import LiveBytes
-from tba_trainer.rehearsal.step import StepBytes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -156,7 +156,7 @@ def _line() -> str:
     frame: Any = sys._getframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(OWN_CODE) and path.parent.name != "rehearsal":
+        if path.is_relative_to(OWN_CODE) and path.parent.name != "memory_trace":
             return f"{path.name}: {linecache.getline(str(path), frame.f_lineno).strip()}"
         frame = frame.f_back
     return "elsewhere"

@@ -178,6 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             "private": name in self.hub.private,
             "tags": [],
             "siblings": siblings,
+            "safetensors": {"parameters": {"F32": 132_416}, "total": 132_416},
         }
         return self._send(200, json.dumps(body).encode(), {})
 

@@ -139,7 +139,7 @@ def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
     from tba_trainer.distributed.checkpoints import TeamCheckpoints
     from tba_trainer.distributed.leader import build
-    from tba_trainer.rehearsal.live_bytes import LiveBytes
+    from tba_trainer.memory_trace.live_bytes import LiveBytes
 
     from tba.store import FileStore
     from tests.support.learner_values import make_state

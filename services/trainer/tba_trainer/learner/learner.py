@@ -352,7 +352,7 @@ class Optimizer:
         return {"grad_norm": norm, "grad_clipped": float(limit is not None and norm > limit), "grad_norm_limit": limit}
 
     def use_fused(self) -> None:
-        """Update all parameters in one kernel, as on CUDA: for the rehearsal of a GPU's memory."""
+        """Update all parameters in one kernel, as on CUDA: for the trace of a GPU's memory."""
         for group in self._adamw.param_groups:
             group["fused"] = True
 

@@ -194,7 +194,7 @@ class LogprobModel:
 
 def _evenly_spaced(num_positions: int) -> NDArray[np.int64]:
     """Return at most `ENTROPY_POSITIONS` positions from the first to the last."""
-    # of numpy: the rehearsal makes torch's tensors fake, and a context group reads which these are
+    # of numpy: the memory trace makes torch's tensors fake, and a context group reads which these are
     return np.linspace(0, num_positions - 1, min(num_positions, ENTROPY_POSITIONS)).round().astype(np.int64)
 
 

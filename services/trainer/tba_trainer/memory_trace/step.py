@@ -31,13 +31,13 @@ from tba_trainer.distributed.process_group import make_mesh, ranks_of
 from tba_trainer.learner.forward_backward import Ranks
 from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.learner.micro_batches import Plan, plan_micro_batches
+from tba_trainer.memory_trace.fake_device import FakeDevice, cuda_branches
+from tba_trainer.memory_trace.live_bytes import LiveBytes
 from tba_trainer.model.context import Context
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.policy import prepare
 from tba_trainer.model.sharding import shard
-from tba_trainer.objectives import Objective, resolve
-from tba_trainer.rehearsal.fake_device import FakeDevice, cuda_branches
-from tba_trainer.rehearsal.live_bytes import LiveBytes
+from tba_trainer.objectives import resolve
 
 LAYERS, LAYERS_SHARDED = (2, 3), (3, 4)
 """Layers of the models that are traced instead of the whole one. FSDP2 holds up to three at a time, so that the line
@@ -75,21 +75,8 @@ class StepBytes:
         return max(self.forward_backward_peak, self.update_peak)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """How the whole batch of a step is worked on where every rollout is as long as it may be."""
-
-    num_rollouts: int
-    num_micro_batches: int
-    """For each process, or context group."""
-    num_first_passes: int
-    """Of them, those that also need a pass without gradient, because a group does not fit into one."""
-    max_tokens: int
-    """Of the largest micro-batch."""
-
-
-def rehearse_step(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool = False) -> tuple[StepBytes, StepPlan]:
-    """Return the bytes and the plan of a step.
+def trace_recipe(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool = False) -> StepBytes:
+    """Return the bytes of a step.
 
     Args:
         config: `config.json` of the model, in Hugging Face format.
@@ -105,14 +92,17 @@ def rehearse_step(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool
             own = recipe.model_copy(update={"trainer": trainer})
             sizes = asdict(trace_step(own, config, num_layers=traced.num_layers))
             found = {name: found.get(name, 0) + traced.factor * each for name, each in sizes.items()}
-    except (
-        RuntimeError
-    ) as error:  # torch has an op of the model for fewer dtypes on a CPU, or sizes do not fit together
-        raise ConfigError(
-            f"a step of model_type {config.get('model_type')!r} cannot be traced on fake tensors ({error}); "
-            "`tba sizing` has its formula"
-        ) from error
-    return StepBytes(**found), _step_plan(recipe)
+    except RuntimeError as error:
+        # torch has an op of the model for fewer dtypes on a CPU, or sizes do not fit together
+        kind = config.get("model_type")
+        raise ConfigError(f"a step of model_type {kind!r} cannot be traced on fake tensors ({error})") from error
+    return StepBytes(**found)
+
+
+def max_micro_batch_tokens(recipe: Recipe) -> int:
+    """Return the tokens of the largest micro-batch where every rollout is as long as it may be."""
+    most = max(len(each.indices) for micro_batches in _plan(recipe).rounds for each in micro_batches)
+    return most * (recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,31 +245,17 @@ def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
         dist.destroy_process_group()
 
 
-def _objective(recipe: Recipe) -> Objective:
-    return resolve(recipe.objective, max_response_tokens=recipe.searcher.max_response_tokens)
-
-
 def _plan(recipe: Recipe) -> Plan:
     """Return the plan of a whole batch of longest rollouts."""
     searcher, sampling = recipe.searcher, recipe.sampling
+    objective = resolve(recipe.objective, max_response_tokens=searcher.max_response_tokens)
     num_rollouts = sampling.prompts_per_batch * sampling.group_size
     return plan_micro_batches(
         [searcher.max_prompt_tokens + searcher.max_response_tokens] * num_rollouts,
         [i // sampling.group_size for i in range(num_rollouts)],
         recipe.trainer.micro_batch_tokens,
         num_ranks=recipe.trainer.num_processes // recipe.trainer.context,
-        keep_groups=_objective(recipe).needs_complete_groups,
-    )
-
-
-def _step_plan(recipe: Recipe) -> StepPlan:
-    plan = _plan(recipe)
-    sizes = [len(each.indices) for micro_batches in plan.rounds for each in micro_batches]
-    return StepPlan(
-        num_rollouts=sum(sizes),
-        num_micro_batches=len(plan.rounds),
-        num_first_passes=len(plan.split_rounds()) if _objective(recipe).needs_complete_groups else 0,
-        max_tokens=max(sizes) * (recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens),
+        keep_groups=objective.needs_complete_groups,
     )
 
 
@@ -302,7 +278,7 @@ def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
         prompt = rng.integers(0, vocab_size, recipe.searcher.max_prompt_tokens, dtype=np.int32)
         rollouts = tuple(_rollout(rng, recipe, prompt_id, prompt, vocab_size) for _ in members)
         groups.append(Group(prompt_id=prompt_id, source="recent", fallback=False, rollouts=rollouts))
-    return Batch(batch_id="rehearsal", deadline_s=0.0, seed=0, log_position=0, groups=tuple(groups))
+    return Batch(batch_id="trace", deadline_s=0.0, seed=0, log_position=0, groups=tuple(groups))
 
 
 def _rollout(rng: np.random.Generator, recipe: Recipe, prompt_id: str, prompt: Any, vocab_size: int) -> Rollout:
@@ -310,7 +286,7 @@ def _rollout(rng: np.random.Generator, recipe: Recipe, prompt_id: str, prompt: A
     return Rollout(
         rollout_id=rng.bytes(16),
         run=recipe.run.name,
-        task="rehearsal",
+        task="trace",
         prompt_id=prompt_id,
         visit_id=prompt_id,
         prompt_tokens=prompt,
@@ -325,8 +301,8 @@ def _rollout(rng: np.random.Generator, recipe: Recipe, prompt_id: str, prompt: A
         reward=float(rng.random()),  # no group of equal rewards, which would need no pass
         reward_status="scored",
         reward_reason=None,
-        reward_version="rehearsal",
-        searcher_id="rehearsal",
+        reward_version="trace",
+        searcher_id="trace",
         started_at_s=0.0,
         finished_at_s=0.0,
     )

@@ -1,6 +1,6 @@
-"""Rehearse a trainer's step without its model, its data or a GPU: the step's own code runs on fake tensors (torch).
+"""Trace the memory of a trainer's step without its model, its data or a GPU: its own code runs on fake tensors (torch).
 
-__main__       `python -m tba_trainer.rehearsal`: trace a recipe, print the bytes as JSON
+__main__       `python -m tba_trainer.memory_trace`: trace a recipe, print the bytes as JSON
 step           build model and batch, make one step, extrapolate over the layers
 fake_device    large tensors without values beside small real ones
 live_bytes     bytes of all tensors that are alive, op by op

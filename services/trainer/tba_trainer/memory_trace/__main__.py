@@ -1,4 +1,4 @@
-"""`python -m tba_trainer.rehearsal --config FILE --model FILE [--all-layers]`: trace a step, print JSON."""
+"""`python -m tba_trainer.memory_trace --config FILE --model FILE`: trace a step, print JSON."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from pathlib import Path
 
 def main() -> int:
     """Return the exit code: 0, or 2 with a sentence on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m tba_trainer.rehearsal", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m tba_trainer.memory_trace", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")
     parser.add_argument("--model", required=True, type=Path, metavar="FILE", help="config.json of the model")
-    parser.add_argument("--all-layers", action="store_true", help="trace the whole model; takes minutes")
     args = parser.parse_args()
     from tba.config import load_recipe
     from tba.errors import TbaError
     from tba.service_main import EXIT_ERROR
-    from tba_trainer.rehearsal.step import models_to_trace, rehearse_step
+    from tba_trainer.memory_trace.step import max_micro_batch_tokens, models_to_trace, trace_recipe
 
     try:
         recipe, config = load_recipe(args.config), json.loads(args.model.read_bytes())
-        found, plan = rehearse_step(recipe, config, all_layers=args.all_layers)
-        layers = sorted({each.num_layers for each in models_to_trace(recipe, config, all_layers=args.all_layers)})
+        found = trace_recipe(recipe, config)
+        layers = sorted({each.num_layers for each in models_to_trace(recipe, config)})
     except TbaError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_ERROR
-    document = {"bytes": asdict(found), "state_bytes": found.state, "peak_bytes": found.peak, "plan": asdict(plan)}
-    print(json.dumps(document | {"layers_traced": layers}))
+    document = {"bytes": asdict(found), "state_bytes": found.state, "peak_bytes": found.peak}
+    print(json.dumps(document | {"max_tokens": max_micro_batch_tokens(recipe), "layers_traced": layers}))
     return 0
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ SOURCES: dict[Side, tuple[str, ...]] = {
     # of the product only what makes its starting model, its prompts and its rewards
     "trl": (
         *("tba_cli/starter_models", "tba_cli/generators", "tba_cli/prompts", "services/reward/tba_reward"),
+        "examples/worlds",
         *("deploy/constraints/main.txt", "benchmarks/accuracy.py"),
         *("benchmarks/time_to_target_bench/trl_program.py", "benchmarks/time_to_target_bench/trl_side.py"),
     ),
@@ -115,7 +117,7 @@ def _end(number: int, _: object) -> None:
 
 
 def _recipe(workload: Workload, settings: tuple[str, ...]) -> Recipe:
-    return load_recipe(workload.recipe, sets=[*workload.settings, *settings])
+    return load_recipe(workload.recipe, sets=settings)
 
 
 def _source(workload: Workload, side: Side, settings: tuple[str, ...]) -> str:
@@ -171,7 +173,11 @@ def _run(cell: Cell, data: Path) -> None:
     workload = WORKLOADS[cell.workload]
     sets = (*tba_sets(workload, cell), f"run.seed={cell.seed}")
     recipe = load_recipe(workload.recipe, sets=sets)
-    if check_model(recipe) and recipe.model.warm_start is not None:
+    if workload.starter is not None:
+        if not Path(recipe.model.path).is_dir():
+            print(f"making {recipe.model.path}", file=sys.stderr, flush=True)
+            subprocess.run([sys.executable, "-m", workload.starter, "--out", recipe.model.path], cwd=ROOT, check=True)
+    elif check_model(recipe) and recipe.model.warm_start is not None:
         print(f"making {recipe.model.path}", file=sys.stderr, flush=True)
         make_starting_model(
             recipe.model.path, recipe.model.warm_start, seed=recipe.run.seed, num_threads=os.cpu_count() or 1

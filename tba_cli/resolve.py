@@ -141,7 +141,7 @@ def made_with_other(data: bytes, recipe: Recipe, *, where: str) -> str | None:
         ConfigError: the report is damaged.
     """
     assert recipe.model.warm_start is not None, "only a recipe with a warm start is compared"
-    wanted = {"seed": recipe.warm_start_seed, **recipe.model.warm_start.model_dump(mode="json", exclude={"seed"})}
+    wanted = {"seed": recipe.run.seed, **recipe.model.warm_start.model_dump(mode="json")}
     try:
         report = json.loads(data)
         found = {**report["settings"], "seed": report["seed"]}

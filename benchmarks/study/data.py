@@ -33,6 +33,8 @@ DECIDES = (
     "tba/config/schedules.py",
     "tba_cli/generators",
     "tba_cli/starter_models",
+    "examples/worlds/chain",
+    "examples/worlds/starter.py",
     *(f"benchmarks/study/{name}.py" for name in ("gradients", "methods", "replay", "training", "world")),
 )
 """The code that decides the result of a cell, as files and folders."""
@@ -49,7 +51,7 @@ def sources_digest() -> str:
             digest.update(meaning(file.read_text()).encode())
     # what runs take from defaults and recipes, and no more of those: other keys may change
     defaults = TrainerSection()
-    taken = [getattr(defaults, name) for name in DEFAULTS] + [task.warm_start for task in TASKS.values()]
+    taken = [getattr(defaults, name) for name in DEFAULTS] + [task.start for task in TASKS.values()]
     digest.update(repr(taken).encode())
     return digest.hexdigest()[:16]
 

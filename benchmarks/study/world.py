@@ -1,7 +1,7 @@
 """The study's tasks as arrays: prompts, starting models, rewards, sampling, and accuracy on held-out prompts.
 
     addition  the quickstart's task and starting model; one right answer, so accuracy is exact
-    chain     recipes/chain.toml in the smallest size, responses cut at 64 tokens: 13 to 64 of them, the policy decides
+    chain     examples/worlds/chain in the smallest size, responses cut at 64 tokens: 13 to 64, the policy decides
               how many; any response whose last number is right counts, so accuracy is of sampled responses
 
 Everything runs in one process. All prompts of a task have the same number of tokens, so sampling needs no padding.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from examples.worlds.chain import problems as chain
 from tba.config import load_recipe
-from tba.config.sections import WarmStartSection
-from tba_cli.generators import addition, chain
+from tba_cli.generators import addition
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS_ID = 2
@@ -41,10 +41,8 @@ class Task:
     """What a run is about."""
 
     name: str
-    recipe: str
-    """Has the starting model."""
-    start: Mapping[str, Any]
-    """What is different in it."""
+    start: Any
+    """How its starting model is made."""
     max_response_tokens: int
     num_steps: int
     """Optimizer steps of a run."""
@@ -54,20 +52,12 @@ class Task:
     problems: Callable[[str], list[Any]]
     """Of a split; each has `text` and `answer`."""
 
-    @property
-    def warm_start(self) -> WarmStartSection:
-        """How the starting model is made."""
-        section = load_recipe(ROOT / self.recipe).model.warm_start
-        assert section is not None
-        return section.model_copy(update={"seed": None, **self.start})
-
 
 TASKS = MappingProxyType(
     {
         "addition": Task(
             name="addition",
-            recipe="recipes/quickstart.toml",
-            start=MappingProxyType({}),
+            start=load_recipe(ROOT / "recipes/quickstart.toml").model.warm_start,
             max_response_tokens=5,
             num_steps=150,
             num_heldout=512,
@@ -76,9 +66,7 @@ TASKS = MappingProxyType(
         ),
         "chain": Task(
             name="chain",
-            recipe="recipes/chain.toml",
-            # the small size learns more slowly
-            start=MappingProxyType({"size": "0.3m", "max_steps": 800}),
+            start="0.3m",
             max_response_tokens=64,
             num_steps=100,
             num_heldout=256,
@@ -142,10 +130,22 @@ def starting_model(folder: Path, task: str, seed: int) -> Path:
     with (folder / f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (path / "config.json").is_file():
-            from tba_cli.starter_models.starting_model import make_starting_model
-
-            make_starting_model(path, TASKS[task].warm_start, seed=seed, num_threads=1)
+            _make(path, TASKS[task], seed)
     return path
+
+
+def _make(path: Path, task: Task, seed: int) -> None:
+    # both import torch's models
+    if task.name == "addition":
+        from tba_cli.starter_models.starting_model import make_starting_model
+
+        make_starting_model(path, task.start, seed=seed, num_threads=1)
+    else:
+        from examples.worlds.chain.prepare import lesson
+        from examples.worlds.starter import make
+
+        torch.set_num_threads(1)
+        make(lesson(task.start), path, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,6 @@ def tba_sets(workload: Workload, cell: Cell) -> list[str]:
         f"eval.every_steps={10 * cell.num_steps}",
         "eval.num_prompts=1",
         "eval.num_prompts_final=1",
-        *workload.settings,
         *cell.settings,
     ]
 

@@ -26,8 +26,8 @@ class Workload:
     line."""
     micro_batch: int
     """Rollouts of one forward and backward pass of TRL: memory, not arithmetic."""
-    settings: tuple[str, ...] = ()
-    """`--set` arguments of tba beside the recipe."""
+    starter: str | None = None
+    """The program that makes the starting model, one for all seeds; None: the recipe says how to make it."""
 
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
@@ -41,24 +41,22 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             micro_batch=128,
         ),
         "chain": Workload(
-            recipe=ROOT / "recipes/chain.toml",
+            recipe=ROOT / "examples/worlds/chain/chain.toml",
+            starter="examples.worlds.chain.prepare",
             learning_rates=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3),
             targets=(0.80, 0.90),
             num_steps=60,
             save_every_steps=4,
             micro_batch=32,
-            # one starting model for all seeds: each takes two CPU minutes
-            settings=("model.warm_start.seed=0",),
         ),
         "tally": Workload(
-            recipe=ROOT / "recipes/tally.toml",
+            recipe=ROOT / "examples/worlds/tally/tally.toml",
+            starter="examples.worlds.tally.prepare",
             learning_rates=(1e-4, 2e-4, 4e-4),
             targets=(0.70, 0.80),
             num_steps=12,
             save_every_steps=3,
             micro_batch=32,
-            # one starting model for all seeds: it takes 13 CPU minutes
-            settings=("model.warm_start.seed=0",),
         ),
     }
 )

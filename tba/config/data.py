@@ -176,8 +176,8 @@ class DataSection(StrictModel):
     """Prompts: from a built-in generator, a file, or data sets; others are uploaded (`tba prompts upload`)."""
 
     generator: str | None = None
-    """Name of a built-in generator (tba_cli/generators/), for example `addition`; of an entry point of the group
-    `tba.prompt_sources`; or MODULE:FUNCTION, a function of your own (docs/extending.md)."""
+    """`addition`; or the name of an entry point of the group `tba.prompt_sources`; or MODULE:FUNCTION, a function of
+    your own (docs/extending.md)."""
     path: str | None = None
     """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or
     `heldout`. Rows of another shape need `columns`."""

@@ -391,12 +391,6 @@ class Recipe(StrictModel):
         return {**sft, **{item.path: item for item in self.reward_training}}
 
     @property
-    def warm_start_seed(self) -> int:
-        """The seed of a starting model made on this machine: its own, or the run's."""
-        section = self.model.warm_start
-        return self.run.seed if section is None or section.seed is None else section.seed
-
-    @property
     def constants(self) -> dict[str, JsonValue]:
         """The settings that are constant within a run, as JSON: another value makes another run."""
         # how versions are stored may change

@@ -106,7 +106,7 @@ def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
     if recipe.model.warm_start is None:
         return recipe
     # the starting model is cached per seed
-    path = recipe.model.path.replace("{seed}", str(recipe.warm_start_seed))
+    path = recipe.model.path.replace("{seed}", str(recipe.run.seed))
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
 
 

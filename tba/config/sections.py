@@ -63,26 +63,15 @@ class WarmStartSection(StrictModel):
     """How to make a small starting model on this machine (the quickstart); absent when a model is given.
 
     The model first learns from right answers, then for some steps from noisy ones: their errors set its accuracy at the
-    start of training.
+    start of training. Its seed is the run's.
     """
 
     task: str
-    """Built-in task whose warm-start split the model learns from."""
-    size: Literal["0.1m", "0.3m", "3m"] | None = None
-    """About how many parameters the model has. `addition` has 0.1m, `chain` has 0.3m and 3m, `tally` has 3m; none: the
-    task's first."""
+    """Built-in task whose warm-start split the model learns from: `addition`."""
     target_accuracy: float = Field(default=0.9, gt=0, lt=1)
     """The first phase ends when the mean probability of the right answers of the validation split reaches this."""
-    max_steps: int = Field(default=800, ge=1)
-    """The first phase ends after this many supervised steps in any case."""
     noise_steps: int = Field(default=80, ge=0)
     """Supervised steps of the second phase, on noisy answers."""
-    drop_carry: float = Field(default=0.45, ge=0, le=1)
-    """Probability that a noisy answer forgets a carry; `tally` has none."""
-    wrong_digit: float = Field(default=0.13, ge=0, le=1)
-    """Probability that a noisy answer has a random digit."""
-    seed: int | None = Field(default=None, ge=0)
-    """Seed of the starting model; default: the run's seed."""
 
 
 class ModelSection(StrictModel):

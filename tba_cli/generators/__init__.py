@@ -1,6 +1,6 @@
 """Sources of prompts that are code. `data.generator` of a recipe names one of them:
 
-    NAME                a built-in generator: tba_cli/generators/NAME.py defines `generate`
+    addition            the built-in one, addition.py
     NAME                an entry point of the group `tba.prompt_sources` in an installed package
     MODULE:FUNCTION     a function of your own; modules in the current folder are found too
 
@@ -9,16 +9,15 @@ A source is a function as `PromptSource` describes it.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from pathlib import Path
 from typing import Any, Protocol
 
 from tba import plugins
 from tba.api import Prompt
 from tba.errors import ConfigError
+from tba_cli.generators import addition
 
 GENERATOR = "data.generator"
+BUILT_IN = ("addition",)
 
 
 class PromptSource(Protocol):
@@ -34,20 +33,14 @@ class PromptSource(Protocol):
         ...
 
 
-def builtin_names() -> list[str]:
-    """Return the names of the built-in generators: the modules of this package."""
-    return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-
-
 def load_prompt_source(name: str) -> PromptSource:
     """Return the source that `data.generator` names.
 
     Raises:
         ConfigError: there is no such source, or it cannot be imported.
     """
-    known = builtin_names()
-    if plugins.resolve(name, group="tba.prompt_sources", what=GENERATOR, builtin=known) in known:
-        return importlib.import_module(f"tba_cli.generators.{name}").generate
+    if plugins.resolve(name, group="tba.prompt_sources", what=GENERATOR, builtin=BUILT_IN) in BUILT_IN:
+        return addition.generate
     source = plugins.load(name, group="tba.prompt_sources", what=GENERATOR)
 
     def prompts_of(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:

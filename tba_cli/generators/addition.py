@@ -18,6 +18,8 @@ from tba.errors import ConfigError
 TASK = "addition"
 REWARD = "exact"  # written backwards, a leading zero is a digit like any other
 NUM_DIGITS = 2
+CHARACTERS = "0123456789+="
+"""Of prompts and answers; each is a token of the starting model."""
 SPLITS = MappingProxyType(
     {"heldout": range(10), "validation": range(10, 15), "warmstart": range(15, 50), "train": range(50, 100)}
 )

@@ -1,5 +1,3 @@
-"""Makers of starting models: small models and data sets for the tiny recipes, and the warm starts (lessons.py).
-
-Random weights, real architectures and file formats, made-up rows: nothing is downloaded. Each program here runs in a
-process of its own, since it imports torch.
+"""Programs that need torch or transformers, each in a process of its own: the quickstart's starting model, small models
+and data sets for the tiny recipes, and checks of model folders.
 """

@@ -22,9 +22,10 @@ from typing import Any
 
 from tba.config.sections import TOKENIZER_FILES, trust_hint
 from tba.errors import ConfigError
-from tba_cli.starter_models.lessons import MAX_SHOWN_UNKNOWN
 
 PICKLED = "pytorch_model*.bin*"
+MAX_SHOWN_UNKNOWN = 5
+"""At most this many things are named that a tokenizer does not know."""
 
 
 def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, Any]:

@@ -23,12 +23,13 @@ from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.security import check_tokens
 from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
+from tba_cli.generators import addition
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.resolve import check_model, custom_objects
 from tba_cli.setup.prepare import endless_warning, measure_model
 from tba_cli.setup.try_model import try_model
-from tba_cli.starter_models.lessons import LESSONS, MAX_SHOWN_UNKNOWN
+from tba_cli.starter_models.convert import MAX_SHOWN_UNKNOWN
 
 MAX_MEASURED_PROMPTS = 2000
 """At most this many prompts are measured in tokens."""
@@ -321,11 +322,9 @@ class RecipeChecks:
 
     def _check_characters(self) -> Iterator[CheckResult]:
         """Compare the prompts with the characters of a starting model that is not made yet."""
-        section = self.recipe.model.warm_start
-        lesson = None if section is None else LESSONS.get(section.task)
-        if lesson is None:
+        if self.recipe.model.warm_start is None:
             return
-        found = [set(prompt.text) - set(lesson.characters) for prompt in self.prompts]
+        found = [set(prompt.text) - set(addition.CHARACTERS) for prompt in self.prompts]
         unknown = Counter(character for characters in found for character in sorted(characters))
         yield from _unknown_results(
             sum(map(bool, found)), len(found), [character for character, _ in unknown.most_common(MAX_SHOWN_UNKNOWN)]

@@ -15,7 +15,7 @@ from tba.errors import ConfigError
 from tba.tokens import load_tokens
 from tba_cli.doctor.checks.redis import RedisProblemError, ask_redis, clock_offset_s
 from tba_cli.doctor.target import Answer, CheckResult, Target, TlsProblem, fail, http_get, ok, skip, warn
-from tba_cli.generators import builtin_names
+from tba_cli.generators import BUILT_IN
 
 LIBRARIES = ("torch", "transformers", "vllm", "pydantic", "boto3", "redis", "datasets")
 HEALTHY = {"ok", "idle"}
@@ -185,7 +185,7 @@ def tasks_of(recipe: Recipe) -> list[str]:
     """Return the tasks of the prompts, as far as the recipe alone names them; a file is not read."""
     data = recipe.data
     if data.generator is not None:
-        return [data.generator] if data.generator in builtin_names() else []
+        return [data.generator] if data.generator in BUILT_IN else []
     return sorted({section.task for section in (data.train, data.heldout) if section is not None})
 
 

@@ -61,7 +61,7 @@ def test_an_entry_point_of_a_package_is_found_by_its_name(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
     monkeypatch.syspath_prepend(".")
     assert len(load_prompt_source("squares")(2, 1, 0)) == 3
-    with pytest.raises(ConfigError, match=r"known are addition, chain, tally, squares; .* or write MODULE:NAME"):
+    with pytest.raises(ConfigError, match=r"known are addition, squares; .* or write MODULE:NAME"):
         load_prompt_source("sqares")
 
 

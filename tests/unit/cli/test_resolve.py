@@ -117,8 +117,8 @@ def test_a_cached_starting_model_is_never_overwritten_by_one_with_other_settings
     assert not check_model(recipe)
     with pytest.raises(ConfigError, match=r"made by a warm start with seed = 0, not 7; remove that folder"):
         check_model(make(run={"name": "r", "seed": 7}, model=warm))
-    warm["warm_start"] = {"task": "addition", "wrong_digit": 0.5}
-    with pytest.raises(ConfigError, match=r"with wrong_digit = 0\.13, not 0\.5"):
+    warm["warm_start"] = {"task": "addition", "noise_steps": 5}
+    with pytest.raises(ConfigError, match=r"with noise_steps = 80, not 5"):
         check_model(make(model=warm))
     for damaged in ('{"settings": {', "{}", "[]"):
         (tmp_path / "warmstart.json").write_text(damaged)

@@ -10,31 +10,34 @@ import torch
 from tba_searcher.engines.tokenizer import TextCodec
 
 from benchmarks.accuracy import judge_of, rule_of
+from examples.worlds import starter
+from examples.worlds.chain.prepare import lesson
+from examples.worlds.tally.prepare import LESSON as TALLY
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba_cli.prompts.reader import heldout_prompts
-from tba_cli.starter_models.lessons import LESSONS
-from tba_cli.starter_models.starting_model import build_model, build_tokenizer
+from tba_cli.starter_models import starting_model as quickstart
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+ROOT = Path(__file__).parents[3]
 
 
 def recipe_of(name: str, *sets: str) -> Recipe:
-    return load_recipe(RECIPES / f"{name}.toml", environ={}, sets=sets)
+    folder = "recipes" if name == "quickstart" else f"examples/worlds/{name}"
+    return load_recipe(ROOT / folder / f"{name}.toml", environ={}, sets=sets)
 
 
-def make_model(folder: Path, task: str, size: str | None = None) -> Any:
+def make_model(folder: Path, lesson: starter.Lesson | None = None) -> Any:
     torch.manual_seed(0)
-    lesson = LESSONS[task]
-    tokenizer = build_tokenizer(lesson)
-    model: Any = build_model(tokenizer, lesson, lesson.shape(size)).eval()
+    tokenizer = quickstart.build_tokenizer() if lesson is None else starter.build_tokenizer(lesson)
+    model: Any = quickstart.build_model(tokenizer) if lesson is None else starter.build_model(tokenizer, lesson)
+    model.eval()
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     return model
 
 
 def test_expected_accuracy_is_the_probability_of_the_answers_at_the_policy_temperature(tmp_path: Path) -> None:
-    model = make_model(tmp_path, "addition")
+    model = make_model(tmp_path)
     recipe = recipe_of("quickstart", "model.policy_temperature=0.5", "searcher.sampling_temperature=0.5")
     codec, total = TextCodec(tmp_path), 0.0
     for prompt in heldout_prompts(recipe)[:7]:
@@ -53,7 +56,7 @@ def test_expected_accuracy_is_the_probability_of_the_answers_at_the_policy_tempe
 def test_the_answer_of_a_chain_is_its_last_number_in_a_sampled_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, recipe = make_model(tmp_path, "chain", "0.3m"), recipe_of("chain")
+    model, recipe = make_model(tmp_path, lesson("0.3m")), recipe_of("chain")
     assert (rule_of(recipe).kind, rule_of(recipe_of("quickstart")).kind) == ("last_number", "exact")
     judge, prompts = judge_of(recipe, tmp_path, 8), heldout_prompts(recipe)[:8]
     assert judge.measure(dict(model.named_parameters())).pass_at_1 < 0.5  # it has learned nothing
@@ -72,7 +75,7 @@ def test_the_answer_of_a_chain_is_its_last_number_in_a_sampled_response(
 
 
 def test_responses_to_prompts_of_different_lengths_are_those_of_each_alone(tmp_path: Path) -> None:
-    model = make_model(tmp_path, "tally", "3m")
+    model = make_model(tmp_path, TALLY)
     with torch.no_grad():
         for parameter in model.parameters():  # so that it does not say one token for ever
             parameter.normal_(std=0.3)

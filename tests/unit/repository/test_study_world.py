@@ -20,9 +20,11 @@ from benchmarks.study.replay import Replay
 from benchmarks.study.run import run_cells
 from benchmarks.study.training import Behaviour, Scorer, make_groups, recipe_of, train
 from benchmarks.study.world import EOS_ID, TASKS, HeldOut, Problems, decode, encode, sample, starting_model
-from tba_cli.generators import addition, chain
-from tba_cli.starter_models.lessons import LESSONS
-from tba_cli.starter_models.starting_model import build_model, build_tokenizer
+from examples.worlds import starter
+from examples.worlds.chain import problems as chain
+from examples.worlds.chain.prepare import lesson
+from tba_cli.generators import addition
+from tba_cli.starter_models import starting_model as quickstart
 
 SETTING = Setting(learning_rate=1e-3, beta=0.05)
 
@@ -44,10 +46,11 @@ def start_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def start(task: str) -> Path:
         if task not in made:
             folder = tmp_path_factory.mktemp("study") / task
-            lesson = LESSONS[task]
-            tokenizer = build_tokenizer(lesson)
+            small = lesson("0.3m")
+            tokenizer = quickstart.build_tokenizer() if task == "addition" else starter.build_tokenizer(small)
             torch.manual_seed(0)
-            build_model(tokenizer, lesson, lesson.shape(TASKS[task].warm_start.size)).save_pretrained(folder)
+            model = quickstart.build_model(tokenizer) if task == "addition" else starter.build_model(tokenizer, small)
+            model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             made[task] = folder
         return made[task]
@@ -60,8 +63,8 @@ def model_of(start: Path) -> torch.nn.Module:
 
 
 def test_study_encodes_as_the_tokenizers_do() -> None:
-    for module in (addition, chain):
-        tokenizer = build_tokenizer(LESSONS[module.TASK])
+    tokenizers = (quickstart.build_tokenizer(), starter.build_tokenizer(lesson("0.3m")))
+    for module, tokenizer in zip((addition, chain), tokenizers, strict=True):
         for problem in module.all_problems("heldout")[:20]:
             ids = tokenizer(problem.text + problem.answer, add_special_tokens=False)["input_ids"]
             assert encode(problem.text + problem.answer) == ids
@@ -245,5 +248,5 @@ def test_study_starting_models_are_those_of_the_recipes(tmp_path: Path, monkeypa
     for _ in range(2):
         assert starting_model(tmp_path, "addition", 3) == tmp_path / "addition-3"
     assert [(name, seed) for name, _, seed in asked] == [("addition-3", 3)]
-    assert TASKS["addition"].warm_start.target_accuracy == 0.9
-    assert TASKS["chain"].warm_start.size == "0.3m"
+    assert TASKS["addition"].start.target_accuracy == 0.9
+    assert TASKS["chain"].start == "0.3m"

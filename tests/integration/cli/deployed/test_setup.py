@@ -168,7 +168,7 @@ def test_setup_waits_for_a_store_that_is_still_starting(ready: Deployment) -> No
 def test_the_starting_model_is_made_once_and_other_settings_are_noticed(
     ready: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    quick = {"task": "addition", "max_steps": 1, "noise_steps": 0}
+    quick = {"task": "addition", "target_accuracy": 0.001, "noise_steps": 0}
     first, second = tmp_path / "a" / "models" / "made-{seed}", tmp_path / "b" / "models" / "made-{seed}"
     recipe = ready.write("make", model={"path": str(first), "warm_start": quick})
     assert setup(recipe, "--only", "models") == 0

@@ -7,10 +7,19 @@ from pathlib import Path
 from tba_reward.scorer import Item
 from tba_reward.scorers.last_number import score
 
+from examples.worlds.tally import problems as tally
+from examples.worlds.tally.problems import (
+    MAX_TERMS,
+    MIN_TERMS,
+    SPLITS,
+    Problem,
+    distinct,
+    generate,
+    noisy_response,
+    stream,
+)
 from tba.config import load_recipe
 from tba.config.reward import LastNumberSpec
-from tba_cli.generators import tally
-from tba_cli.generators.tally import MAX_TERMS, MIN_TERMS, SPLITS, Problem, distinct, generate, noisy_response, stream
 
 ROOT = Path(__file__).resolve().parents[3]
 PARAMS = LastNumberSpec(kind="last_number").model_dump()
@@ -57,7 +66,7 @@ def test_no_order_of_the_same_terms_is_in_two_splits():
 
 
 def test_prompts_are_those_of_the_recipe_and_held_out_ones_are_the_same_for_every_seed():
-    recipe = load_recipe(ROOT / "recipes/tally.toml")
+    recipe = load_recipe(ROOT / "examples/worlds/tally/tally.toml")
     prompts = generate(recipe.data.num_train, recipe.data.num_heldout, 0)
     heldout = [prompt for prompt in prompts if prompt.split == "heldout"]
     assert len(heldout) == recipe.data.num_heldout

@@ -7,11 +7,11 @@ import pytest
 from tba_reward.scorer import Item
 from tba_reward.scorers.last_number import score
 
+from examples.worlds.chain import problems as chain
+from examples.worlds.chain.problems import SPLITS, Problem, all_problems, generate, noisy_response, split_of, stream
 from tba.config import load_recipe
 from tba.config.reward import LastNumberSpec
 from tba.errors import ConfigError
-from tba_cli.generators import chain
-from tba_cli.generators.chain import SPLITS, Problem, all_problems, generate, noisy_response, split_of, stream
 
 ROOT = Path(__file__).resolve().parents[3]
 PARAMS = LastNumberSpec(kind="last_number").model_dump()
@@ -61,7 +61,7 @@ def test_no_order_of_the_same_digits_is_in_two_splits():
 
 
 def test_prompts_are_those_of_the_recipe_and_held_out_ones_are_the_same_for_every_seed():
-    recipe = load_recipe(ROOT / "recipes/chain.toml")
+    recipe = load_recipe(ROOT / "examples/worlds/chain/chain.toml")
     prompts = generate(recipe.data.num_train, recipe.data.num_heldout, 0)
     heldout = [prompt for prompt in prompts if prompt.split == "heldout"]
     assert heldout == [p for p in generate(1, recipe.data.num_heldout, 7) if p.split == "heldout"]

@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     open_streams()
     with _quit_on_interrupt():
-        from tba_cli.parser import build_parser
+        from tba_cli.parser import parse_arguments
 
-        args = build_parser().parse_args(argv)
+        args = parse_arguments(argv)
         from tba.logs import logs_on_stderr, silence_retries  # only now, so that --help stays quick
 
         silence_retries()

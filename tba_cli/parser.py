@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import tba
-from tba_cli.parser_help import add_help, add_json
+from tba_cli.parser_help import TARGET, add_help, add_json, global_options, take
 from tba_cli.parser_tasks import (
     add_init,
     add_overrides,
@@ -32,43 +33,60 @@ DESCRIPTION = "Post-train language models with Trajectory Balance with Asynchron
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; `args.command` is `module:function`, which takes the arguments and returns an exit code."""
-    # the flags of every command, so that they may stand behind its name, where people type them
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser = argparse.ArgumentParser(prog="tba", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="tba", description=DESCRIPTION, parents=[global_options()])
     parser.add_argument("--version", action="version", version=f"tba {tba.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_run(commands, common)
-    _add_demo(commands, common)
-    add_init(commands, common)
-    add_score(commands, common)
-    _add_fork(commands, common)
-    _add_control(commands, common)
-    _add_set(commands, common)
-    _add_scale(commands, common)
-    _add_config(commands, common)
-    _add_data(commands, common)
-    add_supervised(commands, common)
-    _add_setup(commands, common)
-    _add_model(commands, common)
-    _add_doctor(commands, common)
-    _add_prompts(commands, common)
-    _add_ledger(commands, common)
-    add_view(commands, common)
-    add_rollouts(commands, common)
-    add_rescore(commands, common)
-    _add_buffer(commands, common)
-    add_weights(commands, common)
-    _add_export(commands, common)
-    _add_evaluate(commands, common)
-    _add_reports(commands, common)
-    _add_sizing(commands, common)
+    _add_run(commands)
+    _add_demo(commands)
+    add_init(commands)
+    add_score(commands)
+    _add_fork(commands)
+    _add_control(commands)
+    _add_set(commands)
+    _add_scale(commands)
+    _add_config(commands)
+    _add_data(commands)
+    add_supervised(commands)
+    _add_setup(commands)
+    _add_model(commands)
+    _add_doctor(commands)
+    _add_prompts(commands)
+    _add_ledger(commands)
+    add_view(commands)
+    add_rollouts(commands)
+    add_rescore(commands)
+    _add_buffer(commands)
+    add_weights(commands)
+    _add_export(commands)
+    _add_evaluate(commands)
+    _add_reports(commands)
+    _add_sizing(commands)
     add_help(parser)
     return parser
 
 
-def _add_run(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    run = commands.add_parser("run", parents=[common], help="run a recipe on this machine: Redis and every service")
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line. The options of tba itself may stand before a command or behind it, once.
+
+    Args:
+        argv: the words after `tba`; default: those of this process.
+    """
+    args, rest = global_options().parse_known_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(rest, namespace=args)
+    takes = {"debug", *vars(args).pop("takes", ())}
+    for name in ("json", *TARGET):
+        if getattr(args, name) and name not in takes:
+            parser.error(f"this command does not take --{name.replace('_', '-')}")
+    runs = getattr(args, "run", None) or getattr(args, "runs", None)
+    named = [flag for flag, value in (("--url", args.url), ("--run-dir", args.run_dir), ("RUN", runs)) if value]
+    if "url" in takes and len(named) > 1:
+        parser.error(f"argument {named[1]}: not allowed with argument {named[0]}")
+    return args
+
+
+def _add_run(commands: Subparsers) -> None:
+    run = commands.add_parser("run", help="run a recipe on this machine: Redis and every service")
     add_recipe(run)
     run.add_argument("--run-name", metavar="NAME", help="name of the run, instead of run.name of the recipe")
     run.add_argument("--seed", type=int, metavar="N", help="seed of the run, instead of run.seed of the recipe")
@@ -77,10 +95,9 @@ def _add_run(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     run.set_defaults(command="tba_cli.commands.run:run_command")
 
 
-def _add_demo(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_demo(commands: Subparsers) -> None:
     demo = commands.add_parser(
         "demo",
-        parents=[common],
         help="train a small model by TBA on this machine, from nothing: the recipe quickstart as run quickstart-seedN",
     )
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (0); the same one starts over")
@@ -89,10 +106,8 @@ def _add_demo(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     demo.set_defaults(command="tba_cli.commands.run:demo_command")
 
 
-def _add_fork(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    fork = commands.add_parser(
-        "fork", parents=[common], help="begin a run with a weight version and the rollouts of another one"
-    )
+def _add_fork(commands: Subparsers) -> None:
+    fork = commands.add_parser("fork", help="begin a run with a weight version and the rollouts of another one")
     fork.add_argument("fork", metavar="RUN@VERSION", help="for example quickstart@1-40")
     fork.add_argument("new_name", metavar="NEW_NAME", help="name of the new run")
     add_recipe(fork, nargs="?", default_is="the recipe that RUN began with")
@@ -115,7 +130,7 @@ def _add_loudness(parser: argparse.ArgumentParser) -> None:
     loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
 
 
-def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_control(commands: Subparsers) -> None:
     helps = {
         "status": "show state, components, waits and evaluations of a run",
         "pause": "pause a run: no new leases, no new batches",
@@ -125,7 +140,7 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "retry-versions": "make searchers retry at once the weight versions that they have refused",
     }
     for name, text in helps.items():
-        command = commands.add_parser(name, parents=[common], help=text)
+        command = commands.add_parser(name, help=text)
         add_target(command)
         add_json(command)
         if name == "status":
@@ -147,10 +162,8 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         command.set_defaults(command=f"tba_cli.commands.{module}:{name.replace('-', '_')}_command")
 
 
-def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "set", parents=[common], help="change settings of a run in progress, or show what was changed and when"
-    )
+def _add_set(commands: Subparsers) -> None:
+    command = commands.add_parser("set", help="change settings of a run in progress, or show what was changed and when")
     command.add_argument(
         "items",
         metavar="KEY=VALUE",
@@ -165,9 +178,9 @@ def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     command.set_defaults(command="tba_cli.commands.control:set_command")
 
 
-def _add_scale(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_scale(commands: Subparsers) -> None:
     command = commands.add_parser(
-        "scale", parents=[common], help="start or stop searchers of a run in progress, or show how many there are"
+        "scale", help="start or stop searchers of a run in progress, or show how many there are"
     )
     command.add_argument(
         "number",
@@ -185,50 +198,45 @@ def _add_scale(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     command.set_defaults(command="tba_cli.commands.control:scale_command")
 
 
-def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_config(commands: Subparsers) -> None:
     config = commands.add_parser("config", help="check, show or describe recipes")
     kinds = config.add_subparsers(metavar="WHAT", required=True)
-    check = kinds.add_parser(
-        "check", parents=[common], help="find what in a recipe would fail: prompts, model, scorers, devices, ports"
-    )
+    check = kinds.add_parser("check", help="find what in a recipe would fail: prompts, model, scorers, devices, ports")
     add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
     check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")
     add_json(check)
     check.set_defaults(command="tba_cli.commands.config:check_command")
-    show = kinds.add_parser("show", parents=[common], help="print the resolved recipe as JSON")
+    show = kinds.add_parser("show", help="print the resolved recipe as JSON")
     add_recipe(show)
     show.set_defaults(command="tba_cli.commands.config:show_command")
-    schema = kinds.add_parser("schema", parents=[common], help="print the JSON schema of recipes")
+    schema = kinds.add_parser("schema", help="print the JSON schema of recipes")
     schema.set_defaults(command="tba_cli.commands.config:schema_command")
 
 
-def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    sizing = commands.add_parser(
-        "sizing", parents=[common], help="trace and estimate the memory and disk that a recipe needs"
-    )
+def _add_sizing(commands: Subparsers) -> None:
+    sizing = commands.add_parser("sizing", help="trace and estimate the memory and disk that a recipe needs")
     add_recipe(sizing)
     sizing.add_argument("--model", metavar="SIZE", help="such as 7b or qwen2.5-1.5b, instead of the recipe's model")
     card_help = "memory of each GPU of the layout (79, which an 80 GB card has)"
     sizing.add_argument("--gpu-memory-gib", type=float, metavar="G", help=card_help)
-    add_json(sizing, "print JSON, in bytes")
+    add_json(sizing)
     sizing.set_defaults(command="tba_cli.commands.sizing:sizing_command")
 
 
-def _add_data(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_data(commands: Subparsers) -> None:
     data = commands.add_parser("data", help="fetch or make the models and data sets that a recipe needs")
     kinds = data.add_subparsers(metavar="WHAT", required=True)
     prepare = kinds.add_parser(
-        "prepare", parents=[common], help="fetch, make or train what is missing, then check models, columns and prompts"
+        "prepare", help="fetch, make or train what is missing, then check models, columns and prompts"
     )
     add_recipe(prepare)
     prepare.set_defaults(command="tba_cli.commands.setup:prepare_command")
 
 
-def _add_setup(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_setup(commands: Subparsers) -> None:
     setup = commands.add_parser(
         "setup",
-        parents=[common],
         help="prepare a deployed run: bucket, starting model, model folders, prompts; safe to repeat",
     )
     _add_config_file(setup)
@@ -246,10 +254,10 @@ def _add_setup(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     setup.set_defaults(command="tba_cli.commands.setup:setup_command")
 
 
-def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_model(commands: Subparsers) -> None:
     model = commands.add_parser("model", help="keep folders of models and data sets in the object store")
     kinds = model.add_subparsers(metavar="WHAT", required=True)
-    push = kinds.add_parser("push", parents=[common], help="store one folder, or all of the recipe that are here")
+    push = kinds.add_parser("push", help="store one folder, or all of the recipe that are here")
     push.add_argument("folder", metavar="FOLDER", nargs="?", help="default: every folder that the recipe names")
     _add_config_file(push)
     push.add_argument("--name", metavar="NAME", help="name in the store; default: what follows models/ in the path")
@@ -258,7 +266,7 @@ def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     )
     push.add_argument("--replace", action="store_true", help="overwrite the stored copy")
     push.set_defaults(command="tba_cli.commands.setup:push_command")
-    pull = kinds.add_parser("pull", parents=[common], help="fetch what a service needs to where the recipe wants it")
+    pull = kinds.add_parser("pull", help="fetch what a service needs to where the recipe wants it")
     _add_config_file(pull)
     pull.add_argument(
         "--for",
@@ -271,16 +279,14 @@ def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "--wait-s", type=float, default=900.0, metavar="S", help="how many seconds to wait for them (default: 900)"
     )
     pull.set_defaults(command="tba_cli.commands.setup:pull_command")
-    show = kinds.add_parser("list", parents=[common], help="list what the store has")
+    show = kinds.add_parser("list", help="list what the store has")
     _add_config_file(show)
     add_json(show)
     show.set_defaults(command="tba_cli.commands.setup:list_command")
 
 
-def _add_doctor(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    doctor = commands.add_parser(
-        "doctor", parents=[common], help="check everything that a run needs, and say how to fix what is wrong"
-    )
+def _add_doctor(commands: Subparsers) -> None:
+    doctor = commands.add_parser("doctor", help="check everything that a run needs, and say how to fix what is wrong")
     _add_config_file(doctor, default_is="none: check this machine alone")
     doctor.add_argument(
         "--for",
@@ -302,10 +308,10 @@ def _add_config_file(parser: argparse.ArgumentParser, *, default_is: str = "") -
     )
 
 
-def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_prompts(commands: Subparsers) -> None:
     prompts = commands.add_parser("prompts", help="upload, list and show the prompts of a run")
     kinds = prompts.add_subparsers(metavar="WHAT", required=True)
-    upload = kinds.add_parser("upload", parents=[common], help="upload a file or a data set; it is safe to repeat")
+    upload = kinds.add_parser("upload", help="upload a file or a data set; it is safe to repeat")
     upload.add_argument(
         "source",
         metavar="SOURCE",
@@ -330,35 +336,33 @@ def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     add_target(upload)
     add_json(upload)
     upload.set_defaults(command="tba_cli.commands.prompts:upload_command")
-    add_prompt_views(kinds, common)
+    add_prompt_views(kinds)
 
 
-def _add_ledger(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_ledger(commands: Subparsers) -> None:
     ledger = commands.add_parser("ledger", help="check what each optimizer step consumed")
     kinds = ledger.add_subparsers(metavar="WHAT", required=True)
-    check = kinds.add_parser(
-        "check", parents=[common], help="check that the active lineage has every step exactly once"
-    )
+    check = kinds.add_parser("check", help="check that the active lineage has every step exactly once")
     add_target(check)
     add_json(check)
     check.set_defaults(command="tba_cli.commands.report:check_command")
 
 
-def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_buffer(commands: Subparsers) -> None:
     buffer = commands.add_parser("buffer", help="save the rollouts of a run, and begin another one with them")
     kinds = buffer.add_subparsers(metavar="WHAT", required=True)
-    save = kinds.add_parser("save", parents=[common], help="save what is stored; the run may be in progress or over")
+    save = kinds.add_parser("save", help="save what is stored; the run may be in progress or over")
     save.add_argument("name", metavar="NAME", help="name of the snapshot; no other of this run may have it")
     add_target(save)
     add_json(save)
     save.set_defaults(command="tba_cli.commands.buffer:save_command")
-    load = kinds.add_parser("load", parents=[common], help="begin a run that stores nothing yet with a snapshot")
+    load = kinds.add_parser("load", help="begin a run that stores nothing yet with a snapshot")
     load.add_argument("source", metavar="RUN/NAME", help="the snapshot, in the store of the run")
     load.add_argument("--version", metavar="VERSION", help="fork: rollouts up to the publication of this version")
     add_target(load)
     add_json(load)
     load.set_defaults(command="tba_cli.commands.buffer:load_command")
-    seed = kinds.add_parser("seed", parents=[common], help="push responses from a file into a run in progress")
+    seed = kinds.add_parser("seed", help="push responses from a file into a run in progress")
     seed.add_argument(
         "rows", metavar="FILE", help='JSON Lines: {"response": TEXT} with "prompt_id" and "reward" where they are known'
     )
@@ -368,23 +372,19 @@ def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
     seed.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, with --config")
     seed.set_defaults(command="tba_cli.commands.buffer:seed_command")
-    accept = kinds.add_parser(
-        "accept-loss", parents=[common], help="continue without the acknowledged changes that Redis has lost"
-    )
+    accept = kinds.add_parser("accept-loss", help="continue without the acknowledged changes that Redis has lost")
     add_target(accept)
     accept.add_argument("--reason", metavar="TEXT", help="kept in the audit")
     add_json(accept)
     accept.set_defaults(command="tba_cli.commands.buffer:accept_loss_command")
-    snapshots = kinds.add_parser("snapshots", parents=[common], help="list the snapshots of a run")
+    snapshots = kinds.add_parser("snapshots", help="list the snapshots of a run")
     add_target(snapshots)
     add_json(snapshots)
     snapshots.set_defaults(command="tba_cli.commands.buffer:snapshots_command")
 
 
-def _add_export(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    export = commands.add_parser(
-        "export", parents=[common], help="write a version of a run as a Hugging Face folder with a model card"
-    )
+def _add_export(commands: Subparsers) -> None:
+    export = commands.add_parser("export", help="write a version of a run as a Hugging Face folder with a model card")
     add_target(export)
     export.add_argument(
         "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, a step, start, best, or last (default)"
@@ -405,9 +405,9 @@ def _add_export(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     export.set_defaults(command="tba_cli.commands.export:export_command")
 
 
-def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_evaluate(commands: Subparsers) -> None:
     evaluate = commands.add_parser(
-        "evaluate", parents=[common], help="the published evaluation of a task: generate, score, measure, compare"
+        "evaluate", help="the published evaluation of a task: generate, score, measure, compare"
     )
     evaluate.add_argument(
         "source",
@@ -426,13 +426,13 @@ def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None
     evaluate.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"
     )
-    evaluate.add_argument("--token-file", metavar="FILE", help="file with the operator token of a run in progress")
+    take(evaluate, "token_file")
     _add_loudness(evaluate)
     evaluate.set_defaults(command="tba_cli.commands.evaluate:evaluate_command")
 
 
-def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    table = commands.add_parser("table", parents=[common], help="compare finished runs in a Markdown table")
+def _add_reports(commands: Subparsers) -> None:
+    table = commands.add_parser("table", help="compare finished runs in a Markdown table")
     table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
     add_json(table)
     table.set_defaults(command="tba_cli.commands.report:table_command")

@@ -212,7 +212,7 @@ class _Formatter(argparse.HelpFormatter):
     """Fills the description, and keeps the lines of the examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if text.startswith("examples:\n"):
+        if "examples:\n" in text:
             return text
         return super()._fill_text(text, width, indent)
 
@@ -231,9 +231,35 @@ def _below(command: Command) -> Iterator[Command]:
                 yield from _below(Command(f"{command.words} {name}".lstrip(), helps.get(name, ""), parser))
 
 
-def add_json(parser: argparse.ArgumentParser, help: str = "print JSON") -> None:
-    """Add --json."""
-    parser.add_argument("--json", action="store_true", help=help)
+TARGET = ("url", "run_dir", "token_file", "ca_file")
+"""The options of tba itself that name a run and its service."""
+
+
+def global_options() -> argparse.ArgumentParser:
+    """Return the parser of the options that stand once, for all commands."""
+    options = argparse.ArgumentParser(prog="tba", add_help=False, allow_abbrev=False)
+    options.add_argument("--url", metavar="URL", help="address of the buffer service")
+    options.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
+    options.add_argument("--token-file", metavar="FILE", help="file with the operator token, or tokens file; -: stdin")
+    options.add_argument("--ca-file", metavar="FILE", help="authorities to trust for an https address (tls.ca_file)")
+    options.add_argument("--json", action="store_true", help="print JSON")
+    options.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return options
+
+
+def take(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Let a command take options of tba itself; it refuses the others, but for --debug."""
+    parser.set_defaults(takes=(*(parser.get_default("takes") or ()), *names))
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Let a command take --json."""
+    take(parser, "json")
+
+
+def flags_taken(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of tba itself that a command takes, but for --debug."""
+    return [f"--{name.replace('_', '-')}" for name in parser.get_default("takes") or ()]
 
 
 def add_help(parser: argparse.ArgumentParser) -> None:
@@ -246,4 +272,6 @@ def add_help(parser: argparse.ArgumentParser) -> None:
         command.parser.formatter_class = _Formatter
         command.parser.description = command.help
         lines = EXAMPLES[command.words].splitlines()
-        command.parser.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
+        taken = flags_taken(command.parser)
+        also = [f"also {' '.join(taken)} (tba --help)", ""] if taken else []
+        command.parser.epilog = "\n".join([*also, "examples:", *(f"  {line}" for line in lines)])

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-def add_init(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def add_init(commands: Subparsers) -> None:
     """Add `tba init`."""
     init = commands.add_parser(
-        "init", parents=[common], help="write a folder for a task of your own: recipe, prompts, scorer and its test"
+        "init", help="write a folder for a task of your own: recipe, prompts, scorer and its test"
     )
     init.add_argument("task", metavar="TASK", help="name of the task, of small letters, digits, - and _")
     init.add_argument("--folder", metavar="DIR", help="where to write; default: a new folder with the name of the task")
@@ -26,10 +26,10 @@ def add_init(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     init.set_defaults(command="tba_cli.commands.init:init_command")
 
 
-def add_score(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def add_score(commands: Subparsers) -> None:
     """Add `tba score`."""
     score = commands.add_parser(
-        "score", parents=[common], help="try the scorers of a recipe on examples, before a run or on what a run stored"
+        "score", help="try the scorers of a recipe on examples, before a run or on what a run stored"
     )
     examples = score.add_mutually_exclusive_group()
     examples.add_argument(
@@ -53,14 +53,14 @@ def add_score(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     score.set_defaults(command="tba_cli.commands.score:score_command")
 
 
-def add_supervised(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def add_supervised(commands: Subparsers) -> None:
     """Add `tba sft` and `tba train-reward`."""
     helps = {
         "sft": "fine-tune the language models that [[sft]] of a recipe names and that are missing",
         "train-reward": "train the reward models and classifiers that [[reward_training]] names and that are missing",
     }
     for name, text in helps.items():
-        command = commands.add_parser(name, parents=[common], help=text)
+        command = commands.add_parser(name, help=text)
         add_recipe(command)
         command.add_argument("--item", metavar="FOLDER", help="only the item with this path (default: all of them)")
         command.add_argument("--again", action="store_true", help="train anew what an earlier training has made")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tba_cli.parser_help import add_json
+from tba_cli.parser_help import TARGET, add_json, take
 from tba_cli.shipped_recipes import recipe_path
 
 if TYPE_CHECKING:
@@ -19,52 +19,44 @@ VERSION_HELP = "LINEAGE-STEP, a step, start, best or last"
 
 
 def add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> None:
-    """Add the flags that name a run, and the token for it."""
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", metavar="URL", help="address of the buffer service")
-    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
+    """Let a command name a run, by RUN or by the options of tba itself."""
     if with_run:
-        where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
-    _add_trust(parser)
+        parser.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
+    take(parser, *TARGET)
 
 
-def add_view(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def add_view(commands: Subparsers) -> None:
     """Add `tba view`."""
     view = commands.add_parser(
         "view",
-        parents=[common],
         help="show the page of a run in a browser; a run that is over, or a snapshot, is served read-only until Ctrl-C",
     )
-    where = view.add_mutually_exclusive_group()
-    where.add_argument("--url", metavar="URL", help="address of the buffer service")
-    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
-    where.add_argument(
+    view.add_argument(
         "runs", metavar="RUN", nargs="*", default=[], help="names of runs under runs/, each a page; default: the newest"
     )
-    _add_trust(view)
+    take(view, *TARGET)
     _add_snapshot(view)
     view.add_argument(
         "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"
     )
     view.add_argument("--no-open", action="store_true", help="only print the address")
     view.add_argument("--show-token", action="store_true", help="print the address with the token of the operator")
-    add_json(view, 'print {"urls": [...]}, with tokens, once the pages are there')
+    add_json(view)
     view.set_defaults(command="tba_cli.commands.view:view_command")
 
 
-def add_rollouts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def add_rollouts(commands: Subparsers) -> None:
     """Add `tba rollouts list|show|export`."""
     rollouts = commands.add_parser("rollouts", help="list, show and export the stored rollouts of a run")
     kinds = rollouts.add_subparsers(metavar="WHAT", required=True)
-    _add_rollouts_list(kinds, common)
-    _add_rollouts_show(kinds, common)
-    _add_rollouts_export(kinds, common)
+    _add_rollouts_list(kinds)
+    _add_rollouts_show(kinds)
+    _add_rollouts_export(kinds)
 
 
-def _add_rollouts_list(kinds: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_rollouts_list(kinds: Subparsers) -> None:
     listed = kinds.add_parser(
         "list",
-        parents=[common],
         help="list stored rollouts: prompt, completion, reward, version, age",
     )
     add_target(listed)
@@ -81,14 +73,13 @@ def _add_rollouts_list(kinds: Subparsers, common: argparse.ArgumentParser) -> No
     where.add_argument(
         "--follow", action="store_true", help="then show new ones as they come, until the run is over or Ctrl-C"
     )
-    add_json(listed, "print JSON; with --follow, a line per rollout")
+    add_json(listed)
     listed.set_defaults(command="tba_cli.commands.rollouts:list_command")
 
 
-def _add_rollouts_show(kinds: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_rollouts_show(kinds: Subparsers) -> None:
     show = kinds.add_parser(
         "show",
-        parents=[common],
         help="show all of one rollout: texts, gold data, reward and its parts, versions, the steps that trained it",
     )
     show.add_argument("rollout_id", metavar="ROLLOUT_ID", help=ROLLOUT_ID_HELP)
@@ -99,10 +90,9 @@ def _add_rollouts_show(kinds: Subparsers, common: argparse.ArgumentParser) -> No
     show.set_defaults(command="tba_cli.commands.rollouts:show_command")
 
 
-def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> None:
+def _add_rollouts_export(kinds: Subparsers) -> None:
     export = kinds.add_parser(
         "export",
-        parents=[common],
         help="write stored rollouts, the oldest first: JSON Lines without tokens, Parquet with them, or a data set "
         "here or on the Hugging Face hub",
     )
@@ -127,7 +117,7 @@ def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> 
     export.set_defaults(command="tba_cli.commands.export_rollouts:export_command")
 
 
-def add_weights(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def add_weights(commands: Subparsers) -> None:
     """Add `tba weights list|verify|gc`."""
     weights = commands.add_parser("weights", help="list, check and delete the weight versions of a run")
     kinds = weights.add_subparsers(metavar="WHAT", required=True)
@@ -137,7 +127,7 @@ def add_weights(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "gc": "delete the weight versions that nothing needs, by the rule of the trainer, and half-written ones",
     }
     for name, text in helps.items():
-        command = kinds.add_parser(name, parents=[common], help=text)
+        command = kinds.add_parser(name, help=text)
         add_target(command)
         command.add_argument(
             "--recipe",
@@ -187,11 +177,9 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     filters.add_argument("--contains", metavar="TEXT", help="with this text in prompt or completion, in any case")
 
 
-def add_prompt_views(kinds: Subparsers, common: argparse.ArgumentParser) -> None:
+def add_prompt_views(kinds: Subparsers) -> None:
     """Add `tba prompts list|show`."""
-    listed = kinds.add_parser(
-        "list", parents=[common], help="list prompts with the number and the rewards of their stored rollouts"
-    )
+    listed = kinds.add_parser("list", help="list prompts with the number and the rewards of their stored rollouts")
     add_target(listed)
     _add_snapshot(listed)
     orders = ["upload", "best", "worst", "most"]
@@ -209,9 +197,7 @@ def add_prompt_views(kinds: Subparsers, common: argparse.ArgumentParser) -> None
     )
     add_json(listed)
     listed.set_defaults(command="tba_cli.commands.prompts:list_command")
-    show = kinds.add_parser(
-        "show", parents=[common], help="show all of one prompt: text, gold data, rewards by policy version"
-    )
+    show = kinds.add_parser("show", help="show all of one prompt: text, gold data, rewards by policy version")
     show.add_argument("prompt_id", metavar="PROMPT_ID", help="as `tba prompts list` prints it")
     add_target(show)
     _add_snapshot(show)
@@ -219,11 +205,9 @@ def add_prompt_views(kinds: Subparsers, common: argparse.ArgumentParser) -> None
     show.set_defaults(command="tba_cli.commands.prompts:show_command")
 
 
-def add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+def add_rescore(commands: Subparsers) -> None:
     """Add `tba rescore`."""
-    rescore = commands.add_parser(
-        "rescore", parents=[common], help="score the stored rollouts again, with the reward as it is now"
-    )
+    rescore = commands.add_parser("rescore", help="score the stored rollouts again, with the reward as it is now")
     add_target(rescore)
     rescore.add_argument("--task", metavar="NAME", help="only rollouts of this task")
     rescore.add_argument(
@@ -237,8 +221,3 @@ def add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     what.add_argument("--cancel", action="store_true", help="end the one in progress; its new scores are kept")
     add_json(rescore)
     rescore.set_defaults(command="tba_cli.commands.rescore:rescore_command")
-
-
-def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--token-file", metavar="FILE", help="file with the operator token, or tokens file; -: stdin")
-    parser.add_argument("--ca-file", metavar="FILE", help="authorities to trust for an https address (tls.ca_file)")

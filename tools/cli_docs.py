@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tba_cli.main import EXIT_ERROR, EXIT_FAILED, EXIT_INTERRUPTED
 from tba_cli.parser import build_parser
-from tba_cli.parser_help import EXAMPLES, Command, commands_of
+from tba_cli.parser_help import EXAMPLES, Command, commands_of, flags_taken, global_options
 
 HEAD = f"""\
 # Command line
@@ -15,9 +15,11 @@ HEAD = f"""\
 Every command of `tba`, with its flags and examples, as `tba COMMAND --help` prints them.
 
 Exit codes: 0 done; {EXIT_FAILED} the run failed, or a check found something; {EXIT_ERROR} an error that is explained;
-{EXIT_INTERRUPTED} Ctrl-C. Every command has `--help`, and `--debug`, which shows the traceback of an error.
+{EXIT_INTERRUPTED} Ctrl-C. Every command has `--help`.
+
+Options of `tba` itself stand before a command or behind it. Each command names those that it takes; all take `--debug`.
 """
-COMMON = frozenset({"-h", "--debug"})
+COMMON = frozenset({"-h"})
 """Flags that the head describes."""
 
 
@@ -25,7 +27,10 @@ def page() -> str:
     """Return the page."""
     commands = [command for command in commands_of(build_parser()) if not command.is_group]
     rows = "".join(f"| [`tba {it.words}`](#{_anchor(it)}) | {_cell(it.help)} |\n" for it in commands)
-    return "\n".join([HEAD, f"| command | |\n|---|---|\n{rows}", *map(_section, commands)])
+    options = [f"| `{_cell(_name(it))}` | {_cell(it.help or '')} |" for it in global_options()._actions]
+    return "\n".join(
+        [HEAD, "| option | |", "|---|---|", *options, "", f"| command | |\n|---|---|\n{rows}", *map(_section, commands)]
+    )
 
 
 def _section(command: Command) -> str:
@@ -34,6 +39,8 @@ def _section(command: Command) -> str:
     rows = [f"| `{_cell(_name(action))}` | {_cell(text)} |" for action, text in _flags(command)]
     if rows:
         lines += ["| argument or flag | |", "|---|---|", *rows, ""]
+    if taken := flags_taken(command.parser):
+        lines += [f"Options of `tba` that it takes: {', '.join(f'`{flag}`' for flag in taken)}.", ""]
     return "\n".join([*lines, "```bash", EXAMPLES[command.words], "```", ""])
 
 

@@ -81,7 +81,7 @@ def exported(file: Path) -> Exported:
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(file)
-    return Exported(metadata.num_rows, int(metadata.metadata[EVICTED_KEY.encode()]))
+    return Exported(metadata.num_rows, int((metadata.metadata or {}).get(EVICTED_KEY.encode(), 0)))
 
 
 def write_dataset(file: Path, folder: Path, facts: DatasetFacts) -> Exported:

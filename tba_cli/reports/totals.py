@@ -15,7 +15,8 @@ DROPPED = (
 
 def total_lines(tokens: TokenTotals | None) -> list[str]:
     """Return a line on tokens, and one on those that are unknown; each only where there is something."""
-    if tokens is None:
+    # where none could be counted, 0 would be a wrong number
+    if tokens is None or (not tokens.generated and tokens.not_counted.get("generated")):
         return []
     lost = [f"{text} {number:,}" for text, name in DROPPED if (number := sum(getattr(tokens, name).values()))]
     lines = [f"tokens: {', '.join((f'{tokens.generated:,} generated', f'{tokens.trained:,} trained', *lost))}"]

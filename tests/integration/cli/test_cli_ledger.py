@@ -14,7 +14,7 @@ from tba.api import AckRequest, BatchRequest, LineageReply
 from tba.clients import BufferClient
 from tba.versions import PolicyVersion
 from tba_cli.commands.report import EXIT_VIOLATION, check_command
-from tba_cli.parser import build_parser
+from tba_cli.parser import parse_arguments
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
@@ -42,7 +42,7 @@ def resumed(serve_buffer: ServeBuffer) -> BufferThread:
 
 
 def check(buffer: BufferThread) -> int:
-    return check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url]))
+    return check_command(parse_arguments(["ledger", "check", "--url", buffer.url]))
 
 
 def test_a_resumed_run_keeps_the_promise(resumed: BufferThread, capsys: pytest.CaptureFixture[str]) -> None:

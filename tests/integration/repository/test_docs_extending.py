@@ -26,7 +26,7 @@ from tba.config import Recipe, load_recipe
 from tba.errors import TbaError
 from tba.versions import START, LineageTree, PolicyVersion
 from tba_cli.commands.config import check_command
-from tba_cli.parser import build_parser
+from tba_cli.parser import parse_arguments
 from tba_cli.prompts.reader import prompts_of
 from tests.support import index_values
 from tests.support.buffer import write_recipe
@@ -78,7 +78,7 @@ def test_the_config_check_finds_the_modules_that_the_page_names(capsys: pytest.C
     names = ("objective", "engine", "tracker", "eviction policy", "prompt source")
     sections = {key: values for name in names for key, values in EXAMPLES[name][0].items()}
     path = write_recipe(Path("recipe.json"), make_recipe("models/none", **sections))
-    parsed = build_parser().parse_args(["config", "check", str(path), "--offline"])
+    parsed = parse_arguments(["config", "check", str(path), "--offline"])
     check_command(parsed)
     found = capsys.readouterr().out
     assert found.count("ok   plugin: ") == 4

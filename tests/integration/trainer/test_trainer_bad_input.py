@@ -30,7 +30,7 @@ from tba.weights import WeightVersions
 from tba.wire import Rollout, VersionSpan, encode_rollout
 from tba_cli.commands.report import check_command
 from tba_cli.commands.status import status_lines
-from tba_cli.parser import build_parser
+from tba_cli.parser import parse_arguments
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
@@ -134,7 +134,7 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
         "  rollouts refused by the trainer: future-version 6, group-of-one 6, no-reward 6, too-long 6, "
         "unknown-version 6, vocabulary 24"
     ]
-    assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
+    assert check_command(parse_arguments(["ledger", "check", "--url", buffer.url])) == 0
     assert "6 batches, 0 of them abandoned, 0 skipped" in capsys.readouterr().out
     versions = WeightVersions(store, "test")
     paths = versions.download_tensors(PolicyVersion(1, 6), tmp_path / "last").paths
@@ -159,7 +159,7 @@ def test_batches_of_nothing_but_bad_rollouts_are_skipped_and_then_fail_the_run(
     assert stats.batches_skipped == {"refused": 3}
     assert (stats.rollouts_trained, stats.policy_age_histogram) == (0, {})
     assert "  batches skipped by the trainer: refused 3" in status_lines(info, stats, client.settings())
-    assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
+    assert check_command(parse_arguments(["ledger", "check", "--url", buffer.url])) == 0
     assert "3 batches, 0 of them abandoned, 3 skipped" in capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ from tba.store import FileStore
 from tba.wire import Batch, encode_rollout
 from tba_cli.commands.report import check_command
 from tba_cli.commands.status import status_lines
-from tba_cli.parser import build_parser
+from tba_cli.parser import parse_arguments
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_prompts
 from tests.support.buffer_fixtures import ServeBuffer
@@ -108,7 +108,7 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
         ("trainer", ["learning_rate"]),
         ("trainer", ["most_on_policy_prob"]),
     ]
-    assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
+    assert check_command(parse_arguments(["ledger", "check", "--url", buffer.url])) == 0
     assert "16 batches, 6 of them abandoned, 2 skipped, trainer starts: 3" in capsys.readouterr().out
     shown = status_lines(info, client.stats(), client.settings())
     assert "    alarms so far: ess_collapse 1, grad_spike 1, log_ratio_drift 1, non_finite 1" in shown

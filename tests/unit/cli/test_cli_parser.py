@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from tba_cli.main import main
-from tba_cli.parser import build_parser
+from tba_cli.parser import build_parser, parse_arguments
 from tba_cli.parser_help import EXAMPLES, Command, commands_of
 
 COMMANDS = list(commands_of(build_parser()))
@@ -46,7 +46,7 @@ def test_a_help_says_what_the_command_does_and_ends_with_examples_that_the_parse
         shell = line.partition(" | ")[0].partition(" > ")[0]
         example = shlex.split(shell, comments=True)
         assert example[: len(words) + 1] == ["tba", *words]
-        build_parser().parse_args(example[1:])
+        parse_arguments(example[1:])
 
 
 def test_no_examples_are_left_of_a_command_that_is_gone() -> None:
@@ -58,3 +58,26 @@ def test_every_command_that_prints_a_result_prints_json() -> None:
         command.words for command in COMMANDS if not command.is_group and "--json" not in command.parser.format_help()
     }
     assert without == WITHOUT_JSON
+
+
+@pytest.mark.parametrize("words", ["--json --url http://b status", "status --url http://b --json"])
+def test_the_options_of_tba_stand_before_a_command_or_behind_it(words: str) -> None:
+    args = parse_arguments(words.split())
+    assert (args.url, args.json, args.run, args.token_file, args.debug) == ("http://b", True, None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("demo --url http://b", "this command does not take --url"),
+        ("--json run quickstart", "this command does not take --json"),
+        ("status --url http://b --run-dir r", "argument --run-dir: not allowed with argument --url"),
+        ("view --run-dir r one two", "argument RUN: not allowed with argument --run-dir"),
+    ],
+)
+def test_an_option_that_a_command_has_no_use_for_is_refused(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert sentence in capsys.readouterr().err

@@ -21,7 +21,7 @@ from tba.tokens import operator_token
 from tba_cli.doctor.checks.machine import check_disk
 from tba_cli.doctor.target import target_of
 from tba_cli.main import main
-from tba_cli.parser import build_parser
+from tba_cli.parser import parse_arguments
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import open_client
 from tests.support.buffer import make_recipe
@@ -136,7 +136,7 @@ def test_nobody_else_looks_into_a_run_folder_and_every_start_has_new_secrets(tmp
 
 
 def url_of(*words: str) -> str:
-    client = open_client(build_parser().parse_args(["status", *words]))
+    client = open_client(parse_arguments(["status", *words]))
     client.close()
     return client.base_url
 

@@ -71,8 +71,8 @@ def test_tokens_are_shown_with_what_is_not_known() -> None:
     assert f"  of these the tokens are not known, and not among them: {unknown}" in lines
     assert not any("tokens:" in line for line in status_lines(info, stats(), quiet))
     document["tokens"]["generated"] = 0
-    of_older_release = status_lines(info, Stats.model_validate(document), quiet)
-    assert not any("tokens" in line for line in of_older_release), "0 would be a wrong number"
+    of_none_counted = status_lines(info, Stats.model_validate(document), quiet)
+    assert not any("tokens" in line for line in of_none_counted), "0 would be a wrong number"
 
 
 def test_who_paused_the_run_and_when_is_shown() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tba.errors import ConfigError
 from tba_cli.commands.config import check_command
 from tba_cli.generators import load_prompt_source
-from tba_cli.parser import build_parser
+from tba_cli.parser import parse_arguments
 from tba_cli.prompts.reader import prompts_of
 from tests.support.buffer import make_recipe
 
@@ -86,7 +86,7 @@ def test_the_config_check_says_that_a_source_cannot_be_imported(
 ) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "no_such_module:f"\n')
-    assert check_command(build_parser().parse_args(["config", "check", str(recipe), "--offline"])) == 1
+    assert check_command(parse_arguments(["config", "check", str(recipe), "--offline"])) == 1
     lines = capsys.readouterr().out.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("FAIL prompts: data.generator")]
     assert "cannot be imported" in lines[at]

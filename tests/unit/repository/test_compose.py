@@ -18,7 +18,7 @@ import tba
 from tba.config import load_recipe
 from tba.tokens import is_digest, load_role_tokens, token_digest
 from tba_cli.doctor.checks import CHECKS
-from tba_cli.parser import build_parser
+from tba_cli.parser import parse_arguments
 from tba_cli.redis_server import START_SCRIPT
 from tests.support.secrets_seen import (
     SEEN,
@@ -136,7 +136,7 @@ def test_doctor_looks_at_a_container_before_it_loads_anything(name: str):
     has_card = "reservations" in service["deploy"]["resources"]
     wanted = ["--check", "hub"] if name == "setup-models" else ["--check", "gpu", "--gpus", "1"] if has_card else []
     assert words == [*wanted, "--check", "disk"]
-    build_parser().parse_args(["doctor", "--config", "x.toml", *words])
+    parse_arguments(["doctor", "--config", "x.toml", *words])
     assert {words[i + 1] for i, word in enumerate(words) if word == "--check"} <= CHECKS.keys()
     doctor = f"tba doctor --config /etc/tba/recipe.toml {' '.join(words)}"
     environ = {"DOCTOR": " ".join(words)}

@@ -11,6 +11,6 @@ def test_every_command_has_its_part_of_the_page() -> None:
     for flag in (
         "`--from-run RUN` | score stored rollouts",
         "`N\\|recipe` | how many",
-        "`--json` | print JSON, in bytes",
+        "`--json` | print JSON",
     ):
         assert flag in page

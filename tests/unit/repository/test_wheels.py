@@ -15,7 +15,7 @@ import pytest
 
 import tba
 from tba_cli.main import main
-from tba_cli.parser import build_parser
+from tba_cli.parser import parse_arguments
 from tba_cli.shipped_recipes import recipe_path, shipped_recipes
 
 ROOT = Path(__file__).parents[3]
@@ -174,5 +174,5 @@ def test_the_demo_is_the_quickstart_begun_anew(monkeypatch: pytest.MonkeyPatch) 
         "--set",
         "trainer.num_steps=3",
     ]
-    expected = {**vars(build_parser().parse_args(words)), "command": "tba_cli.commands.run:demo_command"}
+    expected = {**vars(parse_arguments(words)), "command": "tba_cli.commands.run:demo_command"}
     assert vars(seen[0]) == expected

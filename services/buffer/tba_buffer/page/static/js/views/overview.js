@@ -102,7 +102,9 @@ const DROPPED_TOKENS = [["evicted", "evicted"], ["refused at the push", "refused
 
 function tokensAndTime({ tokens, component_seconds: seconds, rates }) {
   const rate = (value) => (value === null || value === undefined ? "" : `, ${number(value)}/s`);
-  const total = (name) => (tokens ? `${number(tokens[name])} tokens${rate(rates?.[`${name}_tokens_per_s`])}` : "unknown");
+  // where none could be counted, 0 would be a wrong number
+  const known = tokens && !(tokens.not_counted.generated && !tokens.generated);
+  const total = (name) => (known ? `${number(tokens[name])} tokens${rate(rates?.[`${name}_tokens_per_s`])}` : "unknown");
   const dropped = DROPPED_TOKENS.flatMap(([what, name]) => Object.entries(tokens?.[name] ?? {})
     .map(([reason, number]) => [`tokens ${what}: ${reason}`, number, "bad"]));
   const unknown = Object.entries(tokens?.not_counted ?? {}).map(([name, count]) => `${name} ${number(count)} ${name === "skipped" ? "batches" : "rollouts"}`);

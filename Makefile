@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-trackers test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -137,14 +137,6 @@ test-compose: $(VENV)/.test  ## docker compose on a real engine: train, kill -9 
 
 test-nodes: $(VENV)/.test  ## a trainer on two nodes, here two launchers on loopback: stopped, killed, frozen, late, resumed to the bit (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_trainer_nodes.py
-
-$(VENV)/trackers/.done: pyproject.toml $(VENV)/.test
-	$(BIN)/pip install -q 'pip>=25.1'  # the first that knows --group
-	$(BIN)/pip install -q --upgrade --target $(VENV)/trackers --group trackers
-	touch $@
-
-test-trackers: $(VENV)/trackers/.done  ## trackio and MLflow, which do not go with the pins: installed beside the virtual environment
-	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trackers $(BIN)/python -m pytest tests/unit/trainer/test_tracker_details.py
 
 test-vllm-versions: $(VENV)/.test $(VENV)/.vllm  ## the contract of the engines with each release of vLLM that is taken, on the CPU (docs/searcher.md; some minutes for each)
 	$(BIN)/python tools/check_vllm.py $(VLLM_ARGS)

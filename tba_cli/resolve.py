@@ -75,9 +75,9 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
     # nothing starts searchers again here, and the end of the run waits for theirs
     document["searcher"]["on_run_end"] = "exit"
     tracking = document["tracking"]
-    for section, key in ((tracking, "metrics_path"), (tracking, "tensorboard_dir"), (tracking["wandb"], "folder")):
-        if section is not None and section[key] is not None:
-            section[key] = str(folder.path / os.path.expanduser(section[key]))
+    for key in ("metrics_path", "tensorboard_dir"):
+        if tracking[key] is not None:
+            tracking[key] = str(folder.path / os.path.expanduser(tracking[key]))
     if document["log_format"] == "auto":
         # children write to a pipe, where `auto` would mean JSON, but people read their lines
         document["log_format"] = "console"

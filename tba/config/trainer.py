@@ -186,35 +186,13 @@ class ShardingSection(StrictModel):
 
 
 class WandbSection(StrictModel):
-    """Weights & Biases (`pip install 'tba[wandb]'`)."""
+    """Weights & Biases (`pip install 'tba[wandb]'`), or trackio in its place (`pip install 'tba[trackio]'`)."""
 
     project: str = Field(default="tba", min_length=1)
-    """Project of the runs."""
-    entity: str | None = None
-    """User or team; none: the default of the account."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline`: files in `folder` only; `wandb sync` uploads them later."""
-    folder: str = "wandb"
-    """Where its files go; `tba run` takes a relative path to be in the run folder."""
-
-
-class TrackioSection(StrictModel):
-    """trackio (`pip install 'tba[trackio]'`)."""
-
-    project: str = Field(default="tba", min_length=1)
-    """Project of the runs; `trackio show --project tba` shows it."""
-    space_id: str | None = None
-    """Hugging Face Space to log to; none: this machine."""
-
-
-class MlflowSection(StrictModel):
-    """MLflow (`pip install 'tba[mlflow]'`)."""
-
-    tracking_uri: str | None = None
-    """Address of the tracking server, as `http://mlflow:5000`, or another tracking URI of MLflow; none: what the
-    environment variable MLFLOW_TRACKING_URI says. Passwords and tokens belong into MLflow's own variables."""
-    experiment: str = Field(default="tba", min_length=1)
-    """Experiment of the runs; it is made where it does not exist."""
+    """Project of the runs. Accounts, teams and addresses are in the variables of the packages: WANDB_*, TRACKIO_*."""
+    mode: Literal["online", "offline", "trackio"] = "online"
+    """`offline`: files in `wandb/` beside metrics.jsonl only; `wandb sync` uploads them later. `trackio`: to trackio on
+    this machine, or where its variables say; `trackio show --project tba` shows it."""
 
 
 class TrackingSection(StrictModel):
@@ -226,22 +204,13 @@ class TrackingSection(StrictModel):
     """Folder for TensorBoard (`pip install 'tba[tensorboard]'`); none: off. `tba run` takes a
     relative path to be in the run folder."""
     wandb: WandbSection | None = None
-    """Weights & Biases; none: off."""
-    trackio: TrackioSection | None = None
-    """trackio; none: off."""
-    mlflow: MlflowSection | None = None
-    """MLflow; none: off."""
+    """Weights & Biases or trackio; none: off."""
     histogram_interval: int = Field(default=10, ge=0)
     """Steps between two histograms of policy age and reward in these trackers (not in metrics.jsonl); 0: none."""
     sample_interval: int = Field(default=50, ge=0)
     """Steps between two tables of sample rollouts in them, with texts of prompts and completions; 0: none."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers of your own: MODULE:NAME, or entry points of the group `tba.trackers` (docs/extending.md)."""
-    max_pending: int = Field(default=1000, ge=1)
-    """Lines, histograms and tables that may wait for a slow tracker; more are dropped and counted, training never
-    waits."""
-    close_s: float = Field(default=10.0, gt=0)
-    """At its end the trainer waits this long for trackers to write what they have."""
 
 
 STAGING_FREE_SHARE = 0.75

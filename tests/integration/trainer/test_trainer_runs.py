@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tba_trainer.learner.learner import Learner
+from tba_trainer.tracking import tracker_group
 
 from tba.api import SettingsRequest
 from tba.config import parse_live
@@ -253,19 +254,22 @@ def test_what_cannot_be_tracked_is_refused_before_a_lineage_is_taken(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "trackio", None)
         with pytest.raises(ConfigError, match=r"pip install 'tba\[trackio\]'"):
-            world.train(make_recipe(model, tracking={**tracked(world), "trackio": {"project": "p"}}))
+            world.train(make_recipe(model, tracking={**tracked(world), "wandb": {"mode": "trackio"}}))
     assert world.buffer.lineage == 0
 
 
-def test_a_buffer_that_does_not_answer_does_not_hold_up_the_end(world: World, model: Path) -> None:
+def test_a_buffer_that_does_not_answer_does_not_hold_up_the_end(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answered = threading.Event()
+    monkeypatch.setattr(tracker_group, "CLOSE_S", 0.1)
 
     def before(method: str) -> None:
         if method == "run" and threading.current_thread().name == "tracking-evaluations":
             assert answered.wait(60)
 
     world.buffer.before = before
-    world.train(make_recipe(model, trainer={"num_steps": 2}, tracking={**tracked(world), "close_s": 0.1}))
+    world.train(make_recipe(model, trainer={"num_steps": 2}, tracking=tracked(world)))
     assert world.buffer.state == "done"
     assert [line["step"] for line in lines_of(world, "step")] == [1, 2]
     answered.set()

@@ -23,9 +23,7 @@ MODULES = {
     "searcher": "tba_cli tba.clients tba_cli.setup tba.store tba.weights tba_searcher",
     "trainer": "tba_cli tba.clients tba_cli.setup tba.store tba.weights tba_trainer",
 }
-LEFT_OUT = (
-    "tba_cli.local tba.server.app tba_reward.model_server.child tba_searcher.engines.vllm tba_trainer.tracking.trackio"
-)
+LEFT_OUT = "tba_cli.local tba.server.app tba_reward.model_server.child tba_searcher.engines.vllm"
 """Modules that need an extra that the image does not have; they are imported only where they are used."""
 IMPORT_ALL = """
 import importlib, pkgutil, sys

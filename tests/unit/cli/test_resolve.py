@@ -72,12 +72,10 @@ def test_only_the_embedded_store_moves_into_the_run_folder(url, absolute):
 
 
 def test_what_trackers_write_moves_into_the_run_folder(tmp_path):
-    tracking = {"tensorboard_dir": "tb", "wandb": {"mode": "offline"}}
+    tracking = {"tensorboard_dir": "tb"}
     config = with_real_addresses(make(tracking=tracking), RunFolder(tmp_path / "r"))
     found = config.tracking
     assert (found.metrics_path, found.tensorboard_dir) == (f"{tmp_path}/r/metrics.jsonl", f"{tmp_path}/r/tb")
-    assert found.wandb is not None
-    assert found.wandb.folder == f"{tmp_path}/r/wandb"
     given = {"metrics_path": "/data/m.jsonl"}
     config = with_real_addresses(make(tracking=given), RunFolder(tmp_path / "r"))
     assert (config.tracking.metrics_path, config.tracking.tensorboard_dir) == ("/data/m.jsonl", None)

@@ -29,7 +29,6 @@ BROUGHT = {
     "botocore": "boto3",
     "huggingface-hub": "transformers",
     "pandas": "datasets",
-    "mlflow": "mlflow-skinny",
     "pydantic-core": "pydantic",
     "starlette": "fastapi",
     "sympy": "math-verify",

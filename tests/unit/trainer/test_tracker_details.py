@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from dataclasses import replace
 from html import unescape
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,14 +28,12 @@ from tba_trainer.tracking.details import (
     histogram_of,
     pick_samples,
 )
-from tba_trainer.tracking.mlflow import MlflowTracker
 from tba_trainer.tracking.tensorboard import markdown_table
 from tba_trainer.tracking.tracker import DetailTracker, Record, start_record, step_record
-from tba_trainer.tracking.trackio import TrackioTracker
 from tba_trainer.tracking.wandb import WandbTracker
 from tba_trainer.trainer import train
 
-from tba.config.trainer import MlflowSection, TrackioSection, WandbSection
+from tba.config.trainer import WandbSection
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tests.support.tiny_model import make_tiny_model, make_tiny_tokenizer
@@ -268,8 +269,7 @@ def test_weights_and_biases_keeps_histograms_and_tables_without_a_network(
 ) -> None:
     monkeypatch.setenv("WANDB_DATA_DIR", "")  # restored to what it was before
     monkeypatch.delenv("WANDB_DATA_DIR")
-    section = WandbSection(mode="offline", folder=str(tmp_path))
-    fill(WandbTracker(section, {}), details_of(tokenizer_folder, [0.0, 1.0, 1.0]))
+    fill(WandbTracker(WandbSection(mode="offline"), {}, folder=tmp_path), details_of(tokenizer_folder, [0.0, 1.0, 1.0]))
 
     def written() -> dict[str, Any] | None:
         runs = {name: lines for _, name, lines in map(history_of, tmp_path.glob("wandb/offline-run-*/run-*.wandb"))}
@@ -306,7 +306,7 @@ def test_weights_and_biases_gets_numbers_histograms_and_tables_over_a_network(
         for name, value in environ.items():
             monkeypatch.setenv(f"WANDB_{name}", value)
         wandb.teardown()  # its process keeps the address that it began with
-        tracker = WandbTracker(WandbSection(folder=str(tmp_path)), {"seed": 5})
+        tracker = WandbTracker(WandbSection(), {"seed": 5}, folder=tmp_path)
         tracker.start(start_record("demo", 1, START))
         tracker.log(step_record("demo", PolicyVersion(1, 4), {"loss": 2.0}, skipped=None))
         tracker.log_details(details_of(tokenizer_folder, [0.0, 1.0, 1.0]))
@@ -325,65 +325,46 @@ def test_weights_and_biases_gets_numbers_histograms_and_tables_over_a_network(
     assert server.unknown == []
 
 
-NEEDS = "`make test-trackers` installs it: it does not go with the pins of deploy/constraints/main.txt"
+class TrackioCalls(ModuleType):
+    """What trackio is asked for: its calls are those of W&B, its step is an argument."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.calls: list[tuple[Any, ...]] = []
+        self.__spec__ = ModuleSpec("trackio", None)
+
+    def init(self, *, project: str, group: str, name: str, **more: Any) -> TrackioCalls:
+        self.calls.append(("init", project, group, name, more["config"]["lineage"]))
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.calls.append(("log", step, sorted(values)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+    def Histogram(self, *, np_histogram: tuple[Any, Any]) -> None:
+        assert len(np_histogram[0]) + 1 == len(np_histogram[1])
+
+    def Table(self, *, columns: list[str], data: list[list[Any]]) -> None:
+        assert (columns, len(data)) == (list(COLUMNS), 3)
 
 
-def test_mlflow_keeps_curves_histograms_and_tables_that_its_client_reads(
+def test_trackio_gets_the_calls_of_weights_and_biases(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlflow = pytest.importorskip("mlflow", reason=NEEDS)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = (tmp_path / "mlruns").as_uri()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # of `load_table`; the tracker is told its own
-    section = MlflowSection(tracking_uri=uri, experiment="sums")
-    fill(
-        MlflowTracker(section, {"trainer": {"learning_rate": {"value": 0.1}, "num_steps": 3}}),
-        details_of(tokenizer_folder, [0.0, 1.0, 1.0]),
-    )
-    client = mlflow.MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("sums")
-    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert set(runs) == {"demo-1", "demo-2"}
-    first = runs["demo-1"]
-    assert first.data.params == {"trainer.learning_rate.value": "0.1", "trainer.num_steps": "3"}
-    assert first.data.tags.items() >= {"tba.run": "demo", "tba.lineage": "1", "tba.parent": "0-0"}.items()
-    assert {run.info.status for run in runs.values()} == {"FINISHED"}
-    history = client.get_metric_history(first.info.run_id, "train/loss")
-    assert [(metric.step, metric.value) for metric in history] == [(3, 1.5), (4, 2.0)]
-    assert "train/ess" not in first.data.metrics
-
-    def artifact(path: str) -> Any:
-        return json.loads(Path(client.download_artifacts(first.info.run_id, path, str(tmp_path))).read_text())
-
-    histograms = artifact("histograms/00000004.json")
-    assert histograms["policy_age"] == {"counts": [1, 1, 1], "edges": [-0.5, 0.5, 1.5, 2.5]}
-    assert histograms["reward"]["counts"] == [1, 2]
-    rows = client.load_table(experiment.experiment_id, "samples/00000004.json", run_ids=[first.info.run_id])
-    assert list(rows.columns) == list(COLUMNS)
-    assert rows[["which", "prompt", "reward"]].to_numpy().tolist() == [
-        ["best", "1+1=", 1.0],
-        ["best", "1+1=", 1.0],
-        ["worst", "1+1=", 0.0],
+    trackio = TrackioCalls()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    tracker = WandbTracker(WandbSection(project="sums", mode="trackio"), {}, folder=tmp_path / "wandb")
+    fill(tracker, details_of(tokenizer_folder, [0.0, 1.0, 1.0]))
+    assert trackio.calls == [
+        ("init", "sums", "demo", "demo-1", 1),
+        ("log", 3, ["train/loss"]),
+        ("log", 4, ["train/loss"]),
+        ("log", 4, ["histogram/policy_age", "histogram/reward", "samples"]),
+        ("finish",),
+        ("init", "sums", "demo", "demo-2", 2),
+        ("log", 5, ["train/loss"]),
+        ("finish",),
     ]
-
-
-def test_trackio_keeps_curves_histograms_and_traces_on_this_machine(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read by the import
-    pytest.importorskip("trackio", reason=NEEDS)
-    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
-
-    fill(TrackioTracker(TrackioSection(project="sums"), {}), details_of(tokenizer_folder, [0.0, 1.0, 1.0]))
-    assert sorted(SQLiteStorage.get_runs("sums")) == ["demo-1", "demo-2"]
-    logged = SQLiteStorage.get_logs("sums", "demo-1")
-    assert [(row["step"], row["train/loss"]) for row in logged if "train/loss" in row] == [(3, 1.5), (4, 2.0)]
-    [ages] = [row["histogram/policy_age"] for row in logged if "histogram/policy_age" in row]
-    assert (ages["values"], ages["bins"]) == ([1, 1, 1], [-0.5, 0.5, 1.5, 2.5])
-    found = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(tmp_path.rglob("*.jsonl"))]
-    assert len(found) == 3
-    for session, user, assistant in found:
-        cells = session["trackio"]["metadata"]
-        assert (cells["policy_age"] >= 0, cells["version"], cells["advantage"]) == (True, "1-2", 0.25)
-        assert user["message"]["content"][0]["text"] == "1+1="
-        assert assistant["message"]["content"][0]["text"] == f"2{cells['reward']}"
+    assert not (tmp_path / "wandb").exists()

@@ -13,15 +13,13 @@ import pytest
 import structlog
 from tba_trainer.tracking import TrackerGroup, open_trackers
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
-from tba_trainer.tracking.mlflow import MlflowTracker
 from tba_trainer.tracking.tensorboard import TensorboardTracker
 from tba_trainer.tracking.tracker import Record, evaluation_record, start_record, step_record
 from tba_trainer.tracking.tracker_group import TrackerThread
-from tba_trainer.tracking.trackio import TrackioTracker
 from tba_trainer.tracking.wandb import WandbTracker
 
 from tba.api import EvalInfo, EvalRequest
-from tba.config.trainer import MlflowSection, TrackioSection, WandbSection
+from tba.config.trainer import WandbSection
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tests.support.trainer_values import RecordedBuffer, make_recipe
@@ -231,7 +229,7 @@ def test_tensorboard_draws_one_curve_along_the_active_lineage(tmp_path: Path) ->
 
 
 def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network(tmp_path: Path) -> None:
-    tracker = WandbTracker(WandbSection(mode="offline", folder=str(tmp_path)), {"trainer": {"num_steps": 3}})
+    tracker = WandbTracker(WandbSection(mode="offline"), {"trainer": {"num_steps": 3}}, folder=tmp_path)
     tracker.start(start_record("demo", 1, START))
     for number in (1, 2, 3):
         tracker.log(step(number, loss=number / 2, ess=None))
@@ -259,9 +257,8 @@ def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network
     ("package", "make"),
     [
         ("tensorboard", lambda: TensorboardTracker(Path("x"))),
-        ("wandb", lambda: WandbTracker(WandbSection(), {})),
-        ("trackio", lambda: TrackioTracker(TrackioSection(), {})),
-        ("mlflow", lambda: MlflowTracker(MlflowSection(), {})),
+        ("wandb", lambda: WandbTracker(WandbSection(), {}, folder=Path("x"))),
+        ("trackio", lambda: WandbTracker(WandbSection(mode="trackio"), {}, folder=Path("x"))),
     ],
 )
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(

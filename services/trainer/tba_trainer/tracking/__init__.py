@@ -1,7 +1,7 @@
 r"""Trackers: where metrics go beside the ledger. metrics.jsonl always, and those that the recipe names.
 
     loop ------- step ------> TrackerGroup --> [thread] metrics.jsonl
-    [thread] evaluations ---->            \--> [thread] TensorBoard, Weights & Biases, trackio, MLflow: one thread each
+    [thread] evaluations ---->            \--> [thread] TensorBoard, Weights & Biases or trackio: one thread each
 
 Every few steps the trackers that can draw them also get histograms and sample rollouts (`details`).
 

@@ -17,7 +17,6 @@ from tba.versions import PolicyVersion
 from tba_trainer.learner.forward_backward import ForwardResult
 from tba_trainer.tracking.details import Details, DetailsMaker, PromptTexts
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
-from tba_trainer.tracking.mlflow import MlflowTracker
 from tba_trainer.tracking.tensorboard import TensorboardTracker
 from tba_trainer.tracking.tracker import (
     DetailTracker,
@@ -28,11 +27,13 @@ from tba_trainer.tracking.tracker import (
     start_record,
     step_record,
 )
-from tba_trainer.tracking.trackio import TrackioTracker
 from tba_trainer.tracking.wandb import WandbTracker
 
 EVALUATIONS_INTERVAL_S = 2.0
 """Seconds between two looks for finished evaluations."""
+MAX_PENDING = 1000
+"""Records and details that may wait for a slow tracker."""
+CLOSE_S = 10.0
 _SHOWN_SECTIONS = {"run", "model", "data", "sampling", "searcher", "objective", "trainer", "eval"}
 """Sections of the recipe that trackers show. Addresses and files with tokens stay here."""
 _TICK_S = 0.1
@@ -47,7 +48,7 @@ class TrackerGroup:
         run: name of the run.
         details: makes the details of steps.
         known: evaluations that earlier starts recorded.
-        close_s: how long `close` waits.
+        close_s: how long `close` waits for trackers to write what they have.
     """
 
     def __init__(
@@ -221,11 +222,7 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
     if section.tensorboard_dir is not None:
         trackers.append(TensorboardTracker(Path(section.tensorboard_dir)))
     if section.wandb is not None:
-        trackers.append(WandbTracker(section.wandb, shown))
-    if section.trackio is not None:
-        trackers.append(TrackioTracker(section.trackio, shown))
-    if section.mlflow is not None:
-        trackers.append(MlflowTracker(section.mlflow, shown))
+        trackers.append(WandbTracker(section.wandb, shown, folder=path.parent / "wandb"))
     for name in section.trackers:
         made = plugins.build(name, shown, group="tba.trackers", what="tracking.trackers", kind=Tracker)
         trackers.append(made)
@@ -239,6 +236,6 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
             sample_interval=section.sample_interval,
         ),
         known=known_evaluations(path, recipe.run.name),
-        max_pending=section.max_pending,
-        close_s=section.close_s,
+        max_pending=MAX_PENDING,
+        close_s=CLOSE_S,
     )

@@ -1,7 +1,8 @@
-"""Weights & Biases: one run per lineage, all runs of a training in one group named after it."""
+"""Weights & Biases, or trackio: one run per lineage, all runs of a training in one group named after it."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +16,11 @@ from tba_trainer.tracking.tracker import Record, require
 
 
 class WandbTracker:
-    """Logs to Weights & Biases, which has threads and a process of its own.
+    """Logs to Weights & Biases, which has threads and a process of its own, or to trackio, which has the same calls.
 
     Args:
         recipe: the config that every run shows.
+        folder: for the files of W&B.
 
     Raises:
         ConfigError: the package is missing.
@@ -26,9 +28,10 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(self, section: WandbSection, recipe: Mapping[str, Any]) -> None:
-        require("wandb", setting="[tracking.wandb]")
-        self._section, self._recipe = section, recipe
+    def __init__(self, section: WandbSection, recipe: Mapping[str, Any], *, folder: Path) -> None:
+        self._package = "trackio" if section.mode == "trackio" else "wandb"
+        require(self._package, setting="[tracking.wandb]")
+        self._section, self._recipe, self._folder = section, recipe, folder
         self._start: Record | None = None
         self._run: Any = None
 
@@ -39,13 +42,11 @@ class WandbTracker:
 
     def log(self, record: Record) -> None:
         """Add the numbers of a record."""
-        # steps are a metric of their own: W&B's step must grow, and an evaluation is of an earlier step
-        self._opened().log({"step": record.step, **record.numbers})
+        self._log(record.step, record.numbers)
 
     def log_details(self, details: Details) -> None:
         """Add the histograms and the table of a step."""
-        import wandb
-
+        wandb = importlib.import_module(self._package)
         found: dict[str, Any] = {
             f"histogram/{name}": wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
             for name, histogram in details.histograms.items()
@@ -53,13 +54,20 @@ class WandbTracker:
         if details.samples:
             rows: list[Any] = details.rows()
             found["samples"] = wandb.Table(columns=list(COLUMNS), data=rows)
-        self._opened().log({"step": details.version.step, **found})
+        self._log(details.version.step, found)
 
     def close(self) -> None:
         """Finish the run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._package == "trackio":
+            self._opened().log(dict(values), step=step)
+        else:
+            # steps are a metric of their own: W&B's step must grow, and an evaluation is of an earlier step
+            self._opened().log({"step": step, **values})
 
     def _opened(self) -> Any:
         """Return the run; begin it where there is none yet."""
@@ -68,22 +76,21 @@ class WandbTracker:
         return self._run
 
     def _init(self) -> Any:
-        import wandb
-
+        wandb = importlib.import_module(self._package)
         assert self._start is not None
-        Path(self._section.folder).mkdir(parents=True, exist_ok=True)
+        shown = {
+            "project": self._section.project,
+            "group": self._start.run,
+            "name": f"{self._start.run}-{self._start.lineage}",
+            "config": {**self._recipe, "lineage": self._start.lineage, "parent": self._start.parent},
+        }
+        if self._package == "trackio":
+            return wandb.init(**shown, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        self._folder.mkdir(parents=True, exist_ok=True)
         # a table is copied there first; W&B's own choice is the home folder, which a container may not be able to write
-        os.environ.setdefault("WANDB_DATA_DIR", str(Path(self._section.folder).absolute()))
-        run = wandb.init(
-            project=self._section.project,
-            entity=self._section.entity,
-            mode=self._section.mode,
-            dir=self._section.folder,
-            group=self._start.run,
-            name=f"{self._start.run}-{self._start.lineage}",
-            config={**self._recipe, "lineage": self._start.lineage, "parent": self._start.parent},
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        os.environ.setdefault("WANDB_DATA_DIR", str(self._folder.absolute()))
+        settings = wandb.Settings(console="off", silent=True)
+        run = wandb.init(**shown, mode=self._section.mode, dir=str(self._folder), settings=settings)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         return run

@@ -26,6 +26,8 @@ EXIT_EXPLAINED = 2
 """Exit code of a program that says what is wrong with what it was given."""
 PROGRESS = "progress: "
 """Begins a line of progress; a JSON object follows."""
+STDERR = 2
+"""Its file descriptor."""
 PIPED = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 """For a child whose lines are read: they come at once, and in no encoding of the locale, which may lack a character."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -166,6 +168,36 @@ def follow_program(
         raise ConfigError(_last_words(last, program.returncode))
     else:
         raise ChildError(_last_words(last, program.returncode))
+
+
+def run_in_sight(module: str, words: Sequence[str]) -> None:
+    """Run a program that takes long and shows its progress itself: all that it prints goes to stderr.
+
+    The program ends with this process, as in `run_program`; so do the processes that it starts.
+
+    Raises:
+        ChildError: it failed.
+        KeyboardInterrupt: this process was asked to end.
+    """
+    with interrupt_on_signals():
+        reaper = OrphanReaper()
+        program = subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=STDERR,
+            start_new_session=True,
+        )
+        try:
+            reaper.add(program.pid)
+            program.wait()
+            reaper.discard(program.pid)
+        finally:
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)
+                program.wait()
+            reaper.close()
+    if program.returncode != 0:
+        raise ChildError(_last_words([], program.returncode))
 
 
 @contextmanager

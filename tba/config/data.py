@@ -5,16 +5,20 @@ A `[[prepare]]` item is a model or a data set that must be on the disk before a 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
+from tba.errors import ConfigError
 from tba.fields import StrictModel
 
 
 class PrepareItem(StrictModel):
-    """One folder: a model or a data set, and where it comes from: exactly one of `hub`, `maker` and `manual`."""
+    """One folder: a model or a data set, and where it comes from: exactly one of `hub`, `maker`, `manual`,
+    `trl_sft` and `trl_reward`."""
 
     path: str = Field(min_length=1)
     """Folder, relative to where `tba` is run. Wherever the recipe names this path, the folder is meant."""
@@ -35,14 +39,21 @@ class PrepareItem(StrictModel):
     """Seed of the maker."""
     manual: str | None = None
     """For content that cannot be fetched: the instructions for a person. The item is then only checked."""
+    trl_sft: str | None = None
+    """TRL's file of settings, beside the recipe: `trl sft` makes this language model (docs/recipes.md)."""
+    trl_reward: str | None = None
+    """TRL's file of settings, beside the recipe: `trl reward` makes this reward model."""
     at_start: bool = False
     """`tba run` fetches or makes it by itself where it is missing, instead of asking for `tba data prepare`."""
 
     @model_validator(mode="after")
     def _check(self) -> PrepareItem:
-        # three ways to get the folder; two of them would disagree about its content
-        if sum(source is not None for source in (self.hub, self.maker, self.manual)) != 1:
-            raise ValueError(f"{self.path}: give exactly one of hub, maker and manual")
+        # ways to get the folder; two of them would disagree about its content
+        sources = (self.hub, self.maker, self.manual, self.trl_sft, self.trl_reward)
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError(f"{self.path}: give exactly one of hub, maker, manual, trl_sft and trl_reward")
+        if self.kind == "dataset" and self.trl_file is not None:
+            raise ValueError(f"{self.path}: TRL makes models; set kind to 'model'")
         for name in ("revision", "files", "tokenizer"):
             if self.hub is None and getattr(self, name) is not None:
                 raise ValueError(f"{self.path}: {name} belongs to a download from the hub; remove it")
@@ -51,12 +62,30 @@ class PrepareItem(StrictModel):
         return self
 
     @property
+    def trl_file(self) -> str | None:
+        """TRL's file of settings, where TRL makes the model."""
+        return self.trl_sft or self.trl_reward
+
+    @property
     def origin(self) -> dict[str, str | int | list[str] | None]:
-        """The source of the content: recorded in the folder, and compared if the folder exists."""
+        """The source of the content: recorded in the folder, and compared if the folder exists.
+
+        Raises:
+            ConfigError: TRL's file of settings cannot be read.
+        """
         if self.maker is not None:
             # a folder with another origin holds another content, and is not taken for this item
             return {"maker": self.maker, "seed": self.seed}
+        if self.trl_file is not None:
+            return {"trl": "sft" if self.trl_sft else "reward", "settings_sha256": _sha256(self.trl_file)}
         return {"hub": self.hub, "revision": self.revision, "files": self.files, "tokenizer": self.tokenizer}
+
+
+def _sha256(file: str) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"TRL's file of settings, {file}, cannot be read: {error.strerror}") from None
 
 
 def with_replaced(value: Any, texts: Mapping[str, str]) -> Any:

@@ -17,7 +17,6 @@ from pydantic import Field, model_validator
 
 from tba.config.reward import RedteamSpec, RewardModelSpec, ScorerSpec
 from tba.config.schedules import LearningRate, Schedule
-from tba.config.trainer import LoraSection
 from tba.fields import MAX_STEP, StrictModel
 
 REPORT_FILE = "supervised.json"
@@ -154,8 +153,6 @@ class SftSection(SupervisedSection):
     """Folder that is made; none: model.path."""
     response: str = Field(min_length=1)
     """Text of the response with columns in it, such as "{answer}"."""
-    lora: LoraSection | None = None
-    """Train an adapter of low rank, and merge it into the saved weights; none: full fine-tuning."""
     num_processes: int = Field(default=1, ge=1)
     """Processes that share a step; the model is sharded over them."""
 

@@ -86,19 +86,27 @@ def needed(recipe: Recipe) -> Needed:
         ConfigError: a folder holds something else than the recipe asks for; nothing that exists is overwritten.
     """
     inputs, used = training_inputs(recipe), set[str]()
+    prepare: list[PrepareItem] = []
     to_train: dict[str, SupervisedItem] = {}
     # backwards: an item is needed for those behind it
     for path, item in reversed(recipe.supervised.items()):
         if (path not in inputs or path in used) and not is_trained(path, item):
             to_train[path] = item
             used |= {item.base or "", item.dataset}
-    prepare = [item for item in recipe.prepare if item.path not in inputs or item.path in used]
-    return Needed(prepare, dict(reversed(to_train.items())))
+    has_training = False
+    for item in reversed(recipe.prepare):
+        if item.path not in inputs or item.path in used or has_training:
+            prepare.append(item)
+            has_training |= item.trl_file is not None and not is_there(item)
+    return Needed(prepare[::-1], dict(reversed(to_train.items())))
 
 
 def training_inputs(recipe: Recipe) -> set[str]:
     """Return the folders that only serve to make models: no other part of the recipe names them."""
     inputs = {path for item in recipe.supervised.values() for path in (item.base, item.dataset) if path is not None}
+    # what TRL trains with stands in its own file: an item before it that nothing else names is for it
+    last = max((index for index, item in enumerate(recipe.prepare) if item.trl_file is not None), default=0)
+    inputs |= {item.path for item in recipe.prepare[:last]}
     return inputs - set(_texts(recipe.model_dump(mode="json", exclude={"prepare", "sft", "reward_training"})))
 
 

@@ -30,6 +30,7 @@ from tba_cli.artifacts.prepared import (
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console
 from tba_cli.prompts.reader import in_both_splits, prompts_of
+from tba_cli.setup import trl_training
 from tba_cli.setup.supervised import train, what_is_there
 
 MAX_MEASURED_PROMPTS = 20_000
@@ -49,14 +50,16 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
     get_items(missing, console)
     for item in wanted.prepare:
         record = read_record(Path(item.path))
-        state = "here already" if item not in missing else "made" if item.maker else "fetched"
+        state = "here already" if item not in missing else "fetched" if item.hub else "made"
         commit = f", commit {record['commit'][:12]}" if record and record["commit"] else ""
-        console.result(f"{item.path}: {item.kind} {item.hub or item.maker or 'of your own'}, {state}{commit}")
+        source = item.hub or item.maker or ("of TRL" if item.trl_file else "of your own")
+        console.result(f"{item.path}: {item.kind} {source}, {state}{commit}")
     for path in recipe.supervised:
         if path in wanted.to_train:
             train(recipe, path, console)
         elif Path(path).expanduser().is_dir():
             console.result(f"{path}: {what_is_there(recipe, path)}")
+    trl_training.check_scorers(recipe)
     prompts = prompts_of(recipe)
     _check_models(recipe, prompts, console)
     _show_prompts(recipe, prompts, console)
@@ -71,7 +74,11 @@ def prepare_at_start(recipe: Recipe, console: Console) -> None:
     """
     wanted = needed(recipe)
     missing = [item for item in wanted.prepare if item.at_start and not is_there(item)]
+    if any(item.trl_file for item in missing):
+        # what is missing besides ends the run in any case, and a training takes minutes
+        check_prepared(recipe, at_start=False)
     get_items(missing, console)
+    trl_training.check_scorers(recipe)
     for item in missing:
         record = read_record(Path(item.path))
         if record is not None and record["commit"] and record["commit"] != item.revision:
@@ -94,12 +101,17 @@ def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
     for item in missing:
         if item.manual is not None:
             raise ConfigError(f"{item.path} ({item.kind}) cannot be fetched: {item.manual}")
+    to_train = [item for item in missing if item.trl_file is not None]
+    trl_training.check_installed(to_train)
     # one program for all items, since it imports torch
     _make([item for item in missing if item.maker is not None])
     for item in missing:
         if item.hub is not None:
             console.info(f"fetching {item.kind} {item.hub} to {item.path}")
             _fetch(item)
+    # last, and in the order of the recipe: base models and data sets come before
+    for item in to_train:
+        trl_training.train(item, console)
 
 
 def _make(items: Sequence[PrepareItem]) -> None:

@@ -22,7 +22,7 @@ from tests.support.buffer import SERVICE_PATHS
 pytest.importorskip("vllm", reason="vLLM for the CPU is pinned for Linux x86_64 alone")
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 280
-POLICIES = {"gsm8k": "llama", "tldr": "gpt_neox", "redteam": "gpt2-sft", "math": "qwen2"}
+POLICIES = {"gsm8k": "llama", "tldr": "gpt_neox", "redteam": "gpt2", "math": "qwen2"}
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("recipes")
     documents = [tomllib.loads(recipe_path(name).read_text()) for name in POLICIES]
     items = {item["path"]: item for document in documents for item in document["prepare"]}
-    # the one that has [[sft]] comes first: its starting model is the path that its item does not name
-    documents.sort(key=lambda document: "sft" not in document)
     (place / "all.json").write_text(json.dumps({**documents[0], "prepare": list(items.values())}))
     tba(place, "data", "prepare", "all.json")
     return place

@@ -149,19 +149,6 @@ def test_a_folder_is_a_starting_model_of_its_family(tmp_path: Path, family: str)
     assert NewModel.model_validate(report["settings"]["new_model"]).family == family
 
 
-def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on(tmp_path: Path) -> None:
-    base = train(recipe_of(tmp_path, num_steps=2), tmp_path, SUMS, name="base")
-    more: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4}, "gradient_checkpointing": True}
-    report = train(recipe_of(tmp_path, base=str(tmp_path / "base"), **more), tmp_path, SUMS)
-    assert heldout_loss(tmp_path / "made", SUMS[::4]) == pytest.approx(report["metrics"]["heldout_loss"], abs=1e-5)
-    before, after = weights(tmp_path / "base"), weights(tmp_path / "made")
-    assert before.keys() == after.keys()
-    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert changed == {name for name in before if "_proj." in name}
-    assert report["num_parameters"] == base["num_parameters"]
-    assert (tmp_path / "made/tokenizer.json").read_bytes() == (tmp_path / "base/tokenizer.json").read_bytes()
-
-
 def texts(number: int) -> str:
     return " ".join(word for bit, word in enumerate(["good", "bad", "red", "green"]) if number >> bit & 1)
 

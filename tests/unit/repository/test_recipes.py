@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tba.config import load_recipe
+from tba_cli.artifacts.prepared import training_inputs
 from tests.system.cluster.own import recipe as own_recipe
 
 RECIPES = Path("recipes")
@@ -19,7 +21,7 @@ TINY = ("gsm8k", "tldr", "redteam", "redteam-llama", "math")
 WHOLE = (  # values that are compared as one
     r"data\.(train|heldout)\.data",
     r"reward\.tasks\.[^.]+\.scorers",
-    r"(objective\.beta|(trainer|sft\.\d+)\.learning_rate|searcher\.temperature_mix)",
+    r"(objective\.beta|trainer\.learning_rate|searcher\.temperature_mix)",
     r"eval\.published\.success_above",
 )
 MODEL = (
@@ -27,10 +29,9 @@ MODEL = (
     r"model\.dtype",
     r"model\.lora\.target_modules",
     r"eval\.embedding_model",
-    r"sft\.\d+\.(base|dtype)",
     r"reward\.tasks\.[^.]+\.scorers\.\d+\.(model|victim|classifier|dtype)",
 )
-DATA = (r"data\.(train|heldout)\.dataset", r"sft\.\d+\.dataset")
+DATA = (r"data\.(train|heldout)\.dataset",)
 SIZES = (
     r"run\.name",
     r"sampling\.(prompts_per_batch|group_size|rollouts_per_visit|min_size_to_sample|samples_per_insert_error)",
@@ -40,14 +41,13 @@ SIZES = (
     r"objective\.(beta\.steps|reference_reset_steps)",
     r"trainer\.learning_rate\.(steps|warmup_steps|decay_steps)",
     r"trainer\.(num_steps|num_processes|checkpoint_interval)",
-    r"sft\.\d+\.(num_steps|batch_size|learning_rate\.warmup_steps|max_length_tokens|eval_every_steps)",
     r"eval\.(every_steps|num_prompts|num_prompts_final|num_samples)",
     r"eval\.published\.num_samples",
 )
 MACHINE = (  # how large the machine is: a CPU instead of GPUs
     r"reward\.tasks\.[^.]+\.scorers\.\d+\.(victim_engine|victim_vllm\.\w+|max_attack_tokens|batch_tokens)",
-    r"(searcher|trainer|sft\.\d+)\.device",
-    r"(trainer|sft\.\d+)\.(compute_dtype|gradient_checkpointing)",
+    r"(searcher|trainer)\.device",
+    r"trainer\.(compute_dtype|gradient_checkpointing)",
     r"searcher\.vllm\.gpu_memory_share",
     r"local\.(start_timeout_s|gpus\.(trainer|searchers|reward))",
 )
@@ -55,8 +55,22 @@ MACHINE = (  # how large the machine is: a CPU instead of GPUs
 
 def document(name: str) -> dict[str, Any]:
     found = tomllib.loads((RECIPES / f"{name}.toml").read_text())
-    found.pop("prepare")
+    files = [item["trl_sft"] for item in found.pop("prepare") if "trl_sft" in item]
+    for file in files:
+        found["trl"] = trl_settings(RECIPES / file)
     return found
+
+
+def trl_settings(path: Path) -> dict[str, Any]:
+    """TRL's settings, with the examples of a step in place of its two factors."""
+    found = yaml.safe_load(path.read_text())
+    batch_size = found.pop("per_device_train_batch_size") * found.pop("gradient_accumulation_steps")
+    return {**found, "batch_size": batch_size}
+
+
+def without_trl(values: dict[str, Any]) -> dict[str, Any]:
+    """A tiny recipe has no supervised training: TRL is an extra."""
+    return {key: value for key, value in values.items() if not key.startswith("trl.")}
 
 
 def flat(value: Any, whole: tuple[str, ...] = (), key: str = "") -> dict[str, Any]:
@@ -115,7 +129,7 @@ def test_the_table_holds_no_reason_for_a_key_that_no_recipe_sets():
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_recipe_differs_in_model_data_and_sizes_alone(name):
-    full, tiny = flat(document(name)), flat(document(f"{name}-tiny"))
+    full, tiny = without_trl(flat(document(name))), flat(document(f"{name}-tiny"))
     allowed = (*MODEL, *DATA, *SIZES, *MACHINE)
     differs = {key for key in full.keys() | tiny.keys() if full.get(key) != tiny.get(key)}
     assert not {key for key in differs if not is_one_of(key, allowed)}
@@ -127,7 +141,7 @@ def test_a_tiny_recipe_differs_in_model_data_and_sizes_alone(name):
 @pytest.mark.parametrize("name", TINY)
 def test_every_other_key_of_a_tiny_recipe_is_the_published_one(name):
     published, _ = tables_of(name)
-    wanted = flat({key: entry["value"] for key, entry in published.items()})
+    wanted = without_trl(flat({key: entry["value"] for key, entry in published.items()}))
     wanted = {key: value for key, value in wanted.items() if not is_one_of(key, (*MODEL, *DATA, *SIZES, *MACHINE))}
     tiny = flat(document(f"{name}-tiny"))
     assert {key: tiny.get(key) for key in wanted} == wanted
@@ -136,7 +150,10 @@ def test_every_other_key_of_a_tiny_recipe_is_the_published_one(name):
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_recipe_prepares_the_same_kinds_of_things_without_a_network(name):
     full, tiny = load_recipe(RECIPES / f"{name}.toml"), load_recipe(RECIPES / f"{name}-tiny.toml")
-    assert [item.kind for item in tiny.prepare] == [item.kind for item in full.prepare]
+    # the starting model stands at another place where TRL makes it of others, which the tiny recipe does not need
+    inputs = training_inputs(full) | {full.model.path}
+    wanted = [item.kind for item in full.prepare if item.path not in inputs]
+    assert [item.kind for item in tiny.prepare if item.path != tiny.model.path] == wanted
     assert all(item.maker for item in tiny.prepare)
     assert not any(item.maker for item in full.prepare)
 
@@ -153,7 +170,7 @@ def test_the_larger_tldr_recipes_differ_in_the_models_alone(name):
 @pytest.mark.parametrize("name", [*FULL, *(f"{name}-tiny" for name in TINY)])
 def test_every_folder_that_a_recipe_names_is_prepared(name):
     recipe = load_recipe(RECIPES / f"{name}.toml")
-    paths = {item.path for item in recipe.prepare} | recipe.supervised.keys()
+    paths = {item.path for item in recipe.prepare}
     named = {
         value for value in flat(document(name)).values() if isinstance(value, str) and re.match("(models|data)/", value)
     }

@@ -144,20 +144,17 @@ def _model_folder(section: ModelSection) -> Path:
     return folder
 
 
-def prepare(
-    model: Any, lora: LoraSection | None, gradient_checkpointing: bool | int, *, lora_key: str = "model.lora"
-) -> Any:
+def prepare(model: Any, lora: LoraSection | None, gradient_checkpointing: bool | int) -> Any:
     """Put an adapter on a model where one is wanted, switch dropout off, and put it into the mode of training.
 
     Args:
         gradient_checkpointing: whether all decoder layers are computed again in the backward pass, or how many.
-        lora_key: of the recipe that asks for the adapter, for errors.
 
     Raises:
         ConfigError: the adapter does not fit the model, or it has fewer decoder layers.
     """
     if lora is not None:
-        add_adapter(model, lora, key=lora_key)
+        add_adapter(model, lora)
     disable_dropout(model)
     model.eval()
     if gradient_checkpointing:
@@ -292,14 +289,11 @@ def side_files(folder: str | Path, *, trust_remote_code: bool, key: str = "model
     }
 
 
-def add_adapter(model: Any, section: LoraSection, *, key: str = "model.lora") -> None:
+def add_adapter(model: Any, section: LoraSection) -> None:
     """Put a LoRA adapter (arXiv 2106.09685) on the linear layers in place, and freeze everything else.
 
     Until it is trained it adds zero; its first values come from torch's random numbers. The model keeps the starting
     weights, so without its adapter it is the reference: no second model is needed.
-
-    Args:
-        key: of the recipe that asks for it, for errors.
 
     Raises:
         ConfigError: peft is not installed, or `target_modules` names anything but linear layers.
@@ -307,10 +301,10 @@ def add_adapter(model: Any, section: LoraSection, *, key: str = "model.lora") ->
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ConfigError(f"[{key}] needs the package peft, which is not installed: pip install 'tba[lora]'") from None
+        raise ConfigError("[model.lora] needs peft, which is not installed: pip install 'tba[lora]'") from None
     from transformers.pytorch_utils import Conv1D
 
-    layers = _target_layers(model, section.target_modules, (torch.nn.Linear, Conv1D), key)
+    layers = _target_layers(model, section.target_modules, (torch.nn.Linear, Conv1D))
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
@@ -323,7 +317,7 @@ def add_adapter(model: Any, section: LoraSection, *, key: str = "model.lora") ->
     inject_adapter_in_model(config, torch.nn.ModuleList([model]), adapter_name=ADAPTER)
 
 
-def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...], key: str) -> dict[str, Any]:
+def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...]) -> dict[str, Any]:
     """Return the layers that get an adapter, by full name."""
     # The output head stays as it is: with an adapter on it, log-probs could not be computed in chunks (logprobs.py).
     head = model.get_output_embeddings()
@@ -336,7 +330,7 @@ def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...],
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{key}.target_modules names {name!r}, which is not a linear layer of this model before its "
+                f"model.lora.target_modules names {name!r}, which is not a linear layer of this model before its "
                 f"output head; it has {', '.join(known)}"
             )
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in names}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tba.config.supervised import REPORT_FILE, SftSection, SupervisedSection
+from tba.config.supervised import REPORT_FILE, SupervisedSection
 from tba.errors import ConfigError
 from tba.weights import write_index
 from tba_trainer.checkpoints.weight_files import write_model_files
@@ -97,10 +97,9 @@ def make_trainee(
         # only now: an embedding that is made with it learns nothing for this token
         inner.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    lora = section.lora if isinstance(section, SftSection) else None
     if team.mesh is None:
         model = to_device(model, section.device, key="device")
-    model = prepare(model, lora, section.gradient_checkpointing, lora_key="sft.lora")
+    model = prepare(model, None, section.gradient_checkpointing)
     if section.gradient_checkpointing and team.is_leader:  # the others have no weights yet
         check_train_mode(model, section.base or "new_model", key="gradient_checkpointing")
     if team.mesh is not None:

@@ -1,0 +1,109 @@
+"""Make a model of `[[prepare]]` by TRL, in a process of its own: `trl sft` and `trl reward`.
+
+TRL reads its own file of settings, which names base model and data set from the current folder. It writes to
+`.NAME.trl` beside the folder that is made, which appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tba.config import Recipe
+from tba.config.data import PrepareItem
+from tba.config.reward import RewardModelSpec
+from tba.errors import ChildError, ConfigError
+from tba_cli.artifacts.prepared import write_record
+from tba_cli.child_processes import run_in_sight
+from tba_cli.console import Console
+
+PROGRAM = "trl.cli.main"
+LEFTOVERS = ("checkpoint-*", "training_args.bin", "README.md")
+"""What TRL writes beside the model; `training_args.bin` is a pickle."""
+
+
+def check_installed(items: Iterable[PrepareItem]) -> None:
+    """Check that TRL is here, before anything large is fetched for it.
+
+    Raises:
+        ConfigError: it is not, or a file of settings cannot be read.
+    """
+    for item in items:
+        _ = item.origin  # reads the file
+        if importlib.util.find_spec("trl") is None:
+            raise ConfigError(f"{item.path} is made by TRL, which is not installed here: pip install 'tba[trl]'")
+
+
+def train(item: PrepareItem, console: Console) -> None:
+    """Train the model of an item, and check that tba can use it.
+
+    Raises:
+        ConfigError: TRL left no model that tba can use.
+        ChildError: TRL failed.
+        KeyboardInterrupt: this process was asked to end.
+    """
+    folder = Path(item.path).expanduser()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    kind, out = "sft" if item.trl_sft else "reward", folder.with_name(f".{folder.name}.trl")
+    command = f"trl {kind} --config {item.trl_file}"
+    console.info(f"wait 'trl-{kind}': `{command}` makes {item.path}")
+    try:
+        run_in_sight(PROGRAM, [kind, "--config", item.trl_file or "", "--output_dir", str(out)])
+    except ChildError as error:
+        raise ChildError(f"{item.path}: `{command}` failed ({error}); it says above why") from None
+    _check_model(out, is_reward=kind == "reward", made_by=command)
+    for path in [path for pattern in LEFTOVERS for path in out.glob(pattern)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    # in place of an empty folder, too
+    out.rename(folder)
+    write_record(item, commit=None)
+
+
+def check_scorers(recipe: Recipe) -> None:
+    """Check that scorers read the score of a text at the token at which TRL trained it.
+
+    TRL ends every text with the end of sequence. A model whose padding token is the same takes it for padding, and
+    learns the score of the token before.
+
+    Raises:
+        ConfigError: a scorer reads it elsewhere.
+    """
+    made = {item.path for item in recipe.prepare if item.trl_reward}
+    for task, reward in recipe.reward.tasks.items():
+        for spec in reward.scorers:
+            if not isinstance(spec, RewardModelSpec) or spec.model not in made or spec.input != "text":
+                continue
+            config = _config(Path(spec.model).expanduser())
+            is_at_eos = config.get("pad_token_id") != config.get("eos_token_id")
+            if spec.append_eos != is_at_eos:
+                where = "at the end of sequence" if is_at_eos else "before the end of sequence, its padding token"
+                raise ConfigError(
+                    f"reward.tasks.{task}: {spec.model} has learned its score {where}; set append_eos = "
+                    f"{str(is_at_eos).lower()} in its scorer"
+                )
+
+
+def _check_model(folder: Path, *, is_reward: bool, made_by: str) -> None:
+    if (folder / "adapter_config.json").is_file():
+        problem = "holds an adapter; merge it into its base, or set use_peft to false"
+    elif not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        problem = "holds no config.json with safetensors files"
+    elif not (folder / "tokenizer_config.json").is_file():
+        problem = "holds no tokenizer"
+    # transformers writes the names of the outputs instead of their number
+    elif is_reward and len(_config(folder).get("id2label", ("one", "two"))) != 1:
+        problem = "holds a model that has not exactly one output (num_labels)"
+    else:
+        return
+    raise ConfigError(f"{folder}, made by `{made_by}`, {problem}; tba cannot use it")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}

@@ -40,7 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     add_init(commands)
     add_score(commands)
-    _add_fork(commands)
     _add_control(commands)
     _add_set(commands)
     _add_scale(commands)
@@ -87,11 +86,22 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _add_run(commands: Subparsers) -> None:
     run = commands.add_parser("run", help="run a recipe on this machine: Redis and every service")
-    add_recipe(run)
+    add_recipe(run, nargs="?", default_is="with --fork the recipe that the other run began with")
     run.add_argument("--run-name", metavar="NAME", help="name of the run, instead of run.name of the recipe")
     run.add_argument("--seed", type=int, metavar="N", help="seed of the run, instead of run.seed of the recipe")
-    run.add_argument("--buffer", metavar="RUN/NAME", help="begin with this snapshot of another run's buffer")
-    _add_start_flags(run)
+    run.add_argument(
+        "--fork",
+        metavar="RUN@VERSION",
+        help="begin with a weight version and the rollouts of another run, as quickstart@1-40; needs --run-name",
+    )
+    run.add_argument(
+        "--buffer", metavar="RUN/NAME", help="begin with this snapshot of another run's buffer; with --fork: NAME alone"
+    )
+    again = run.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue the run in its folder, from its checkpoint")
+    again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
+    run.add_argument("--take-changes", action="store_true", help="with --resume: take the recipe file as it is now")
+    _add_loudness(run)
     run.set_defaults(command="tba_cli.commands.run:run_command")
 
 
@@ -104,24 +114,6 @@ def _add_demo(commands: Subparsers) -> None:
     add_overrides(demo)
     _add_loudness(demo)
     demo.set_defaults(command="tba_cli.commands.run:demo_command")
-
-
-def _add_fork(commands: Subparsers) -> None:
-    fork = commands.add_parser("fork", help="begin a run with a weight version and the rollouts of another one")
-    fork.add_argument("fork", metavar="RUN@VERSION", help="for example quickstart@1-40")
-    fork.add_argument("new_name", metavar="NEW_NAME", help="name of the new run")
-    add_recipe(fork, nargs="?", default_is="the recipe that RUN began with")
-    fork.add_argument("--buffer", metavar="NAME", help="use this snapshot of RUN instead of saving its buffer now")
-    _add_start_flags(fork)
-    fork.set_defaults(command="tba_cli.commands.fork:fork_command", seed=None)
-
-
-def _add_start_flags(run: argparse.ArgumentParser) -> None:
-    again = run.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="continue the run in its folder, from its checkpoint")
-    again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
-    run.add_argument("--take-changes", action="store_true", help="with --resume: take the recipe file as it is now")
-    _add_loudness(run)
 
 
 def _add_loudness(parser: argparse.ArgumentParser) -> None:
@@ -279,10 +271,6 @@ def _add_model(commands: Subparsers) -> None:
         "--wait-s", type=float, default=900.0, metavar="S", help="how many seconds to wait for them (default: 900)"
     )
     pull.set_defaults(command="tba_cli.commands.setup:pull_command")
-    show = kinds.add_parser("list", help="list what the store has")
-    _add_config_file(show)
-    add_json(show)
-    show.set_defaults(command="tba_cli.commands.setup:list_command")
 
 
 def _add_doctor(commands: Subparsers) -> None:
@@ -309,7 +297,7 @@ def _add_config_file(parser: argparse.ArgumentParser, *, default_is: str = "") -
 
 
 def _add_prompts(commands: Subparsers) -> None:
-    prompts = commands.add_parser("prompts", help="upload, list and show the prompts of a run")
+    prompts = commands.add_parser("prompts", help="upload and list the prompts of a run")
     kinds = prompts.add_subparsers(metavar="WHAT", required=True)
     upload = kinds.add_parser("upload", help="upload a file or a data set; it is safe to repeat")
     upload.add_argument(
@@ -362,25 +350,11 @@ def _add_buffer(commands: Subparsers) -> None:
     add_target(load)
     add_json(load)
     load.set_defaults(command="tba_cli.commands.buffer:load_command")
-    seed = kinds.add_parser("seed", help="push responses from a file into a run in progress")
-    seed.add_argument(
-        "rows", metavar="FILE", help='JSON Lines: {"response": TEXT} with "prompt_id" and "reward" where they are known'
-    )
-    where = seed.add_mutually_exclusive_group()
-    where.add_argument("--config", metavar="FILE", help="recipe, as the services read it (a run elsewhere)")
-    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
-    where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
-    seed.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, with --config")
-    seed.set_defaults(command="tba_cli.commands.buffer:seed_command")
     accept = kinds.add_parser("accept-loss", help="continue without the acknowledged changes that Redis has lost")
     add_target(accept)
     accept.add_argument("--reason", metavar="TEXT", help="kept in the audit")
     add_json(accept)
     accept.set_defaults(command="tba_cli.commands.buffer:accept_loss_command")
-    snapshots = kinds.add_parser("snapshots", help="list the snapshots of a run")
-    add_target(snapshots)
-    add_json(snapshots)
-    snapshots.set_defaults(command="tba_cli.commands.buffer:snapshots_command")
 
 
 def _add_export(commands: Subparsers) -> None:

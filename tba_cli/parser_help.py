@@ -15,8 +15,8 @@ tba run recipes/quickstart.toml   # the same as a recipe, to be changed
 tba init mytask                   # begin with a task of your own""",
         "run": """\
 tba run quickstart                # a recipe that ships with tba
-tba run my.toml --run-name try-2 --seed 2 --set trainer.num_steps=50
-tba run my.toml --resume          # continue where it stopped""",
+tba run my.toml --resume          # continue where it stopped
+tba run --fork quickstart@1-40 --run-name warmer --set objective.beta=0.1""",
         "demo": """\
 tba demo
 tba demo --seed 1 --set trainer.num_steps=100""",
@@ -27,9 +27,6 @@ tba init mytask --folder tasks/first""",
 tba score examples.jsonl --recipe mytask.toml
 tba score --from-run mytask --num 50
 tba score --from-run mytask --recipe changed.toml --json""",
-        "fork": """\
-tba fork quickstart@1-40 warmer --set objective.beta=0.1
-tba fork quickstart@1-40 other --buffer before-change""",
         "status": """\
 tba status                        # the newest run under runs/
 tba status quickstart-seed0 --follow
@@ -89,16 +86,13 @@ tba setup --config recipe.toml --create-bucket --prepare
 tba setup --config recipe.toml --only models --pull""",
         "model": """\
 tba model push --config recipe.toml
-tba model list --config recipe.toml""",
+tba model pull --config recipe.toml --for trainer""",
         "model push": """\
 tba model push --config recipe.toml
 tba model push models/judge --config recipe.toml --replace""",
         "model pull": """\
 tba model pull --config recipe.toml --for trainer
 tba model pull --config recipe.toml --for searcher --wait-s 60""",
-        "model list": """\
-tba model list --config recipe.toml
-tba model list --config recipe.toml --json""",
         "doctor": """\
 tba doctor                        # this machine alone
 tba doctor --config recipe.toml --for searcher --gpus 1
@@ -112,10 +106,8 @@ tba prompts upload hf:openai/gsm8k:main --task gsm8k --text question --data answ
 tba prompts upload more.parquet quickstart-seed0 --task exact --text question --data answer=gold --split train""",
         "prompts list": """\
 tba prompts list --order worst    # which prompts fail
-tba prompts list quickstart-seed0 --split train --contains "47+" --limit 50""",
-        "prompts show": """\
-tba prompts show addition-58-25
-tba prompts show addition-58-25 quickstart-seed0 --json""",
+tba prompts list quickstart-seed0 --split train --contains "47+" --limit 50
+tba prompts list --id addition-58-25""",
         "ledger": """\
 tba ledger check""",
         "ledger check": """\
@@ -131,11 +123,7 @@ tba rollouts export --out rollouts.parquet""",
         "rollouts list": """\
 tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don't know" --limit 20
 tba rollouts list --recipe recipe.toml --snapshot end --order best    # without a run folder, from its store
-tba rollouts list --follow --finish-reason length""",
-        "rollouts show": """\
-tba rollouts show 0123456789abcdef0123456789abcdef
-tba rollouts show 0123456789abcdef0123456789abcdef quickstart-seed0 --tokens
-tba rollouts show 0123456789abcdef0123456789abcdef --json | jq .trained""",
+tba rollouts list quickstart-seed0 --id 0123456789abcdef0123456789abcdef --tokens""",
         "rollouts export": """\
 tba rollouts export quickstart-seed0 --out good.jsonl --min-reward 1 --from-version 1-100
 tba rollouts export quickstart-seed0 --out answers          # a data set: datasets.load_dataset("answers")
@@ -146,22 +134,16 @@ tba rescore quickstart-seed0 --only failed
 tba rescore --show --json""",
         "buffer": """\
 tba buffer save before-change
-tba buffer snapshots""",
+tba buffer load quickstart/before-change new-run""",
         "buffer save": """\
 tba buffer save before-change
 tba buffer save end quickstart-seed0""",
         "buffer load": """\
 tba buffer load quickstart/before-change new-run
 tba buffer load quickstart/before-change --version 1-40""",
-        "buffer seed": """\
-tba buffer seed responses.jsonl
-tba buffer seed responses.jsonl --config recipe.toml""",
         "buffer accept-loss": """\
 tba buffer accept-loss
 tba buffer accept-loss --reason "the disk was replaced" quickstart-seed0""",
-        "buffer snapshots": """\
-tba buffer snapshots
-tba buffer snapshots quickstart-seed0 --json""",
         "weights": """\
 tba weights list
 tba weights verify --all""",

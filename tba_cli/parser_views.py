@@ -46,11 +46,10 @@ def add_view(commands: Subparsers) -> None:
 
 
 def add_rollouts(commands: Subparsers) -> None:
-    """Add `tba rollouts list|show|export`."""
-    rollouts = commands.add_parser("rollouts", help="list, show and export the stored rollouts of a run")
+    """Add `tba rollouts list|export`."""
+    rollouts = commands.add_parser("rollouts", help="list and export the stored rollouts of a run")
     kinds = rollouts.add_subparsers(metavar="WHAT", required=True)
     _add_rollouts_list(kinds)
-    _add_rollouts_show(kinds)
     _add_rollouts_export(kinds)
 
 
@@ -69,25 +68,14 @@ def _add_rollouts_list(kinds: Subparsers) -> None:
         "--text-chars", type=int, default=400, metavar="N", help="how much of each text to show (default: 400)"
     )
     where = listed.add_mutually_exclusive_group()
+    where.add_argument("--id", metavar="ROLLOUT_ID", help=f"show all of this one; {ROLLOUT_ID_HELP}")
     where.add_argument("--cursor", metavar="CURSOR", help="continue after the last answer, which names it")
     where.add_argument(
         "--follow", action="store_true", help="then show new ones as they come, until the run is over or Ctrl-C"
     )
+    listed.add_argument("--tokens", action="store_true", help="with --id: also its response tokens with log-probs")
     add_json(listed)
     listed.set_defaults(command="tba_cli.commands.rollouts:list_command")
-
-
-def _add_rollouts_show(kinds: Subparsers) -> None:
-    show = kinds.add_parser(
-        "show",
-        help="show all of one rollout: texts, gold data, reward and its parts, versions, the steps that trained it",
-    )
-    show.add_argument("rollout_id", metavar="ROLLOUT_ID", help=ROLLOUT_ID_HELP)
-    add_target(show)
-    _add_snapshot(show)
-    show.add_argument("--tokens", action="store_true", help="also a table of the response tokens with log-probs")
-    add_json(show)
-    show.set_defaults(command="tba_cli.commands.rollouts:show_command")
 
 
 def _add_rollouts_export(kinds: Subparsers) -> None:
@@ -178,10 +166,11 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_views(kinds: Subparsers) -> None:
-    """Add `tba prompts list|show`."""
+    """Add `tba prompts list`."""
     listed = kinds.add_parser("list", help="list prompts with the number and the rewards of their stored rollouts")
     add_target(listed)
     _add_snapshot(listed)
+    listed.add_argument("--id", metavar="PROMPT_ID", help="show all of this one: text, gold data, rewards by version")
     orders = ["upload", "best", "worst", "most"]
     listed.add_argument(
         "--order", choices=orders, default="upload", help="by mean reward, or most rollouts (default: upload)"
@@ -197,12 +186,6 @@ def add_prompt_views(kinds: Subparsers) -> None:
     )
     add_json(listed)
     listed.set_defaults(command="tba_cli.commands.prompts:list_command")
-    show = kinds.add_parser("show", help="show all of one prompt: text, gold data, rewards by policy version")
-    show.add_argument("prompt_id", metavar="PROMPT_ID", help="as `tba prompts list` prints it")
-    add_target(show)
-    _add_snapshot(show)
-    add_json(show)
-    show.set_defaults(command="tba_cli.commands.prompts:show_command")
 
 
 def add_rescore(commands: Subparsers) -> None:

@@ -76,16 +76,6 @@ class ArtifactStore:
         except ObjectNotFoundError:
             return None
 
-    def names(self) -> list[tuple[Kind, str]]:
-        """Return kind and name of every folder that is whole."""
-        found: list[tuple[Kind, str]] = []
-        for kind, prefix in KIND_PREFIXES.items():
-            for key in self._store.list(f"{prefix}/"):
-                name = key.removeprefix(f"{prefix}/").removesuffix(f"/{MANIFEST}")
-                if key.endswith(f"/{MANIFEST}") and "files" not in name.split("/"):
-                    found.append((kind, name))
-        return found
-
     def push(self, kind: Kind, name: str, folder: Path, *, replace: bool = False) -> FolderManifest:
         """Store a folder; to push the same content again changes nothing.
 

@@ -1,30 +1,21 @@
-"""`tba buffer save|load|seed|snapshots|accept-loss`: save and load the rollouts of a run, or accept a loss."""
+"""`tba buffer save|load|accept-loss`: save and load the rollouts of a run, or accept a loss."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from tba.api import AcceptLoss, LoadRequest, SnapshotInfo
-from tba.config import load_recipe
-from tba.errors import ConfigError, ServiceError
+from tba.errors import ServiceError
 from tba.fields import escape_controls
-from tba.store import open_store
 from tba.versions import PolicyVersion
-from tba.wire.snapshot_manifest import SnapshotSource, check_snapshot_name, snapshot_names
-from tba_cli.child_processes import child_environ
+from tba.wire.snapshot_manifest import SnapshotSource, check_snapshot_name
 from tba_cli.console import Console
-from tba_cli.prompts.reader import prompts_of
-from tba_cli.resolve import absolute_store_url
 from tba_cli.run_folder import RunFolder
-from tba_cli.run_target import ended_run, open_client, run_folder, save_snapshot
+from tba_cli.run_target import ended_run, open_client, save_snapshot
 
 POLL_S = 0.5
 
@@ -78,53 +69,6 @@ def load_command(args: argparse.Namespace) -> int:
         if args.json
         else f"loaded {origin.source}: {origin.num_rollouts} rollouts"
     )
-    return 0
-
-
-def seed_command(args: argparse.Namespace) -> int:
-    """Push the responses of a file; a child process of the searcher's package scores them under the starting model."""
-    environ = dict(os.environ)
-    if args.config is None:
-        config = run_folder(args).config_path
-        environ = child_environ(environ, num_threads=1)  # the run did not begin with the variables of this shell
-        if not config.exists():
-            raise ConfigError(
-                f"there is no run at {config.parent}; name it as in `tba buffer seed FILE RUN`, or give --config RECIPE"
-            )
-    else:
-        config = Path(args.config)
-    prompts = prompts_of(load_recipe(config, sets=args.set, environ=environ))
-    words = ["--config", str(config), "--rows", args.rows]
-    words += [part for item in args.set for part in ("--set", item)]
-    # only prompts to train on: a held-out prompt is never trained on
-    with tempfile.TemporaryDirectory(prefix="tba-seed-") as folder:
-        file = Path(folder) / "prompts.jsonl"
-        file.write_text(
-            "".join(f"{prompt.model_dump_json()}\n" for prompt in prompts if prompt.split == "train"), encoding="utf-8"
-        )
-        command = [sys.executable, "-m", "tba_searcher.seed_rollouts", *words, "--prompts", str(file)]
-        # its own output and exit code are those of this command
-        return subprocess.run(command, env=environ, check=False).returncode
-
-
-def snapshots_command(args: argparse.Namespace) -> int:
-    """List the complete snapshots of a run: those of a local run that is over are asked of its store."""
-    folder = ended_run(args)
-    if folder is not None:
-        recipe = load_recipe(folder.recipe_path, environ={})
-        store = recipe.store.model_copy(update={"url": absolute_store_url(recipe.store.url, folder)})
-        names = snapshot_names(open_store(store), recipe.run.name)
-    else:
-        client = open_client(args)
-        try:
-            names = client.snapshots()
-        finally:
-            client.close()
-    if args.json:
-        print(json.dumps(names, indent=1))
-        return 0
-    for name in names:
-        print(name)
     return 0
 
 

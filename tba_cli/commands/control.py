@@ -160,7 +160,7 @@ def rollback_command(args: argparse.Namespace) -> int:
         resume = "" if ended.is_finished else f", or resume it (`tba run {ended.recipe_path} --resume`) and ask again"
         raise ConfigError(
             f"run {ended.path.name!r} is not in progress, and only a run in progress can roll back; begin a new one "
-            f"with a version of it: `tba fork {ended.path.name}@LINEAGE-STEP NEW_NAME`{resume}"
+            f"with a version of it: `tba run --fork {ended.path.name}@LINEAGE-STEP --run-name NEW_NAME`{resume}"
         )
     client = open_client(args)
     try:

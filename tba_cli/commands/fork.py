@@ -1,5 +1,7 @@
-"""`tba fork RUN@VERSION NEW_NAME`: begin a local run with a weight version of another one, and with the rollouts of its
-buffer up to the publication of that version (docs/adr/0009-fork.md)."""
+"""`tba run --fork RUN@VERSION --run-name NEW_NAME`: begin a local run with a weight version of another one.
+
+It also has the rollouts of the other run's buffer up to the publication of that version (docs/adr/0009-fork.md).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import argparse
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from tba.api import SnapshotInfo
 from tba.clients import BufferClient
@@ -17,7 +20,7 @@ from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire.snapshot_manifest import SnapshotSource
 from tba_cli.commands.buffer import save_folder, show_save
-from tba_cli.commands.run import check_flags, loudness_of, resumed_recipe
+from tba_cli.commands.run import loudness_of, resumed_recipe
 from tba_cli.console import Console
 from tba_cli.local.launch import run_folder_of, run_local
 from tba_cli.local.resume import RecipeFile, recipe_file_of, this_program
@@ -29,10 +32,11 @@ from tba_cli.setup.origin import check_origin, store_of_run
 def fork_command(args: argparse.Namespace) -> int:
     """Save the buffer of the run unless there is a snapshot for this fork already, then begin the new run."""
     console = Console(loudness_of(args))
-    check_flags(args)
+    if args.run_name is None:
+        raise ConfigError(f"--fork {args.fork} begins a new run; name it with --run-name NEW_NAME")
     run, version = parse_fork(args.fork)
     name = args.buffer or f"fork-{version}"
-    begun = RunFolder(RUNS_DIR / args.new_name)
+    begun = RunFolder(RUNS_DIR / args.run_name)
     # a fork that has begun holds all that it needs: RUN may be deleted
     if args.resume and args.recipe is None and begun.has_begun:
         recipe, recipe_file, folder = load_recipe(begun.recipe_path, environ={}), None, begun
@@ -75,9 +79,10 @@ def parse_fork(text: str) -> tuple[str, PolicyVersion]:
 
 def command_line(args: argparse.Namespace) -> str:
     """Return the command that began this run, without --resume and --fresh."""
-    words = [*this_program(), "fork", args.fork, args.new_name]
-    words += [] if args.recipe is None else [args.recipe]
+    words = [*this_program(), "run", *([] if args.recipe is None else [args.recipe])]
+    words += ["--fork", args.fork, "--run-name", args.run_name]
     words += [] if args.buffer is None else ["--buffer", args.buffer]
+    words += [] if args.seed is None else ["--seed", str(args.seed)]
     for item in args.set:
         words += ["--set", item]
     return shlex.join(words)
@@ -88,7 +93,12 @@ def _recipe(args: argparse.Namespace, run: str, version: PolicyVersion, name: st
     source = args.recipe or RunFolder(RUNS_DIR / run).recipe_path
     if args.recipe is None and not source.exists():
         raise ConfigError(f"there is no run {run!r} under {RUNS_DIR}/; give the recipe of the fork as well")
-    values = {"run.name": args.new_name, "run.snapshot": f"{run}/{name}", "run.fork_version": str(version)}
+    values: dict[str, Any] = {
+        "run.name": args.run_name,
+        "run.snapshot": f"{run}/{name}",
+        "run.fork_version": str(version),
+    }
+    values |= {} if args.seed is None else {"run.seed": args.seed}
     sets = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
     # recipe.json of a run already holds the variables of its start
     environ = None if args.recipe else {}

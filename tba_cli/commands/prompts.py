@@ -98,7 +98,9 @@ def rule_of(args: argparse.Namespace) -> SplitRule:
 
 
 def list_command(args: argparse.Namespace) -> int:
-    """Print a table: id, rollouts, mean, lowest and highest reward, text."""
+    """Print a table: id, rollouts, mean, lowest and highest reward, text; of one prompt all."""
+    if args.id is not None:
+        return _show(args)
     page = with_run(
         args,
         lambda client: client.list_prompts(
@@ -137,9 +139,9 @@ def table_lines(prompts: Sequence[PromptInfo]) -> list[str]:
     ]
 
 
-def show_command(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> int:
     """Print all that is known of one prompt."""
-    prompt = with_run(args, lambda client: client.get_prompt(args.prompt_id))
+    prompt = with_run(args, lambda client: client.get_prompt(args.id))
     print(
         prompt.model_dump_json(indent=2, ensure_ascii=True)
         if args.json

@@ -1,4 +1,4 @@
-"""`tba rollouts list|show`: what is stored in a run, in progress or over."""
+"""`tba rollouts list`: what is stored in a run, in progress or over."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ def filters_of(args: argparse.Namespace) -> RolloutFilters:
 
 
 def list_command(args: argparse.Namespace) -> int:
-    """Print prompt, completion, reward, version and age of each; with --follow also of those that come."""
+    """Print prompt, completion, reward, version and age of each; with --follow also of those that come; of one all."""
+    if args.id is not None:
+        return _show(args)
+    if args.tokens:
+        raise ConfigError("--tokens shows those of one rollout; name it with --id")
     if args.follow:
         if args.order != "newest":
             raise ConfigError(f"--follow shows new rollouts as they come; leave out --order {args.order}")
@@ -155,18 +159,18 @@ def _gold_lines(rollout: RolloutInfo) -> list[str]:
     # where the prompt is gone, the line of the prompt says so
     if rollout.prompt_text is None or rollout.prompt_data == {}:
         return []
-    gold = "not in the list; see `tba rollouts show`" if rollout.prompt_data is None else str(rollout.prompt_data)
+    gold = "not in the list; see `tba rollouts list --id`" if rollout.prompt_data is None else str(rollout.prompt_data)
     return [escape_controls(f"  gold data: {gold}")]
 
 
-def show_command(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> int:
     """Print all that is known of one rollout."""
-    if not re.fullmatch("[0-9a-f]{32}", args.rollout_id):
+    if not re.fullmatch("[0-9a-f]{32}", args.id):
         raise ConfigError(
-            f"{args.rollout_id!r} is no rollout id: give all 32 hexadecimal digits, as `tba rollouts list` prints "
+            f"{args.id!r} is no rollout id: give all 32 hexadecimal digits, as `tba rollouts list` prints "
             "them; a part of them is not enough"
         )
-    rollout = with_run(args, lambda client: client.get_rollout(args.rollout_id))
+    rollout = with_run(args, lambda client: client.get_rollout(args.id))
     if args.json:
         print(rollout.model_dump_json(indent=2, ensure_ascii=True))
         return 0

@@ -21,6 +21,12 @@ def run_command(args: argparse.Namespace) -> int:
     """Run a recipe on this machine, or resume it."""
     console = Console(loudness_of(args))
     check_flags(args)
+    if args.fork is not None:
+        from tba_cli.commands.fork import fork_command  # it imports from here
+
+        return fork_command(args)
+    if args.recipe is None:
+        raise ConfigError("name a recipe, such as quickstart, or another run with --fork RUN@VERSION")
     sets = [*args.set, *flag_sets(args)]
     recipe, recipe_file = load_recipe(args.recipe, sets=sets), recipe_file_of(args.recipe, sets)
     folder = run_folder_of(recipe)
@@ -43,7 +49,8 @@ def run_command(args: argparse.Namespace) -> int:
 def demo_command(args: argparse.Namespace) -> int:
     """Run the quickstart with a seed, in a run folder of its own that begins anew."""
     args.recipe, args.run_name = recipe_path("quickstart"), f"quickstart-seed{args.seed}"
-    args.fresh, args.resume, args.take_changes, args.buffer = True, False, False, None
+    args.fresh, args.resume, args.take_changes = True, False, False
+    args.buffer = args.fork = None
     return run_command(args)
 
 
@@ -125,7 +132,8 @@ def _continues_finished(folder: RunFolder, began: Recipe, recipe: Recipe, consol
     more = f"trainer.max_train_s above {old_limit_s:g}" if time_is_over else f"trainer.num_steps above {step}"
     said = (
         f"run folder {folder.path} holds a run that is finished at step {step}: there is nothing to resume; to train "
-        f"on, set {more}; `tba fork {folder.path.name}@LINEAGE-STEP NEW_NAME` begins a new run with a version of it"
+        f"on, set {more}; `tba run --fork {folder.path.name}@LINEAGE-STEP --run-name NEW_NAME` begins a new run with "
+        "a version of it"
     )
     if recipe != began:
         raise ConfigError(said)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
 
 from tba.config import Recipe, load_recipe
-from tba.errors import ConfigError, MalformedError
+from tba.errors import ConfigError
 from tba.store import open_store
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.artifacts.artifact_store import pull_folders
@@ -77,30 +75,6 @@ def pull_command(args: argparse.Namespace) -> int:
     if not folders:
         print_line(f"the {args.service} service needs no folder of this recipe")
     pull_folders(artifacts, folders, wait_s=args.wait_s, on_progress=print_line)
-    return 0
-
-
-def list_command(args: argparse.Namespace) -> int:
-    """List every folder that is whole in the store."""
-    _, artifacts = _open(args)
-    found, damaged = [], None
-    for kind, name in artifacts.names():
-        try:
-            manifest = artifacts.find(kind, name)
-        except MalformedError as error:  # show the others before it is raised
-            damaged = error
-        else:
-            found += [] if manifest is None else [manifest]
-    if args.json:
-        print(json.dumps([manifest.model_dump(mode="json", exclude={"files"}) for manifest in found], indent=1))
-    for manifest in () if args.json else found:
-        pushed = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(manifest.created_at_s))
-        size = f"{len(manifest.files):>5} files {manifest.size_bytes / 2**20:>12,.1f} MiB"
-        print(f"{manifest.kind:<8}{manifest.name:<32} {size}  {manifest.digest[:12]}  {pushed}")
-    if damaged is not None:
-        raise damaged
-    if not found and not args.json:
-        print(f"no model and no data set in {artifacts.url}; tba model push puts them there")
     return 0
 
 

@@ -71,7 +71,7 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     num_prompts = summary.get("num_heldout_prompts")
     on = "" if num_prompts is None else f" on {num_prompts} held-out prompts"
     if reason := summary.get("not_evaluated"):
-        lines = [f"not evaluated: {reason}; `tba fork` or a run of the exported model with searchers does it"]
+        lines = [f"not evaluated: {reason}; `tba run --fork` or a run of the exported model with searchers does it"]
     else:
         lines = [
             f"pass@1 sampled: {_number(summary['start_accuracy'])} -> {_number(summary['final_accuracy'])}{on}",

@@ -126,10 +126,12 @@ def test_a_run_without_searchers_and_without_rollouts_is_refused_at_once(ended: 
 
 
 def test_a_fork_continues_from_a_version_with_what_arrived_before_its_mark(ended: Place, tmp_path: Path) -> None:
-    late = ended.tba("fork", f"{RUN}@1-7", "late")
+    late = ended.tba("run", "--fork", f"{RUN}@1-7", "--run-name", "late")
     assert late.returncode == 2
     assert "has no weight version 1-7" in late.stderr
-    early = ended.tba("fork", f"{RUN}@{FORKED_AT}", "early", "--set", f"trainer.num_steps={FORKED_AT.step}")
+    early = ended.tba(
+        "run", "--fork", f"{RUN}@{FORKED_AT}", "--run-name", "early", "--set", f"trainer.num_steps={FORKED_AT.step}"
+    )
     assert early.returncode == 2
     assert "its steps count from there" in early.stderr
     store = FileStore(folder_of(ended, RUN).store_path)
@@ -137,7 +139,9 @@ def test_a_fork_continues_from_a_version_with_what_arrived_before_its_mark(ended
 
     num_more = NUM_MORE + 1  # `samples_per_insert_error` allows NUM_MORE batches before new rollouts come
     last = FORKED_AT.step + num_more
-    forked = ended.tba("fork", f"{RUN}@{FORKED_AT}", "forked", "--set", f"trainer.num_steps={last}")
+    forked = ended.tba(
+        "run", "--fork", f"{RUN}@{FORKED_AT}", "--run-name", "forked", "--set", f"trainer.num_steps={last}"
+    )
     assert forked.returncode == 0, forked.stderr + forked.stdout
     summary = summary_of(ended, "forked")
     assert (summary["state"], summary["steps"], summary["ledger_violations"]) == ("done", last, [])

@@ -239,7 +239,7 @@ def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
         "completion: 'answer 3'",
         "completion: 'answer 4'",
     ]
-    assert main(["rollouts", "show", found["rollout_id"], run, "--tokens"]) == 0
+    assert main(["rollouts", "list", run, "--id", found["rollout_id"], "--tokens"]) == 0
     shown = capsys.readouterr().out
     assert "  reward 3 (scored, addition-1)" in shown
     assert "  gold data: {'answer': 0}" in shown
@@ -386,8 +386,6 @@ def test_a_snapshot_that_cannot_be_read_is_an_error_that_names_the_others(
         for command in (["view"], ["rollouts", "list"]):
             assert main([*command, *run, *words]) == 2
             assert said in capsys.readouterr().err, words
-    assert main(["buffer", "snapshots", str(folder.path)]) == 0
-    assert capsys.readouterr().out.split() == ["copied", "early"]
     assert list(Path(environ["TMPDIR"]).iterdir()) == []
     # what only the buffer can find out
     assert main(["rollouts", "list", str(folder.path), "--snapshot", "copied"]) == 2

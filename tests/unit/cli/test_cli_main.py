@@ -82,7 +82,7 @@ def test_a_fork_is_resumed_although_the_run_that_it_came_from_is_gone(
     folder.mkdir(parents=True)
     document = {"run": {"name": "forked"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
     (folder / "recipe.json").write_text(json.dumps(document))
-    assert main(["fork", "gone@1-40", "forked", "--resume"]) == 0
+    assert main(["run", "--fork", "gone@1-40", "--run-name", "forked", "--resume"]) == 0
     ((recipe, how),) = resumed
     assert (recipe.run.name, how["resume"], how["folder"].path) == ("forked", True, folder)
 
@@ -152,7 +152,7 @@ def test_help_imports_nothing_heavy():
     assert "loaded: []" in done.stdout
 
 
-@pytest.mark.parametrize("words", [[], ["run"], ["fly"], ["run", "x.toml", "--resume", "--fresh"], ["config"]])
+@pytest.mark.parametrize("words", [[], ["init"], ["fly"], ["run", "x.toml", "--resume", "--fresh"], ["config"]])
 def test_wrong_words_exit_with_2_and_usage(words, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
@@ -199,13 +199,13 @@ def test_ctrl_c_exits_with_130(monkeypatch, capsys):
 
 @pytest.mark.parametrize("what", ["quickstart", "quickstart@", "quickstart@1", "quickstart@1-x"])
 def test_a_fork_needs_a_run_and_a_version(what, capsys):
-    assert main(["fork", what, "new"]) == 2
+    assert main(["run", "--fork", what, "--run-name", "new"]) == 2
     assert "is not of the form RUN@LINEAGE-STEP" in capsys.readouterr().err
 
 
 def test_a_fork_of_a_run_that_is_not_here_needs_a_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["fork", "gone@1-40", "new"]) == 2
+    assert main(["run", "--fork", "gone@1-40", "--run-name", "new"]) == 2
     assert "there is no run 'gone' under runs/; give the recipe of the fork as well" in capsys.readouterr().err
 
 

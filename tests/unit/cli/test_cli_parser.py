@@ -15,14 +15,12 @@ WITHOUT_JSON = {
     # their results are files of the run or evaluation, which they name; what they print is progress
     "run",
     "demo",
-    "fork",
     "data prepare",
     "sft",
     "train-reward",
     "setup",
     "model push",
     "model pull",
-    "buffer seed",
     # JSON in any case
     "config show",
     "config schema",

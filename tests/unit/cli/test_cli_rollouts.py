@@ -1,4 +1,4 @@
-"""`tba rollouts list|show|export` and `tba view` of a run in progress: flags, output, files."""
+"""`tba rollouts list|export` and `tba view` of a run in progress: flags, output, files."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_list_continues_over_pages_that_hold_fewer(run: FakeRun, capsys: pytes
     ("changes", "line"),
     [
         ({"prompt_data": {"answer": "\x1b[2J"}}, r"  gold data: {'answer': '\x1b[2J'}"),
-        ({"prompt_data": None}, "  gold data: not in the list; see `tba rollouts show`"),
+        ({"prompt_data": None}, "  gold data: not in the list; see `tba rollouts list --id`"),
         ({"prompt_data": None, "prompt_text": None}, None),
         ({"prompt_data": {}}, None),
     ],
@@ -267,11 +267,11 @@ def test_what_is_not_known_of_a_rollout_is_said() -> None:
 
 def test_the_terminal_is_safe_from_what_a_model_wrote(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run.details = {"0" * 32: RolloutDetail.model_validate(DETAIL)}
-    assert main(["rollouts", "show", "0" * 32, "--tokens"]) == 0
+    assert main(["rollouts", "list", "--id", "0" * 32, "--tokens"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "         2         9    -0.1250  '\\x1b'" in out
-    assert main(["rollouts", "show", "0" * 32, "--json"]) == 0
+    assert main(["rollouts", "list", "--id", "0" * 32, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trained"][0]["advantage"] == -0.25
 
 
@@ -289,11 +289,11 @@ def test_json_that_is_printed_has_nothing_that_a_terminal_obeys(
     monkeypatch.setattr(run, "list_prompts", lambda **_: page, raising=False)
     monkeypatch.setattr(run, "get_prompt", lambda _: detail, raising=False)
     for words in (
-        ["rollouts", "show", "0" * 32],
+        ["rollouts", "list", "--id", "0" * 32],
         ["rollouts", "list"],
         ["rollouts", "list", "--follow"],
         ["prompts", "list"],
-        ["prompts", "show", "p"],
+        ["prompts", "list", "--id", "p"],
     ):
         assert main([*words, "--json"]) == 0
         out = capsys.readouterr().out
@@ -302,7 +302,7 @@ def test_json_that_is_printed_has_nothing_that_a_terminal_obeys(
 
 @pytest.mark.parametrize("name", ["0" * 8, "0" * 31 + "g", "0" * 33, "A" * 32])
 def test_a_part_of_an_id_is_refused_with_a_remedy(name: str, run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", "show", name]) == 2
+    assert main(["rollouts", "list", "--id", name]) == 2
     assert f"'{name}' is no rollout id: give all 32 hexadecimal digits" in capsys.readouterr().err
 
 

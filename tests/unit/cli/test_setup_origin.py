@@ -186,7 +186,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 
 @pytest.fixture
 def saved(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The (run, snapshot) pairs that `tba fork` saved. The run `old` was killed: its addresses are still there."""
+    """The (run, snapshot) pairs that a fork saved. The run `old` was killed: its addresses are still there."""
     found: list[tuple[str, str]] = []
     monkeypatch.chdir(place.runs_dir.parent)
     monkeypatch.setattr(fork, "save_folder", lambda folder, name: found.append((folder.path.name, name)))
@@ -198,17 +198,17 @@ def saved(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]
 
 
 def test_a_fork_of_a_run_that_was_killed_saves_from_its_files(place: Place, saved: list[tuple[str, str]]) -> None:
-    assert main(["fork", "old@1-4", "new", "--set", "trainer.num_steps=10"]) == 0
+    assert main(["run", "--fork", "old@1-4", "--run-name", "new", "--set", "trainer.num_steps=10"]) == 0
     assert saved == [("old", "fork-1-4")]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["new", "--set", "trainer.num_steps=4"], "the fork begins at step 4"),
-        (["old", "--set", "trainer.num_steps=10", "--fresh"], "cannot begin with a snapshot of itself"),
-        (["begun", "--set", "trainer.num_steps=10"], "exists already; continue with --resume"),
-        (["new", "--set", "trainer.num_steps=10", "--resume"], "there is no run to resume"),
+        (["--run-name", "new", "--set", "trainer.num_steps=4"], "the fork begins at step 4"),
+        (["--run-name", "old", "--set", "trainer.num_steps=10", "--fresh"], "cannot begin with a snapshot of itself"),
+        (["--run-name", "begun", "--set", "trainer.num_steps=10"], "exists already; continue with --resume"),
+        (["--run-name", "new", "--set", "trainer.num_steps=10", "--resume"], "there is no run to resume"),
     ],
 )
 def test_a_fork_that_cannot_begin_saves_nothing(
@@ -216,7 +216,7 @@ def test_a_fork_that_cannot_begin_saves_nothing(
 ) -> None:
     with RunFolder(place.runs_dir / "begun").acquire(resume=False, fresh=False):
         (place.runs_dir / "begun" / "recipe.json").write_text("{}")
-    assert main(["fork", "old@1-4", *words]) == 2
+    assert main(["run", "--fork", "old@1-4", *words]) == 2
     assert (saved, message in capsys.readouterr().err) == ([], True)
 
 

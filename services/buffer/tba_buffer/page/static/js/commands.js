@@ -53,7 +53,7 @@ const reasonOf = (values) => values.reason || null;
 const COMMANDS = {
   pause: ["Pause", "Searchers get no new work and the trainer draws no new batch; what is under way is finished."],
   resume: ["Resume", "Searchers and trainer continue where they paused."],
-  stop: ["Stop", "The run ends for good after the step in progress, with its last checkpoint and evaluation; `tba fork` begins another one from its weights."],
+  stop: ["Stop", "The run ends for good after the step in progress, with its last checkpoint and evaluation; `tba run --fork` begins another one from its weights."],
 };
 const POSSIBLE = { running: ["pause", "stop"], paused: ["resume", "stop"] };
 

@@ -138,7 +138,7 @@ test-compose: $(VENV)/.test  ## docker compose on a real engine: train, kill -9 
 test-nodes: $(VENV)/.test  ## a trainer on two nodes, here two launchers on loopback: stopped, killed, frozen, late, resumed to the bit (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_trainer_nodes.py
 
-test-vllm-versions: $(VENV)/.test $(VENV)/.vllm  ## the contract of the engines with each release of vLLM that is taken, on the CPU (docs/searcher.md; some minutes for each)
+test-vllm-versions: $(VENV)/.test $(VENV)/.vllm  ## the contract of the engines with the pinned vLLM and with VLLM_ARGS=PINS, on the CPU (docs/searcher.md; some minutes for each)
 	$(BIN)/python tools/check_vllm.py $(VLLM_ARGS)
 
 test-cluster: $(VENV)/.test  ## the chart on the Kubernetes that kubectl reaches: install, kill, scale, upgrade, roll back, uninstall

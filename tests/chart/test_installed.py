@@ -70,16 +70,6 @@ def test_what_could_not_be_changed_is_refused_in_a_sentence(
     assert sentence in said
 
 
-def test_the_same_size_in_other_words_is_no_change(installed: list[dict[str, Any]], tmp_path: Path) -> None:
-    said, _ = asked(tmp_path, installed, *KUBERNETES_API, "--set", "redis.persistence.size=1024Mi")
-    assert said == ""
-
-
-def test_claims_that_were_kept_take_another_installation(installed: list[dict[str, Any]], tmp_path: Path) -> None:
-    said, _ = asked(tmp_path, [], *KUBERNETES_API, "--set", "redis.persistence.size=2Gi", upgrade=False)
-    assert said == ""
-
-
 def test_the_buffer_reaches_the_api_server_that_the_cluster_names_and_no_other_address(tmp_path: Path) -> None:
     said, made = asked(tmp_path, [SERVICE, ENDPOINTS], upgrade=False)
     assert said == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -13,7 +12,7 @@ import yaml
 from charts.tools.dashboard import FILE, build, text
 from charts.tools.panels import ROWS
 from tba.fields import RunState
-from tests.support.chart import CHART, needs_helm, render_file, value_files
+from tests.support.chart import needs_helm, render_file, value_files
 from tests.support.promql import (
     OF_PROMETHEUS,
     RULES,
@@ -28,10 +27,7 @@ from tests.support.promql import (
 
 
 pytestmark = needs_helm
-EXTERNAL, QUICKSTART, BARE = (
-    next(path for path in value_files() if path.name == name)
-    for name in ("external.yaml", "values-cpu-quickstart.yaml", "bare.yaml")
-)
+EXTERNAL = next(path for path in value_files() if path.name == "external.yaml")
 
 
 def test_the_rules_are_those_of_the_file_for_one_release() -> None:
@@ -74,13 +70,6 @@ def test_buffer_and_reward_are_scraped_and_nothing_else() -> None:
     assert scraped == {"t-buffer": [endpoint["port"]], "t-reward": [endpoint["port"]]}
 
 
-def test_the_dashboard_is_that_of_the_file() -> None:
-    found = render_file(EXTERNAL).one("ConfigMap", "t-dashboards")
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert found["metadata"]["annotations"] == {"grafana_folder": "tba"}
-    assert json.loads(found["data"]["tba.json"]) == json.loads((CHART / "files/dashboards/tba.json").read_text())
-
-
 def test_keda_scales_by_a_wait_that_exists() -> None:
     made = render_file(EXTERNAL)
     scaled = made.one("ScaledObject", "t-searcher")["spec"]
@@ -116,19 +105,6 @@ def test_keda_frees_the_gpus_once_the_run_is_over_and_not_before() -> None:
     assert all(isinstance(value, str) for trigger in scaled["triggers"] for value in trigger["metadata"].values())
 
 
-def test_keda_leaves_the_searchers_of_a_run_that_is_over_where_told_to() -> None:
-    scaled = render_file(EXTERNAL, "--set", "scaling.scaleDownOnRunEnd=false").one("ScaledObject", "t-searcher")["spec"]
-    assert len(scaled["triggers"]) == 1
-    assert "idleReplicaCount" not in scaled
-
-
-@pytest.mark.parametrize("path", [QUICKSTART, BARE], ids=lambda path: path.stem)
-def test_nothing_of_an_operator_is_made_unasked(path: Path) -> None:
-    made = render_file(path)
-    assert made.of("ServiceMonitor") == made.of("PrometheusRule") == made.of("ScaledObject") == []
-    assert not [x for x in made.of("ConfigMap") if x["metadata"]["name"] == "t-dashboards"]
-
-
 # ---- The Grafana dashboard ------------------------------------------------------------------------------------------
 
 
@@ -149,14 +125,6 @@ def test_a_panel_uses_metrics_and_labels_that_exist(panel) -> None:
         assert labels_in(query) <= OF_PROMETHEUS.union(*(known[metric] for metric in used))
         assert legend
     assert len(panel.read) > 15
-
-
-def test_panels_do_not_lie_on_each_other() -> None:
-    places = [panel["gridPos"] for panel in build()["panels"]]
-    taken = [{(x, y) for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])} for p in places]
-    assert sum(map(len, taken)) == len(set().union(*taken))
-    assert all(first["y"] <= second["y"] for first, second in pairwise(places))
-    assert max(p["x"] + p["w"] for p in places) <= 24
 
 
 def test_every_metric_of_a_run_is_on_the_dashboard() -> None:

@@ -30,9 +30,3 @@ def test_classes_of_the_cluster_are_named_instead() -> None:
     for_all = render_file(FOUR_GPUS, "--set", "pod.priorityClassName=lab")
     assert for_all.of("PriorityClass") == []
     assert for_all.pod("searcher").spec["priorityClassName"] == "lab"
-
-
-def test_who_may_make_none_makes_none() -> None:
-    made = render_file(FOUR_GPUS, "--set", "searcher.priorityClass.create=false")
-    assert made.of("PriorityClass") == []
-    assert "priorityClassName" not in made.pod("searcher").spec

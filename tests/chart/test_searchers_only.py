@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tba.config import load_recipe
 from tests.support.chart import (
     CHART,
     NAMESPACE,
@@ -38,17 +37,6 @@ def test_nothing_is_installed_but_searchers() -> None:
     assert helm("lint", "--strict", str(CHART), *arguments(SEARCHERS)).returncode == 0
 
 
-def test_they_work_for_the_run_that_the_values_name(tmp_path: Path) -> None:
-    made = render_file(SEARCHERS)
-    file = tmp_path / "recipe.toml"
-    file.write_text(made.one("ConfigMap", "t-recipe")["data"]["recipe.toml"])
-    for container in made.pod("searcher").containers:
-        recipe = load_recipe(file, environ={x["name"]: x.get("value", "secret") for x in container["env"]})
-        assert recipe.buffer_url == "http://run-buffer.far:8700"
-        assert recipe.reward_url == "https://rewards.far"
-        assert recipe.store.url == "s3://tba"
-
-
 def test_they_know_a_searchers_token_and_keys_that_only_read() -> None:
     pod = render_file(SEARCHERS).pod("searcher")
     (tokens,) = [volume["secret"] for volume in pod.spec["volumes"] if "secret" in volume]
@@ -58,13 +46,6 @@ def test_they_know_a_searchers_token_and_keys_that_only_read() -> None:
         entry["valueFrom"]["secretKeyRef"]["name"] for c in pod.containers for entry in c["env"] if "valueFrom" in entry
     ]
     assert set(named) == {"tba-store-read"}
-
-
-def test_they_stand_on_spot_nodes_and_end_within_the_notice() -> None:
-    pod = render_file(SEARCHERS).pod("searcher")
-    assert {toleration["effect"] for toleration in pod.spec["tolerations"]} == {"NoSchedule"}
-    assert any("spot" in str(toleration) for toleration in pod.spec["tolerations"])
-    assert pod.spec["terminationGracePeriodSeconds"] <= 30
 
 
 def ports_of(rules: list[dict[str, Any]]) -> dict[int, list[Any]]:
@@ -80,22 +61,6 @@ def test_they_reach_the_services_of_the_run_the_store_and_nothing_else() -> None
     peers = "networkPolicy.run.to[0].ipBlock.cidr=10.9.0.0/16"
     narrow = render_file(SEARCHERS, "--set", peers).one("NetworkPolicy", "t-searcher")["spec"]
     assert ports_of(narrow["egress"])[8700] == [{"ipBlock": {"cidr": "10.9.0.0/16"}}]
-
-
-def test_the_authorities_of_the_run_are_trusted() -> None:
-    pod = render_file(SEARCHERS, "--set", "searchersOnly.caSecret=of-the-run").pod("searcher")
-    assert {"name": "ca", "secret": {"secretName": "of-the-run", "defaultMode": 0o440,
-            "items": [{"key": "ca.crt", "path": "ca.crt"}]}} in pod.spec["volumes"]  # fmt: skip
-    assert all({"name": "TBA_TLS__CA_FILE", "value": "/etc/tba-ca/ca.crt"} in c["env"] for c in pod.containers)
-
-
-def test_keda_may_scale_them_by_a_query_of_the_runs_prometheus() -> None:
-    sets = "scaling.backend=keda,scaling.keda.serverAddress=http://p:9090,scaling.keda.query=tba_wait"
-    made = render_file(SEARCHERS, "--set", sets)
-    (trigger,) = made.of("ScaledObject")[0]["spec"]["triggers"]
-    assert trigger["metadata"]["query"] == "tba_wait"
-    assert "idleReplicaCount" not in made.of("ScaledObject")[0]["spec"], "the run's end is not known here"
-    assert "replicas" not in made.one("Deployment", "t-searcher")["spec"]
 
 
 def test_the_run_lets_them_in_where_its_values_say() -> None:

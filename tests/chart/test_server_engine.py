@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tba.config import Recipe, load_recipe
@@ -16,7 +15,6 @@ QUICKSTART = ("-f", str(CHART / "values-cpu-quickstart.yaml"))
 CLAIM = "searcher.openai.weights.volume.persistentVolumeClaim.claimName=weights"
 ONE = f"searcher.replicas=1,searcher.openai.url=http://vllm.lab:8000,{CLAIM}"
 TOKEN = "searcher.openai.token.existingSecret=server"
-OPENAI_ENGINE = '[searcher]\nengine = "openai"'
 BESIDE = "searcher.openai.url=http://localhost:8000,searcher.openai.weights.volume.emptyDir.sizeLimit=9Gi"
 
 
@@ -58,15 +56,6 @@ def test_the_buffer_starts_no_second_searcher_for_one_server(tmp_path: Path) -> 
     assert (recipe.shared_server, recipe.scaling.num_searchers) == (None, 3)
     strategy = made.one("Deployment", "t-searcher")["spec"]["strategy"]
     assert strategy["rollingUpdate"]["maxSurge"] == 0, "a new pod would wait for the GPU of an old one"
-
-
-def test_an_offline_run_needs_no_server(tmp_path: Path) -> None:
-    """Whatever engine its recipe names: nothing would ask one."""
-    text = (CHART / "files" / "recipes" / "quickstart.toml").read_text().replace("[searcher]", OPENAI_ENGINE)
-    values = tmp_path / "values.json"
-    values.write_text(json.dumps({"recipeName": "", "recipe": text, "searcher": {"replicas": 0}}))
-    recipe = read(render(*QUICKSTART, "-f", str(values)), "buffer", tmp_path)
-    assert (recipe.searcher.engine, recipe.searcher.num_searchers) == ("openai", 0)
 
 
 def test_searchers_and_nobody_else_reach_the_server() -> None:

@@ -42,8 +42,7 @@ from tba_searcher.engines.engine import (
     Request,
     check_request,
 )
-from tba_searcher.engines.openai.server import LOWEST_LOGPROB, Piece
-from tba_searcher.engines.openai.vllm_server import connect
+from tba_searcher.engines.openai.vllm_server import LOWEST_LOGPROB, Piece, connect
 from tba_searcher.engines.openai.weight_folders import WeightFolders
 from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.weight_check import check_loaded, read_headers

@@ -11,25 +11,31 @@ All but the first are vLLM's routes for training, which it offers with VLLM_SERV
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from tba.clients.service_client import Reply, ServiceClient, message_of
 from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE
 from tba.errors import BadReplyError, ConfigError, NotFoundError, UnavailableError
 from tba.fields import StrictModel
 from tba_searcher.engines.engine import Request
-from tba_searcher.engines.openai.server import Piece, ServerClient
 
 if TYPE_CHECKING:
     from tba_searcher.engines.openai.engine import OpenAiSettings
 
+LOWEST_LOGPROB = -9999.0
+"""Servers write this, something below it or nothing for minus infinity."""
+M = TypeVar("M", bound=StrictModel)
 _RESET_S = 10.0
 """How long keys and values may stay in use after the last request has come back: they may be on the way elsewhere."""
 _START_HINT = (
@@ -43,6 +49,28 @@ _TIES_NATS = np.log([1.0, 2.0, 3.0, 4.0])
 in 16 bits that may be several."""
 _PROBE_MIN_NATS = 1.0
 """Of all probe tokens together; rounding makes less."""
+
+
+class _ServedModel(StrictModel):
+    """What a server says of its model."""
+
+    owned_by: str = ""
+    """The kind of server."""
+    max_model_len: int | None = None
+
+
+class _Models(StrictModel):
+    data: list[_ServedModel] = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The tokens that one request to the server has made; a response may need several."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    completes_stop: bool
+    """Whether the last token completed a stop string, in the text of this piece alone."""
 
 
 class _Logprobs(StrictModel):
@@ -109,8 +137,18 @@ def connect(settings: OpenAiSettings, *, timeout_s: float) -> VllmServer:
     return server
 
 
-class VllmServer(ServerClient):
-    """A server of vLLM."""
+class VllmServer(ServiceClient):
+    """A server of vLLM; thread-safe. Every call is safe to repeat."""
+
+    def with_patience(self, *, retry_s: float, timeout_s: float) -> Self:
+        """Return a client of the same server that waits as long as given (see `ServiceClient`)."""
+        twin = copy.copy(self)  # it shares the connections, and what was found out of the server
+        twin._retry_s, twin._timeout_s = retry_s, timeout_s
+        return twin
+
+    def model(self) -> _ServedModel:
+        """Return what the server says of its model."""
+        return self._read(_Models, "GET", "/v1/models").data[0]
 
     def check(self, *, num_tokens: int) -> None:
         """Check once that the server can be an engine.
@@ -281,3 +319,27 @@ class VllmServer(ServerClient):
         }
         defaults = {"top_p": 1.0, "top_k": 0}
         return self._read(_Completions, "POST", "/v1/completions", {**fixed, **defaults, **body}).choices[0]
+
+    def _post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Reply:
+        return self._call("POST", path, json=json.dumps(body).encode(), timeout_s=timeout_s)
+
+    def _read(
+        self,
+        kind: type[M],
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        params: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> M:
+        encoded = None if body is None else json.dumps(body).encode()
+        reply = self._call(method, path, json=encoded, params=params, timeout_s=timeout_s)
+        try:
+            return kind.model_validate_json(reply.content, extra="ignore")
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "body"
+            raise BadReplyError(
+                f"{reply.url} sent an answer without what is needed: {where}: {first['msg']}{message_of(reply)}"
+            ) from None

@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -82,8 +82,11 @@ test: $(VENV)/.test  ## everything that has to hold: lint, types, import contrac
 # one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
 # once, folders of whole runs first; bytecode is kept, since every test that starts processes would compile the product again
 unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 \
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 -m "not nightly" \
 		tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
+
+nightly: $(VENV)/.test  ## the tests that take too long for `make unit`: the worlds learn
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m nightly --durations 0 tests
 
 # for an id that is gone pytest -n runs nothing and fails without its name, which the first test says
 promise: $(VENV)/.test  ## the tests that hold the promise of tba, and no others: tests/promise.txt (at most 6 minutes)

@@ -15,9 +15,9 @@ import operator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from examples.worlds.redteam.attacks import VULNERABLE, modes_found
 from tba.errors import ConfigError
 from tba.evaluation.evaluation_job import load_report
-from tba_cli.synthetic_data.attacks import VULNERABLE, modes_found
 
 TASK = "redteam"
 MIN_SHARE = 0.01
@@ -69,7 +69,7 @@ def read_cell(folder: Path) -> Cell:
     sampled = report.modes.get("sampled")
     if sampled is None or TASK not in sampled.scores:
         raise ConfigError(
-            f"{folder} has no samples of the task {TASK!r}: name an evaluation of recipes/redteam-small.toml"
+            f"{folder} has no samples of the task {TASK!r}: name an evaluation of examples/worlds/redteam"
         )
     counts = sampled.scores[TASK]
     success = report.metrics[f"sampled.{TASK}.success_rate"]

@@ -131,7 +131,7 @@ CHECKS = (
         name="gsm8k_small",
         part="run",
         function="runs.check_gsm8k_small",
-        about="gsm8k-small for --minutes, its starting model trained first",
+        about="gsm8k-small for --minutes, its starting model made on the CPU first",
         kinds=("bench",),
         deadline_s=900,
     ),

@@ -36,7 +36,7 @@ class World:
     @property
     def recipe(self) -> Path:
         """The file of the recipe."""
-        return ROOT / "recipes" / f"{self.name}-small.toml"
+        return ROOT / "examples" / "worlds" / self.name / f"{self.name}-small.toml"
 
 
 WORLDS = {
@@ -91,9 +91,8 @@ class Arm:
         return parse_recipe(self.document(seed), where=f"{self.world}/{self.name}")
 
     def models(self) -> tuple[str, ...]:
-        """Return the folders of the models that the recipe makes and begins with, in order."""
-        recipe = self.recipe()
-        return tuple(sorted({recipe.model.path, *recipe.supervised}))
+        """Return the folders of the models that the recipe begins with, in order."""
+        return tuple(sorted(item.path for item in self.recipe().prepare))
 
     def digest(self) -> str:
         """Return the digest of everything in the recipe that is not a default, but for name and seed of the run.

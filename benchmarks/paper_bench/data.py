@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.data_file import read_lines
 from benchmarks.paper_bench.arms import ARMS, ROOT, STARTS
+from examples.worlds.redteam.attacks import VULNERABLE
 from tba.config import MAX_LATE_SHARE
-from tba_cli.synthetic_data.attacks import VULNERABLE
 
 DATA = ROOT / "docs" / "paper" / "cells.jsonl"
 Unit = tuple[str, int]

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.attack_modes import read_cell
 from benchmarks.overlap_bench.runs import let_go
-from benchmarks.paper_bench.arms import START, WORLDS, Arm, Cell
+from benchmarks.paper_bench.arms import ROOT, START, WORLDS, Arm, Cell
 from tba.evaluation.evaluation_job import load_report
 
 NUM_TRAINING_POINTS = 20
@@ -163,20 +163,18 @@ def _evaluation(cell: Cell, name: str, subject: Sequence[str], version: str, fol
 
 
 def prepare(arm: Arm, folder: Path) -> None:
-    """Make the arm's data and models where they are missing: no run of a cell is to be charged for that.
+    """Make the arm's models where they are missing: no run of a cell is to be charged for that.
 
     Raises:
         CellError: it could not be done; says where the output is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"prepare-{arm.world}-{arm.name}"
-    recipe, log = folder / f"{name}.json", folder / f"{name}.log"
-    recipe.write_text(json.dumps(arm.document(0), indent=1))
-    _tba(folder, name, ["data", "prepare", recipe.name])
+    module = f"examples.worlds.{arm.world}.prepare"
+    _python(folder, name, [module])
     if models_digest(arm, folder) is None:
-        raise CellError(f"`tba data prepare` left no weights in one of {', '.join(arm.models())}; delete these folders")
-    recipe.unlink()
-    log.unlink()
+        raise CellError(f"`{module}` left no weights in one of {', '.join(arm.models())}; delete these folders")
+    (folder / f"{name}.log").unlink()
 
 
 def models_digest(arm: Arm, folder: Path) -> str | None:
@@ -197,9 +195,22 @@ def _tba(
     may_fail: bool = False,
     begin: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> int:
-    """Run a command of tba in the working folder; its output is added to the log of the cell.
+    """Run a command of tba; see `_python`."""
+    return _python(folder, name, ["tba_cli.main", *words], may_fail=may_fail, begin=begin)
+
+
+def _python(
+    folder: Path,
+    name: str,
+    words: Sequence[str],
+    *,
+    may_fail: bool = False,
+    begin: Callable[[subprocess.Popen[bytes]], None] | None = None,
+) -> int:
+    """Run a module in the working folder; its output is added to the log of the cell.
 
     Args:
+        words: the module and its arguments.
         begin: what to do as soon as it has been started.
 
     Raises:
@@ -208,10 +219,10 @@ def _tba(
     log = folder / f"{name}.log"
     # variables of the shell that are keys of recipes would be in the run, and not in the digest of its line
     environ = {key: value for key, value in os.environ.items() if not (key.startswith("TBA_") and "__" in key)}
+    # the worlds are modules of the clone, which nothing installs
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
     with log.open("a") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tba_cli.main", *words], cwd=folder, env=environ, stdout=file, stderr=file
-        )
+        process = subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=environ, stdout=file, stderr=file)
         try:
             if begin is not None:
                 begin(process)
@@ -221,7 +232,7 @@ def _tba(
             process.wait()
             raise
     if code != 0 and not may_fail:
-        raise CellError(f"`tba {' '.join(words)}` ended with {code}; {log} has its output")
+        raise CellError(f"`python -m {' '.join(words)}` ended with {code}; {log} has its output")
     return code
 
 

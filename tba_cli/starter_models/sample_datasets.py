@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tba.errors import ConfigError
-from tba_cli.synthetic_data import algebra, attacks, summaries, word_problems
 
 Row = dict[str, Any]
 NAMES = ("Tom", "Ana", "Lee", "Mia", "Sam", "Eva")
@@ -145,10 +144,6 @@ SHAPES = {
     "math_data": _of_rows(math_row, "default", train=NUM_TRAIN, test=NUM_HELDOUT),
     "math_500_data": _of_rows(math_500_row, "default", train=NUM_HELDOUT),
     "instructions_data": _of_rows(instructions_row, "default", train=NUM_TRAIN),
-    "word_problems": Shape("main", word_problems.TABLES),
-    "algebra": Shape("default", algebra.TABLES),
-    **{name: Shape("default", tables) for name, tables in attacks.TABLES.items()},
-    **{name: Shape("default", tables) for name, tables in summaries.TABLES.items()},
 }
 
 

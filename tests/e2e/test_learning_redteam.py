@@ -1,14 +1,24 @@
-"""recipes/redteam-small.toml learns: from nothing to attacks that succeed, with less of everything than the recipe."""
+"""examples/worlds/redteam learns: from nothing to attacks that succeed, with less of everything than the recipe."""
 
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
+from examples.worlds.redteam.prepare import (
+    CLASSIFIER,
+    POLICY,
+    SIZES,
+    VICTIM,
+    make_classifier,
+    make_policy,
+    make_victim,
+)
 from tests.support.e2e import ENDLESS, Place
 from tests.support.first_command import first_command
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "redteam-small.toml"
+RECIPE = Path(__file__).resolve().parents[2] / "examples/worlds/redteam/redteam-small.toml"
 TIMEOUT_S = 480
 NUM_SAMPLES = 128
 MAX_START, MIN_GAIN = 0.3, 0.3
@@ -17,15 +27,14 @@ MAX_START, MIN_GAIN = 0.3, 0.3
 
 def test_the_policy_learns_to_attack(tmp_path: Path) -> None:
     document = tomllib.loads(RECIPE.read_text())
-    for item, num_steps in zip((*document["sft"], *document["reward_training"]), (120, 150, 40), strict=True):
-        del item["heldout_split"]
-        item["num_steps"] = num_steps
-        item["batch_size"] = 32
-        item["new_model"]["num_layers"] = 2
-        item["learning_rate"]["steps"] = num_steps
     document["trainer"]["num_steps"] = 50
     document["trainer"]["learning_rate"] = 1e-3
     document["eval"].update(every_steps=ENDLESS, num_samples=NUM_SAMPLES)
+    (tmp_path / POLICY).parent.mkdir(parents=True)
+    small = replace(SIZES, layers=2)
+    make_policy(tmp_path / POLICY, sizes=small, num_steps=120, batch_size=32)
+    make_victim(tmp_path / VICTIM, sizes=small, num_steps=150, batch_size=32)
+    make_classifier(tmp_path / CLASSIFIER, num_steps=40, batch_size=32)
     place = Place(tmp_path, document, first_command())
     try:
         started = place.start()

@@ -162,7 +162,7 @@ def test_models_that_cannot_be_made_leave_their_cells_out_alone(
 
     monkeypatch.setattr(paper, "run_cell", run_cell)
     # a command that makes nothing
-    monkeypatch.setattr(runs, "_tba", lambda folder, name, words: (folder / f"{name}.log").write_text("made\n"))
+    monkeypatch.setattr(runs, "_python", lambda folder, name, words: (folder / f"{name}.log").write_text("made\n"))
     arms = {cell.arm.world: cell.arm for cell in plan(["math", "gsm8k"], range(1))}
     for model in arms["gsm8k"].models():
         (tmp_path / model).mkdir(parents=True)

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attack_modes import Cell, read_cell, table
-from tba.errors import ConfigError
-from tba.evaluation.evaluation_job import Estimate, EvaluationReport, ModeReport, ScoreCounts
-from tba_cli.synthetic_data.attacks import (
+from examples.worlds.redteam.attacks import (
     BAD_WORDS,
     FAMILIES,
     LABELS,
@@ -24,6 +22,8 @@ from tba_cli.synthetic_data.attacks import (
     family_of,
     modes_found,
 )
+from tba.errors import ConfigError
+from tba.evaluation.evaluation_job import Estimate, EvaluationReport, ModeReport, ScoreCounts
 
 KEYS = {"redteam_attacks": "instruction", "redteam_victim": "instruction", "redteam_toxicity": "reply"}
 

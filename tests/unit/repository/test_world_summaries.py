@@ -9,8 +9,8 @@ from itertools import islice
 
 import pytest
 
-from tba_cli.synthetic_data import summaries
-from tba_cli.synthetic_data.summaries import Post, noisy_summary, posts, quality, reading_answers, split_of
+from examples.worlds.tldr import summaries
+from examples.worlds.tldr.summaries import Post, noisy_summary, posts, quality, reading_answers, split_of
 
 POST = Post(
     subreddit="family",

@@ -11,8 +11,8 @@ from tba_reward.math.extraction import boxed_answer
 from tba_reward.math.grader import score
 from tba_reward.scorer import Item, params_of
 
+from examples.worlds.math.algebra import FAMILIES, SIZES, TABLES
 from tba.config.reward import MathSpec
-from tba_cli.synthetic_data.algebra import FAMILIES, SIZES, TABLES
 
 PARAMS = params_of(MathSpec(kind="math"))
 POINTS = [Fraction(n, 2) for n in range(-50, 51)]

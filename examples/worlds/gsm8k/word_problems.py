@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from tba_cli.synthetic_data import bucket_of
+from examples.worlds.rows import bucket_of, distinct_prompts
+from tba.api import Prompt
 
 NAMES = {"Tom": "He", "Sam": "He", "Ben": "He", "Ana": "She", "Mia": "She", "Eva": "She"}
 THINGS = ("book", "card", "coin", "cup", "pen", "toy")
@@ -208,6 +209,28 @@ def table(split: str, seed: int) -> list[dict[str, Any]]:
         }
         for problem in islice(problems, NUM_ROWS[split])
     ]
+
+
+def prompts(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
+    """Return prompts of `train` and `test`, the same for every seed."""
+    return _prompts(("test",), num_heldout) + _prompts(("train",), num_train, "train")
+
+
+def prompts_with_new_family(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
+    """Return prompts whose held-out ones are of the new family too; `num_heldout` of each kind."""
+    new = _prompts(("test_new_family",), num_heldout)
+    return prompts(num_train, num_heldout, seed) + new
+
+
+def prompt_of(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the text of a prompt, and the data of its reward and of the evaluation."""
+    gold = row["answer"].rpartition("#### ")[2]
+    return f"{row['question']}\n", {"answer": gold, "num_steps": row["num_steps"], "family": row["family"]}
+
+
+def _prompts(splits: Sequence[str], count: int, split: Literal["train", "heldout"] = "heldout") -> list[Prompt]:
+    rows = (prompt_of(row) for name in splits for row in table(name, 0))
+    return distinct_prompts("gsm8k", split, rows, count)
 
 
 TABLES: Mapping[str, Callable[[int], list[dict[str, Any]]]] = MappingProxyType(

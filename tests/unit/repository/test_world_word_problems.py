@@ -10,9 +10,8 @@ import pytest
 from tba_reward.scorer import Item
 from tba_reward.scorers.last_number import score
 
-from tba.config.reward import LastNumberSpec
-from tba_cli.synthetic_data import word_problems
-from tba_cli.synthetic_data.word_problems import (
+from examples.worlds.gsm8k import word_problems
+from examples.worlds.gsm8k.word_problems import (
     FAMILIES,
     NEW_FAMILY,
     NUM_ROWS,
@@ -25,6 +24,7 @@ from tba_cli.synthetic_data.word_problems import (
     split_of,
     stream,
 )
+from tba.config.reward import LastNumberSpec
 
 PARAMS = LastNumberSpec(kind="last_number").model_dump()
 STEP = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+) [a-z]+")

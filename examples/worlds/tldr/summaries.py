@@ -21,7 +21,8 @@ from itertools import islice, permutations
 from types import MappingProxyType
 from typing import Any
 
-from tba_cli.synthetic_data import bucket_of
+from examples.worlds.rows import bucket_of, distinct_prompts
+from tba.api import Prompt
 
 EOS = "<|endoftext|>"
 """Ends a reference, as in the data set of the paper."""
@@ -267,6 +268,17 @@ def _reading_rows(split: str, seed: int) -> list[dict[str, Any]]:
     rng = random.Random(f"reading:{split}:{seed}")
     made = islice(posts(split, rng), NUM_ROWS[split])
     return [{"query": post.query, "answers": reading_answers(post, rng)} for post in made]
+
+
+def prompts(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
+    """Return prompts of `validation` and `train`, the same for every seed."""
+    heldout = distinct_prompts("tldr", "heldout", map(prompt_of, _summary_rows("validation", 0)), num_heldout)
+    return heldout + distinct_prompts("tldr", "train", map(prompt_of, _summary_rows("train", 0)), num_train)
+
+
+def prompt_of(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the text of a prompt, and the data of its rewards."""
+    return row["query"], {"reference": row["reference_response"].removesuffix(EOS), "good": row["good_summaries"]}
 
 
 TABLES: Mapping[str, Mapping[str, Callable[[int], list[dict[str, Any]]]]] = MappingProxyType(

@@ -21,9 +21,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from tba_cli.synthetic_data import bucket_of
+from examples.worlds.rows import bucket_of, distinct_prompts
+from tba.api import Prompt
 
 Numbers = tuple[int, ...]
+CHAT = "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
+"""A prompt: the turns of Qwen's chats."""
+END = "<|im_end|>"
+"""Behind a response."""
 SPLITS = MappingProxyType(
     {
         "test": range(25),
@@ -296,6 +301,18 @@ def _draw(family: Family, split: str, count: int, rng: random.Random) -> list[Nu
         if split_of(family, numbers) == split and (split not in DISTINCT or numbers not in found):
             found.append(numbers)
     return found
+
+
+def prompts(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
+    """Return prompts of `test` and `train`, the same for every seed."""
+    heldout = distinct_prompts("math", "heldout", map(prompt_of, table("test", 0)), num_heldout)
+    return heldout + distinct_prompts("math", "train", map(prompt_of, table("train", 0)), num_train)
+
+
+def prompt_of(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the text of a prompt, and the data of its reward and of the evaluation."""
+    gold = row["solution"].removesuffix("}$.").rpartition(r"\boxed{")[2]
+    return CHAT.format(problem=row["problem"]), {"answer": gold, "level": row["level"]}
 
 
 TABLES: Mapping[str, Callable[[int], list[dict[str, Any]]]] = MappingProxyType(

@@ -24,7 +24,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from tba_cli.synthetic_data import bucket_of
+from examples.worlds.rows import bucket_of
 
 Row = dict[str, Any]
 LABELS = ("nothate", "hate")

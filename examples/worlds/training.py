@@ -1,0 +1,232 @@
+"""Make the models of the worlds with data made by rule: tokenizer and weights from nothing, then supervised steps.
+
+    answers   -sum_t log pi(y_t | x, y_<t) / T,   T response tokens of the step, the end of sequence included
+    pairs     -log sigmoid(s(chosen) - s(rejected)) + CENTRE (s(chosen) + s(rejected))^2, the mean over pairs
+    labels    -log softmax(z(text))[label], the mean over texts
+
+Plain loops for models of a million parameters. A model of a real size is fine-tuned by TRL (docs/recipes.md).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from examples.worlds.starter import Pair, answer_logprobs, encode
+
+EOS, PAD = "<|endoftext|>", "<|padding|>"
+CENTRE = 0.01
+"""Weight of the second term of pairs: differences alone leave the mean score free (arXiv 2312.09244)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A model from nothing."""
+
+    family: str
+    """`llama`, `qwen2`, `gpt2` or `gpt_neox`."""
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    """Of the feed-forward layers."""
+    max_length_tokens: int
+    vocab_size: int
+    initializer_range: float
+    special_tokens: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """How long, on how much and at which learning rate a model learns."""
+
+    num_steps: int
+    batch_size: int
+    rate: float
+    """Reached after `warmup_steps`, and kept until `decay_steps` before the end."""
+    final: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    """None: it falls from the end of the warm-up on."""
+    is_cosine: bool = False
+    """The rate falls by half a cosine; else by a line."""
+    schedule_steps: int | None = None
+    """The end of the schedule, where the training ends before it."""
+
+    def rate_at(self, step: int) -> float:
+        """Return the rate of a step (0 is the first)."""
+        if step < self.warmup_steps:
+            return self.rate * (step + 1) / self.warmup_steps
+        end = self.schedule_steps or self.num_steps
+        length = end - self.warmup_steps if self.decay_steps is None else self.decay_steps
+        done = min(1.0, max(0.0, (step - (end - length)) / length))
+        left = 0.5 * (1 + math.cos(math.pi * done)) if self.is_cosine else 1 - done
+        return self.final + (self.rate - self.final) * left
+
+
+def new_tokenizer(sizes: Sizes, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer; it can write any text, and no token joins two digits."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=sizes.vocab_size,
+        special_tokens=[EOS, PAD, *sizes.special_tokens],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=sizes.max_length_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def new_model(sizes: Sizes, tokenizer: Any, *, seed: int = 0, labels: Sequence[str] = ()) -> Any:
+    """Return random weights: a language model, or a classifier of texts where there are labels."""
+    if sizes.family == "gpt2":
+        names: dict[str, Any] = {
+            "n_embd": sizes.hidden,
+            "n_inner": sizes.inner,
+            "n_layer": sizes.layers,
+            "n_head": sizes.heads,
+            "n_positions": sizes.max_length_tokens,
+            **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+        }
+    else:
+        names = {
+            "hidden_size": sizes.hidden,
+            "intermediate_size": sizes.inner,
+            "num_hidden_layers": sizes.layers,
+            "num_attention_heads": sizes.heads,
+            "max_position_embeddings": sizes.max_length_tokens,
+        }
+    if sizes.family in ("llama", "qwen2"):
+        names["num_key_value_heads"] = sizes.heads
+    if labels:
+        numbers = dict(enumerate(labels))
+        names |= {"id2label": numbers, "label2id": {name: number for number, name in numbers.items()}}
+    config = AutoConfig.for_model(
+        sizes.family,
+        vocab_size=len(tokenizer),
+        initializer_range=sizes.initializer_range,
+        tie_word_embeddings=sizes.family != "gpt_neox",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **names,
+    )
+    torch.manual_seed(seed)
+    kind: Any = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    return kind.from_config(config).train()
+
+
+def learn_answers(model: Any, tokenizer: Any, pairs: Sequence[Pair], steps: Steps, *, seed: int = 0) -> None:
+    """Learn the responses of pairs (prompt, response), each with the end of sequence behind it."""
+
+    def loss(batch: list[Pair]) -> Tensor:
+        inputs, answers = encode(batch, tokenizer)
+        return -answer_logprobs(model, inputs, answers).sum() / (answers >= 0).sum()
+
+    _learn(model, pairs, steps, loss, seed=seed)
+
+
+def learn_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], steps: Steps, *, seed: int = 0) -> None:
+    """Learn which of two texts (chosen, rejected) is the better one; the end of sequence is appended to both."""
+
+    def loss(batch: list[tuple[str, str]]) -> Tensor:
+        scores = _logits(model, tokenizer, [text + EOS for pair in batch for text in pair]).view(-1, 2)
+        chosen, rejected = scores[:, 0], scores[:, 1]
+        return (CENTRE * (chosen + rejected).square() - functional.logsigmoid(chosen - rejected)).mean()
+
+    _learn(model, pairs, steps, loss, seed=seed)
+
+
+def learn_labels(model: Any, tokenizer: Any, texts: Sequence[tuple[str, str]], steps: Steps, *, seed: int = 0) -> None:
+    """Learn the labels of texts (text, label)."""
+
+    def loss(batch: list[tuple[str, str]]) -> Tensor:
+        labels = torch.tensor([model.config.label2id[label] for _, label in batch])
+        return functional.cross_entropy(_logits(model, tokenizer, [text for text, _ in batch]), labels)
+
+    _learn(model, texts, steps, loss, seed=seed)
+
+
+def classifier_of(base: Path) -> Any:
+    """Return a model with one score whose body is that of a language model."""
+    torch.manual_seed(0)
+    kind: Any = AutoModelForSequenceClassification
+    return kind.from_pretrained(base, num_labels=1).train()
+
+
+def save(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Write model and tokenizer, complete or not at all."""
+    # a name with the pid: two programs may make the same model at once, and the last one to end wins
+    half_made = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(half_made, ignore_errors=True)
+    model.save_pretrained(half_made)
+    tokenizer.save_pretrained(half_made)
+    shutil.rmtree(folder, ignore_errors=True)
+    half_made.rename(folder)
+
+
+def prepare(makers: dict[Path, Callable[[Path], None]]) -> None:
+    """Make the folders that are not there, in their order."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    for folder, make in makers.items():
+        if folder.is_dir():
+            print(f"{folder}: here already", file=sys.stderr)
+            continue
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        begun_s = time.monotonic()
+        make(folder)
+        print(f"{folder}: made in {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
+
+
+def _learn(
+    model: Any, examples: Sequence[Any], steps: Steps, loss_of: Callable[[list[Any]], Tensor], *, seed: int
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=steps.rate, betas=(0.9, 0.99), weight_decay=0.0)
+    rng, order = random.Random(seed), []
+    for step in range(steps.num_steps):
+        while len(order) < steps.batch_size:
+            order = [*order, *rng.sample(range(len(examples)), len(examples))]
+        batch, order = [examples[i] for i in order[: steps.batch_size]], order[steps.batch_size :]
+        for group in optimizer.param_groups:
+            group["lr"] = steps.rate_at(step)
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _logits(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
+    """Return the outputs of a classifier [B, labels]; it reads them at the last token that is no padding."""
+    rows = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    return model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits

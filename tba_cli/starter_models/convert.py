@@ -22,6 +22,7 @@ from typing import Any
 
 from tba.config.sections import TOKENIZER_FILES, trust_hint
 from tba.errors import ConfigError
+from tba.no_torch import hide_torch
 
 PICKLED = "pytorch_model*.bin*"
 MAX_SHOWN_UNKNOWN = 5
@@ -226,6 +227,8 @@ def main() -> int:
     parser.add_argument("--trust", type=Path, nargs="*", default=[], help="folders whose own code may run")
     parser.add_argument("--template-kwargs", type=json.loads, default={}, help="JSON, arguments of the chat template")
     args = parser.parse_args()
+    if args.command != "convert" and not args.trust:  # code that comes with a model may need it
+        hide_torch()
     texts = [] if args.texts is None else json.loads(args.texts.read_bytes())
     try:
         # code that comes with a model may print, and stdout is the answer

@@ -209,9 +209,9 @@ class RecipeChecks:
         try:
             if self._missing({self.recipe.model.path}) or check_model(self.recipe):
                 return
-            if (found := try_model(self.recipe)) is not None:
-                how = "decoded" if found["is_decoded"] else "by its config, not decoded"
-                yield ok("model-use", f"{found['architecture']} can be trained and sampled from ({how})")
+            if (found := try_model(self.recipe, files_only=True)) is not None:
+                files = "config, tokenizer and names of weights agree; `tba run` loads it"
+                yield ok("model-use", f"{found['architecture']}: {files}")
         except ConfigError as error:
             yield _failed("model", error)
 

@@ -91,7 +91,7 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
     assert code == 0, out
     assert failures(out) == []
     assert "ok   prompts: 1 to train on, 1 held out" in out
-    assert "ok   model-use: LlamaForCausalLM can be trained and sampled from (decoded)" in out
+    assert "ok   model-use: LlamaForCausalLM: config, tokenizer and names of weights agree; `tba run` loads it" in out
     assert "ok   tokenizer: LlamaForCausalLM" in out
     assert "ok   prompt-length: prompts have up to 4 tokens" in out
     assert "ok   scorer: task 'mine': made-up responses score: '1' 0, data.answer '2' 1" in out

@@ -1,4 +1,4 @@
-"""`python -m tba_searcher.engines.model_check --config FILE`: whether searchers and trainer can use the starting model.
+"""`python -m tba_searcher.engines.model_check --config FILE [--files]`: whether tba can use the starting model.
 
 A model that is small enough is loaded, and decoded as the engine does. Of a larger one its config is read and, where
 accelerate is installed, the names and shapes of its weights. The answer is JSON on stdout; an error is one sentence on
@@ -15,8 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, TbaError
+from tba.no_torch import hide_torch
 from tba.versions import START
 from tba_searcher.engines.engine import EngineSettings
 from tba_searcher.engines.tokenizer import check_vocabulary, load_tokenizer
@@ -26,18 +29,55 @@ MAX_COST = 2**40
 """Largest product of bytes and tokens for which a model is loaded, with one core and the memory of this machine."""
 
 
-def check(recipe: Recipe) -> dict[str, Any]:
-    """Return what was checked.
+def check_files(recipe: Recipe) -> str:
+    """Check config, tokenizer and the names of the weights, and return the architecture. It needs no torch.
 
     Raises:
         TbaError: the model cannot be used; says why.
     """
     from transformers import AutoConfig
 
-    from tba_searcher.engines.torch.engine import EmbeddedEngine
     from tba_searcher.engines.torch.exactness import attention_windows, check_positions
 
     folder, searcher, trust = Path(recipe.model.path), recipe.searcher, recipe.model.trust_remote_code
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model folder {folder} holds no usable config.json: {error}") from None
+    text_config, max_len = config.get_text_config(), searcher.max_prompt_tokens + searcher.max_response_tokens
+    architecture = (config.architectures or ["model"])[0]
+    check_positions(text_config, max_len)
+    check_vocabulary(load_tokenizer(folder, trust_remote_code=trust), text_config.vocab_size, where=str(folder))
+    if searcher.engine == "embedded":
+        attention_windows(text_config, max_len)
+    if text_config.tie_word_embeddings is False and _num_vocabulary_tensors(folder, text_config.vocab_size) < 2:
+        raise ConfigError(
+            f"model folder {folder} lacks weights of a {architecture}: lm_head.weight, or another output head with a "
+            "row for each token; take the whole model"
+        )
+    return architecture
+
+
+def _num_vocabulary_tensors(folder: Path, vocab_size: int) -> int:
+    """Return how many tensors have one row for each token: embedding and output head."""
+    found = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as tensors:
+            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 (no mapping)
+        found += sum(len(shape) == 2 and shape[0] == vocab_size for shape in shapes)
+    return found
+
+
+def check(recipe: Recipe) -> dict[str, Any]:
+    """Check the files, then load a small model and decode with it; return what was checked.
+
+    Raises:
+        TbaError: the model cannot be used; says why.
+    """
+    from tba_searcher.engines.torch.engine import EmbeddedEngine
+
+    architecture, searcher = check_files(recipe), recipe.searcher
+    folder, trust = Path(recipe.model.path), recipe.model.trust_remote_code
     size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     settings = EngineSettings(
         num_slots=2,
@@ -48,31 +88,27 @@ def check(recipe: Recipe) -> dict[str, Any]:
     )
     max_len = settings.max_prompt_tokens + settings.max_response_tokens
     is_embedded, is_small = searcher.engine == "embedded", size_bytes * max_len <= MAX_COST
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model folder {folder} holds no usable config.json: {error}") from None
-    text_config = config.get_text_config()
-    check_positions(text_config, max_len)
-    check_vocabulary(load_tokenizer(folder, trust_remote_code=trust), text_config.vocab_size, where=str(folder))
-    if is_embedded:
-        attention_windows(text_config, max_len)
     if is_embedded and is_small:
         EmbeddedEngine(folder, START, settings)
     # transformers needs accelerate to make a model without weights, and few installations have it
     elif is_small or importlib.util.find_spec("accelerate"):
         load_model(folder, dtype="float32", device="cpu" if is_small else "meta", trust_remote_code=trust)
-    return {"architecture": (config.architectures or ["model"])[0], "is_decoded": is_embedded and is_small}
+    return {"architecture": architecture, "is_decoded": is_embedded and is_small}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the check."""
     parser = argparse.ArgumentParser(prog="python -m tba_searcher.engines.model_check", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--files", action="store_true", help="look at the files alone, without torch")
+    args = parser.parse_args(argv)
     try:
         # code that comes with a model may print, and stdout is the answer
         with contextlib.redirect_stdout(sys.stderr):
-            answer = check(load_recipe(parser.parse_args(argv).config, environ={}))
+            recipe = load_recipe(args.config, environ={})
+            if args.files and not recipe.model.trust_remote_code:  # code that comes with a model may need torch
+                hide_torch()
+            answer = {"architecture": check_files(recipe)} if args.files else check(recipe)
     except TbaError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

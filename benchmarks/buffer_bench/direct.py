@@ -21,7 +21,6 @@ def direct_push(redis: Redis, run: str) -> Callable[[Sequence[bytes]], int]:
     keys = Keys(run)
     names = [keys.payloads, keys.log, keys.counters, keys.originals]
     names += [keys.visits, keys.leases, keys.lease_deadlines, keys.run, keys.epoch, keys.gone, keys.gone_before]
-    names += [keys.damaged_items]
     number: bytes = redis.get(keys.epoch)  # type: ignore[assignment]
 
     def push(payloads: Sequence[bytes]) -> int:

@@ -371,11 +371,6 @@ DROPS = Row(
             ),
         ),
         Panel(
-            "Damaged stored items",
-            "By kind; each is left out or failed alone. `GET /v1/run` names them. Above 0: damage, or an old release.",
-            (("tba_damaged_items{BUFFER}", "{{kind}}"),),
-        ),
-        Panel(
             "Refused heartbeats",
             "Per second, by reason, and components that were forgotten. `too-many`: more are alive than remembered.",
             (

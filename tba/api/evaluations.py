@@ -98,8 +98,7 @@ class EvalInfo(EvalNumbers):
 
     eval_id: str
     version: VersionText
-    state: Literal["pending", "done", "expired", "failed"]
-    """`failed`: its stored data is damaged; `damaged` of GET /v1/run says why."""
+    state: Literal["pending", "done", "expired"]
     num_prompts: int
     num_done: int
     num_samples: int | None = None

@@ -258,24 +258,6 @@ class RunChanges(StrictModel):
     """Send it as `after` for the changes that follow; null at the end."""
 
 
-class DamagedItem(StrictModel):
-    """A stored item that is damaged: it alone is left out or shown as failed."""
-
-    kind: str
-    name: str
-    detail: str
-    found_at_s: float
-
-
-class DamagedInfo(StrictModel):
-    """The damaged items that were found since the run began (at most 1,000)."""
-
-    num: dict[str, int]
-    """Kind -> items."""
-    items: list[DamagedItem]
-    """The last 20 that were found."""
-
-
 class RollbackRequest(StrictModel):
     """POST /v1/run/rollback: return to the newest checkpoint of the active lineage, or of those that it descends from,
     that is at or before `step`. The trainer does so at its next step boundary, in a new lineage.
@@ -350,8 +332,6 @@ class RunInfo(StrictModel):
     """The snapshot that the run began with; None: with nothing stored."""
     searchers: SearchersInfo | None = None
     """The desired and the alive searchers; the services always send it."""
-    damaged: DamagedInfo | None = None
-    """None: no damaged item was found."""
 
 
 class RunCommand(StrictModel):

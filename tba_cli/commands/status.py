@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from tba.api import (
     ENDED,
     ComponentInfo,
-    DamagedInfo,
     EvalInfo,
     RunChange,
     RunCommand,
@@ -180,7 +179,6 @@ def status_lines(
         *([] if (waiting := rollback_line(info)) is None else [f"  {waiting}"]),
         *([] if info.loss is None else [f"  {info.loss}"]),
         *([f"  {info.num_lost_changes} acknowledged changes were lost by Redis"] if info.num_lost_changes else []),
-        *([] if info.damaged is None else [f"  {_damaged_text(info.damaged)}"]),
         *([] if info.last_change is None else [f"  {change_line(info.last_change)}"]),
         *(f"  {line}" for line in lineage_lines(info, changes)),
         f"  latest version {info.latest_version or 'none'}{lagging}, checkpoint {info.checkpoint or 'none'}",
@@ -271,16 +269,6 @@ def eval_line(item: EvalInfo) -> str:
     """Return how far an evaluation is, or what it measured."""
     abandoned = " (abandoned: the run went back)" if item.abandoned else ""
     return f"evaluation of {item.version}{abandoned}: {_eval_text(item)}"
-
-
-def _damaged_text(found: DamagedInfo) -> str:
-    """Return how many stored items cannot be read, the names of the newest, and where the reasons are."""
-    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(found.num.items()))
-    names = ", ".join(f"{item.kind} {item.name}" for item in found.items[:NUM_NAMED])
-    return (
-        f"{sum(found.num.values())} stored items cannot be read ({kinds}), last: {names}; `tba status --json` says why "
-        "under `damaged`, docs/operations.md what to do (TbaDamagedItems)"
-    )
 
 
 def _alarms_text(gauges: Mapping[str, float]) -> str:

@@ -50,8 +50,6 @@ HEALTHY: dict[str, str] = {
     f'tba_build_info{{{REWARD},component="reward"}}': still(1),
     f"tba_redis_durable{{{BUFFER}}}": still(1),
     f"tba_redis_lost_data{{{BUFFER}}}": still(0),
-    f'tba_damaged_items{{{BUFFER},kind="rollout"}}': still(2),
-    f'tba_damaged_items{{{BUFFER},kind="result"}}': f"_x{MINUTES}",  # none
     f'tba_requests_total{{{BUFFER},operation="push",status="200"}}': grows(100),
     f'tba_requests_total{{{BUFFER},operation="push",status="429"}}': grows(50),
     f'tba_requests_total{{{BUFFER},operation="push",status="503"}}': grows(1),
@@ -94,7 +92,6 @@ FAULTS: dict[str, Mapping[str, str | None]] = {
     "TbaRewardDown": {f'tba_build_info{{{REWARD},component="reward"}}': None},
     "TbaRedisNotDurable": {f"tba_redis_durable{{{BUFFER}}}": still(0)},
     "TbaRedisLostData": {f"tba_redis_lost_data{{{BUFFER}}}": still(1)},
-    "TbaDamagedItems": {f'tba_damaged_items{{{BUFFER},kind="result"}}': f"_x70 1x{MINUTES - 71}"},
     "TbaRequestsFail": {f'tba_requests_total{{{BUFFER},operation="push",status="503"}}': grows(10)},
     "TbaUnauthorized": {f"tba_unauthorized_total{{{BUFFER}}}": grows(60)},
     "TbaRunFailed": {RUNNING: still(0), FAILED: still(1)},

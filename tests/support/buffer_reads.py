@@ -7,8 +7,6 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from tba.clients import BufferClient
-
 READS = (
     "/readyz",
     "/metrics",
@@ -48,12 +46,6 @@ def readyz(url: str) -> tuple[int, dict[str, Any]]:
     """Status and document of `/readyz`."""
     status, body = ask(url, "/readyz")
     return status, json.loads(body)
-
-
-def named(client: BufferClient) -> set[tuple[str, str]]:
-    """Kind and name of what the run has that cannot be read."""
-    found = client.run().damaged
-    return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
 def read_everything(url: str, *more: str) -> None:

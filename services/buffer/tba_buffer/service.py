@@ -59,8 +59,7 @@ from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.scoring.worker import ScoringWorker
 from tba_buffer.snapshots.jobs import SnapshotJobs
 from tba_buffer.storage import buffer_epoch
-from tba_buffer.storage.context import Context
-from tba_buffer.storage.damage import DAMAGE_ERRORS
+from tba_buffer.storage.context import DAMAGE_ERRORS, Context
 from tba_buffer.storage.durability import DurabilityCheck
 from tba_buffer.storage.keys import Keys
 from tba_buffer.storage.redis_client import refused_writes
@@ -325,7 +324,7 @@ class Buffer:
         """Why requests cannot be served, although the buffer has started and Redis answers."""
         if self._view_of is not None:  # it writes nothing, and what is damaged or lost is there to be looked at
             return None
-        problem = self.rollouts.writer.refuse_reason or self.view.problem or self.context.damaged_items.problem
+        problem = self.rollouts.writer.refuse_reason or self.view.problem
         return problem or self._upkeep_problem
 
     async def run_info(self) -> RunInfo:
@@ -372,7 +371,6 @@ class Buffer:
             best=best,
             origin=await self.rollouts.snapshots.origin(),
             searchers=await self.run.scaling.searchers(fields.state, components),
-            damaged=await self.context.damaged_items.info(self.context.redis, self.context.keys),
         )
 
     def _component(self) -> ComponentInfo:

@@ -317,7 +317,7 @@ def test_the_commands_save_and_load(
     assert "was not loaded: there is no snapshot test/none" in capsys.readouterr().err
 
 
-def test_what_cannot_be_read_is_left_out_of_a_snapshot_and_named(
+def test_a_rollout_that_cannot_be_read_is_left_out_of_a_snapshot(
     serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     first = serve_buffer(**sections(store))
@@ -329,20 +329,11 @@ def test_what_cannot_be_read_is_left_out_of_a_snapshot_and_named(
     bad = next(item for item in pushed if item.rollout_id is not None).rollout_id or ""
     with Redis.from_url(redis.url) as known:
         known.hset("tba:test:payloads", bytes.fromhex(bad), b"\xff\x00")  # pyright: ignore[reportArgumentType]
-        known.hset("tba:test:prompts", "train-2", b"\xff")  # pyright: ignore[reportArgumentType]
     first.stop()
     old = serve_buffer(**sections(store)).client()
     info = saved(old, "damaged")
-    good = {
-        rollout_id: payload
-        for rollout_id, payload in before.items()
-        if rollout_id.hex() != bad and decode_rollout(payload).prompt_id != "train-2"
-    }
-    assert 0 < len(good) < len(before) - 1
-    assert (info.num_rollouts, manifest_of(store, "test/damaged").num_prompts) == (len(good), 4)
-    damaged = old.run().damaged
-    assert damaged is not None
-    assert {(item.kind, item.name) for item in damaged.items} == {("rollout", bad), ("prompt", "train-2")}
+    good = {rollout_id: payload for rollout_id, payload in before.items() if rollout_id.hex() != bad}
+    assert (info.num_rollouts, manifest_of(store, "test/damaged").num_prompts) == (len(good), 5)
     new = serve_buffer(**sections(store, "other")).client()
     assert loaded(new, "test/damaged").num_loaded == len(good)
     assert contents(stored(redis, "other"), run="other") == contents(good, run="test")

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from tba_buffer.rollouts.trained_steps import DROPPED, RECORDS_PER_READ, TrainedSteps, encode_trained
 from tba_buffer.run.lineage import Lineages
@@ -23,7 +22,6 @@ from tba.versions import PolicyVersion
 from tba.wire import Batch
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, copy_of, go_back
-from tests.support.buffer_reads import named
 from tests.support.redis_process import RedisProcess
 
 KEYS = Keys("test")
@@ -175,31 +173,6 @@ def test_a_restarted_buffer_still_knows_and_marks_what_a_resume_abandons(serve_b
     ]
 
 
-def test_a_damaged_record_is_noted_and_the_others_are_shown(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
-    client = serve_buffer(buffer={"max_trained_steps": 3}).client()
-    lineage = filled(client)
-    ids, _ = [make_step(client, lineage, step) for step in (1, 2)]
-    with Redis.from_url(redis.url) as store:
-        whole = store.lindex(KEYS.trained, 1)
-        for damage in (b"\xff", whole[:-1], b"\x97\x01\x02\xcb" + bytes(8) + b"\xc0\xc4\x05hallo\xc4\x00\xc4\x00"):  # pyright: ignore
-            store.rpop(KEYS.trained)
-            store.rpush(KEYS.trained, damage)
-            found = serve_buffer(buffer={"max_trained_steps": 3}).client()
-            assert versions(found.get_rollout(ids[0])) == ["1-1"]
-            assert ("trained", "record 1") in named(found)
-            store.delete(KEYS.damaged_items)
-        # it keeps its place
-        make_step(found, lineage, 3)
-        make_step(found, lineage, 4)
-        detail = found.get_rollout(ids[0])
-        assert (versions(detail), detail.trained_since) == (["1-3", "1-4"], "1-3")
-        store.set(KEYS.trained, "no list")
-        detail = found.get_rollout(ids[0])
-        assert (detail.trained, detail.trained_since, trained_steps(found)) == ([], None, (0, 1))
-        make_step(found, lineage, 5)
-        assert ("trained", "list") in named(found)
-
-
 def test_redis_that_was_restored_from_a_copy_is_read_again(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     """Also where another step has taken the place of one that was lost."""
     client = serve_buffer().client()
@@ -228,8 +201,7 @@ def _record(rollout_ids: Sequence[bytes], *, lineage: int, step: int) -> bytes:
     return encode_trained(AckRequest(lineage=lineage, step=step, token="t", trained=trained), acked_at_s=float(step))
 
 
-@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "damaged-counter"])
-def test_what_is_in_memory_is_what_redis_has(redis: RedisProcess, is_counted: bool) -> None:
+def test_what_is_in_memory_is_what_redis_has(redis: RedisProcess) -> None:
     """Acks, trims and requests in any order; ids that only look alike across a border are not found."""
     rng = random.Random(3)
     known = [rng.randbytes(16) for _ in range(20)]
@@ -240,8 +212,6 @@ def test_what_is_in_memory_is_what_redis_has(redis: RedisProcess, is_counted: bo
         await context.redis.flushall()
         reader = TrainedSteps(context, lineages := Lineages(context))
         await lineages.load()
-        if not is_counted:
-            await context.redis.hset(context.keys.counters, DROPPED, b"\xff")
         steps: list[list[bytes]] = []
         first = 0
         for _ in range(60):
@@ -252,8 +222,7 @@ def test_what_is_in_memory_is_what_redis_has(redis: RedisProcess, is_counted: bo
             trimmed = min(trimmed, len(steps) - first)
             async with context.redis.pipeline(transaction=True) as pipe:
                 pipe.ltrim(context.keys.trained, trimmed, -1)
-                if is_counted:
-                    pipe.hincrby(context.keys.counters, DROPPED, trimmed)
+                pipe.hincrby(context.keys.counters, DROPPED, trimmed)
                 await pipe.execute()
             first += trimmed
             kept = list(enumerate(steps, 1))[first:]

@@ -126,18 +126,6 @@ def test_a_rehearsal_is_labelled_and_one_that_says_nothing_says_so() -> None:
         assert "  s1: running, version 1-4 [rehearsal: paced at 150 tokens/s]" in lines
 
 
-def test_what_cannot_be_read_is_counted_and_named() -> None:
-    items = [{"kind": "rollout", "name": f"r{number}", "detail": "bad", "found_at_s": 1.0} for number in range(4)]
-    found = {"num": {"rollout": 4, "prompt": 1}, "items": items}
-    lines = status_lines(RunInfo.model_validate({**INFO, "damaged": found}), stats(), make_settings())
-    assert (
-        "  5 stored items cannot be read (1 prompt, 4 rollout), last: rollout r0, rollout r1, rollout r2; "
-        "`tba status --json` says why under `damaged`, docs/operations.md what to do (TbaDamagedItems)"
-    ) in lines
-    quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
-    assert not any("cannot be read" in line for line in quiet)
-
-
 def test_nothing_is_said_about_evictions_while_there_are_none() -> None:
     assert not any("evicted" in line for line in status_lines(RunInfo.model_validate(INFO), stats(), make_settings()))
 

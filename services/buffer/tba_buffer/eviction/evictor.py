@@ -35,7 +35,7 @@ from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.state import RunStateReader
 from tba_buffer.storage import buffer_epoch
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 ROLLOUTS_PER_CALL = 500
@@ -218,14 +218,12 @@ class Evictor:
             raise
 
     async def _now(self) -> PolicyVersion | None:
-        """Return where the trainer stands; None when no age limit asks for it, or when it cannot be read."""
+        """Return where the trainer stands; None when no age limit asks for it."""
         if self._settings.max_policy_age_steps is None:
             return None
         fields = await self._run_state.read_fields()
         if fields.lineage and not self._lineages.knows(fields.lineage):
             await self._lineages.load()
-        if self._context.damaged_items.problem is not None:
-            return None  # a damaged lineage or step reads as 0, where every rollout would be too old
         return PolicyVersion(fields.lineage, fields.step)
 
     async def _evict(self, batch: EvictionBatch) -> None:
@@ -233,7 +231,7 @@ class Evictor:
         if self._last_number is None:
             with redis_errors("read the number of the last eviction"):
                 raw = await context.redis.hget(keys.counters, "evicted_number")
-            self._last_number = context.read_or_note("counter", "evicted_number", lambda: int(raw or 0)) or 0
+            self._last_number = needed(keys.counters, "evicted_number", lambda: int(raw or 0))
         # numbered: a repeated call of the script is known by its number, and counts nothing twice
         self._last_number += 1
         reply = await context.scripts.run(

@@ -34,8 +34,7 @@ from tba_buffer.index.log import (
 )
 from tba_buffer.index.rollout_index import Index, IndexSettings
 from tba_buffer.storage import buffer_epoch
-from tba_buffer.storage.context import Context
-from tba_buffer.storage.damage import DAMAGE_ERRORS
+from tba_buffer.storage.context import DAMAGE_ERRORS, Context
 from tba_buffer.storage.redis_client import redis_errors
 
 ENTRIES_PER_READ = 1000
@@ -100,10 +99,10 @@ class IndexView:
         if self._context.epoch.refused is not None:
             raise SupersededError(self._context.epoch.refused)
         await self._reading.run()
-        index, now_s = self.index, self._context.clock()
+        index = self.index
         while index.unusable:
             why = "its reward in the log is not an allowed number, so the rollout counts as failed"
-            self._context.damaged_items.note("rollout", index.unusable.pop().hex(), why, at_s=now_s)
+            log.warning("damaged_rollout", rollout_id=index.unusable.pop().hex(), reason=why)
         return index
 
     async def verify(self) -> str | None:
@@ -239,8 +238,8 @@ class IndexView:
     async def _log_end(self) -> int:
         with redis_errors("read the log position"):
             raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
-        # a damaged number counts as none here: the durability check refuses the run for it (damage.py)
-        return self._context.read_or_note("counter", "log_position", lambda: int(raw or 0)) or 0
+        # a damaged number counts as none here: the durability check refuses the run for it (losses.py)
+        return self._context.losses.read_count(raw) or 0
 
     def _refuse_other_log(self, detail: str) -> None:
         self._refusal(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,8 +24,7 @@ from tba.errors import BadRequestError
 from tba.fields import MAX_LINEAGE, MAX_STEP
 from tba.logs import get_logger
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.storage.context import Context, RunHash
-from tba_buffer.storage.damage import DAMAGE_ERRORS
+from tba_buffer.storage.context import DAMAGE_ERRORS, Context, RunHash, unreadable
 from tba_buffer.storage.redis_client import redis_errors
 
 Floats = NDArray[np.float64]
@@ -71,26 +71,27 @@ def _read_line(line: bytes) -> LedgerLine:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The steps of some lines [N], and the damaged lines: how many lines after the first -> why."""
+    """The steps of some lines [N]."""
 
     lineages: Ints
     steps: Ints
     at_s: Floats
     columns: Mapping[str, Floats]
     """Metric -> [N]; NaN where a step does not know it."""
-    damaged: Mapping[int, Exception]
 
 
-def read_page(lines: Sequence[bytes]) -> Page:
-    """Parse lines of the ledger; those of resumes are left out."""
+def read_page(lines: Sequence[bytes], *, key: str, first: int) -> Page:
+    """Parse lines of the ledger, which is `key`, from number `first` on; those of resumes are left out.
+
+    Raises:
+        UnavailableError: one cannot be read.
+    """
     found: list[LedgerLine] = []
-    damaged: dict[int, Exception] = {}
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, first):
         try:
             read = _read_line(line)
         except DAMAGE_ERRORS as error:
-            damaged[number] = error
-            continue
+            raise unreadable(key, f"line {number}", error) from None
         if read.kind == "batch":
             found.append(read)
     # dict.fromkeys: the names in the order in which steps first have them
@@ -101,7 +102,6 @@ def read_page(lines: Sequence[bytes]) -> Page:
         at_s=np.array([read.acked_at_s for read in found], dtype=np.float64),
         # numpy turns None into NaN
         columns={name: np.array([read.metrics.get(name) for read in found], dtype=np.float64) for name in names},
-        damaged=damaged,
     )
 
 
@@ -309,10 +309,8 @@ class CurvesReader:
 
     async def _add(self, lines: list[bytes]) -> None:
         num_bytes = sum(map(len, lines))
-        page = read_page(lines) if num_bytes < THREAD_BYTES else await in_thread(lambda: read_page(lines))
-        for number, error in page.damaged.items():
-            name = f"line {self._num_lines + number}"
-            self._context.damaged_items.note("ledger", name, error, at_s=self._context.clock())
+        read = partial(read_page, lines, key=self._context.keys.ledger, first=self._num_lines)
+        page = read() if num_bytes < THREAD_BYTES else await in_thread(read)
         self.metrics.add(page)
         self._num_lines, self._last_line = self._num_lines + len(lines), lines[-1]
         self._lines_per_page = max(1, min(MAX_LINES, PAGE_BYTES * len(lines) // num_bytes))

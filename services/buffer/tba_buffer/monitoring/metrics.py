@@ -259,10 +259,6 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
     if reading.run.latest_version is not None:
         version.add_metric(["buffer"], PolicyVersion.parse(reading.run.latest_version).step)
     yield version
-    damaged = GaugeMetricFamily("tba_damaged_items", "Stored items that are damaged, by kind", labels=["kind"])
-    for kind, number in counters.damaged.items():
-        damaged.add_metric([kind], number)
-    yield damaged
     waits = GaugeMetricFamily("tba_waits", "Current waits, by the name of the wait", labels=["name"])
     for name, number in shown_waits(Counter(wait.name for wait in reading.waits)).items():
         waits.add_metric([name], number)

@@ -26,10 +26,10 @@ from tba_buffer.index.rollout_index import Index
 from tba_buffer.monitoring.totals import TOKENS, token_totals
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.failures import FailureReader
-from tba_buffer.rollouts.trained_steps import DROPPED, execute_with_records
+from tba_buffer.rollouts.trained_steps import DROPPED
 from tba_buffer.run.component_times import read_times
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context, RunHash, needed, parse_number
 from tba_buffer.storage.redis_client import redis_errors
 
 WINDOW_S = 60.0
@@ -171,8 +171,6 @@ class Counters:
     """Lineage that owns the run, and its last acked step."""
     times: Mapping[str, float]
     """Kind of component -> seconds that those of it were there."""
-    damaged: Mapping[str, int]
-    """Kind of stored item -> how many damaged ones were found."""
     index: Index
 
     def group(self, name: str) -> dict[str, int]:
@@ -249,27 +247,27 @@ class StatsReader:
                 pipe.hget(keys.log_checkpoint, "position")
                 pipe.hgetall(keys.component_times)
                 pipe.hgetall(keys.run)
-                replies = await execute_with_records(self._context, pipe)
+                replies = await pipe.execute()
         counters, ages, num_leases, num_acked, num_trained_steps, base, times, raw = replies
         run = RunHash(self._context, raw)
-        damaged = await self._context.damaged_items.info(self._context.redis, keys)
         return Counters(
-            damaged={} if damaged is None else damaged.num,
             totals=self._context.parse_counters(counters),
             ages=dict(sorted(self._ages(ages).items())),
             num_open_leases=num_leases,
             num_acked=num_acked,
             num_trained_steps=num_trained_steps,
-            checkpoint_position=self._context.read_number("position of the log checkpoint", base),
+            checkpoint_position=needed(keys.log_checkpoint, "position", lambda: parse_number(base)),
             trainer=PolicyVersion(run.lineage, run.step),
             times=read_times(self._context, times),
             index=index,
         )
 
     def _ages(self, raw: Mapping[bytes, bytes]) -> dict[int, int]:
-        ages = self._context.parse_counters(raw)
-        # ages are names of fields here; one that is no number is damaged
-        return {int(age): number for age, number in ages.items() if age.lstrip("-").isdecimal()}
+        key = self._context.keys.ages
+        return {
+            needed(key, age, lambda age=age: int(age)): number
+            for age, number in self._context.parse_counters(raw, key).items()
+        }
 
     async def sample(self) -> None:
         """Remember the counters, for the rates. The upkeep calls it every second.

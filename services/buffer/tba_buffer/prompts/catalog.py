@@ -31,12 +31,10 @@ from tba.errors import ConflictError
 from tba.fields import MAX_NUMBER
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.storage import buffer_epoch
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 Ints = NDArray[np.int64]
-DAMAGED_TASK = "unreadable"
-"""The task of a damaged prompt: no scorer knows it, and nothing leases it."""
 
 
 class Catalog:
@@ -78,7 +76,8 @@ class Catalog:
             with redis_errors("read the prompts"):
                 while ids := await redis.lrange(keys.prompt_order, len(self.ids), len(self.ids) + 999):
                     for prompt_id, text in zip(ids, await redis.hmget(keys.prompts, ids), strict=True):
-                        self._add_stored(prompt_id.decode(errors="replace"), text)
+                        name = prompt_id.decode(errors="replace")
+                        self._add(needed(keys.prompts, name, lambda text=text: Prompt.model_validate_json(text)))
 
     async def reload(self) -> None:
         """Read all prompts again: Redis may have lost some, and have given their numbers to others.
@@ -92,19 +91,6 @@ class Catalog:
             await fresh.load()
             self._by_id, self.ids, self._train_numbers = fresh._by_id, fresh.ids, fresh._train_numbers
             self.train, self.heldout = fresh.train, fresh.heldout
-
-    def _add_stored(self, prompt_id: str, text: bytes) -> None:
-        """Add a prompt that Redis has.
-
-        A damaged one keeps its number, since rollouts name it. It is neither leased nor evaluated on, and no scorer
-        knows its task.
-        """
-        prompt = self._context.read_or_note("prompt", prompt_id, lambda: Prompt.model_validate_json(text))
-        if prompt is None:
-            self._by_id[prompt_id] = (len(self.ids), Prompt(prompt_id=prompt_id, task=DAMAGED_TASK, text=DAMAGED_TASK))
-            self.ids.append(prompt_id)
-        else:
-            self._add(prompt)
 
     def _add(self, prompt: Prompt) -> None:
         number = len(self.ids)

@@ -8,7 +8,6 @@ The first result of a unit counts. Unknown scores are left out of every mean, an
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -39,7 +38,7 @@ from tba_buffer.prompts.evaluation_summary import (
     with_raised,
 )
 from tba_buffer.run.lineage import Lineages, fenced
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 
@@ -221,8 +220,8 @@ class Evaluations:
         if num_done >= len(KINDS) * document["num_prompts"]:
             await self._finish(document)
 
-    async def _read(self, eval_ids: Sequence[str]) -> list[tuple[EvalInfo, dict[str, Any] | None]]:
-        """Return evaluations with their documents; a damaged document is None, and its evaluation has failed."""
+    async def _read(self, eval_ids: Sequence[str]) -> list[tuple[EvalInfo, dict[str, Any]]]:
+        """Return evaluations with their documents; unknown ones are left out."""
         if not eval_ids:
             return []
         keys, found = self._context.keys, []
@@ -230,19 +229,17 @@ class Evaluations:
             texts = await self._context.redis.hmget(keys.evals, list(eval_ids))
             counts = await self._context.redis.hmget(keys.eval_done, list(eval_ids))
         for eval_id, text, count in zip(eval_ids, texts, counts, strict=True):
-            document = None if text is None else self._document(eval_id, text)
-            if document is not None:
-                num_units = len(KINDS) * document["num_prompts"]
-                num_done = self._context.read_or_note("evaluation", eval_id, lambda count=count: int(count or 0)) or 0
-                if document["state"] == "pending" and num_done >= num_units:
-                    document = await self._finish(document)  # the process died after it stored the last result
-                found.append((self._info(document, num_done), document))
-            # an evaluation that cannot be read is shown as failed, so that the trainer may ask for it again
-            elif text is not None and (failed := _failed_info(eval_id)) is not None:
-                found.append((failed, None))
+            if text is None:
+                continue
+            document = self._document(eval_id, text)
+            num_units = len(KINDS) * document["num_prompts"]
+            num_done = needed(keys.eval_done, eval_id, lambda count=count: int(count or 0))
+            if document["state"] == "pending" and num_done >= num_units:
+                document = await self._finish(document)  # the process died after it stored the last result
+            found.append((self._info(document, num_done), document))
         return found
 
-    def _document(self, eval_id: str, text: bytes) -> dict[str, Any] | None:
+    def _document(self, eval_id: str, text: bytes) -> dict[str, Any]:
         def read() -> dict[str, Any]:
             document = json.loads(text)
             # both readers are tried now: a damaged field must not show in the middle of an answer
@@ -250,7 +247,7 @@ class Evaluations:
             StoredEval.model_validate(document)
             return document
 
-        return self._context.read_or_note("evaluation", eval_id, read)
+        return needed(self._context.keys.evals, eval_id, read)
 
     def _info(self, document: dict[str, Any], num_done: int) -> EvalInfo:
         state = "expired" if self._is_expired(document) else document["state"]
@@ -277,8 +274,7 @@ class Evaluations:
             leases = await redis.hgetall(keys.eval_units)
             if any(text is None for text in texts):  # another request has just finished it
                 return (await self.documents([eval_id])).get(eval_id, document)
-            num_samples = document["num_samples"]
-            results = {unit: self._result(unit, text, num_samples) for unit, text in zip(units, texts, strict=True)}
+            results = {unit: self._result(unit, text) for unit, text in zip(units, texts, strict=True)}
             done = self._done(document, results)
             # a repeated report is answered by the state `done` from now on, so its leases need not be known
             ended = [lease for lease, value in leases.items() if _is_of(value, eval_id)]
@@ -293,15 +289,13 @@ class Evaluations:
         self._context.changed.notify()
         return done
 
-    def _result(self, unit: EvaluationUnit, text: bytes, num_samples: int) -> dict[str, Any]:
-        """Return the stored result of a unit; all of its scores are unknown where that is damaged."""
+    def _result(self, unit: EvaluationUnit, text: bytes) -> dict[str, Any]:
+        """Return the stored result of a unit."""
 
         def read() -> dict[str, Any]:
             return EvalResult.model_validate({**json.loads(text), "lease_id": "ended"}).model_dump()
 
-        num = num_samples if unit.kind == "sample" else 1
-        unknown = {"rewards": [None] * num, "num_response_tokens": []}
-        return self._context.read_or_note("result", str(unit), read) or unknown
+        return needed(self._context.keys.eval_results, str(unit), read)
 
     def _done(self, document: dict[str, Any], results: Results) -> dict[str, Any]:
         """Return the document of a finished evaluation: its numbers, and those that versions are compared by."""
@@ -345,23 +339,6 @@ class StoredEval(BaseModel):
     pass_at: list[Integer] = Field(default_factory=list)
     first: ComparedNumbers | None = None
     summary: FinishedAt | None = None
-
-
-def _failed_info(eval_id: str) -> EvalInfo | None:
-    """Return a damaged evaluation as its id describes it; None where the id is not one of ours."""
-    found = re.fullmatch(r"eval-([0-9]{1,9}-[0-9]{1,12})-([0-9]{1,5})-([0-9]{1,4})", eval_id)
-    if found is None:
-        return None
-    version, num_prompts, num_samples = found.groups()
-    return EvalInfo(
-        eval_id=eval_id,
-        version=version,
-        state="failed",
-        num_prompts=int(num_prompts),
-        num_done=0,
-        num_samples=int(num_samples),
-        created_at_s=0.0,
-    )
 
 
 def _unit_of(value: bytes | None) -> tuple[EvaluationUnit | None, str]:

@@ -18,15 +18,15 @@ import json
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
-from tba_buffer.prompts.catalog import DAMAGED_TASK, Catalog, VisitCursor, VisitOrder
+from tba_buffer.prompts.catalog import Catalog, VisitCursor, VisitOrder
 from tba_buffer.prompts.evaluation_summary import EvaluationUnit
 from tba_buffer.prompts.evaluations import Evaluations
 from tba_buffer.run.state import FlowSettings, RunSnapshot, RunStateReader, generation_room
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, needed, unreadable
 from tba_buffer.storage.redis_client import redis_errors
 
 MIN_RETRY_S = 0.25
@@ -85,7 +85,6 @@ class Leases:
             keys.settings,
             keys.settings_changes,
             keys.settings_effects,
-            keys.damaged_items,
         ]
 
     async def lease(self, request: LeaseRequest, is_gone: Callable[[], Awaitable[bool]] = _never) -> LeaseReply:
@@ -204,7 +203,7 @@ class Leases:
         """
         keys, deadline_s = self._context.keys, self._context.clock() + self._context.recipe.buffer.lease_s
         args = [request.searcher_id, deadline_s, *request.lease_ids]
-        names = [keys.leases, keys.lease_deadlines, keys.counters, keys.damaged_items]
+        names = [keys.leases, keys.lease_deadlines, keys.counters]
         lost = await self._context.scripts.run("renew", names, args)
         return LeaseRenewalReply(lost_lease_ids=[lease_id.decode() for lease_id in lost])
 
@@ -251,12 +250,7 @@ class Leases:
             )
             if flat or not moved:
                 sampling_temperature = snapshot.settings.recipe.searcher.sampling_temperature.at(snapshot.step)
-                leases, damaged = await self._leases(flat, lease_s, sampling_temperature)
-                # else a damaged visit would come back to one searcher after the other when its lease expires
-                if damaged:
-                    await self._drop(request.searcher_id, damaged)
-                if leases or not damaged:
-                    return leases
+                return await self._leases(flat, lease_s, sampling_temperature)
         return []
 
     def _read_cursor(self, stored: bytes) -> VisitCursor | None:
@@ -264,47 +258,26 @@ class Leases:
         if not stored:
             return None
         num_train = len(self._catalog.train)
-        cursor = self._context.read_or_note("cursor", "cursor", lambda: VisitCursor.parse(stored, num_train))
-        # a damaged cursor begins a new epoch; the time as its number gives no visit an id that it has had before
-        return cursor or VisitCursor(epoch=int(self._context.clock()), offset=0, size=num_train)
+        return needed(self._context.keys.cursor, "cursor", lambda: VisitCursor.parse(stored, num_train))
 
-    async def _drop(self, searcher_id: str, damaged: dict[str, str]) -> None:
-        """End the leases of visits and units that nobody can work on: lease id -> its unit or visit."""
-        await self._context.scripts.run("return", self._keys, [searcher_id, 0, *damaged])
-        with redis_errors("drop damaged units"):
-            async with self._context.redis.pipeline(transaction=False) as pipe:
-                for subject in damaged.values():
-                    pipe.lrem(self._context.keys.eval_todo, 0, subject)
-                await pipe.execute()
-
-    async def _leases(
-        self, flat: list[bytes | int], lease_s: float, sampling_temperature: float
-    ) -> tuple[list[Lease], dict[str, str]]:
-        """Return the leases; and lease id -> visit or unit of those that name something damaged or missing."""
+    async def _leases(self, flat: list[bytes | int], lease_s: float, sampling_temperature: float) -> list[Lease]:
         rows = [tuple(_text(value) for value in flat[at : at + 5]) for at in range(0, len(flat), 5)]
         eval_ids = sorted({_eval_id(row[2]) for row in rows if row[0] == "eval"})
         documents = await self._evaluations.documents(eval_ids) if eval_ids else {}
-        leases: list[Lease] = []
-        damaged: dict[str, str] = {}
-        for kind, lease_id, subject, prompt_id, num in rows:
-            if kind == "train":
-                lease = self._train_lease(lease_id, subject, prompt_id, int(num), sampling_temperature, lease_s)
-            else:
-                lease = self._eval_lease(lease_id, subject, documents.get(_eval_id(subject)), lease_s)
-            if lease is None:
-                damaged[lease_id] = subject
-            else:
-                leases.append(lease)
-        return leases, damaged
+        return [
+            self._train_lease(lease_id, subject, prompt_id, int(num), sampling_temperature, lease_s)
+            if kind == "train"
+            else self._eval_lease(lease_id, subject, documents, lease_s)
+            for kind, lease_id, subject, prompt_id, num in rows
+        ]
 
     def _train_lease(
         self, lease_id: str, visit_id: str, prompt_id: str, num: int, temperature: float, lease_s: float
-    ) -> Lease | None:
+    ) -> Lease:
         found = self._catalog.find(prompt_id)
-        if found is None or found[1].task == DAMAGED_TASK:
-            why = f"its prompt {prompt_id!r} is missing or cannot be read"
-            self._context.damaged_items.note("visit", visit_id, why, at_s=self._context.clock())
-            return None
+        if found is None:
+            missing = LookupError(f"prompt {prompt_id!r} is not stored")
+            raise unreadable(self._context.keys.visits, visit_id, missing)
         return Lease(
             lease_id=lease_id,
             kind="train",
@@ -315,12 +288,10 @@ class Leases:
             expires_in_s=lease_s,
         )
 
-    def _eval_lease(self, lease_id: str, text: str, document: dict[str, Any] | None, lease_s: float) -> Lease | None:
-        if document is None:  # `documents` has noted the evaluation as damaged
-            return None
-
+    def _eval_lease(self, lease_id: str, text: str, documents: Mapping[str, dict[str, Any]], lease_s: float) -> Lease:
         def read() -> Lease:
             unit = EvaluationUnit.parse(text)
+            document = documents[unit.eval_id]
             return Lease(
                 lease_id=lease_id,
                 kind="greedy" if unit.kind == "greedy" else "sample",
@@ -333,7 +304,7 @@ class Leases:
                 version=document["version"],
             )
 
-        return self._context.read_or_note("unit", text, read)
+        return needed(self._context.keys.eval_todo, text, read)
 
 
 class PollBackoff:

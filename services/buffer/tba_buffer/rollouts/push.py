@@ -80,7 +80,7 @@ class RolloutWriter:
         keys = context.keys
         self._keys = (keys.payloads, keys.log, keys.counters, keys.originals)
         self._keys += (keys.visits, keys.leases, keys.lease_deadlines, keys.run)
-        self._keys += (keys.epoch, keys.gone, keys.gone_before, keys.damaged_items)
+        self._keys += (keys.epoch, keys.gone, keys.gone_before)
         searcher = context.recipe.searcher
         self._limits = {task: searcher.response_limit(task) for task in searcher.tasks}
         self._hashes_tokens = context.recipe.buffer.deduplicate

@@ -26,7 +26,7 @@ from tba.api import (
     SpanInfo,
 )
 from tba.concurrency import in_thread
-from tba.errors import NotFoundError
+from tba.errors import NotFoundError, WireError
 from tba.versions import PolicyVersion
 from tba.wire import Rollout, decode_rollout
 from tba_buffer.index.log_follower import IndexView
@@ -38,8 +38,7 @@ from tba_buffer.rollouts.token_texts import TokenTexts
 from tba_buffer.rollouts.trained_steps import TrainedSteps
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage.context import Context
-from tba_buffer.storage.damage import DAMAGE_ERRORS
+from tba_buffer.storage.context import DAMAGE_ERRORS, Context
 from tba_buffer.storage.redis_client import redis_errors
 
 MAX_READ = 20_000
@@ -241,17 +240,12 @@ class RolloutReader:
         try:
             return payload_filter.matches(item.payload)
         except DAMAGE_ERRORS:
-            # nobody knows whether it would match; that it is damaged is noted
-            self._decode(item)
+            # nobody knows whether it would match
             return False
-
-    def _decode(self, item: StoredRollout) -> Rollout | None:
-        name = item.rollout_id.hex()
-        return self._context.read_or_note("rollout", name, lambda: decode_rollout(item.payload))
 
     async def rollouts(self, stored: Sequence[StoredRollout]) -> list[tuple[StoredRollout, Rollout]]:
         """Decode stored rollouts; the index's placeholders stand for damaged ones, so that people see them."""
-        decoded = await in_thread(lambda: [self._decode(item) for item in stored])
+        decoded = await in_thread(lambda: [_decode(item.payload) for item in stored])
         damaged = [item.position for item, rollout in zip(stored, decoded, strict=True) if rollout is None]
         rows = self._view.index.rows_at(np.array(damaged, dtype=np.uint64))
         known = {rollout.rollout_id: rollout for rollout in self._placeholders(rows[rows >= 0])}
@@ -292,7 +286,7 @@ class RolloutReader:
             payload = await self._context.redis.hget(self._context.keys.payloads, bytes.fromhex(rollout_id))
         if payload is None:
             raise NotFoundError(f"rollout {rollout_id} is not stored: it was evicted, or never pushed to this run")
-        rollout = self._context.read_or_note("rollout", rollout_id, lambda: decode_rollout(payload))
+        rollout = _decode(payload)
         index = await self._view.catch_up()
         row = index.row_of(bytes.fromhex(rollout_id))
         num_batches = int(index.columns.get("uses", row).sum())  # now: the row may have another number later
@@ -364,3 +358,10 @@ class RolloutReader:
             "started_at_s": rollout.started_at_s,
             "finished_at_s": rollout.finished_at_s,
         }
+
+
+def _decode(payload: bytes) -> Rollout | None:
+    try:
+        return decode_rollout(payload)
+    except WireError:
+        return None

@@ -10,18 +10,15 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
-from redis.asyncio.client import Pipeline
-from redis.exceptions import ResponseError
 
 from tba.api import AckRequest, TrainedStep
 from tba.fields import MAX_LINEAGE, MAX_STEP, is_bounded
 from tba.versions import PolicyVersion
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 ID_BYTES = 16
@@ -114,23 +111,6 @@ def _number(column: bytes, row: int) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-async def execute_with_records(context: Context, pipe: Pipeline) -> list[Any]:
-    """Execute a transaction that also reads the records. A key of another type has none, and is noted as damaged.
-
-    Raises:
-        RedisError: of any other command.
-    """
-    commands = [words for words, _ in pipe.command_stack]
-    replies = await pipe.execute(raise_on_error=False)
-    for number, (words, reply) in enumerate(zip(commands, replies, strict=True)):
-        if isinstance(reply, ResponseError):
-            if words[1] != context.keys.trained:
-                raise reply
-            context.damaged_items.note("trained", "list", reply, at_s=context.clock())
-            replies[number] = 0 if words[0] == "LLEN" else []
-    return replies
-
-
 class TrainedSteps:
     """The records of Redis, followed in memory.
 
@@ -145,12 +125,9 @@ class TrainedSteps:
     def __init__(self, context: Context, lineages: Lineages) -> None:
         self._context, self._lineages = context, lineages
         self._lock = asyncio.Lock()
-        self._records: deque[StepRecord | None] = deque()
-        """None: one that cannot be read."""
+        self._records: deque[StepRecord] = deque()
         self._start = 0
         """Position of the first of them, counted from the first that was ever stored."""
-        self._is_counted = True
-        """Whether the counter of trimmed ones can be read; if not, every request reads everything."""
 
     def forget(self) -> None:
         """Read everything again with the next request: Redis was restored from an older file."""
@@ -171,24 +148,21 @@ class TrainedSteps:
     async def _follow(self) -> tuple[list[StepRecord], dict[int, int]]:
         """Catch up with Redis; return the records, oldest first, and the history of the active lineage."""
         async with self._lock:
-            if not self._is_counted:
-                self.forget()
+            key = self._context.keys.trained
             while True:
                 after = len(self._records)
                 dropped, num, page, run = await self._read(after)
-                start = self._context.parse_counters({DROPPED.encode(): dropped or b"0"}).get(DROPPED)
-                self._is_counted = start is not None
+                start = self._context.parse_counters({DROPPED.encode(): dropped or b"0"})[DROPPED]
                 # forgotten meanwhile, or trimmed: then the page is not the one behind these records
-                if len(self._records) != after or not self._are_before(start or 0, num):
+                if len(self._records) != after or not self._are_before(start, num):
                     continue
                 for raw in page:
                     name = f"record {self._start + len(self._records)}"
-                    record = self._context.read_or_note("trained", name, lambda raw=raw: decode_trained(raw))
-                    self._records.append(record)
+                    self._records.append(needed(key, name, lambda raw=raw: decode_trained(raw)))
                 if len(self._records) >= num:
                     break
             history = self._lineages.history(RunHash(self._context, run).lineage)
-            return [record for record in self._records if record is not None], history
+            return list(self._records), history
 
     def _are_before(self, start: int, num: int) -> bool:
         """Return whether the records are the first of `num` from `start` on; let go of those that are not any more."""
@@ -216,5 +190,5 @@ class TrainedSteps:
                 pipe.llen(keys.trained)
                 pipe.lrange(keys.trained, after, after + RECORDS_PER_READ - 1)
                 pipe.hgetall(keys.run)
-                dropped, num, page, run = await execute_with_records(self._context, pipe)
+                dropped, num, page, run = await pipe.execute()
         return dropped, num, page, run

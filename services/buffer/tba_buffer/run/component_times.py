@@ -12,17 +12,17 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tba.fields import bounded
 from tba.wire import Heartbeat
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 
 def read_times(context: Context, raw: Mapping[bytes, bytes]) -> dict[str, float]:
-    """Parse the hash of the times: kind of component -> seconds; empty where it is damaged, which is noted."""
+    """Parse the hash of the times: kind of component -> seconds."""
 
     def parse() -> dict[str, float]:
         return {name.decode(): bounded(float(raw[name])) for name in sorted(raw)}
 
-    return context.read_or_note("counter", "component times", parse) or {}
+    return needed(context.keys.component_times, "component times", parse)
 
 
 class ComponentTimes:
@@ -42,10 +42,10 @@ class ComponentTimes:
         self._beginning = asyncio.Lock()
 
     async def begin(self) -> None:
-        """Continue from what Redis has, once; where its times are damaged, from 0.
+        """Continue from what Redis has, once.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or its times cannot be read.
         """
         async with self._beginning:
             if self._has_begun:
@@ -61,7 +61,7 @@ class ComponentTimes:
                 self._hear_again(name.decode(errors="replace"), text)
 
     def _hear_again(self, component_id: str, text: bytes) -> None:
-        """Remember the heartbeat that was stored last. A damaged one is none: reading the components notes it."""
+        """Remember the heartbeat that was stored last. A damaged one is none."""
         try:
             fields = json.loads(text)
             if fields["state"] not in self._ended:

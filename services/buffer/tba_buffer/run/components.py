@@ -20,7 +20,7 @@ from tba.api import ENDED, ComponentInfo, ComponentWait, RunState, WaitInfo
 from tba.errors import BusyError, ConflictError, ForbiddenError, TbaError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat
 from tba_buffer.run.component_times import ComponentTimes
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 MAX_NAMES = 64
@@ -95,10 +95,9 @@ class Components:
         keys, redis, name = self._context.keys, self._context.redis, beat.component_id
         with redis_errors("read a heartbeat"):
             text = await redis.hget(keys.components, name)
-            known = text and self._context.read_or_note("component", name, lambda: self._info(name, text))
-            # a damaged entry is free for every kind: the heartbeat replaces it
-            if not known or known.kind == beat.kind:
-                return
+        known = text and needed(keys.components, name, lambda: self._info(name, text))
+        if not known or known.kind == beat.kind:
+            return
         await self._context.count("foreign:heartbeat")
         raise ForbiddenError(f"{name!r} is a {known.kind}, not a {beat.kind}; use another id")
 
@@ -218,9 +217,8 @@ class Components:
         forgotten: list[bytes] = []
         for component_id, text in sorted(raw.items()):
             name = component_id.decode(errors="replace")
-            info = self._context.read_or_note("component", name, lambda name=name, text=text: self._info(name, text))
-            # a damaged one goes too: its next heartbeat writes it again
-            if info is None or (info.heartbeat_age_s > FORGET_AFTER_S and not self._is_view):
+            info = needed(key, name, lambda name=name, text=text: self._info(name, text))
+            if info.heartbeat_age_s > FORGET_AFTER_S and not self._is_view:
                 forgotten.append(component_id)
                 continue
             remembered[name] = _Known(info.kind, now - info.heartbeat_age_s, info.state in ENDED)
@@ -322,8 +320,8 @@ class TrainerWaits:
         for field, value in sorted(raw.items()):
             name = field.removeprefix(_TOTAL).decode(errors="replace")
             if field.startswith(_TOTAL):
-                waited_s = self._context.read_or_note("counter", f"wait {name}", lambda value=value: float(value))
-                found |= {} if waited_s is None else {name: waited_s}
+                key = self._context.keys.trainer_waits
+                found[name] = needed(key, name, lambda value=value: float(value))
         return found
 
 

@@ -23,7 +23,7 @@ from tba.logs import get_logger
 from tba.wire import new_id
 from tba_buffer.run.lineage import fenced, rollback_waits
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 log = get_logger("run")
@@ -63,12 +63,10 @@ class RunControl:
                 pipe.lrange(key, after, last - 1)
                 pipe.llen(key)
                 lines, num_lines = await pipe.execute()
-        read = self._context.read_or_note
-        found = [
-            read("change", f"run {number}", lambda line=line: RunChange.model_validate_json(line))
+        changes = [
+            needed(key, f"line {number}", lambda line=line: RunChange.model_validate_json(line))
             for number, line in enumerate(lines, after + 1)
         ]
-        changes = [change for change in found if change is not None]
         return RunChanges(changes=changes, next=last if lines and last < num_lines else None)
 
     async def command(self, name: Command, command: RunCommand, role: Role) -> None:

@@ -15,7 +15,7 @@ from tba.wire.codec import new_id
 from tba_buffer.index.log_follower import IncompleteLogError, IndexView
 from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
-from tba_buffer.storage.damage import ACCEPTED_BY_RECIPE
+from tba_buffer.storage.losses import ACCEPTED_BY_RECIPE
 
 log = get_logger("buffer")
 

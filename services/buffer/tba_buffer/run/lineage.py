@@ -16,7 +16,7 @@ from tba.errors import ConflictError, FencedError, RollbackError, UnavailableErr
 from tba.fields import MAX_LINEAGE
 from tba.versions import START, LineageTree, PolicyVersion
 from tba_buffer.storage import buffer_epoch
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 
@@ -35,7 +35,7 @@ def rollback_waits(what: str, waiting: RollbackInfo | bytes) -> RollbackError:
     if isinstance(waiting, bytes):
         try:
             waiting = RollbackInfo.model_validate_json(waiting)
-        except ValidationError:  # noted where the run is read, and the next draw says that Redis must be restored
+        except ValidationError:  # the next draw says that Redis must be restored
             return RollbackError(f"{what} was refused: an operator has asked for a rollback, whose text is damaged")
     return RollbackError(f"{what} was refused: an operator has asked for a rollback to {waiting.version}")
 
@@ -70,10 +70,9 @@ class Lineages:
             raw = await self._context.redis.hgetall(self._context.keys.lineages)
         parents: dict[int, PolicyVersion] = {}
         for lineage, text in raw.items():
-            name = f"lineage {lineage.decode(errors='replace')}"
-            found = self._context.read_or_note("run", name, lambda pair=(lineage, text): _parent(*pair))
-            if found is not None:
-                parents[found[0]] = found[1]
+            name = lineage.decode(errors="replace")
+            number, parent = needed(self._context.keys.lineages, name, lambda pair=(lineage, text): _parent(*pair))
+            parents[number] = parent
         self.tree = LineageTree(parents)
         self._active = self.history(max(parents, default=START.lineage))
 
@@ -207,7 +206,7 @@ class Lineages:
 
     async def _check_history(self, version: PolicyVersion, token: str, what: str) -> None:
         # only the history needs this read: the script that follows compares the token once more
-        run = await RunHash.read(self._context, is_decisive=True)
+        run = await RunHash.read(self._context)
         if run.token != token:
             raise fenced(what)
         # whoever takes the token takes a lineage: without one, nothing is decided by a guess

@@ -52,7 +52,7 @@ class Rollbacks:
         Raises:
             UnavailableError: Redis or the object store did not answer.
         """
-        return await self._offered(await RunHash.read(self._context, is_decisive=True))
+        return await self._offered(await RunHash.read(self._context))
 
     async def _offered(self, run: RunHash) -> list[PolicyVersion]:
         history, kept = self._lineages.history(run.lineage), run.checkpoints_kept
@@ -74,7 +74,7 @@ class Rollbacks:
             UnavailableError: Redis or the object store did not answer.
         """
         for _ in range(_MOST_LISTINGS):
-            run = await RunHash.read(self._context, is_decisive=True)
+            run = await RunHash.read(self._context)
             found = await self._offered(run)
             version = next((version for version in found if version.step <= request.step), None)
             reply = await self._ask(request, run, version)

@@ -25,7 +25,7 @@ from tba.config import LIVE_NAMES, LiveName, LiveSettings, Recipe, Schedule, par
 from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba_buffer.run.lineage import Lineages, fenced
 from tba_buffer.storage import buffer_epoch
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.keys import Keys
 from tba_buffer.storage.redis_client import BytesRedis, redis_errors
 
@@ -205,15 +205,13 @@ class Settings:
         run = RunHash(self._context, raw)
         active = self._lineages.history(run.lineage)
         of_revision: dict[int, list[SettingEffect]] = {}
-        read = self._context.read_or_note
-        found = [read("change", f"effect {text!r}", lambda text=text: _effect(text, active)) for text in effects]
-        for revision, effect in sorted((pair for pair in found if pair), key=lambda pair: pair[1].at_s):
+        found = [needed(keys.settings_effects, repr(text), lambda text=text: _effect(text, active)) for text in effects]
+        for revision, effect in sorted(found, key=lambda pair: pair[1].at_s):
             of_revision.setdefault(revision, []).append(effect)
-        audits = [
-            read("change", f"settings {revision}", lambda line=line: _audit(json.loads(line), of_revision))
+        changes = [
+            needed(keys.settings_changes, f"line {revision}", lambda line=line: _audit(json.loads(line), of_revision))
             for revision, line in enumerate(lines, after + 1)
         ]
-        changes = [audit for audit in audits if audit is not None]
         return SettingsInfo(
             revision=current.revision,
             settings=current.settings,

@@ -1,9 +1,9 @@
 """Read the state of the run, and decide by it whether sampling or generation waits.
 
-    read         a RunSnapshot, which leases and draws decide by: state, counts of flow control, live settings, index.
-                 A damaged field is an error, since nobody may be given work by a guess.
-    read_fields  the RunHash, which people are shown. A damaged field is noted, and shown as absent.
+    read         a RunSnapshot, which leases and draws decide by: state, counts of flow control, live settings, index
+    read_fields  the RunHash, which people are shown
 
+A field that cannot be read is an error with its name, since nobody may be given work by a guess.
 Every request asks the RunStateReader, once. Fields that must be atomic with other keys are read beside them: scripts
 compare the token themselves, and the pages of the audits and of the ledger read the run in one transaction with their
 lines. RunHash (storage/context.py) parses the fields for all.
@@ -226,7 +226,6 @@ class RunStateReader:
             keys.batches_since_publication,
             keys.open_steps,
             keys.settings,
-            keys.damaged_items,
             keys.log,
         ]
         self._reading = SingleFlight(self._read, asyncio.Lock())
@@ -246,7 +245,7 @@ class RunStateReader:
         return self._last
 
     async def read_fields(self) -> RunHash:
-        """Return the run as Redis has it; every damaged field is noted.
+        """Return the run as Redis has it.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -277,10 +276,10 @@ class RunStateReader:
         revision: Any,
     ) -> RunSnapshot:
         keys, raw = self._context.keys, dict(zip(FIELDS, fields, strict=True))
-        run = RunHash(self._context, raw, is_decisive=True)
+        run = RunHash(self._context, raw)
         lineage, step, retries = run.lineage, run.step, run.num_retries
         position, inserted, leased, drawn, void, inserted_at_publication, publications = (
-            needed(keys.counters, name, number, partial(parse_number, lowest=-MAX_NUMBER))
+            needed(keys.counters, name, partial(parse_number, number, lowest=-MAX_NUMBER))
             for name, number in zip(COUNTERS, counters, strict=True)
         )
         index = self._view.index
@@ -295,7 +294,7 @@ class RunStateReader:
             step=step,
             num_retries=retries,
             rollback=run.rollback,
-            settings=await self._settings.at(needed(keys.settings, "revision", revision, parse_number)),
+            settings=await self._settings.at(needed(keys.settings, "revision", partial(parse_number, revision))),
             counts=FlowCounts(
                 stored=index.num_scored - index.num_used_up,
                 used_up=index.num_used_up,

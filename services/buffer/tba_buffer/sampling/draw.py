@@ -46,7 +46,7 @@ from tba_buffer.run.state import (
 from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
 from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots, drawn_event
 from tba_buffer.scoring.rollout_scorer import RolloutScorer
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 POLL_S = 0.5
@@ -284,7 +284,7 @@ class BatchDrawer:
         with redis_errors("read a batch"):
             batch_id = member.partition(b"|")[0].decode(errors="replace")
             raw = await self._context.redis.get(keys.batch(batch_id))
-            record = raw and self._context.read_or_note("batch", batch_id, lambda: BatchRecord.decode(raw))
+            record = raw and needed(keys.batch(batch_id), "batch", lambda: BatchRecord.decode(raw))
             if record and record.deadline_s >= min_deadline_s:
                 payloads = await self._context.redis.hmget(keys.payloads, record.rollout_ids)
                 if None not in payloads:

@@ -28,7 +28,7 @@ from tba.wire import DrawnGroup, encode_batch
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.rollouts.trained_steps import encode_trained
 from tba_buffer.run.lineage import Lineages, fenced, rollback_waits
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 MAX_ENTRIES_PER_PAGE = 10_000
@@ -163,7 +163,7 @@ class BatchLedger:
         keys, now = self._context.keys, self._context.clock()
         with redis_errors("read a batch"):
             raw = await self._context.redis.get(keys.batch(batch_id))
-        record = raw and self._context.read_or_note("batch", batch_id, lambda: BatchRecord.decode(raw))
+        record = raw and needed(keys.batch(batch_id), "batch", lambda: BatchRecord.decode(raw))
         num_rollouts = 0 if record is None else record.num_rollouts
         if record is not None:
             _check_counts(record, request)
@@ -232,12 +232,10 @@ class BatchLedger:
                 pipe.hgetall(context.keys.run)
                 lines, num_lines, run = await pipe.execute()
         history = self._lineages.history(RunHash(context, run).lineage)
-        entries: list[LedgerLine] = []
-        for number, line in enumerate(lines, after):
-            entry = context.read_or_note("ledger", f"line {number}", lambda line=line: _entry(line, history))
-            if entry is not None:
-                entries.append(entry)
-        # damaged lines count too: a position in the ledger never changes
+        entries = [
+            needed(context.keys.ledger, f"line {number}", lambda line=line: _entry(line, history))
+            for number, line in enumerate(lines, after)
+        ]
         end = after + len(lines)
         return LedgerReply(entries=entries, next=end if lines and end < num_lines else None, num_lines=num_lines)
 

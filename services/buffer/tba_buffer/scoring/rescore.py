@@ -26,7 +26,7 @@ from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.scoring.reward_service import RewardConnection
 from tba_buffer.scoring.rollout_scorer import Positions, RolloutScorer, ScoredRollout
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 log = get_logger("rescore")
@@ -244,8 +244,8 @@ class RescoreJobs:
             if not self._is_loaded:
                 with redis_errors("read the re-scoring job"):
                     text = await self._context.redis.get(self._context.keys.rescore)
-                read = self._context.read_or_note
-                self._job = text and read("job", "rescore", lambda: RescoreInfo.model_validate_json(text))
+                key = self._context.keys.rescore
+                self._job = text and needed(key, "rescore", lambda: RescoreInfo.model_validate_json(text))
                 self._is_loaded, self._left = True, None
             return self._job
 

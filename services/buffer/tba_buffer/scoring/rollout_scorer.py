@@ -19,7 +19,8 @@ from tba.api import ScoreItem
 from tba.api.scores import AWAY_REASONS, TRANSIENT_REASONS
 from tba.clients import RewardClient
 from tba.concurrency import in_thread
-from tba.errors import BadRequestError
+from tba.errors import BadRequestError, WireError
+from tba.logs import get_logger
 from tba.wire import Rollout, decode_rollout, encode_rollout, storable_parts
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
@@ -34,6 +35,7 @@ from tba_buffer.storage.redis_client import redis_errors
 
 MAX_TRANSIENT_TRIES = 3
 """Requests for an item whose error may have been chance: a timeout, a crashed process, ..."""
+log = get_logger("scorer")
 Positions = NDArray[np.int64]
 
 
@@ -179,13 +181,13 @@ class RolloutScorer:
             # evicted since the index was read
             if payload is None:
                 continue
-            name = fallback.rollout_id.hex()
-            rollout = self._context.read_or_note("rollout", name, lambda payload=payload: decode_rollout(payload))
-            if rollout is None:
+            try:
+                rollouts.append(decode_rollout(payload))
+            except WireError as error:
+                log.warning("damaged_rollout", rollout_id=fallback.rollout_id.hex(), reason=str(error))
                 failed.append(ScoredRollout(position, fallback, len(payload), fallback, payload, is_damaged=True))
             else:
                 found.append((position, payload))
-                rollouts.append(rollout)
         return found, rollouts, failed
 
     def _must_wait(self, position: int, score: Score) -> bool:

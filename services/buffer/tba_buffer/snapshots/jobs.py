@@ -27,7 +27,7 @@ from tba_buffer.run.lineage import Lineages
 from tba_buffer.snapshots.load import OriginDocument, SnapshotLoad
 from tba_buffer.snapshots.save import SnapshotSave
 from tba_buffer.snapshots.snapshot_format import read_manifest
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context, RunHash, needed
 
 OWNER = "buffer"
 SAVE, LOAD = "snapshot-save", "snapshot-load"
@@ -302,11 +302,8 @@ class SnapshotJobs:
         """Return (origin, how far it is loaded, active lineage) as Redis has them."""
         run = await RunHash.read(self._context, "read the origin of the run")
         origin = run.raw.get(b"origin")
-        if origin is None:
-            self._context.damaged_items.forget("run", "origin")  # a damaged one was taken away
-            document = None
-        else:
-            document = self._context.read_or_note(
-                "run", "origin", lambda: msgspec.json.decode(origin, type=OriginDocument)
-            )
+        document = None
+        if origin is not None:
+            key = self._context.keys.run
+            document = needed(key, "origin", lambda: msgspec.json.decode(origin, type=OriginDocument))
         return document, run.origin_cursor, run.raw.get(b"lineage")

@@ -6,7 +6,7 @@
                   position is the saved one: the live table names what is live there, and nothing else that was written
     end           live table, prompts, and last the manifest
 
-Damaged items are left out, and named in GET /v1/run: a snapshot that held them could not be loaded.
+Damaged rollouts are left out: a snapshot that held them could not be loaded.
 
 The log tells which rollouts were scored again, because a new payload may have the old reward and size. So the log must
 not be cut during a save: the buffer does not compact it then.
@@ -30,6 +30,7 @@ from tba.errors import (
     UnavailableError,
     WireError,
 )
+from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START
 from tba.weights import WeightVersions
@@ -44,7 +45,7 @@ from tba.wire.snapshot_manifest import (
 from tba_buffer.index.log import FAILED, PENDING, SCORED, Rescored, parse_entry
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.prompts.catalog import DAMAGED_TASK, Catalog
+from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.snapshots.snapshot_format import OBJECT_BYTES, ROWS_PER_TABLE, SnapshotWriter, encode_places
 from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, RunHash
@@ -58,6 +59,7 @@ HELD_BYTES = 256 << 20
 """The most that the last pass may read, and hold in memory, when MAX_PASSES have not left less than LITTLE_BYTES."""
 LOG_ENTRIES_PER_READ = 500
 PROMPTS_PER_READ = 1000
+log = get_logger("snapshots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +229,9 @@ class SnapshotSave:
         for rollout_id, payload in zip(ids, payloads, strict=True):
             item = None if payload is None else next(items)
             if isinstance(item, WireError):
-                self._context.damaged_items.note("rollout", rollout_id.hex(), item, at_s=self._context.clock())
-            found.append(isinstance(item, RolloutDocument) and self._has_prompt(item.prompt_id))
+                log.warning("damaged_rollout", rollout_id=rollout_id.hex(), reason=str(item))
+            found.append(isinstance(item, RolloutDocument) and self._catalog.find(item.prompt_id) is not None)
         return found
-
-    def _has_prompt(self, prompt_id: str) -> bool:
-        known = self._catalog.find(prompt_id)
-        return known is not None and known[1].task != DAMAGED_TASK
 
     async def _manifest_base(self) -> SnapshotManifest:
         """Return the manifest without objects: everything that is saved except rollouts and prompts."""
@@ -244,7 +242,7 @@ class SnapshotSave:
                 pipe.hgetall(keys.lineages)
                 pipe.hgetall(keys.announced)
                 raw, lineages, announced = await pipe.execute()
-        run = RunHash(context, raw, is_decisive=True)
+        run = RunHash(context, raw)
         publications = [
             SavedPublication(position=int(at), version=version.decode()) for version, at in announced.items()
         ]
@@ -263,7 +261,7 @@ class SnapshotSave:
             num_scored=0,
             num_pending=0,
             num_failed=0,
-            num_prompts=sum(map(self._has_prompt, self._catalog.ids)),
+            num_prompts=len(self._catalog.ids),
             policy_temperature=context.recipe.model.policy_temperature,
             start_params_sha256=None,
             rollouts=[],
@@ -272,14 +270,11 @@ class SnapshotSave:
         )
 
     async def _prompts(self, num_prompts: int) -> list[StoredObject]:
-        """Write the first `num_prompts` prompts as JSON lines, in upload order, without the damaged ones."""
+        """Write the first `num_prompts` prompts as JSON lines, in upload order."""
         objects: list[StoredObject] = []
         lines: list[bytes] = []
         for at in range(0, num_prompts, PROMPTS_PER_READ):
-            ids = list(filter(self._has_prompt, self._catalog.ids[at : min(at + PROMPTS_PER_READ, num_prompts)]))
-            # all of these prompts are damaged
-            if not ids:
-                continue
+            ids = self._catalog.ids[at : min(at + PROMPTS_PER_READ, num_prompts)]
             with redis_errors("read the prompts"):
                 lines += [text + b"\n" for text in await self._context.redis.hmget(self._context.keys.prompts, ids)]
             if sum(map(len, lines)) > OBJECT_BYTES:

@@ -40,7 +40,7 @@ async def take(context: Context) -> None:
     """
     await check_format(context.redis, context.keys)
     with redis_errors("count the start of this process"):
-        if context.losses.read_count("buffer epoch", await context.redis.get(context.keys.epoch)) is None:
+        if context.losses.read_count(await context.redis.get(context.keys.epoch)) is None:
             # damaged, so the last epoch is unknown: continue from a number that no start had
             await context.redis.set(context.keys.epoch, int(context.clock()))
         async with context.redis.pipeline(transaction=True) as pipe:
@@ -134,4 +134,4 @@ def _superseded(context: Context, what: str) -> SupersededError:
 async def _epoch(context: Context) -> int:
     """Return the epoch in Redis; 0: none, or a damaged one."""
     with redis_errors("read the epoch of the buffer process"):
-        return context.losses.read_count("buffer epoch", await context.redis.get(context.keys.epoch)) or 0
+        return context.losses.read_count(await context.redis.get(context.keys.epoch)) or 0

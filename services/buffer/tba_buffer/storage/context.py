@@ -23,15 +23,18 @@ from tba.api import RollbackInfo, RunChange, RunState
 from tba.config import Recipe
 from tba.config.redis import redis_access
 from tba.errors import UnavailableError
-from tba.fields import MAX_NUMBER
+from tba.fields import MAX_NUMBER, one_line
 from tba.versions import PolicyVersion
 from tba_buffer.storage.buffer_epoch import BufferEpoch
-from tba_buffer.storage.damage import LOSS_COUNTERS, DamagedItems, Kind, Losses
 from tba_buffer.storage.durability import DurabilityCheck
 from tba_buffer.storage.keys import Keys
+from tba_buffer.storage.losses import LOSS_COUNTERS, Losses
 from tba_buffer.storage.redis_client import BytesRedis, redis_errors
 
 T = TypeVar("T")
+DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""The errors that parsing damaged bytes can raise."""
+MAX_DETAIL_CHARS = 300
 SCRIPT_NAMES = (
     "push",
     "evict",
@@ -75,7 +78,7 @@ ACKNOWLEDGING = {
     "settings",
     "scale",
 }
-"""Scripts that acknowledge something: each adds one to the counter `acknowledged` (damage.py). Leases, draws and
+"""Scripts that acknowledge something: each adds one to the counter `acknowledged` (losses.py). Leases, draws and
 evictions are made again when Redis has lost them."""
 PRELUDES = {
     "push": ("visits",),
@@ -149,7 +152,7 @@ class Scripts:
                 await self._durability.require()
                 raise
         if name in ACKNOWLEDGING:
-            epoch, number = self._losses.read_count("buffer epoch", replies.pop()) or 0, replies.pop()
+            epoch, number = self._losses.read_count(replies.pop()) or 0, replies.pop()
             if await self._losses.acknowledge(number, acknowledged, epoch=epoch):
                 await self._durability.check()
         # the script may have run over a new connection, behind which is a Redis that is not durable
@@ -217,8 +220,6 @@ class Context:
 
     Pushes do not need it. Its holder catches the index up first, so that it sees exactly what it changes.
     """
-    damaged_items: DamagedItems = field(default_factory=DamagedItems)
-    """Stored items that cannot be read."""
 
     def notify_all(self) -> None:
         """Wake every long poll."""
@@ -234,8 +235,8 @@ class Context:
         """
         # it owns the connections, so that nothing is written over one that was not checked
         durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync, bool(recipe.buffer.read_only))
-        keys, epoch, damaged_items = Keys(recipe.run.name), BufferEpoch(), DamagedItems()
-        losses = Losses(durability.redis, keys, epoch, damaged_items, clock=clock)
+        keys, epoch = Keys(recipe.run.name), BufferEpoch()
+        losses = Losses(durability.redis, keys, epoch, clock=clock)
         return cls(
             recipe=recipe,
             redis=durability.redis,
@@ -245,16 +246,7 @@ class Context:
             losses=losses,
             epoch=epoch,
             clock=clock,
-            damaged_items=damaged_items,
         )
-
-    def read_or_note(self, kind: Kind, name: str, how: Callable[[], T]) -> T | None:
-        """Return what `how` reads; None where it cannot, and then the item is noted as damaged."""
-        return self.damaged_items.read(kind, name, how, at_s=self.clock())
-
-    def read_number(self, name: str, text: bytes | None) -> int:
-        """Return a number of how the run stands; 0 where there is none, or a damaged one, which is noted."""
-        return self.read_or_note("run", name, lambda: parse_number(text)) or 0
 
     @property
     def run(self) -> str:
@@ -282,16 +274,18 @@ class Context:
             raw = await self.redis.hgetall(self.keys.counters)
         return self.parse_counters(raw)
 
-    def parse_counters(self, raw: Mapping[bytes, bytes]) -> dict[str, int]:
-        """Parse a hash of counters. A damaged one is left out, and noted."""
+    def parse_counters(self, raw: Mapping[bytes, bytes], key: str | None = None) -> dict[str, int]:
+        """Parse a hash of counters; of `keys.counters` without a key.
+
+        Raises:
+            UnavailableError: one cannot be read. Those that losses are found by are left out: reading continues then.
+        """
         found: dict[str, int] = {}
         for name, value in raw.items():
             text = name.decode(errors="replace")
-            if text in LOSS_COUNTERS:  # as the loss check reads them, which has bounds of its own
-                number = self.losses.read_count(text, value)
-            else:
-                number = self.read_or_note("counter", text, lambda value=value: int(value))
-            if number is not None:
+            if text not in LOSS_COUNTERS:
+                found[text] = needed(key or self.keys.counters, text, lambda value=value: int(value))
+            elif (number := self.losses.read_count(value)) is not None:
                 found[text] = number
         return found
 
@@ -312,19 +306,23 @@ parse_cursor = partial(parse_number, lowest=-1, absent=-1)
 """Parses how far a snapshot is loaded; -1: nothing of it."""
 
 
-def needed(key: str, name: str, text: bytes | None, parse: Callable[[bytes | None], T]) -> T:
-    """Parse a field that a decision needs.
+def unreadable(key: str, name: str, error: BaseException) -> UnavailableError:
+    """Return the error of a field that cannot be read: its bytes are damaged, or of another release."""
+    why = one_line(f"{type(error).__name__}: {error}".partition(" [type=")[0])[:MAX_DETAIL_CHARS]
+    why = why.encode(errors="backslashreplace").decode()
+    return UnavailableError(f"the field {name} of {key} in Redis cannot be read ({why}); restore Redis from a copy")
+
+
+def needed(key: str, name: str, how: Callable[[], T]) -> T:
+    """Return what `how` reads of a field.
 
     Raises:
-        UnavailableError: it is damaged.
+        UnavailableError: it cannot be read.
     """
     try:
-        return parse(text)
-    except ValueError:
-        raise UnavailableError(
-            f"the field {name} of {key} in Redis cannot be read: it is {(text or b'')[:100]!r}; "
-            "restore Redis from a copy"
-        ) from None
+        return how()
+    except DAMAGE_ERRORS as error:
+        raise unreadable(key, name, error) from None
 
 
 def _text(text: bytes | None) -> str | None:
@@ -339,75 +337,72 @@ def _versions(text: bytes | None) -> list[PolicyVersion] | None:
     return None if text is None else [PolicyVersion.parse(name) for name in text.decode().split()]
 
 
+def _change(text: bytes | None) -> RunChange | None:
+    return None if text is None else RunChange.model_validate_json(text)
+
+
 def _rollback(text: bytes | None) -> RollbackInfo | None:
     return None if text is None else RollbackInfo.model_validate_json(text)
 
 
-def _field(name: str, parse: Callable[[bytes | None], T], damaged: T) -> cached_property[T]:
-    """Define a field of RunHash: its name, its parser, and what a damaged one is shown as."""
+def _field(name: str, parse: Callable[[bytes | None], T]) -> cached_property[T]:
+    """Define a field of RunHash: its name and its parser."""
 
     def read(run: RunHash) -> T:
-        text = run.raw.get(name.encode())
-        if run.is_decisive:
-            return needed(run.context.keys.run, name, text, parse)
-        found = run.context.read_or_note("run", name, lambda: parse(text))
-        return damaged if found is None else found
+        return needed(run.context.keys.run, name, lambda: parse(run.raw.get(name.encode())))
 
     return cached_property(read)
+
+
+def _state(text: bytes | None) -> RunState:
+    # a run has no state before its first change: it is running from the beginning
+    state = "running" if text is None else text.decode()
+    if state not in get_args(RunState):
+        raise ValueError(f"it is {state[:100]!r}")
+    return cast(RunState, state)
 
 
 class RunHash:
     """The `run` hash as Redis had it at one moment. Versions are `lineage-step` texts.
 
-    A field is parsed once, when it is asked for. A damaged one is noted, and shown as absent; where `is_decisive` it is
-    an UnavailableError, since nobody may be given work by a guess. A damaged state counts as failed for both.
+    A field is parsed once, when it is asked for. One that cannot be read is an UnavailableError with its name, since
+    nobody may be given work by a guess.
 
     Args:
         context: Redis and settings.
         raw: field -> text, the reply of HGETALL: a transaction asks for it beside other keys of the same moment.
-        is_decisive: a decision depends on the fields.
     """
 
-    lineage = _field("lineage", parse_number, 0)
-    step = _field("step", parse_number, 0)  # the last acked one of the active lineage
-    token = _field("token", _text, None)
-    reason = _field("reason", lambda text: _text(text) or None, None)
-    latest_version = _field("latest_version", _version, None)
-    stored_sampling_version = _field("sampling_version", _version, None)
-    checkpoint = _field("checkpoint", _version, None)
-    checkpoint_key = _field("checkpoint_key", _text, None)
-    checkpoints_kept = _field("checkpoints_kept", _versions, None)  # None: no trainer has said yet
-    num_rollbacks = _field("rollbacks", parse_number, 0)
-    rollback = _field("rollback", _rollback, None)
-    num_retries = _field("retries", parse_number, 0)
-    num_lost_changes = _field("changes_lost", parse_number, 0)
-    num_losses_accepted = _field("losses_accepted", parse_number, 0)
-    origin_cursor = _field("origin_cursor", parse_cursor, 0)
+    state = _field("state", _state)
+    lineage = _field("lineage", parse_number)
+    step = _field("step", parse_number)  # the last acked one of the active lineage
+    token = _field("token", _text)
+    reason = _field("reason", lambda text: _text(text) or None)
+    latest_version = _field("latest_version", _version)
+    stored_sampling_version = _field("sampling_version", _version)
+    checkpoint = _field("checkpoint", _version)
+    checkpoint_key = _field("checkpoint_key", _text)
+    checkpoints_kept = _field("checkpoints_kept", _versions)  # None: no trainer has said yet
+    num_rollbacks = _field("rollbacks", parse_number)
+    rollback = _field("rollback", _rollback)
+    num_retries = _field("retries", parse_number)
+    num_lost_changes = _field("changes_lost", parse_number)
+    num_losses_accepted = _field("losses_accepted", parse_number)
+    change = _field("change", _change)  # the last change of the state
+    origin_cursor = _field("origin_cursor", parse_cursor)
 
-    def __init__(self, context: Context, raw: Mapping[bytes, bytes | None], *, is_decisive: bool = False) -> None:
-        self.context, self.raw, self.is_decisive = context, raw, is_decisive
+    def __init__(self, context: Context, raw: Mapping[bytes, bytes | None]) -> None:
+        self.context, self.raw = context, raw
 
     @classmethod
-    async def read(cls, context: Context, what: str = "read the run", *, is_decisive: bool = False) -> RunHash:
+    async def read(cls, context: Context, what: str = "read the run") -> RunHash:
         """Read it by itself.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
         with redis_errors(what):
-            return cls(context, await context.redis.hgetall(context.keys.run), is_decisive=is_decisive)
-
-    @cached_property
-    def state(self) -> RunState:
-        """The state; a text that is none counts as failed, where nothing is drawn or leased."""
-        text, context = _text(self.raw.get(b"state")), self.context
-        # a run has no state before its first change: it is running from the beginning
-        state = "running" if text is None else text
-        if state in get_args(RunState):
-            context.damaged_items.forget("run", "state")
-            return cast(RunState, state)
-        context.damaged_items.note("run", "state", f"it is {state[:100]!r}", at_s=context.clock())
-        return "failed"
+            return cls(context, await context.redis.hgetall(context.keys.run))
 
     @property
     def sampling_version(self) -> str | None:
@@ -415,15 +410,12 @@ class RunHash:
         # absent before the first publication of a fork
         return self.stored_sampling_version or self.latest_version
 
-    @cached_property
-    def change(self) -> RunChange | None:
-        """The last change of the state; a damaged one is noted as a line of the audit."""
-        if (line := _text(self.raw.get(b"change"))) is None:
-            return None
-        return self.context.read_or_note("change", "run last", lambda: RunChange.model_validate_json(line))
-
     def parse_all(self) -> RunHash:
-        """Parse every field now, so that each damaged one is noted."""
+        """Parse every field now.
+
+        Raises:
+            UnavailableError: one cannot be read.
+        """
         for name, item in vars(RunHash).items():
             if isinstance(item, cached_property):
                 getattr(self, name)

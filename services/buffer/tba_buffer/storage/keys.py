@@ -54,7 +54,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | that the trainer had not deleted when it registered one           | register_checkpoint   |
 |                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
 |                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
-|                 |        | changes_missing: lost, and not accepted, as it was found out      | damage.py,            |
+|                 |        | changes_missing: lost, and not accepted, as it was found out      | losses.py,            |
 |                 |        | retries: how often an operator had refused versions tried again;  | accept_loss,          |
 |                 |        | retried_by: request id of the last time                           | retry_versions        |
 | run_changes     | list   | JSON lines, oldest first: who changed the state, accepted a loss  | command, accept_loss, |
@@ -94,11 +94,9 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | scaling_reached | hash   | revision -> JSON of when so many searchers were alive             | scaling/              |
 | scaling_        | hash   | request id -> revision that it made                               | scale                 |
 | requests        |        |                                                                   |                       |
-| unreadable      | hash   | "kind:name" -> JSON of why this stored item cannot be read; the   | damage.py,            |
-|                 |        | first 1,000 that were found                                       | preludes/visits.lua   |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
-Counters: acknowledged (changes that somebody was told are stored: damage.py); log_position (of the last event);
+Counters: acknowledged (changes that somebody was told are stored: losses.py); log_position (of the last event);
 draw_position (of the last draw);
 evicted_number (of the last eviction); generated, loaded (from a snapshot), scored_total, pushed:<outcome>,
 refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
@@ -141,7 +139,6 @@ class Keys:
         self.log_checkpoint = self._prefix + "base"
         self.epoch = self._prefix + "replica"
         self.rescore = self._prefix + "rescore"
-        self.damaged_items = self._prefix + "unreadable"
         self.format = self._prefix + "format"
         self.counters = self._prefix + "counters"
         self.ages = self._prefix + "ages"

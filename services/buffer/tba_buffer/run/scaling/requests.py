@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tba.api import MAX_CHANGES_PER_PAGE, ScaleAudit, ScaleReached, ScaleRequest
 from tba_buffer.storage import buffer_epoch
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, needed, parse_number
 from tba_buffer.storage.redis_client import redis_errors
 
 
@@ -37,9 +37,10 @@ class ScaleRequests:
         """
         with redis_errors("read how many searchers are desired"):
             revision, num = await self._context.redis.hmget(self._context.keys.scaling, "revision", "wanted")
+        key = self._context.keys.scaling
         return DesiredSearchers(
-            self._context.read_number("searchers revision", revision),
-            None if num is None else self._context.read_number("searchers wanted", num),
+            needed(key, "revision", lambda: parse_number(revision)),
+            None if num is None else needed(key, "wanted", lambda: parse_number(num)),
         )
 
     async def change(self, request: ScaleRequest) -> int:
@@ -81,21 +82,17 @@ class ScaleRequests:
                 pipe.llen(keys.scaling_changes)
                 pipe.hgetall(keys.scaling_reached)
                 lines, num_lines, raw = await pipe.execute()
-        read = self._context.read_or_note
 
         def audit(line: bytes) -> ScaleAudit:
             fields = json.loads(line)
-            # read by itself: a damaged time must not hide who asked for how many
             when = raw.get(b"%d" % fields["revision"])
-            name = f"searchers reached {fields['revision']}"
-            reached = None if when is None else read("change", name, lambda: ScaleReached.model_validate_json(when))
-            return ScaleAudit(**fields, reached=reached)
+            return ScaleAudit(**fields, reached=None if when is None else ScaleReached.model_validate_json(when))
 
         found = [
-            read("change", f"searchers {revision}", lambda line=line: audit(line))
+            needed(keys.scaling_changes, f"line {revision}", lambda line=line: audit(line))
             for revision, line in enumerate(lines, after + 1)
         ]
-        return [item for item in found if item is not None], last if lines and last < num_lines else None
+        return found, last if lines and last < num_lines else None
 
     async def reach(self, revision: int, *, lineage: int, step: int) -> None:
         """Note that as many searchers as the revision asks for are alive. Only the first time counts.

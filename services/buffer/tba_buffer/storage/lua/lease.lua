@@ -1,8 +1,7 @@
 -- Lease evaluation units and visits; expired leases are released first. If some of the ids for new leases are open
 -- leases, the request is a repeat: it is answered with those, with a new deadline, and nothing else is granted.
 -- KEYS: 1 visits, 2 returned, 3 leases, 4 lease_deadlines, 5 cursor, 6 counters, 7 evals, 8 eval_todo,
---       9 eval_units, 10 eval_results, 11 run, 12 settings, 13 settings_changes, 14 settings_effects,
---       15 damaged items
+--       9 eval_units, 10 eval_results, 11 run, 12 settings, 13 settings_changes, 14 settings_effects
 -- ARGV: 1 now_s, 2 deadline_s of new leases, 3 searcher id, 4 rollouts per visit, 5 most leases, 6 most train leases,
 --       7 most rollouts of train leases (-1: any), 8 the cursor as the caller saw it, 9 number of candidates,
 --       10 revision of the live settings that train leases are sampled with,
@@ -23,8 +22,8 @@ local known = redis.call('HMGET', KEYS[3], unpack(ARGV, FIRST_ID, FIRST_ID + max
 for i = 1, max_leases do
   if known[i] then
     local lease_id = ARGV[FIRST_ID + i - 1]
-    local lease = read_lease(KEYS[15], lease_id, known[i])
-    local visit = lease and lease.k == 'train' and read_visit(KEYS[1], KEYS[6], KEYS[15], lease.v)
+    local lease = read_lease(known[i])
+    local visit = lease and lease.k == 'train' and read_visit(KEYS[1], KEYS[6], lease.v)
     if visit then
       answer('train', lease_id, lease.v, visit.p, visit.n)
     elseif lease and lease.k == 'eval' then
@@ -59,7 +58,7 @@ for i = FIRST_ID + max_leases + num_candidates * 3, #ARGV do cannot_use[ARGV[i]]
 local function pending_eval(eval_id)
   if evals[eval_id] == nil then
     local text = redis.call('HGET', KEYS[7], eval_id)
-    local eval = text and read(KEYS[15], 'evaluation', eval_id, text, is_eval) -- a damaged one is failed: nobody leases it
+    local eval = text and read(text, is_eval)
     evals[eval_id] = eval and eval.state == 'pending' and eval.deadline_s > now and eval or false
   end
   return evals[eval_id]
@@ -70,7 +69,6 @@ while num_leases < max_leases do
   if not unit then break end
   local eval_id, kind = string.match(unit, '^([^|]+)|(%a+)|%d+$')
   local is_unit = kind == 'sample' or kind == 'greedy'
-  if not is_unit then note_damage(KEYS[15], 'unit', unit) end
   local eval = is_unit and pending_eval(eval_id)
   if eval and cannot_use[eval.version] then
     num_skipped = num_skipped + 1
@@ -108,7 +106,7 @@ local function may_grant() return num_leases < max_leases and num_train < max_tr
 while may_grant() do
   local visit_id = redis.call('LPOP', KEYS[2])
   if not visit_id then break end
-  local visit = read_visit(KEYS[1], KEYS[6], KEYS[15], visit_id)
+  local visit = read_visit(KEYS[1], KEYS[6], visit_id)
   if visit then grant(visit_id, visit) end
 end
 

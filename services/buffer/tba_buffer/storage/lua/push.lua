@@ -1,6 +1,6 @@
 -- Store one push, all or nothing: deduplicate, log, store, count, fulfil visits.
 -- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 visits, 6 leases, 7 lease_deadlines, 8 run, 9 epoch, 10 gone,
---       11 gone_before, 12 damaged items
+--       11 gone_before
 -- ARGV: 1 number of items N, 2 number of visits V, 3 all packed records (log.py), one after the other; a record begins
 --       with the rollout id, 4 per item the number (2 bytes, little-endian, from 0) of its visit,
 --       5 epoch, then N payloads, V visit ids, V ids of the searchers that say that they sampled them (a visit of two
@@ -40,7 +40,7 @@ end
 -- Only searchers that a visit was leased to may push for it. An unknown visit has ended or was never leased: a push for it
 -- is stored, and fulfils nothing.
 local function is_foreign(visit_id, searcher_id)
-  local visit = read_visit(KEYS[5], KEYS[3], KEYS[12], visit_id)
+  local visit = read_visit(KEYS[5], KEYS[3], visit_id)
   if not visit then return false end
   for _, holder in ipairs(visit.h or {}) do
     if holder == searcher_id then return false end
@@ -82,7 +82,7 @@ for i = 1, num_items do
 end
 
 local function fulfil(visit_id, number)
-  local visit = read_visit(KEYS[5], KEYS[3], KEYS[12], visit_id)
+  local visit = read_visit(KEYS[5], KEYS[3], visit_id)
   if not visit then return end
   if visit.l ~= '' then count('inflight', -math.min(number, visit.n)) end
   visit.n = visit.n - number

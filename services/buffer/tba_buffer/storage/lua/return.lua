@@ -6,7 +6,7 @@
 local num_returned = tonumber(ARGV[2])
 for i = 3, #ARGV do
   local text = redis.call('HGET', KEYS[3], ARGV[i])
-  local lease = text and read_lease(KEYS[15], ARGV[i], text)
+  local lease = text and read_lease(text)
   if lease and lease.s == ARGV[1] then
     release(ARGV[i], i <= 2 + num_returned and 'returned' or 'refused')
   elseif lease then

@@ -1,24 +1,15 @@
 -- Prelude of the scripts that read or end visits, leases, units and batches. A damaged one fails alone: it counts as
--- absent, and GET /v1/run names it (damage.py).
-local MOST_NOTED, LONGEST_NAME = 1000, 256 -- as in damage.py
-
-local function note_damage(damaged, kind, name)
-  if redis.call('HLEN', damaged) >= MOST_NOTED then return end
-  redis.call('HSETNX', damaged, kind .. ':' .. string.sub(name, 1, LONGEST_NAME),
-    '{"detail":"what is stored is no ' .. kind .. '","found_at_s":' .. redis.call('TIME')[1] .. '}')
-end
-
-local function read(damaged, kind, name, text, is_good)
+-- absent, since an error in the middle of a script would leave its work half done.
+local function read(text, is_good)
   local is_json, value = pcall(cjson.decode, text)
   if is_json and type(value) == 'table' and is_good(value) then return value end
-  note_damage(damaged, kind, name)
 end
 
 local function is_lease(value)
   return type(value.s) == 'string' and (value.k == 'eval' and type(value.u) == 'string'
     or value.k == 'train' and type(value.v) == 'string')
 end
-local function read_lease(damaged, lease_id, text) return read(damaged, 'lease', lease_id, text, is_lease) end
+local function read_lease(text) return read(text, is_lease) end
 
 -- The fields of an evaluation that leases need; evaluations.py reads the rest.
 local function is_eval(value)
@@ -34,14 +25,14 @@ end
 
 -- A visit, or nil. A damaged one is dropped with all other damaged ones, and the rollouts in flight are counted again,
 -- since nobody knows how many were theirs.
-local function read_visit(visits, counters, damaged, visit_id)
+local function read_visit(visits, counters, visit_id)
   local text = redis.call('HGET', visits, visit_id)
   if not text then return end
-  local visit = read(damaged, 'visit', visit_id, text, is_visit)
+  local visit = read(text, is_visit)
   if visit then return visit end
   local inflight, every = 0, redis.call('HGETALL', visits)
   for i = 1, #every, 2 do
-    local other = read(damaged, 'visit', every[i], every[i + 1], is_visit)
+    local other = read(every[i + 1], is_visit)
     if not other then
       redis.call('HDEL', visits, every[i])
     elseif other.l ~= '' then
@@ -59,7 +50,7 @@ local function subject_of(lease_id)
   if unit then return {k = 'eval', u = unit} end
   local every = redis.call('HGETALL', KEYS[1])
   for i = 1, #every, 2 do
-    local visit = read(KEYS[15], 'visit', every[i], every[i + 1], is_visit)
+    local visit = read(every[i + 1], is_visit)
     if visit and visit.l == lease_id then return {k = 'train', v = every[i]} end
   end
 end
@@ -72,13 +63,13 @@ local function release(lease_id, why)
   if not text then return end
   redis.call('HDEL', KEYS[3], lease_id)
   redis.pcall('HINCRBY', KEYS[6], 'leases:' .. why, 1)
-  local lease = read_lease(KEYS[15], lease_id, text) or subject_of(lease_id)
+  local lease = read_lease(text) or subject_of(lease_id)
   if not lease then return end
   if lease.k == 'eval' then
     if redis.call('HEXISTS', KEYS[10], lease.u) == 0 then redis.call('RPUSH', KEYS[8], lease.u) end
     return
   end
-  local visit = read_visit(KEYS[1], KEYS[6], KEYS[15], lease.v)
+  local visit = read_visit(KEYS[1], KEYS[6], lease.v)
   if not visit or visit.l ~= lease_id then return end
   redis.call('HINCRBY', KEYS[6], 'inflight', -visit.n)
   if why == 'refused' then

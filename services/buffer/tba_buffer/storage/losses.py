@@ -1,8 +1,4 @@
-"""Find out what Redis has damaged or lost of this run.
-
-A damaged item cannot be read: its bytes are damaged, or of a release that accepted larger numbers. It fails alone. Its
-reader leaves it out, or shows it as failed, and notes it here (DamagedItems); GET /v1/run counts and names it. The
-notes are kept in Redis, because a new checkpoint of the log no longer shows that a rollout was damaged.
+"""Find out what Redis has lost of this run.
 
 A loss is something that was acknowledged and is not there (Losses):
 
@@ -25,48 +21,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
 
-from tba.api import DamagedInfo, DamagedItem
 from tba.api.run import AuditRole
-from tba.fields import one_line
-from tba.logs import get_logger
 from tba_buffer.storage.buffer_epoch import BufferEpoch
 from tba_buffer.storage.keys import FORMAT_TEXT, Keys
 from tba_buffer.storage.redis_client import BytesRedis, redis_errors
 
-T = TypeVar("T")
-Kind = Literal[
-    "rollout",
-    "prompt",
-    "evaluation",
-    "result",
-    "component",
-    "ledger",
-    "trained",
-    "change",
-    "batch",
-    "job",
-    "counter",
-    "run",
-    "visit",
-    "lease",
-    "unit",
-    "cursor",
-]
-DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""The errors that parsing damaged bytes can raise."""
-RESTORABLE = ("run", "counter")
-"""Kinds that are read again and again in the same place, so that a repair shows."""
-DECISIVE = ("state", "lineage", "step", "latest_version", "sampling_version", "checkpoint")
-"""Fields of the run without which nothing is leased, drawn or evicted. Damage to others is only shown."""
-MAX_KEPT = 1000
-"""Most items that are counted. With more, the items are not the problem."""
-NUM_SHOWN = 20
-MAX_DETAIL_CHARS = 300
 MAX_CLAIM = 2**53
 LOSS_COUNTERS = ("acknowledged", "log_position")
 """Counters that show losses."""
@@ -75,106 +37,6 @@ REMEDIES = (
     "is there (`tba buffer accept-loss`)"
 )
 ACCEPTED_BY_RECIPE = "buffer.appendfsync is everysec: what a crash of Redis loses is accepted"
-log = get_logger("damage")
-
-
-class DamagedItems:
-    """The damaged items that were found."""
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-        self._due: dict[str, str] = {}
-        """Not yet in Redis."""
-        self._stored: set[str] = set()
-        """In Redis, as of the last read."""
-        self._restored: set[str] = set()
-        """In Redis, but readable again."""
-
-    @property
-    def problem(self) -> str | None:
-        """Why the service is not ready: decisive fields of the run are damaged. None: they can be read."""
-        known = (field.removeprefix("run:") for field in self._known if field.startswith("run:"))
-        names = sorted(name for name in known if name in DECISIVE or name.startswith("lineage "))
-        if not names:
-            return None
-        return f"what Redis has of the run cannot be read ({', '.join(names)}); restore Redis from a copy"
-
-    def note(self, kind: Kind, name: str, why: BaseException | str, *, at_s: float) -> None:
-        """Note that an item cannot be read. Noting it again changes nothing."""
-        field = f"{kind}:{name[:256]}"
-        if field in self._known or (len(self._known) >= MAX_KEPT and kind not in RESTORABLE):
-            return  # readiness depends on the restorable kinds: they are noted however many items are damaged
-        self._known.add(field)
-        self._restored.discard(field)
-        detail = why if isinstance(why, str) else f"{type(why).__name__}: {why}".partition(" [type=")[0]
-        detail = one_line(detail)
-        detail = detail[:MAX_DETAIL_CHARS].encode(errors="backslashreplace").decode()
-        log.warning("damaged_item", kind=kind, name=name, detail=detail)
-        self._due[field] = json.dumps({"detail": detail, "found_at_s": at_s})
-
-    def read(self, kind: Kind, name: str, how: Callable[[], T], *, at_s: float) -> T | None:
-        """Return what `how` reads; None where it cannot, and then the item is noted."""
-        try:
-            found = how()
-        except DAMAGE_ERRORS as error:
-            self.note(kind, name, error, at_s=at_s)
-            return None
-        if kind in RESTORABLE:
-            self.forget(kind, name)
-        return found
-
-    def forget(self, kind: Kind, name: str) -> None:
-        """Note that an item can be read. If it could not before, it was restored."""
-        field = f"{kind}:{name[:256]}"
-        if field in self._known or field in self._stored:
-            self._known.discard(field)
-            self._due.pop(field, None)
-            self._restored.add(field)
-
-    async def keep(self, redis: BytesRedis, keys: Keys) -> None:
-        """Store the notes in Redis.
-
-        Raises:
-            UnavailableError: Redis did not take it; the next call tries again.
-        """
-        due, restored = dict(self._due), set(self._restored)
-        if not due and not restored:
-            return
-        with redis_errors("note what cannot be read"):
-            num_kept = await redis.hlen(keys.damaged_items)
-            # Redis holds notes of earlier processes too
-            for field, text in list(due.items())[: max(0, MAX_KEPT - num_kept)]:
-                await redis.hsetnx(keys.damaged_items, field, text)
-            if restored:
-                await redis.hdel(keys.damaged_items, *restored)
-        # only now: after an error the next call tries again
-        for field in due:
-            self._due.pop(field, None)
-        self._restored -= restored
-
-    async def info(self, redis: BytesRedis, keys: Keys) -> DamagedInfo | None:
-        """Return what was found since the run began; None when nothing was.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
-        await self.keep(redis, keys)
-        with redis_errors("read what cannot be read"):
-            raw = await redis.hgetall(keys.damaged_items)
-        self._stored = {field.decode(errors="replace") for field in raw}
-        if not raw:
-            return None
-        items = [_item(field.decode(errors="replace"), text) for field, text in raw.items()]
-        items.sort(key=lambda item: (-item.found_at_s, item.kind, item.name))
-        return DamagedInfo(num=dict(sorted(Counter(item.kind for item in items).items())), items=items[:NUM_SHOWN])
-
-
-def _item(field: str, text: bytes) -> DamagedItem:
-    kind, _, name = field.partition(":")
-    try:
-        return DamagedItem(kind=kind, name=name, **json.loads(text))
-    except DAMAGE_ERRORS:
-        return DamagedItem(kind=kind, name=name, detail="the note of why is damaged itself", found_at_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +71,6 @@ class Losses:
         redis: the client.
         keys: of the run.
         epoch: of this process.
-        damaged_items: where damaged numbers are noted.
         clock: Unix seconds.
     """
 
@@ -218,12 +79,10 @@ class Losses:
         redis: BytesRedis,
         keys: Keys,
         epoch: BufferEpoch,
-        damaged_items: DamagedItems,
         *,
         clock: Callable[[], float],
     ) -> None:
         self._redis, self._keys, self._epoch, self._clock = redis, keys, epoch, clock
-        self._damaged_items = damaged_items
         self._read_script = redis.register_script(READ)
         self._process = secrets.token_hex(8)
         """Names this start in the claims of trainers; never used again."""
@@ -337,16 +196,14 @@ class Losses:
         self._acknowledged = self._at_start = number
         self.num_lost, self.problem, self.accepted_by = 0, None, request_id.encode()
 
-    def read_count(self, name: str, value: bytes | None) -> int | None:
-        """Return a number of Redis; 0 where there is none, None for a damaged one, which is noted."""
-
-        def read() -> int:
+    @staticmethod
+    def read_count(value: bytes | None) -> int | None:
+        """Return a number of Redis; 0 where there is none, None for a damaged one."""
+        try:
             number = int(value or 0)
-            if not 0 <= number <= MAX_CLAIM:
-                raise ValueError(f"it is {number}")
-            return number
-
-        return self._damaged_items.read("counter", name, read, at_s=self._clock())
+        except ValueError:
+            return None
+        return number if 0 <= number <= MAX_CLAIM else None
 
     def _damage(self, redis: _Found) -> str | None:
         counters, run = self._keys.counters, self._keys.run
@@ -374,10 +231,10 @@ class Losses:
             reply = await self._read_script(keys=[keys.epoch, keys.counters, keys.run, keys.log])
         epoch, (acknowledged, log_position), (noted, accepted_by), last = reply
         return _Found(
-            epoch=self.read_count("buffer epoch", epoch),
-            acknowledged=self.read_count("acknowledged", acknowledged),
-            noted=self.read_count("changes_missing", noted),
-            log_position=self.read_count("log_position", log_position),
+            epoch=self.read_count(epoch),
+            acknowledged=self.read_count(acknowledged),
+            noted=self.read_count(noted),
+            log_position=self.read_count(log_position),
             accepted_by=accepted_by or b"",
             log_end=int(last[0][0].split(b"-")[0]) if last else 0,
         )

@@ -21,7 +21,6 @@ import tba
 from tba.config import Recipe
 from tba.errors import BadRequestError, LimitError, UnavailableError
 from tba.server.auth import Authenticator, AuthThrottle, PageGate, TokenGate
-from tba.server.docs_page import install_docs_page
 from tba.server.openapi import install_openapi, problems
 from tba.server.problems import error_response, install_problem_handlers, problem_response
 from tba.tls import with_bare_urls
@@ -166,7 +165,7 @@ def create_app(
         version=tba.__version__,
         lifespan=lifespan,
         openapi_url=None,  # openapi.py has it
-        docs_url=None,  # FastAPI's page needs a CDN; ours is docs_page.py
+        docs_url=None,  # FastAPI's page needs a CDN
         redoc_url=None,
         redirect_slashes=False,  # a redirect would lead to the Host that the client sent
     )
@@ -178,7 +177,6 @@ def create_app(
     app.state.auth = auth
     install_problem_handlers(app)
     install_openapi(app)
-    install_docs_page(app)
     build = Gauge("tba_build_info", "Version of tba; always 1", ["version", "component"], registry=registry)
     build.labels(version=tba.__version__, component=title).set(1)
 

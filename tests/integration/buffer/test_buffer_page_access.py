@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import httpx2
 
-from tests.support.browser import Open, Watched, until
+from tests.support.browser import Open, until
 from tests.support.buffer import make_prompts
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 
@@ -142,14 +142,3 @@ def test_files_are_cached_by_content_and_allow_no_inline_script(trained: BufferT
     assert again.status_code == 304
     assert httpx2.get(f"{trained.url}/page/nothing.js").json()["type"] == "urn:tba:problem:not-found"
     assert httpx2.get(f"{trained.url}/page/../files.py").status_code == 404
-
-
-def test_the_rest_docs_need_no_other_host(trained: BufferThread, browser: Browser) -> None:
-    page = browser.new_page()
-    watched = Watched(page)
-    page.goto(f"{trained.url}/docs")
-    assert "list_rollouts" in page.content()
-    page.click("a[href='#schema-RolloutPage'] >> nth=0")
-    assert watched.hosts == {trained.url.split("//")[1]}
-    assert watched.errors == []
-    page.close()

@@ -50,7 +50,6 @@ TARGETS = (
     Target("durable pushes, 16 KB, 8 clients", "pushes-16k", "http_per_s", 11_000, unit="rollouts/s"),
     Target("... share of the direct way", "pushes-16k", "ratio", 0.0),
     Target("fresh batches of 64, recorded, 8 clients", "batches", "batches_rollouts_per_s", 60_000, unit="rollouts/s"),
-    Target("fresh samples of 64, read-only, 8 clients", "batches", "samples_rollouts_per_s", 60_000, unit="rollouts/s"),
     Target("... batches, share of reading payloads", "batches", "ratio_batches", 0.0),
     Target("batches of 160 while pushing at half", "mixed", "batches_per_s", 100, unit="batches/s"),
     Target("... draw, p99", "mixed", "draw_p99_ms", 50, at_least=False, unit="ms"),

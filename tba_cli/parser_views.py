@@ -201,6 +201,5 @@ def add_rescore(commands: Subparsers) -> None:
     what.add_argument(
         "--show", action="store_true", help="start nothing; show the progress of this one or the result of the last one"
     )
-    what.add_argument("--cancel", action="store_true", help="end the one in progress; its new scores are kept")
     add_json(rescore)
     rescore.set_defaults(command="tba_cli.commands.rescore:rescore_command")

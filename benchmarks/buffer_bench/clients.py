@@ -10,7 +10,7 @@ from redis import Redis
 
 from benchmarks.buffer_bench.direct import direct_push
 from benchmarks.buffer_bench.work import Work
-from tba.api import AckRequest, BatchRequest, SampleRequest
+from tba.api import AckRequest, BatchRequest
 from tba.clients import BufferClient
 from tba.fields import StrictModel
 from tba.wire import encode_rollout
@@ -65,17 +65,6 @@ def http_drawer(
         return num_rollouts
 
     return draw
-
-
-def http_sampler(number: int, *, url: str, num_rollouts: int) -> Call:
-    """Draw from everything stored by the read-only endpoint; the body is read, not decoded."""
-    client = BufferClient(url, retry_s=0)
-
-    def sample() -> int:
-        assert len(body_of(client, "/v1/samples", SampleRequest(num=num_rollouts))) > num_rollouts * 1000
-        return num_rollouts
-
-    return sample
 
 
 def redis_reader(number: int, *, redis_url: str, run: str, num_rollouts: int) -> Call:

@@ -47,8 +47,8 @@ def pushes(num_bytes: int, duration_s: float) -> Figure:
 
 
 def fresh_batches(duration_s: float) -> Figure:
-    """Fresh exact batches of 64, 8 clients: as batches (durable record, flow control), as read-only samples, and the
-    payloads alone straight from Redis."""
+    """Fresh exact batches of 64, 8 clients: as batches (durable record, flow control), and the payloads
+    alone straight from Redis."""
     with world(num_prompts=NUM_PROMPTS, batch_deadline_s=2.0) as stack:
         fill(stack, 100_000, num_bytes=4096, num_prompts=NUM_PROMPTS)
         lineage, url = start_lineage(stack.client), stack.buffer.url
@@ -57,17 +57,14 @@ def fresh_batches(duration_s: float) -> Figure:
         before = cpu_s(stack.buffer.process.pid)
         batches = _crowd(clients.http_drawer, NUM_CLIENTS, duration_s, url=url, num_clients=NUM_CLIENTS, **token)
         buffer_cpu_s = cpu_s(stack.buffer.process.pid) - before
-        samples = _crowd(clients.http_sampler, NUM_CLIENTS, duration_s, url=url, num_rollouts=64)
         run = stack.recipe.run.name
         direct = _crowd(
             clients.redis_reader, NUM_CLIENTS, duration_s, redis_url=stack.redis.url, run=run, num_rollouts=64
         )
         return {
             "batches_rollouts_per_s": rate(batches),
-            "samples_rollouts_per_s": rate(samples),
             "direct_per_s": rate(direct),
             "ratio_batches": rate(batches) / rate(direct),
-            "ratio_samples": rate(samples) / rate(direct),
             "batches_p50_ms": 1000 * percentile(batches, 0.5),
             "batches_p99_ms": 1000 * percentile(batches, 0.99),
             "buffer_cpu_us_per_batch": 1e6 * buffer_cpu_s / sum(t.num_calls for t in batches),

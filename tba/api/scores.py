@@ -144,7 +144,7 @@ class RewardsReply(StrictModel):
 
 
 RescoreOnly = Literal["all", "scored", "failed", "pending"]
-RescoreState = Literal["running", "done", "cancelled"]
+RescoreState = Literal["running", "done"]
 
 
 class RescoreRequest(StrictModel):

@@ -6,9 +6,9 @@ import secrets
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import Field, Strict, model_validator
+from pydantic import Field, model_validator
 
-from tba.fields import MAX_LINEAGE, MAX_SEED, MAX_STEP, Integer, Name, Number, StrictModel, VersionText
+from tba.fields import MAX_LINEAGE, MAX_STEP, Integer, Name, Number, StrictModel, VersionText
 from tba.fields import Reason as FailReason
 from tba.store.file import MAX_KEY_CHARS, PART
 
@@ -184,13 +184,3 @@ class LedgerReply(StrictModel):
     next: int | None
     num_lines: int = 0
     """Of the whole ledger, damaged ones too."""
-
-
-class SampleRequest(StrictModel):
-    """POST /v1/samples: draw stored and scored rollouts by priority; nothing is recorded.
-
-    Without `seed` the buffer takes one; the same seed at the same log position draws the same rollouts.
-    """
-
-    num: Integer = Field(ge=1, le=512)
-    seed: Annotated[int, Strict()] | None = Field(default=None, ge=0, le=MAX_SEED)

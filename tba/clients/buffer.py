@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from tba.api import (
@@ -38,7 +37,6 @@ from tba.api import (
     RunChanges,
     RunCommand,
     RunInfo,
-    SampleRequest,
     ScaleRequest,
     ScalingInfo,
     SettingsInfo,
@@ -56,26 +54,13 @@ from tba.fields import StrictModel
 from tba.wire import (
     Batch,
     Heartbeat,
-    Rollout,
     decode_batch,
-    decode_push,
-    decode_rollout,
     encode_heartbeat,
     encode_push,
 )
 
-MAX_SAMPLE_BYTES = 1 << 30
 M = TypeVar("M", bound=StrictModel)
 Command = Literal["pause", "resume", "stop", "done", "fail"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Rollouts drawn by priority; the same seed at the same log position draws the same ones."""
-
-    rollouts: list[Rollout]
-    seed: int
-    log_position: int
 
 
 class BufferClient(RunReader):
@@ -184,21 +169,6 @@ class BufferClient(RunReader):
         self._note_revision(response)
         return decode_batch(response.content)
 
-    def sample(self, num: int, *, seed: int | None = None) -> Sample:
-        """Read `num` (at most 512) stored rollouts by priority; nothing is recorded.
-
-        Raises:
-            BusyError: no scored rollout is stored yet (wait "rollouts").
-        """
-        body = SampleRequest(num=num, seed=seed).model_dump_json().encode()
-        response = self._call("POST", "/v1/samples", json=body)
-        payloads = decode_push(response.content, max_bytes=MAX_SAMPLE_BYTES)
-        return Sample(
-            rollouts=[decode_rollout(payload) for payload in payloads],
-            seed=int(response.headers["tba-seed"]),
-            log_position=int(response.headers["tba-log-position"]),
-        )
-
     def ack(self, batch_id: str, request: AckRequest) -> None:
         """State that step (lineage, step) consumed the batch.
 
@@ -276,10 +246,6 @@ class BufferClient(RunReader):
             NotFoundError: no job has ever run.
         """
         return parse_reply(self._call("GET", "/v1/rescore"), RescoreInfo)
-
-    def cancel_rescore(self) -> RescoreInfo:
-        """End the re-scoring job; what is scored again already stays so."""
-        return parse_reply(self._call("POST", "/v1/rescore/cancel"), RescoreInfo)
 
     def save_snapshot(self, name: str) -> SnapshotInfo:
         """Begin to save what is stored.

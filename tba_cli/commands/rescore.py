@@ -11,17 +11,14 @@ from tba.clients import BufferClient
 from tba_cli.run_target import open_client
 
 POLL_S = 0.5
-EXIT_CANCELLED = 1
 
 
 def rescore_command(args: argparse.Namespace) -> int:
-    """Start, show or cancel re-scoring; return 1 if it was cancelled during `--wait`."""
+    """Start or show re-scoring."""
     client = open_client(args)
     try:
         if args.show:
             job = client.rescore()
-        elif args.cancel:
-            job = client.cancel_rescore()
         else:
             job = client.start_rescore(RescoreRequest(task=args.task, only=args.only))
             if args.wait:
@@ -29,13 +26,13 @@ def rescore_command(args: argparse.Namespace) -> int:
     finally:
         client.close()
     print(job.model_dump_json(indent=2, ensure_ascii=True) if args.json else "\n".join(rescore_lines(job)))
-    return EXIT_CANCELLED if args.wait and job.state == "cancelled" else 0
+    return 0
 
 
 def rescore_lines(job: RescoreInfo) -> list[str]:
     """Return the job for people: one line while it runs, else a table of before and after."""
     if job.state == "running":
-        return [progress_line(job), "look again with `tba rescore --show`, end it with `tba rescore --cancel`"]
+        return [progress_line(job), "look again with `tba rescore --show`"]
     versions = ", ".join(f"{version} ({num})" for version, num in sorted(job.reward_versions.items())) or "none"
     took_s = (job.finished_at_s or job.started_at_s) - job.started_at_s
     return [

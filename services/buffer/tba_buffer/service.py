@@ -51,7 +51,7 @@ from tba_buffer.run.rollback import Rollbacks
 from tba_buffer.run.scaling import Scaling
 from tba_buffer.run.settings import Settings, read_settings
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.sampling.draw import BatchDrawer, SampleDrawer
+from tba_buffer.sampling.draw import BatchDrawer
 from tba_buffer.sampling.ledger import BatchLedger
 from tba_buffer.scoring.rescore import RescoreJobs
 from tba_buffer.scoring.reward_service import RewardConnection, RewardProbe
@@ -192,7 +192,6 @@ class SamplingParts:
     """Batches: drawn, looked at, acknowledged."""
 
     batch_drawer: BatchDrawer
-    sample_drawer: SampleDrawer
     ledger: BatchLedger
 
     @classmethod
@@ -209,7 +208,6 @@ class SamplingParts:
                 lineages=run.lineages,
                 scorer=scorer,
             ),
-            sample_drawer=SampleDrawer(context, run.state, run.lineages, scorer),
             ledger=BatchLedger(context, run.lineages, evictor),
         )
 

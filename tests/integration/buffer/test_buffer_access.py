@@ -40,7 +40,6 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
         "curves": (lambda c: c.curves(), {"viewer", "operator", "trainer"}),
         "prompts": (lambda c: c.list_prompts(), {"viewer", "operator"}),
         "prompt": (lambda c: c.get_prompt("train-0"), {"viewer", "operator"}),
-        "sample": (lambda c: c.sample(1), {"viewer", "operator", "trainer"}),
         "ledger": (lambda c: c.ledger(), {"viewer", "operator", "trainer"}),
         "run": (lambda c: c.run(), {"viewer", "operator", "trainer", "searcher"}),
     }

@@ -135,14 +135,6 @@ def test_a_damaged_rollout_that_is_drawn_fails_and_no_trainer_sees_it(
     failed_alone(client, bad)
 
 
-def test_a_damaged_rollout_is_in_no_sample(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
-    client, _, bad = begin_with_damage(serve_buffer, redis)
-    for seed in range(5):
-        found = client.sample(6, seed=seed)
-        assert bad not in {rollout.rollout_id.hex() for rollout in found.rollouts}
-    failed_alone(client, bad)
-
-
 # ---- the upkeep ----------------------------------------------------------------------------------------------------
 
 

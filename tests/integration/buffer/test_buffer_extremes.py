@@ -100,8 +100,6 @@ class World:
                 data = {"answer": 7, "list": [1, {"x": 0.5}]}
                 prompt = {"prompt_id": f"p-{num}", "task": "addition", "text": "1+1=", "data": data}
                 return "POST", "/v1/prompts", {"prompts": [prompt]}
-            case "sample":
-                return "POST", "/v1/samples", {"num": 2, "seed": 1}
             case "lease":
                 return "POST", "/v1/leases", {"searcher_id": "s", "max_leases": 1, "request_id": f"r-{num}"}
             case "draw":
@@ -118,7 +116,7 @@ class World:
         raise AssertionError(name)
 
 
-CASES = ("eval", "results", "push", "searcher", "trainer", "launcher", "settings", "searchers", "prompts", "sample")
+CASES = ("eval", "results", "push", "searcher", "trainer", "launcher", "settings", "searchers", "prompts")
 CASES += ("lease", "draw", "ack")
 ON_THE_WIRE = ("push", "searcher", "trainer", "launcher")
 

@@ -81,24 +81,6 @@ async def test_no_rollout_is_left_out_or_counted_twice_when_redis_does_not_answe
     assert counters["rescored:scored"] == counters["scored_total"] == stats.num_scored == 2 * NUM_ROLLOUTS
 
 
-async def test_a_job_that_is_cancelled_while_it_is_being_scored_changes_nothing_more(
-    buffer: Buffer, reward: RewardServer
-) -> None:
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=1.0)) for _ in range(12)])
-    reward.gate.clear()
-    await buffer.scoring.rescore_jobs.start(RescoreRequest())
-    while not reward.requests:
-        await asyncio.sleep(0.01)
-    position = (await buffer.stats.read()).log_position
-    assert (await buffer.scoring.rescore_jobs.cancel()).state == "cancelled"
-    reward.gate.set()
-    while (await buffer.run.components.read())[1]:
-        await asyncio.sleep(0.01)
-    job = await buffer.scoring.rescore_jobs.info()
-    assert (job.state, job.num_done, len(reward.requests)) == ("cancelled", 0, 1)
-    assert (await buffer.stats.read()).log_position == position
-
-
 async def test_pending_rollouts_that_are_being_scored_when_a_job_about_them_starts_leave_it(
     buffer: Buffer, reward: RewardServer
 ) -> None:

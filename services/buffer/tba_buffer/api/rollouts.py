@@ -37,7 +37,6 @@ from tba.api import (
     RolloutDetail,
     RolloutOrder,
     RolloutPage,
-    SampleRequest,
     VersionReply,
     VersionRequest,
 )
@@ -180,21 +179,6 @@ def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """State that a step consumed the batch."""
         await buffer.sampling.ledger.ack(batch_id, body)
         response.headers[SETTINGS_HEADER] = str(buffer.run.settings.revision)
-
-    @api.post(
-        "/samples",
-        operation_id="sample",
-        response_class=MsgpackResponse,
-        dependencies=reader,
-        responses=problems(429),
-    )
-    async def sample(body: SampleRequest) -> MsgpackResponse:
-        """Draw stored rollouts by priority (msgpack, laid out as a push) and record nothing; headers `tba-seed` and
-        `tba-log-position` reproduce the draw."""
-        drawn = await buffer.sampling.sample_drawer.draw(body)
-        # in headers, so that the body is laid out exactly as a push
-        headers = {"tba-seed": str(drawn.seed), "tba-log-position": str(drawn.log_position)}
-        return MsgpackResponse(drawn.body, headers=headers)
 
     @api.get("/ledger", operation_id="ledger", dependencies=reader)
     async def ledger(
@@ -344,15 +328,5 @@ def scores_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def rescore() -> RescoreInfo:
         """Return the job that runs, or the last one."""
         return await buffer.scoring.rescore_jobs.info()
-
-    @api.post(
-        "/cancel",
-        operation_id="cancel_rescore",
-        dependencies=[Depends(auth.require("operator"))],
-        responses=problems(404),
-    )
-    async def cancel_rescore() -> RescoreInfo:
-        """End the job; rollouts that it has scored keep their new scores."""
-        return await buffer.scoring.rescore_jobs.cancel()
 
     return api

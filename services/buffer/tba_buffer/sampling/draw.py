@@ -26,10 +26,10 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.api import BatchRequest, SampleRequest
+from tba.api import BatchRequest
 from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError, WireError
 from tba.versions import PolicyVersion
-from tba.wire import check_push, encode_push, new_id
+from tba.wire import check_push, new_id
 from tba_buffer.index.log import Drawn
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
@@ -44,7 +44,7 @@ from tba_buffer.run.state import (
     sampling_wait,
 )
 from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
-from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots, drawn_event
+from tba_buffer.sampling.mop import DrawSettings, draw_slots, drawn_event
 from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
@@ -317,59 +317,3 @@ def _busy(wait: str) -> BusyError:
 
 def _fenced(request: BatchRequest) -> FencedError:
     return fenced(f"the draw for step {request.step} of lineage {request.lineage}")
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnSample:
-    """Encoded rollouts (msgpack, as a push), and the seed and log position that reproduce the draw."""
-
-    body: bytes
-    seed: int
-    log_position: int
-
-
-class SampleDrawer:
-    """Draws rollouts by priority beside training: nothing is recorded, and nothing waits.
-
-    Args:
-        context: Redis and settings.
-        run_state: the index.
-        lineages: which steps the trainer shares with the versions that made the rollouts.
-        scorer: fails rollouts that cannot be read.
-    """
-
-    def __init__(self, context: Context, run_state: RunStateReader, lineages: Lineages, scorer: RolloutScorer) -> None:
-        self._context = context
-        self._run_state = run_state
-        self._lineages = lineages
-        self._scorer = scorer
-
-    async def draw(self, request: SampleRequest) -> DrawnSample:
-        """Draw `request.num` of all scored rollouts that are stored now, by priority.
-
-        Raises:
-            BusyError: none is stored (wait "rollouts"), or what was drawn was evicted meanwhile (wait "eviction").
-            UnavailableError: Redis did not answer, or has lost payloads.
-        """
-        seed = secrets.randbits(63) if request.seed is None else request.seed
-        lost = None
-        for _ in range(REDRAWS):
-            snapshot = await self._run_state.read()
-            index, tree = snapshot.index, self._lineages.tree
-            if not index.num_scored:
-                raise BusyError("no scored rollout is stored yet", retry_after_s=RETRY_S, wait="rollouts")
-            settings = DrawSettings.of(self._context.recipe, lineages=tree, lineage=snapshot.lineage)
-            rows = draw_rollouts(index, settings, request.num, seed)
-            rollout_ids, positions, position = index.rollout_ids(rows), index.column("position", rows), index.position
-            with redis_errors("read rollouts"):
-                (payloads,) = await self._context.durability.pool.run(
-                    ("HMGET", self._context.keys.payloads, *rollout_ids)
-                )
-            # nothing is recorded, so what was evicted or damaged is simply drawn again
-            if None not in payloads:
-                if (damaged := _damaged(payloads)).any():
-                    await self._scorer.fail_damaged(positions[damaged])
-                    continue
-                return DrawnSample(encode_push(payloads), seed, position)
-            lost = lost_payload_error((await self._run_state.read()).index, positions, payloads)
-        raise lost or BusyError("the drawn rollouts were evicted meanwhile", retry_after_s=RETRY_S, wait="eviction")

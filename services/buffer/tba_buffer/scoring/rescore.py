@@ -117,20 +117,6 @@ class RescoreJobs:
         log.info("rescore_started", task=job.task, only=job.only, num_total=job.num_total)
         return await self.info()
 
-    async def cancel(self) -> RescoreInfo:
-        """End the running job; rollouts that it has scored keep their new scores.
-
-        Raises:
-            NotFoundError: there never was one.
-            UnavailableError: Redis did not answer.
-        """
-        async with self._context.mutation_lock:
-            job = await self._read()
-            if job is not None and job.state == "running":
-                await self._write([], self._ended(job, "cancelled"))
-                self._scorer.retry_queue.remove([] if self._left is None else self._left.tolist())
-        return await self.info()
-
     async def scores_pending(self) -> bool:
         """Return whether the running job is about pending rollouts, which then only it scores.
 
@@ -164,8 +150,6 @@ class RescoreJobs:
         if retry_queue.is_too_early(positions):  # the reward service answers the scored ones from its cache next time
             return False
         async with self._context.mutation_lock:
-            if self._job is not job:  # cancelled meanwhile
-                return True
             scored = await self._scorer.still_stored(scored)
             job = add_chunk(job, scored, taken, num_left=len(left))
             await self._write(scored, job if len(left) else self._ended(job, "done"))

@@ -85,7 +85,7 @@ class RetryQueue:
             self.problem = None
 
     def remove_stale(self) -> None:
-        """Remove rollouts that nobody has asked for in a long time: they were evicted, or their job was cancelled."""
+        """Remove rollouts that nobody has asked for in a long time: they were evicted."""
         now = self._clock()
         # abs: the wall clock may go back
         if abs(now - self._removed_stale_at_s) < REMOVE_STALE_EVERY_S:
@@ -151,7 +151,7 @@ class DeadLetters:
             self._parked.pop(position, None)
 
     def remove_stale(self) -> None:
-        """Remove rollouts that nobody has tried for long: they were evicted, or their job was cancelled."""
+        """Remove rollouts that nobody has tried for long: they were evicted."""
         now = self._clock()
         self.remove([at for at, each in self._parked.items() if each.retry_at_s + DEAD_LETTERS_STALE_AFTER_S < now])
 

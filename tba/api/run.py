@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from tba.api.evaluations import BestVersion, EvalInfo
 from tba.api.snapshots import OriginInfo
@@ -259,8 +259,8 @@ class RunChanges(StrictModel):
 
 
 class RollbackRequest(StrictModel):
-    """POST /v1/run/rollback: return to the newest checkpoint of the active lineage, or of those that it descends from,
-    that is at or before `step`. The trainer does so at its next step boundary, in a new lineage.
+    """Return to the newest checkpoint of the active lineage, or of those that it descends from, that is at or before
+    `step`. The trainer does so at its next step boundary, in a new lineage.
 
     The same request again (same `request_id`) changes nothing, also after up to 30 others, and neither does another one
     for the checkpoint that a waiting one returns to.
@@ -335,13 +335,32 @@ class RunInfo(StrictModel):
 
 
 class RunCommand(StrictModel):
-    """POST /v1/run/{pause,resume,stop,done,fail}; `reason` is shown to people. A trainer sends its `token`."""
+    """Why the run is changed; `reason` is shown to people. A trainer sends its fencing `token`."""
 
     reason: Reason | None = None
     token: Name | None = None
 
 
-class AcceptLoss(StrictModel):
-    """POST /v1/run/accept-loss; the reason is kept in the audit."""
+CommandName = Literal["pause", "resume", "stop", "done", "fail", "accept-loss", "retry-versions", "rollback"]
 
-    reason: Reason | None = None
+
+class CommandRequest(RunCommand):
+    """POST /v1/run: change the run.
+
+    pause, resume, stop   an operator; pause also the trainer
+    done, fail            the trainer
+    accept-loss           an operator: continue without the acknowledged data that Redis has lost
+    retry-versions        an operator: searchers retry at once the weight versions that they have refused
+    rollback              an operator: the trainer returns to the newest checkpoint at or before `step`. `request_id`
+                          is that of `RollbackRequest`
+    """
+
+    command: CommandName
+    step: Integer | None = Field(default=None, ge=0, le=MAX_STEP)
+    request_id: Name | None = None
+
+    @model_validator(mode="after")
+    def _check_step(self) -> CommandRequest:
+        if (self.step is not None) != (self.command == "rollback"):
+            raise ValueError("`step` belongs to the command rollback, and it needs one")
+        return self

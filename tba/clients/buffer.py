@@ -8,11 +8,11 @@ from typing import Literal, TypeVar
 
 from tba.api import (
     ACKNOWLEDGED_HEADER,
-    AcceptLoss,
     AckRequest,
     BatchRequest,
     CheckpointList,
     CheckpointRequest,
+    CommandRequest,
     EvalInfo,
     EvalRequest,
     EvalResults,
@@ -60,7 +60,7 @@ from tba.wire import (
 )
 
 M = TypeVar("M", bound=StrictModel)
-Command = Literal["pause", "resume", "stop", "done", "fail"]
+Command = Literal["pause", "resume", "stop", "done", "fail", "accept-loss", "retry-versions"]
 
 
 class BufferClient(RunReader):
@@ -282,13 +282,9 @@ class BufferClient(RunReader):
         """Return the changes of the run's state after number `after`: who changed it, when and why."""
         return parse_reply(self._call("GET", "/v1/run/changes", params={"after": after}), RunChanges)
 
-    def retry_versions(self, command: RunCommand) -> RunInfo:
-        """Make searchers try the weight versions again that they have refused."""
-        return self._post("/v1/run/retry-versions", command, RunInfo)
-
     def command(self, name: Command, command: RunCommand) -> RunInfo:
-        """Change the state of the run."""
-        return self._post(f"/v1/run/{name}", command, RunInfo)
+        """Change the run (`CommandRequest`)."""
+        return self._post("/v1/run", CommandRequest(command=name, **command.model_dump()), RunInfo)
 
     def checkpoints(self) -> list[str]:
         """Return the versions of the checkpoints that a rollback can return to, newest first."""
@@ -300,8 +296,4 @@ class BufferClient(RunReader):
         Raises:
             ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
         """
-        return self._post("/v1/run/rollback", request, RunInfo)
-
-    def accept_loss(self, request: AcceptLoss) -> RunInfo:
-        """Continue without the acknowledged changes that Redis has lost; does nothing if nothing is lost."""
-        return self._post("/v1/run/accept-loss", request, RunInfo)
+        return self._post("/v1/run", CommandRequest(command="rollback", **request.model_dump()), RunInfo)

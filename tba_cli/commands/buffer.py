@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from tba.api import AcceptLoss, LoadRequest, SnapshotInfo
+from tba.api import LoadRequest, RunCommand, SnapshotInfo
 from tba.errors import ServiceError
 from tba.fields import escape_controls
 from tba.versions import PolicyVersion
@@ -78,7 +78,7 @@ def accept_loss_command(args: argparse.Namespace) -> int:
     try:
         # read before, since accepting it clears it
         loss = client.run().loss
-        info = client.accept_loss(AcceptLoss(reason=args.reason))
+        info = client.command("accept-loss", RunCommand(reason=args.reason))
     finally:
         client.close()
     if args.json:

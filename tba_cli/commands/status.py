@@ -136,7 +136,7 @@ def retry_versions_command(args: argparse.Namespace) -> int:
     """Have searchers try refused weight versions again."""
     client = open_client(args)
     try:
-        info = client.retry_versions(RunCommand(reason=args.reason))
+        info = client.command("retry-versions", RunCommand(reason=args.reason))
     finally:
         client.close()
     said = "searchers retry the weight versions that they have refused with their next lease request"

@@ -16,7 +16,15 @@ from typing import Any
 
 from tba_trainer.distributed.leader import encode_drawn_batch
 
-from tba.api import AckRequest, BatchRequest, CheckpointRequest, EvalRequest, LineageRequest, RunCommand, VersionRequest
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    CommandRequest,
+    EvalRequest,
+    LineageRequest,
+    VersionRequest,
+)
 from tba.errors import TbaError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
@@ -81,12 +89,13 @@ def _handler(buffer: RecordedBuffer) -> type[BaseHTTPRequestHandler]:
 def _reply(buffer: RecordedBuffer, path: str, body: bytes) -> bytes:
     parts = path.split("/")
     match parts:
+        case ["run"] if body:
+            request = CommandRequest.model_validate_json(body)
+            reply: Any = buffer.command(request.command, request)
         case ["run"]:
-            reply: Any = buffer.run()
+            reply = buffer.run()
         case ["run", "settings"]:
             reply = buffer.settings()
-        case ["run", command]:
-            reply = buffer.command(command, RunCommand.model_validate_json(body))
         case ["lineages"]:
             reply = buffer.new_lineage(LineageRequest.model_validate_json(body))
         case ["versions"]:

@@ -67,7 +67,7 @@ def check_refused(recipe: Recipe, viewer: ClientToken, wait_s: float) -> None:
     wanted = [
         ("without a token", "GET", f"{buffer}/v1/run", None, 401),
         ("with a wrong token", "GET", f"{buffer}/v1/run", "not-a-token-of-anybody", 401),
-        ("as a viewer", "POST", f"{buffer}/v1/run/pause", viewer.value[0], 403),
+        ("as a viewer", "POST", f"{buffer}/v1/run", viewer.value[0], 403),
         ("without a token", "GET", f"{reward}/v1/rewards", None, 401),
         ("with a wrong token", "GET", f"{reward}/v1/rewards", "not-a-token-of-anybody", 401),
     ]

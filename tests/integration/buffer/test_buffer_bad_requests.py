@@ -23,11 +23,14 @@ LONE = "\ud800"
 EVAL = {"version": "0-0", "num_prompts": 1, "num_samples": 1, "success_reward": 1.0, "timeout_s": 60}
 PROMPT = {"prompt_id": "p", "task": "addition", "text": "1+1="}
 BODIES: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/run/pause", {"reason": LONE}),
-    ("/v1/run/resume", {"reason": LONE}),
-    ("/v1/run/stop", {"reason": LONE}),
-    ("/v1/run/done", {"token": LONE}),
-    ("/v1/run/fail", {"token": LONE}),
+    ("/v1/run", {"command": "pause", "reason": LONE}),
+    ("/v1/run", {"command": "resume", "reason": LONE}),
+    ("/v1/run", {"command": "stop", "reason": LONE}),
+    ("/v1/run", {"command": "done", "token": LONE}),
+    ("/v1/run", {"command": "fail", "token": LONE}),
+    ("/v1/run", {"command": "rollback"}),
+    ("/v1/run", {"command": "pause", "step": 1}),
+    ("/v1/run", {"command": "unknown"}),
     ("/v1/batches", {"trainer_id": "t", "lineage": 1, "step": 1, "token": LONE}),
     ("/v1/batches/b/ack", {"lineage": 1, "step": 1, "token": LONE}),
     ("/v1/batches/b/ack", {"lineage": 1, "step": 1, "token": "t", "metrics": {LONE: 1.0}}),

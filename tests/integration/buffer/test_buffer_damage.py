@@ -14,12 +14,12 @@ from tba_buffer.service import Buffer
 from tba_buffer.storage.keys import Keys
 
 from tba.api import (
-    AcceptLoss,
     AckRequest,
     BatchRequest,
     LeaseRenewal,
     LeaseReturn,
     LineageReply,
+    RunCommand,
 )
 from tba.clients import BufferClient
 from tba.errors import UnavailableError
@@ -179,7 +179,7 @@ def test_a_damaged_number_that_losses_are_found_by_is_taken_as_a_loss(
         refused_with(client, "the buffer epoch" if name == "buffer epoch" else f"the field {name}")
         assert (client.stats().num_rollouts, len(client.list_rollouts().rollouts)) == (3, 3), "reading continues"
         if not is_restored:
-            client.accept_loss(AcceptLoss(reason="x"))
+            client.command("accept-loss", RunCommand(reason="x"))
         elif name == "buffer epoch":
             known.set(KEYS.epoch, before)  # pyright: ignore[reportArgumentType]
         elif before is None:
@@ -206,7 +206,7 @@ def test_counters_that_are_older_than_the_log_are_a_loss_that_can_be_accepted(
         known.hset(KEYS.counters, mapping=older)  # pyright: ignore[reportArgumentType]
     client = serve_buffer().client()
     refused_with(client, "log_position is 2, and the log ends at 5")
-    client.accept_loss(AcceptLoss(reason="x"))
+    client.command("accept-loss", RunCommand(reason="x"))
     ready(client)
     assert client.stats().num_rollouts == 5
 

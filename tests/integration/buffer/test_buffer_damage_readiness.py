@@ -76,6 +76,6 @@ def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
         store.hset(KEYS.run, field, value)
         # the line is written; the answer would show the field
         with pytest.raises(UnavailableError, match=f"the field {field} of"):
-            client.retry_versions(RunCommand(reason="look again"))
+            client.command("retry-versions", RunCommand(reason="look again"))
         store.hset(KEYS.run, field, whole or b"running")  # pyright: ignore[reportArgumentType]
     assert [(line.command, line.reason) for line in client.run_changes().changes] == [("retry-versions", "look again")]

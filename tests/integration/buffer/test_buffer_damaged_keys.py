@@ -11,7 +11,6 @@ from tba_buffer.service import Buffer
 from tba_buffer.storage.keys import Keys
 
 from tba.api import (
-    AcceptLoss,
     AckRequest,
     BatchRequest,
     CheckpointRequest,
@@ -238,6 +237,6 @@ def test_a_position_of_the_log_without_a_log_is_repaired_by_accepting(
         store.hset(KEYS.counters, "log_position", b"x")
         client = buffer.client()
         until("it is refused", lambda: client.run().loss is not None)
-        client.accept_loss(AcceptLoss())
+        client.command("accept-loss", RunCommand())
         until("it is ready", lambda: ask(buffer.url, "/readyz")[0] == 200)
         assert store.hget(KEYS.counters, "log_position") == b"0"

@@ -157,8 +157,7 @@ def answers_or_says_why(url: str) -> None:
     """Check that each call is answered, or gets a reason and leave to try again."""
     calls = {
         "/v1/leases": {"searcher_id": "s", "max_leases": 1},
-        "/v1/run/pause": {},
-        "/v1/run/resume": {},
+        "/v1/run": {"command": "pause"},
     }
     for path, body in calls.items():
         status, answer = ask(url, path, "POST", body)

@@ -145,8 +145,8 @@ def test_tokens_are_checked_before_the_refusal(serve_buffer: ServeBuffer) -> Non
     view = serve_buffer(buffer={"read_only": WHY}, tokens=TOKENS)
     with pytest.raises(UnauthorizedError):
         view.client().run()
-    assert ask(view.url, "POST", "/v1/run/resume")[0] == 401
-    assert ask(view.url, "POST", "/v1/run/resume", TOKENS["operator"])[0] == 409
+    assert ask(view.url, "POST", "/v1/run")[0] == 401
+    assert ask(view.url, "POST", "/v1/run", TOKENS["operator"])[0] == 409
     assert view.client(token=TOKENS["viewer"]).run().read_only
 
 

@@ -21,7 +21,7 @@ from tba_buffer.index.log import parse_entry
 from tba_buffer.sampling.mop import DrawSettings, draw_slots
 from tba_buffer.service import Buffer
 
-from tba.api import AcceptLoss, AckRequest, BatchRequest, LeaseRequest, Stats
+from tba.api import AckRequest, BatchRequest, LeaseRequest, RunCommand, Stats
 from tba.clients.service_client import ServiceClient
 from tba.errors import UnavailableError
 from tba.wire import Rollout, decode_rollout, encode_rollout
@@ -194,7 +194,7 @@ def test_a_redis_that_lost_its_data_is_noticed(stack: Stack) -> None:
         admin.delete(*admin.keys("tba:test:[^p]*"), "tba:test:payloads")
     with pytest.raises(UnavailableError, match="Redis has lost data of"):
         stack.buffer.client(retry_s=0).push(make_payloads(["train-0"]))
-    client.accept_loss(AcceptLoss(reason="continue with what is left"))
+    client.command("accept-loss", RunCommand(reason="continue with what is left"))
     client.push(make_payloads(["train-0"]))
     stats = client.stats()
     assert (stats.num_prompts_seen, stats.num_rollouts) == (1, 4)

@@ -15,7 +15,7 @@ from tba_buffer.storage.context import Context
 from tba_buffer.storage.keys import Keys
 from tba_buffer.storage.redis_client import BytesRedis
 
-from tba.api import AcceptLoss, AckRequest, BatchRequest, LineageReply, RolloutDetail, TrainedRollouts
+from tba.api import AckRequest, BatchRequest, LineageReply, RolloutDetail, RunCommand, TrainedRollouts
 from tba.clients import BufferClient
 from tba.errors import BadRequestError
 from tba.versions import PolicyVersion
@@ -187,7 +187,7 @@ def test_redis_that_was_restored_from_a_copy_is_read_again(serve_buffer: ServeBu
     make_step(client, lineage, 2)
     assert versions(client.get_rollout(ids[0])) == ["1-1", "1-2"]
     asyncio.run(with_redis(lambda store: go_back(store, copy)))
-    client.accept_loss(AcceptLoss(reason="a test"))
+    client.command("accept-loss", RunCommand(reason="a test"))
     make_step(client, lineage, 2, skipped="another")
     steps = client.get_rollout(ids[0]).trained
     assert [(step.version, step.skipped) for step in steps] == [("1-1", None), ("1-2", "another")]

@@ -23,7 +23,7 @@ from tba_buffer.service import Buffer, check_redis
 from tba_buffer.storage.keys import FORMAT, FORMAT_TEXT
 
 from tba import __version__
-from tba.api import ACKNOWLEDGED_HEADER, AcceptLoss, RunCommand
+from tba.api import ACKNOWLEDGED_HEADER, RunCommand
 from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba.versions import START
 from tba.wire import Heartbeat, encode_heartbeat
@@ -189,7 +189,7 @@ def test_a_second_acceptance_changes_nothing(world: World) -> None:
     world.restart_over("older")
     world.refused("lost data of this run: 1 acknowledged changes")
     for _ in range(2):
-        world.client.accept_loss(AcceptLoss(reason="x"))
+        world.client.command("accept-loss", RunCommand(reason="x"))
     assert (world.client.run().num_lost_changes, len(world.client.run_changes().changes)) == (1, 1)
 
 
@@ -261,7 +261,7 @@ def test_a_buffer_that_was_started_again_over_an_older_copy_hears_of_it_from_the
     world.start_buffer()  # the trainer's knowledge survives the restart
     beat(world)
     world.refused(LOST)
-    world.client.accept_loss(AcceptLoss(reason="x"))
+    world.client.command("accept-loss", RunCommand(reason="x"))
     world.accepted()
     beat(world)
     world.accepted()
@@ -278,7 +278,7 @@ def test_a_claim_that_is_made_again_is_no_new_loss(world: World) -> None:
     world.heard = said
     beat(world)
     world.refused("lost data of this run: 5 acknowledged changes")
-    world.client.accept_loss(AcceptLoss(reason="x"))
+    world.client.command("accept-loss", RunCommand(reason="x"))
     world.accepted()
     world.heard = said
     beat(world)
@@ -305,7 +305,7 @@ def test_a_loss_is_found_again_by_a_buffer_over_a_redis_that_was_restored_once_m
         for _ in range(2):
             beat(world)
         world.refused("lost data of this run: 5 acknowledged changes")
-    world.client.accept_loss(AcceptLoss(reason="x"))
+    world.client.command("accept-loss", RunCommand(reason="x"))
     world.accepted()
     world.start_buffer()  # before the trainer knows of the acceptance
     beat(world)
@@ -374,7 +374,7 @@ def test_the_audit_of_a_loss_is_one_line_of_json(world: World) -> None:
     world.push()
     world.restart_over("older")
     world.refused("lost data of this run: 1 acknowledged changes")
-    world.client.accept_loss(AcceptLoss(reason='a "quoted" reason \\ é'))
+    world.client.command("accept-loss", RunCommand(reason='a "quoted" reason \\ é'))
     with Redis.from_url(world.redis.url) as admin:
         lines: Any = admin.lrange("tba:test:run_changes", 0, -1)
     assert json.loads(lines[0])["reason"] == 'a "quoted" reason \\ é'

@@ -161,7 +161,7 @@ def test_the_page_of_a_run_that_is_over_is_served_read_only_until_a_signal(
         assert client.get_rollout(rollout.rollout_id).prompt_data == {"answer": 0}
         with pytest.raises(ConflictError, match=REASON):
             client.push([encode_rollout(make_rollout())])
-        status, problem = get(base, "/v1/run/resume", token, "POST")
+        status, problem = get(base, "/v1/run", token, "POST")
         assert (status, REASON in json.loads(problem)["detail"]) == (409, True)
         client.close()
         listening = Path("/proc/net/tcp").read_text().split()

@@ -263,7 +263,7 @@ async def test_an_operator_has_a_refused_version_tried_again(
     world.client.announce_version(VersionRequest(version=str(version), token=world.lineage.token))
     await asyncio.to_thread(until, "it is refused", lambda: task.done() or world.status.counts["refused_versions"])
     assert world.status.version != version
-    world.client.retry_versions(RunCommand(reason="the store was slow"))
+    world.client.command("retry-versions", RunCommand(reason="the store was slow"))
     await asyncio.to_thread(until, "the new version", lambda: task.done() or world.status.version == version)
     world.stop.set()
     await task

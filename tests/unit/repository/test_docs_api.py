@@ -25,7 +25,7 @@ def test_every_endpoint_needs_a_role_or_is_meant_for_anyone() -> None:
 def test_operations_are_called_as_the_clients_methods() -> None:
     methods = {name for client in (BufferClient, RewardClient) for name in dir(client)}
     ids = {operation["operationId"] for _, path, operation in operations() if path.startswith("/v1")}
-    assert ids - methods == {"done", "fail", "pause"}  # BufferClient.command
+    assert ids <= methods
 
 
 def test_every_error_of_every_endpoint_is_a_problem_document() -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
 from tba.api import (
     ACKNOWLEDGED_HEADER,
-    AcceptLoss,
     CheckpointList,
+    CommandRequest,
     EvaluateReply,
     EvaluateRequest,
     LoadRequest,
     OriginInfo,
     RollbackRequest,
     RunChanges,
-    RunCommand,
     RunInfo,
     ScaleRequest,
     ScalingInfo,
@@ -26,7 +25,7 @@ from tba.api import (
     SnapshotList,
     SnapshotRequest,
 )
-from tba.api.run import SETTINGS_HEADER, Role
+from tba.api.run import SETTINGS_HEADER, CommandName, Role
 from tba.errors import BusyError, ConflictError, ForbiddenError, WireError
 from tba.server import MSGPACK_BODY, Authenticator, problems, raw_body
 from tba.wire import decode_heartbeat
@@ -35,10 +34,15 @@ from tba_buffer.service import Buffer
 SnapshotName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 _KINDS = {"searcher": ("searcher",), "trainer": ("trainer", "launcher")}
 """The kinds of heartbeats that a role may send: a trainer's waits decide how many searchers an autoscaler starts."""
-_SENTENCES = {
-    "done": "Mark the run as done: only the trainer with the active token.",
-    "fail": "Mark the run as failed: only the trainer with the active token.",
-    "pause": "Pause the run: an operator, or the trainer with the active token.",
+COMMAND_ROLES: dict[CommandName, tuple[str, ...]] = {
+    "pause": ("operator", "trainer"),
+    "done": ("trainer",),
+    "fail": ("trainer",),
+    "resume": ("operator",),
+    "stop": ("operator",),
+    "accept-loss": ("operator",),
+    "retry-versions": ("operator",),
+    "rollback": ("operator",),
 }
 
 
@@ -64,32 +68,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         and why."""
         return await buffer.run.control.changes(after=after)
 
-    @api.post(
-        "/run/accept-loss",
-        operation_id="accept_loss",
-        dependencies=[Depends(auth.require("operator"))],
-        responses=problems(),
-    )
-    async def accept_loss(body: AcceptLoss) -> RunInfo:
-        """Continue without the acknowledged data that Redis has lost; nothing changes when nothing is lost."""
-        await buffer.recovery.accept("operator", body.reason)
-        return await buffer.run_info()
-
-    _add_command(api, "done", ["trainer"], buffer, auth)
-    _add_command(api, "fail", ["trainer"], buffer, auth)
-    _add_command(api, "pause", ["operator", "trainer"], buffer, auth)
-    _add_rollback(api, buffer, auth)
-
-    @api.post(
-        "/run/retry-versions",
-        operation_id="retry_versions",
-        dependencies=[Depends(auth.require("operator"))],
-        responses=problems(),
-    )
-    async def retry_versions(body: RunCommand) -> RunInfo:
-        """Make searchers retry at once the weight versions that they have refused."""
-        await buffer.run.control.retry_versions(body, "operator")
-        return await buffer.run_info()
+    _add_command(api, buffer, auth)
 
     @api.post(
         "/run/evaluate",
@@ -102,38 +81,12 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         returned as it is."""
         return await buffer.prompts.evaluations.request_for_operator(body)
 
-    @api.post(
-        "/run/{command}",
-        operation_id="command",
-        dependencies=[Depends(auth.require("operator"))],
-        responses=problems(409),
-    )
-    async def command(command: Literal["resume", "stop"], body: RunCommand) -> RunInfo:
-        """Resume or stop the run."""
-        # the path names the command; only operators reach it here
-        await buffer.run.control.command(command, body, "operator")
-        return await buffer.run_info()
-
-    return api
-
-
-def _add_rollback(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
-    @api.post(
-        "/run/rollback",
-        operation_id="rollback",
-        dependencies=[Depends(auth.require("operator"))],
-        responses=problems(409),
-    )
-    async def rollback(body: RollbackRequest) -> RunInfo:
-        """Return to the newest checkpoint at or before a step: the trainer begins a new lineage from it at its next
-        step boundary, and what came after it stays in the ledger as abandoned."""
-        await buffer.run.rollbacks.request(body)
-        return await buffer.run_info()
-
     @api.get("/checkpoints", operation_id="checkpoints", dependencies=[Depends(auth.require("viewer"))])
     async def checkpoints() -> CheckpointList:
         """Return what a rollback can return to, newest first."""
         return CheckpointList(versions=[str(version) for version in await buffer.run.rollbacks.checkpoints()])
+
+    return api
 
 
 def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
@@ -170,24 +123,31 @@ def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
             response.headers[ACKNOWLEDGED_HEADER] = acknowledged
 
 
-def _add_command(
-    api: APIRouter, name: Literal["done", "fail", "pause"], roles: list[str], buffer: Buffer, auth: Authenticator
-) -> None:
-    async def change(body: RunCommand, request: Request) -> RunInfo:
-        role = requester_role(auth, request, token=body.token, what=f"says {name!r}")
-        await buffer.run.control.command(name, body, role)
-        return await buffer.run_info()
-
-    # registered before /run/{command}, which would match first and refuse the name
-    api.add_api_route(
-        f"/run/{name}",
-        change,
-        methods=["POST"],
-        operation_id=name,
-        description=_SENTENCES[name],
-        dependencies=[Depends(auth.require(*roles))],
+def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
+    @api.post(
+        "/run",
+        operation_id="command",
+        dependencies=[Depends(auth.require("operator", "trainer"))],
         responses=problems(409),
     )
+    async def command(body: CommandRequest, request: Request) -> RunInfo:
+        """Pause, resume, stop, end or roll back the run, accept a loss, or have refused versions tried again; the body
+        says which roles may."""
+        auth.check(request.headers.get("authorization", ""), COMMAND_ROLES[body.command])
+        match body.command:
+            case "accept-loss":
+                await buffer.recovery.accept("operator", body.reason)
+            case "retry-versions":
+                await buffer.run.control.retry_versions(body, "operator")
+            case "rollback":
+                fields = body.model_dump(include={"step", "reason", "request_id"}, exclude_none=True)
+                await buffer.run.rollbacks.request(RollbackRequest(**fields))
+            case "resume" | "stop":
+                await buffer.run.control.command(body.command, body, "operator")
+            case name:
+                role = requester_role(auth, request, token=body.token, what=f"says {name!r}")
+                await buffer.run.control.command(name, body, role)
+        return await buffer.run_info()
 
 
 def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:

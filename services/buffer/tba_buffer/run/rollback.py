@@ -1,6 +1,6 @@
 """An operator's rollback: the run returns to an older checkpoint, in a new lineage.
 
-    POST /v1/run/rollback -> rollback.lua: fields of the run hash, and a line of the audit
+    POST /v1/run -> rollback.lua: fields of the run hash, and a line of the audit
     draws, acks, checkpoints, `done` of the trainer -> RollbackError, until it starts a lineage that obeys the request
     POST /v1/lineages -> start_lineage.lua: the fields are gone, in the call that makes the lineage
 

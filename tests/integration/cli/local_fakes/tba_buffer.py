@@ -106,9 +106,9 @@ class Handler(BaseHTTPRequestHandler):
                     "num_heldout": counts["num_prompts_heldout"],
                 }
             )
-        elif self.path.startswith("/v1/run/"):
+        elif self.path == "/v1/run":
             names = {"pause": "paused", "resume": "running", "stop": "stopping", "done": "done", "fail": "failed"}
-            STATE.update(state=names[self.path.rsplit("/", 1)[1]], reason=body["reason"])
+            STATE.update(state=names[body["command"]], reason=body["reason"])
             self.answer(run_info())
         elif self.path == "/fake/lineage":
             step = run_info()["step"]

@@ -65,7 +65,7 @@ if BEHAVIOUR == "no-steps":
     sys.exit(0)
 begun = post("/fake/lineage", {})
 if BEHAVIOUR == "fail":
-    post("/v1/run/fail", {"reason": "the loss is not finite", "token": "t"})
+    post("/v1/run", {"command": "fail", "reason": "the loss is not finite", "token": "t"})
     print("error: trainer: the loss is not finite", file=sys.stderr)
     sys.exit(2)
 if begun["step"] == 0:
@@ -83,4 +83,4 @@ evaluate(f"{begun['lineage']}-{RECIPE['trainer']['num_steps']}", 0.5)
 export = Path(RECIPE["store"]["url"].removeprefix("file://")) / "runs" / RECIPE["run"]["name"] / "export"
 export.mkdir(parents=True, exist_ok=True)
 (export / "config.json").write_text('{"exported": true}')
-post("/v1/run/done", {"reason": None, "token": "t"})
+post("/v1/run", {"command": "done", "reason": None, "token": "t"})

@@ -60,7 +60,7 @@ const POSSIBLE = { running: ["pause", "stop"], paused: ["resume", "stop"] };
 function commandButton(name) {
   const [label, sentence] = COMMANDS[name];
   return h("button", { onclick: () => ask(label, sentence, [REASON], (values) =>
-    send("POST", `/v1/run/${name}`, { reason: reasonOf(values) })) }, label);
+    send("POST", "/v1/run", { command: name, reason: reasonOf(values) })) }, label);
 }
 
 /** The buttons that the state of the run allows. */
@@ -112,7 +112,7 @@ async function askRollback() {
   const stays = state.run.state === "paused" ? " The run stays paused." : "";
   ask("Roll back", versions.length ? `The trainer returns to a checkpoint before its next step, in a new lineage. Steps after it stay in the ledger as abandoned; rollouts and live settings stay. Only the newest checkpoints are kept (trainer.keep_checkpoints): pause the run first, so that none goes while you decide.${stays}` : problem,
     [["version", "Checkpoint", { required: true }, versions.map((version) => [version, checkpointText(version)])], REASON],
-    (values) => send("POST", "/v1/run/rollback", { step: stepOf(values.version), reason: reasonOf(values) }));
+    (values) => send("POST", "/v1/run", { command: "rollback", step: stepOf(values.version), reason: reasonOf(values) }));
 }
 
 function checkpointText(version) {

@@ -18,14 +18,13 @@ from typing import Literal
 from tba.errors import ChildError, ConfigError, TbaError
 from tba_cli.child_processes import PIPED
 from tba_cli.orphan_reaper import OrphanReaper
-from tba_cli.scripting.words import in_python
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 CLOSE_TIMEOUT_S = 60.0
 """A command that is closed has so long to stop its processes and delete what is temporary."""
 TAIL_LINES = 20
 ERROR = "error: "
-Output = Literal["capture", "inherit", "drop"]
+Output = Literal["capture", "inherit"]
 
 
 class Command:
@@ -52,7 +51,7 @@ class Command:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tba_cli.main", *words],
             stdin=subprocess.DEVNULL,
-            stdout={"capture": subprocess.PIPE, "inherit": None, "drop": subprocess.DEVNULL}[output],
+            stdout=subprocess.PIPE if output == "capture" else None,
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
@@ -102,9 +101,9 @@ class Command:
         return code
 
     def failure(self, code: int) -> TbaError:
-        """Return the error that it ended with, in the words of Python."""
+        """Return the error that it ended with."""
         said = next((line.removeprefix(ERROR) for line in reversed(self._tail) if line.startswith(ERROR)), None)
-        text = in_python(said or " | ".join(self._tail) or f"tba ended with exit code {code} and said nothing")
+        text = said or " | ".join(self._tail) or f"tba ended with exit code {code} and said nothing"
         return ChildError(text) if code == EXIT_FAILED or code < 0 else ConfigError(text)
 
     def close(self) -> None:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import unquote
 
 from tba.clients import BufferClient
-from tba.errors import ConfigError
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import RETRY_S, TOKEN_MARK, endpoints_of, open_target, page_url, run_folder
 from tba_cli.scripting.command import Command
-from tba_cli.scripting.words import python_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,6 @@ class Connection:
         ConfigError: there is no such run.
     """
 
-    @python_words()
     def __init__(
         self,
         name: str | os.PathLike[str] | None,
@@ -93,37 +87,11 @@ class Connection:
             self._opened()
             return self._page
 
-    @contextmanager
-    def target_words(self) -> Iterator[list[str]]:
-        """Yield the flags that name this run to a `tba` command.
-
-        Raises:
-            ConfigError: it is a snapshot, which such a command would take for the run.
-        """
-        if self.snapshot is not None:
-            raise ConfigError(
-                f"snapshot {self.snapshot!r} holds rollouts and prompts, and no weights: leave out snapshot=..."
-            )
-        if self.folder is not None:
-            yield ["--run-dir", str(self.folder.path)]
-            return
-        words = ["--url", self.url or ""]
-        words += [] if self._target.ca_file is None else ["--ca-file", self._target.ca_file]
-        if self._token is None:
-            yield words
-            return
-        # other users can read the words of a command, and not this file (0600)
-        with tempfile.NamedTemporaryFile("w", prefix="tba-token-", encoding="utf-8") as file:
-            file.write(self._token)
-            file.flush()
-            yield [*words, "--token-file", file.name]
-
     def close(self) -> None:
         """End the view and the connections; the next call opens them again."""
         with self._lock:
             self._close()
 
-    @python_words()
     def _opened(self) -> BufferClient:
         start = self._start_now()
         view_died = self._view is not None and not self._view.is_running

@@ -14,7 +14,6 @@ from tba.errors import TbaError
 from tba_cli.scripting.command import EXIT_INTERRUPTED, Command
 from tba_cli.scripting.inputs import Function, RecipeLike, prepare
 from tba_cli.scripting.run_handle import Run
-from tba_cli.scripting.words import python_words
 
 SHELL_ADVICE = "resume with: "
 PYTHON_ADVICE = "the same tba.run(...) with resume=True continues it"
@@ -42,8 +41,10 @@ def run(
 ) -> Run:
     """Run a recipe as `tba run` does, and wait for its end. Ctrl-C, or the interrupt of a notebook, stops it cleanly.
 
+    Errors name the flags of `tba run`, which are arguments here: --fresh is `fresh=True`.
+
     Functions run in other processes. One of a module is named by it; one of a notebook or script is written beside the
-    run, so it must import what it uses inside itself, and be neither lambda, closure nor decorated.
+    run, so it must import what it uses inside itself.
 
     Args:
         recipe: a file, the name of a recipe that ships with tba (`quickstart`), or a dict of sections.
@@ -73,10 +74,9 @@ def run(
         >>> print(run.summary().text)
     """
     all_sets = [*sets, *([] if name is None else [f"run.name={json.dumps(name)}"])]
-    with python_words():
-        inputs = prepare(
-            recipe, objective=objective, rewards=rewards, prompts=prompts, sets=all_sets, resume=resume, fresh=fresh
-        )
+    inputs = prepare(
+        recipe, objective=objective, rewards=rewards, prompts=prompts, sets=all_sets, resume=resume, fresh=fresh
+    )
     words = ["run", inputs.recipe, *(word for item in all_sets for word in ("--set", item))]
     words += ["--fresh"] if fresh else []
     words += ["--resume"] if resume else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -13,15 +12,11 @@ from typing import Any, Unpack
 from tba.api import (
     EvalInfo,
     LedgerLine,
-    PromptInfo,
-    PromptOrder,
     RolloutDetail,
     RolloutOrder,
     RunCommand,
     RunInfo,
     RunSummary,
-    ScaleRequest,
-    ScalingInfo,
     SettingsInfo,
     SettingsRequest,
     Stats,
@@ -31,12 +26,9 @@ from tba.clients.buffer import Command as StateCommand
 from tba.clients.run_reader import RolloutFilters
 from tba.config import parse_live
 from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
-from tba.fields import Split
 from tba_cli.reports.ledger import active_steps, ledger_lines, lineage_tree
-from tba_cli.run_target import ask_for_rollback
-from tba_cli.scripting.command import Command
 from tba_cli.scripting.connection import Connection
-from tba_cli.scripting.tables import MAX_PER_PAGE, Listing, Rollouts, Table
+from tba_cli.scripting.tables import Listing, Rollouts, Table
 
 MAX_TEXT_CHARS = 10_000
 STEPS_PER_PAGE = 2000
@@ -210,45 +202,6 @@ class Run:
         """
         return self._connection.client().get_rollout(rollout_id)
 
-    def prompts(
-        self,
-        *,
-        split: Split | None = None,
-        task: str | None = None,
-        contains: str | None = None,
-        order: PromptOrder = "upload",
-        text_chars: int = MAX_TEXT_CHARS,
-    ) -> Listing[PromptInfo]:
-        """Return the prompts that match, each with what its stored rollouts are worth.
-
-        Args:
-            split: train or heldout.
-            task: the name of the task.
-            contains: looked for in id and text, whatever the case.
-            order: upload, best, worst (by mean reward), or most (rollouts).
-            text_chars: longer texts are cut (at most 10,000).
-
-        Examples:
-            >>> hardest = run.prompts(split="train", order="worst").head(10)
-        """
-
-        def read() -> Iterator[PromptInfo]:
-            after: int | None = 0
-            while after is not None:
-                page = self._connection.client().list_prompts(
-                    split=split,
-                    task=task,
-                    contains=contains,
-                    order=order,
-                    limit=MAX_PER_PAGE,
-                    after=after,
-                    text_chars=text_chars,
-                )
-                yield from page.prompts
-                after = page.next
-
-        return Listing(read)
-
     def ledger(self) -> Listing[LedgerLine]:
         """Return the ledger: which rollouts each step consumed (LedgerEntry), and the starts of trainers (ResumeEntry);
         abandoned steps too.
@@ -266,43 +219,6 @@ class Run:
     def versions(self) -> list[WeightVersionInfo]:
         """The newest weight versions that the object store has, the newest first."""
         return self._connection.client().list_versions().versions
-
-    def export(
-        self,
-        out: str | os.PathLike[str] | None = None,
-        *,
-        version: str = "last",
-        push_to_hub: str | None = None,
-        public: bool = False,
-        recipe: str | os.PathLike[str] | None = None,
-    ) -> Path | None:
-        """Write a weight version as a Hugging Face folder with a model card, or push it to the hub, or both.
-
-        Args:
-            out: a folder that does not exist, or is empty.
-            version: LINEAGE-STEP, a step, start, best or last.
-            push_to_hub: OWNER/NAME of a model repository, made private where it does not exist.
-            public: everybody may read the repository.
-            recipe: of the run; needed with `url`, for it says which object store holds the versions.
-
-        Returns:
-            The folder; None without `out`.
-
-        Raises:
-            ConfigError: as `tba export` says, or this is a snapshot.
-
-        Examples:
-            >>> run.export("model", version="best")
-        """
-        words = ["--version", version]
-        words += [] if out is None else ["--out", os.fspath(out)]
-        words += [] if push_to_hub is None else ["--push-to-hub", push_to_hub]
-        words += ["--public"] if public else []
-        words += [] if recipe is None else ["--recipe", os.fspath(recipe)]
-        with self._connection.target_words() as target, Command(["export", *target, *words], output="drop") as command:
-            if code := command.wait():
-                raise command.failure(code)
-        return None if out is None else Path(out)
 
     # ---- Steering ----
 
@@ -330,19 +246,6 @@ class Run:
         """
         return self._command("stop", reason)
 
-    def rollback(self, step: int, reason: str | None = None) -> RunInfo:
-        """Return to the newest checkpoint at or before a step, in a new lineage; does not wait for the trainer.
-
-        Args:
-            step: an optimizer step.
-            reason: kept in the audit.
-
-        Raises:
-            ConfigError: no run has a step of this number.
-            ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
-        """
-        return ask_for_rollback(self._connection.client(), step, reason)
-
     def set(self, *, reason: str | None = None, **settings: Any) -> SettingsInfo:
         """Change live settings: learning_rate, beta, most_on_policy_prob, sampling_temperature, eval_every_steps.
 
@@ -359,15 +262,6 @@ class Run:
         """
         request = SettingsRequest(settings=parse_live(settings), reason=reason)
         return self._connection.client().change_settings(request)
-
-    def scale(self, n: int | None, *, reason: str | None = None) -> ScalingInfo:
-        """Start or stop searchers, so that there are `n`; does not wait for them.
-
-        Args:
-            n: None: as the recipe says.
-            reason: kept in the audit.
-        """
-        return self._connection.client().scale(ScaleRequest(num_searchers=n, reason=reason))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it is over.

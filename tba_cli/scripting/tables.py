@@ -106,8 +106,8 @@ class Listing(Generic[M]):
         read: begins a reading.
 
     Examples:
-        >>> for prompt in run.prompts():
-        ...     print(prompt.prompt_id)
+        >>> for line in run.ledger():
+        ...     print(line.lineage)
     """
 
     def __init__(self, read: Callable[[], Iterator[M]]) -> None:

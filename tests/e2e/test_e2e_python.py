@@ -130,8 +130,6 @@ def test_an_ended_run_becomes_tables(finished: Run):
     assert best.reward == max(item.reward or 0.0 for item in finished.rollouts(status="scored"))
     assert finished.rollout(best.rollout_id).trained_since is not None
 
-    assert len(finished.prompts().to_pandas()) == len(prompts())
-    assert [item.split for item in finished.prompts(contains="20+20")] == ["heldout"]
     assert {item.version for item in finished.evaluations()} == {"0-0", f"1-{NUM_STEPS}"}
     assert finished.versions[0].version == f"1-{NUM_STEPS}"
 
@@ -161,16 +159,6 @@ def processes_of(url: str) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def test_a_version_is_exported(finished: Run, tmp_path: Path):
-    out = tmp_path / "model"
-    assert finished.export(out, version="1-2") == out
-    assert (out / "model.safetensors").is_file()
-    with pytest.raises(ConfigError, match="no weight version 9-9"):
-        finished.export(tmp_path / "other", version="9-9")
-    with pytest.raises(ConfigError, match="say where to"):
-        finished.export()
 
 
 def test_an_interrupt_stops_it_and_the_same_call_resumes_it(
@@ -204,7 +192,7 @@ def test_an_interrupt_stops_it_and_the_same_call_resumes_it(
     with run:
         assert run.is_over
         step = run.info.step
-        with pytest.raises(ConfigError, match="resume=True"):
+        with pytest.raises(ConfigError, match="--resume"):
             tba.run(recipe, **given)
         again = tba.run(recipe, **given, resume=True, sets=[f"trainer.num_steps={step + 5}"], progress=False)
         assert capfd.readouterr() == ("", "")
@@ -229,7 +217,6 @@ def use_live(place: Path) -> None:
         with pytest.raises(WaitTimeoutError, match="wait 'run-over'"):
             live.wait(timeout_s=0.1)
         assert live.resume().state == "running"
-        assert live.scale(1).searchers.desired == 1
         token = live.view().partition("#token=")[2]
         with tba.Run(url=live.url, token=token) as elsewhere:
             assert elsewhere.info.run == "stopped"

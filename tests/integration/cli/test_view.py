@@ -341,10 +341,8 @@ def test_a_snapshot_is_shown_as_it_was_saved(
         found = {item.response_text: item for item in run.rollouts()}
         assert {item.policy_age_steps for item in found.values()} == {1}, "from where the run stood"
         assert [item.reward for _, item in sorted(found.items())] == [None, 1.0, 2.0, 3.0]
-        assert (next(iter(run.prompts())).prompt_id, len(run.metrics()), run.evaluations()) == ("train-0", 0, [])
+        assert (len(run.metrics()), run.evaluations()) == (0, [])
         assert {item.num_batches for item in found.values()} == {None}
-        with pytest.raises(ConfigError, match=r"snapshot 'early' holds rollouts and prompts, and no weights"):
-            run.export(environ["TMPDIR"] + "/model")
         with pytest.raises(ConflictError, match=r"this is a read-only view .snapshot test/early of"):
             run.pause()
     monkeypatch.setattr("tba_cli.local.ended_run.LARGE_BYTES", 10)

@@ -80,52 +80,21 @@ def test_a_function_inside_another_one_is_written_if_it_takes_nothing_from_it(tm
     assert imported(named(inside, what="rewards[0]"), tmp_path)([2, 1]) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("source", "outside", "says"),
-    [
-        ("def f(x):\n    return np.sum(x)", {"np": json}, "write `import json as np` inside it"),
-        ("def f(x):\n    return json.dumps(x)", {"json": json}, "write `import json` inside it"),
-        ("def f(x):\n    return [[dumps(y) for y in z] for z in x]", {"dumps": json.dumps}, "from json import dumps"),
-        ("def f(x):\n    return x > LIMIT", {"LIMIT": 3}, "uses 'LIMIT' from outside"),
-        ("def f(x, most=LIMIT):\n    return x", {"LIMIT": 3}, "uses 'LIMIT' from outside"),
-        ("def f(x):\n    return (lambda y: y + later)(x)", {}, "uses 'later' from outside"),
-        (
-            "def f(x):\n    class C:\n        a = 1\n        b = a + outer\n    return C",
-            {},
-            "uses 'outer' from outside",
-        ),
-    ],
-)
-def test_a_name_from_outside_is_refused_with_what_to_do(source: str, outside: dict[str, Any], says: str):
-    with pytest.raises(ConfigError) as caught:
-        named(in_notebook(source, **outside), what="rewards[1]")
-    assert says in str(caught.value)
-    assert str(caught.value).startswith("rewards[1]: 'f' uses ")
-
-
-def test_an_attribute_that_is_called_like_something_outside_is_its_own(tmp_path: Path):
-    function = in_notebook("def f(x):\n    return x.strip()", strip=1)
-    assert imported(named(function, what="objective"), tmp_path)(" a ") == "a"
-
-
-def test_what_cannot_be_imported_alone_is_refused():
-    def around():
-        limit = 3
-        return lambda x: x > limit, (lambda: lambda x: x)()
-
-    def closure():
-        limit = 3
-
-        def f(x):
-            return x > limit
-
-        return f
-
+def test_a_name_from_outside_is_an_error_of_the_import_or_of_the_first_call(tmp_path: Path):
+    defaults = in_notebook("def f(x, most=LIMIT):\n    return x", LIMIT=3)
+    with pytest.raises(NameError, match="LIMIT"):
+        imported(named(defaults, what="rewards[1]"), tmp_path)
+    body = in_notebook("def f(x):\n    return np.sum(x)", np=json)
+    with pytest.raises(NameError, match="np"):
+        imported(named(body, what="rewards[1]"), tmp_path)([1])
     decorated = in_notebook("@keep\ndef f(x):\n    return x", keep=lambda g: g)
+    with pytest.raises(NameError, match="keep"):
+        imported(named(decorated, what="objective"), tmp_path)
+
+
+def test_what_is_no_function_of_its_own_is_refused():
     for value, says in [
-        (around()[0], "is a lambda"),
-        (closure(), "uses 'limit' of the function around it"),
-        (decorated, "has the decorator @keep"),
+        (in_notebook("f = lambda x: x"), "is not defined by a `def` of its own"),
         (functools.partial(at_the_top), "is a partial and not a function"),
         (Path, "is a class (Path) and not a function"),
         (3, "is a int and not a function"),

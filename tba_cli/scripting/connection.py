@@ -115,7 +115,7 @@ class Connection:
     def _open_view(self) -> tuple[BufferClient, str]:
         assert self.folder is not None, "only a local run is over"
         words = [] if self.snapshot is None else ["--snapshot", self.snapshot]
-        view = Command(["view", str(self.folder.path), "--no-open", "--json", *words])
+        view = Command(["--json", "view", str(self.folder.path), "--no-open", *words])
         try:
             line = view.next_line()
             if not line:

@@ -70,7 +70,7 @@ def sections(
         "sampling": {"prompts_per_batch": 16, "group_size": 4, "rollouts_per_visit": 8, "min_size_to_sample": 64},
         "searcher": {
             "engine": "simulated",
-            "simulated": {"tokens_per_step": 16, "median_response_tokens": 200, "load_s": 0.1, **(simulated or {})},
+            "simulated": {"median_response_tokens": 200, **(simulated or {})},
             "num_slots": num_slots,
             "max_response_tokens": 512,
             "drain_s": 20.0,

@@ -22,7 +22,7 @@ PLAN = Plan(num_searchers=8, duration_s=6.0, leave_share=0.25, vanish_share=0.25
 def evidence(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
     recipe = sections(
         num_slots=4,
-        simulated={"median_response_tokens": 20, "tokens_per_s": 100, "lengths": "pareto"},
+        simulated={"median_response_tokens": 20, "tokens_per_s": 100},
         buffer={"lease_s": 2.0},
         searcher={"max_response_tokens": 200},
     )

@@ -273,7 +273,7 @@ def test_a_store_that_is_away_at_the_start_ends_the_searcher_at_the_deadline(mak
 
 
 def test_a_drain_does_not_wait_for_a_step_that_does_not_come_back(make_world):
-    simulated = {"tokens_per_s": 1 / TIMEOUT_S, "tokens_per_step": 10}
+    simulated = {"tokens_per_s": 1 / TIMEOUT_S}
     world: World = make_world(searcher={"engine": "simulated", "simulated": simulated, "drain_s": 1.0})
     process = world.start_searcher()
     world.until(lambda: "engine-step" in {wait.name for wait in world.client.run().waits}, "a named wait")

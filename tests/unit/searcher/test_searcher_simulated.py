@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tba_searcher.engines import simulated
 from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
 from tba_searcher.engines.simulated import SimulatedCodec, SimulatedEngine, SimulatedSettings, draw_length
 
@@ -54,8 +54,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All responses have the median length, and a step decodes one token of each row."""
+    monkeypatch.setattr(simulated, "LENGTH_SIGMA", 0.0)
+    monkeypatch.setattr(simulated, "TOKENS_PER_STEP", 1)
+
+
+@pytest.fixture
 def make_engine(folder: Path) -> Callable[..., tuple[SimulatedEngine, Clock]]:
-    def make(*, num_slots: int = 4, seed: int = 0, preempt: Callable[[], None] | None = None, **behaviour: Any):
+    def make(*, num_slots: int = 4, seed: int = 0, **behaviour: Any):
         clock = Clock()
         settings = SimulatedSettings(
             num_slots=num_slots,
@@ -64,9 +71,8 @@ def make_engine(folder: Path) -> Callable[..., tuple[SimulatedEngine, Clock]]:
             seed=seed,
             behaviour=SimulatedSection(**behaviour),
         )
-        more: dict[str, Any] = {} if preempt is None else {"preempt": preempt}
         paths = [folder / "model.safetensors"]
-        return SimulatedEngine(folder, paths, START, settings, sleep=clock.sleep, clock=clock, **more), clock
+        return SimulatedEngine(folder, paths, START, settings, sleep=clock.sleep, clock=clock), clock
 
     return make
 
@@ -88,20 +94,18 @@ def finish(engine: SimulatedEngine) -> list[Completion]:
     return completions
 
 
-def test_a_slot_decodes_at_its_rate_and_a_full_batch_at_that_of_all_slots(make_engine) -> None:
-    engine, clock = make_engine(lengths="fixed", median_response_tokens=100, tokens_per_s=50, batch_tokens_per_s=100)
-    engine.submit(request("alone"))
-    [completion] = finish(engine)
-    assert clock.now_s == pytest.approx(100 / 50)
-    assert len(completion.response_tokens) == 100
+@pytest.mark.usefixtures("fixed")
+def test_every_slot_decodes_at_its_rate(make_engine) -> None:
+    engine, clock = make_engine(median_response_tokens=100, tokens_per_s=50)
     for number in range(4):
         engine.submit(request(str(number)))
-    assert len(finish(engine)) == 4
-    assert clock.now_s == pytest.approx(2 + 4 * 100 / 100)
+    assert [len(completion.response_tokens) for completion in finish(engine)] == [100] * 4
+    assert clock.now_s == pytest.approx(100 / 50)
 
 
-def test_a_coarse_step_takes_as_long_as_its_longest_row(make_engine) -> None:
-    engine, clock = make_engine(lengths="fixed", median_response_tokens=10, tokens_per_s=10, tokens_per_step=64)
+def test_a_coarse_step_takes_as_long_as_its_longest_row(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "LENGTH_SIGMA", 0.0)
+    engine, clock = make_engine(median_response_tokens=10, tokens_per_s=10)
     engine.submit(request("a"))
     [completion] = engine.step()
     assert clock.now_s == pytest.approx(1.0)
@@ -125,8 +129,9 @@ def test_a_response_is_a_function_of_seed_and_request_whatever_else_is_going_on(
     np.testing.assert_array_equal(first.response_tokens, second.response_tokens)
 
 
+@pytest.mark.usefixtures("fixed")
 def test_limits_end_a_response_and_end_of_sequence_is_its_last_token_alone(make_engine) -> None:
-    engine, _ = make_engine(lengths="fixed", median_response_tokens=30)
+    engine, _ = make_engine(median_response_tokens=30)
     engine.submit(request("cut", max_response_tokens=29))
     engine.submit(request("whole", max_response_tokens=30))
     engine.submit(request("longer", min_response_tokens=40))
@@ -144,26 +149,21 @@ def test_limits_end_a_response_and_end_of_sequence_is_its_last_token_alone(make_
         assert completion.sampler_logprobs.shape == completion.response_tokens.shape
 
 
-@pytest.mark.parametrize("lengths", ["lognormal", "pareto"])
-def test_lengths_have_the_median_and_the_tail_that_were_asked_for(lengths) -> None:
-    behaviour = SimulatedSection(lengths=lengths, median_response_tokens=200, lognormal_sigma=0.5, pareto_tail=2.0)
+def test_lengths_have_the_median_that_was_asked_for() -> None:
     rng = np.random.default_rng(0)
-    found = np.array([draw_length(rng, behaviour) for _ in range(20_000)])
-    assert np.median(found) == pytest.approx(200, rel=0.03)
-    # a share of 0.01 is longer: exp(2.326 sigma) times the median, and (2 * 0.01) ** (-1 / tail) times
-    expected = 200 * (np.exp(2.326 * 0.5) if lengths == "lognormal" else 0.02**-0.5)
-    assert np.quantile(found, 0.99) == pytest.approx(expected, rel=0.1)
+    assert np.median([draw_length(rng, 200.0) for _ in range(20_000)]) == pytest.approx(200, rel=0.03)
 
 
-def test_new_weights_take_their_time_and_begin_a_span_in_every_row(make_engine, folder) -> None:
-    engine, clock = make_engine(lengths="fixed", median_response_tokens=10, tokens_per_s=10, load_s=3.0)
+@pytest.mark.usefixtures("fixed")
+def test_new_weights_begin_a_span_in_every_row(make_engine, folder) -> None:
+    engine, clock = make_engine(median_response_tokens=10, tokens_per_s=10)
     engine.submit(request("a"))
     for _ in range(4):
         engine.step()
     engine.load_weights([folder / "model.safetensors"], V1)
     engine.load_weights([folder / "model.safetensors"], V1)  # no token between: no span of its own
     [completion] = finish(engine)
-    assert clock.now_s == pytest.approx(10 / 10 + 2 * 3.0)
+    assert clock.now_s == pytest.approx(10 / 10)
     assert completion.version_spans == (
         VersionSpan(version=START, start=0, end=4),
         VersionSpan(version=V1, start=4, end=10),
@@ -181,32 +181,16 @@ def test_files_that_are_not_what_was_published_are_refused(make_engine, folder) 
         engine.verify(manifest)
 
 
-def test_it_crashes_and_vanishes_about_as_often_as_it_was_told(make_engine) -> None:
+def test_it_crashes_about_as_often_as_it_was_told(make_engine) -> None:
     lived = []
     for seed in range(200):
-        engine, clock = make_engine(
-            seed=seed, crash_every_s=100.0, lengths="fixed", median_response_tokens=1000, tokens_per_step=50
-        )
+        engine, clock = make_engine(seed=seed, crash_every_s=100.0, median_response_tokens=1000)
         for number in range(300):
             engine.submit(request(str(number)))
         with pytest.raises(EngineDiedError, match="crash_every_s = 100"):
             finish(engine)
         lived.append(clock.now_s)
     assert np.mean(lived) == pytest.approx(100, rel=0.3)
-    vanished: list[str] = []
-    engine, _ = make_engine(preempt_every_s=1.0, lengths="fixed", preempt=lambda: vanished.append("now"))
-    engine.submit(request("a"))
-    finish(engine)
-    engine.submit(request("b"))
-    finish(engine)
-    assert vanished
-
-
-def test_a_searcher_that_is_taken_away_says_nothing() -> None:
-    code = "from tba_searcher.engines import simulated as s; import atexit; atexit.register(print, 1); s.kill_process()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    assert done.stdout == done.stderr == b""
 
 
 def test_what_does_not_fit_is_refused_and_what_is_aborted_never_comes_out(make_engine) -> None:
@@ -233,6 +217,7 @@ def test_what_does_not_fit_is_refused_and_what_is_aborted_never_comes_out(make_e
     assert engine.step() == []
 
 
+@pytest.mark.usefixtures("fixed")
 def test_prompts_and_responses_have_about_four_characters_a_token(make_engine, folder) -> None:
     codec = SimulatedCodec(folder)
     text = "Natalia sold 48 clips to her friends"
@@ -240,7 +225,7 @@ def test_prompts_and_responses_have_about_four_characters_a_token(make_engine, f
     assert tokens == codec.encode_prompt(text) != codec.encode_prompt(text[::-1])
     assert len(tokens) == len(text) / 4
     assert codec.eos_ids == (EOS,)
-    engine, _ = make_engine(lengths="fixed", median_response_tokens=3)
+    engine, _ = make_engine(median_response_tokens=3)
     engine.submit(request("a"))
     [completion] = finish(engine)
     [response] = codec.decode_responses([completion])
@@ -258,8 +243,8 @@ def test_a_model_without_a_vocabulary_is_refused(folder, document, message) -> N
 
 
 def test_a_recipe_chooses_it_and_its_mistakes_are_named() -> None:
-    recipe = make_recipe(searcher={"engine": "simulated", "simulated": {"pareto_tail": 1.2}})
-    assert recipe.searcher.simulated.pareto_tail == 1.2
+    recipe = make_recipe(searcher={"engine": "simulated", "simulated": {"tokens_per_s": 1.2}})
+    assert recipe.searcher.simulated.tokens_per_s == 1.2
     with pytest.raises(ConfigError, match=r"searcher\.simulated\.crash_every_s"):
         make_recipe(searcher={"simulated": {"crash_every_s": 0}})
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 import time
 import zlib
 from collections import deque
@@ -37,6 +35,10 @@ from tba_searcher.engines.engine import Completion, EngineDiedError, Request, ch
 MEAN_NATS = 1.0
 """Mean of the negative made-up log-prob of a token."""
 CHARS_PER_TOKEN = 4
+LENGTH_SIGMA = 0.8
+"""Standard deviation of the logarithm of a response's length."""
+TOKENS_PER_STEP = 16
+"""Tokens of each row that one step decodes; requests and weights wait for the step to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +53,13 @@ class SimulatedSettings:
     behaviour: SimulatedSection
 
 
-def kill_process() -> None:
-    """Kill this process, as when its machine is taken away."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 class SimulatedEngine:
     """Implements `tba_searcher.engines.engine.Engine`.
 
     Args:
         folder: the version's files: `config.json` and those of `tensors_paths`.
         sleep: called to let time pass.
-        clock: returns seconds, for crashes and preemptions.
-        preempt: called when the simulated machine is taken away.
+        clock: returns seconds, for crashes.
 
     Raises:
         ConfigError: `config.json` names no vocabulary.
@@ -78,10 +74,9 @@ class SimulatedEngine:
         *,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
-        preempt: Callable[[], None] = kill_process,
     ) -> None:
         self._settings, self._behaviour = settings, settings.behaviour
-        self._sleep, self._clock, self._preempt = sleep, clock, preempt
+        self._sleep, self._clock = sleep, clock
         self._vocabulary = Vocabulary.of_folder(folder)
         self._waiting: deque[Request] = deque()
         self._active: list[_ActiveRequest] = []
@@ -89,9 +84,9 @@ class SimulatedEngine:
         # the tensors are read as a real engine reads them: a rehearsal has to show damaged files and slow disks
         self._version, self._params_sha256 = version, params_sha256_of_files(tensors_paths)
         sleep(self._behaviour.start_s)
-        rng, now = np.random.default_rng(settings.seed), clock()
-        self._crash_at_s = _draw_time(rng, now, self._behaviour.crash_every_s)
-        self._preempt_at_s = _draw_time(rng, now, self._behaviour.preempt_every_s)
+        lived = np.random.default_rng(settings.seed).exponential()
+        every_s = self._behaviour.crash_every_s
+        self._crash_at_s = None if every_s is None else clock() + every_s * lived
 
     @property
     def version(self) -> PolicyVersion:
@@ -140,15 +135,15 @@ class SimulatedEngine:
         return num_lost
 
     def step(self) -> list[Completion]:
-        """Let time pass for `tokens_per_step` tokens of every active request (see `Engine.step`)."""
-        self._crash_or_preempt()
+        """Let time pass for `TOKENS_PER_STEP` tokens of every active request (see `Engine.step`)."""
+        self._crash()
         while self._waiting and len(self._active) < self.num_slots:
             self._active.append(self._begin(self._waiting.popleft()))
         if not self._active:
             return []
         # never past the end of the longest request: time would pass in which nothing is decoded
-        num_tokens = min(self._behaviour.tokens_per_step, max(active.num_left for active in self._active))
-        self._sleep(num_tokens / self._tokens_per_s())
+        num_tokens = min(TOKENS_PER_STEP, max(active.num_left for active in self._active))
+        self._sleep(num_tokens / self._behaviour.tokens_per_s)
         for active in self._active:
             active.num_done += min(num_tokens, active.num_left)
         finished = [active for active in self._active if not active.num_left]
@@ -157,9 +152,8 @@ class SimulatedEngine:
         return [active.completion() for active in finished]
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
-        """Read the files and let time pass (see `Engine.load_weights`)."""
+        """Read the files (see `Engine.load_weights`)."""
         self._params_sha256 = params_sha256_of_files(tensors_paths)
-        self._sleep(self._behaviour.load_s)
         self._version = version
         for active in self._active:
             # a second load before the next token replaces the first: no span is empty
@@ -179,21 +173,13 @@ class SimulatedEngine:
         self._active, self._ids = [], set()
         self._waiting.clear()
 
-    def _crash_or_preempt(self) -> None:
-        """Crash or be preempted when the time for it has come."""
-        now = self._clock()
-        if self._preempt_at_s is not None and now >= self._preempt_at_s:
-            self._preempt()
-        if self._crash_at_s is not None and now >= self._crash_at_s:
+    def _crash(self) -> None:
+        """Crash when the time for it has come."""
+        if self._crash_at_s is not None and self._clock() >= self._crash_at_s:
             raise EngineDiedError(
                 "the simulated engine crashed, as searcher.simulated.crash_every_s = "
                 f"{self._behaviour.crash_every_s:g} asks for"
             )
-
-    def _tokens_per_s(self) -> float:
-        """Return the tokens per second of one request, with as many active as there are."""
-        one, all_slots = self._behaviour.tokens_per_s, self._behaviour.batch_tokens_per_s
-        return one if all_slots is None else min(one, all_slots / len(self._active))
 
     def _begin(self, request: Request) -> _ActiveRequest:
         """Make up the response to a request."""
@@ -202,7 +188,7 @@ class SimulatedEngine:
         source = f"{self._settings.seed}|{request.request_id}" if seed is None else f"{seed}|{request.prompt_tokens}"
         rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(source.encode(), digest_size=16).digest(), "big"))
         # drawn before the limits, so that a lower limit cuts responses off instead of changing all of them
-        length = max(draw_length(rng, self._behaviour), request.min_response_tokens, 1)
+        length = max(draw_length(rng, self._behaviour.median_response_tokens), request.min_response_tokens, 1)
         ends = length <= request.max_response_tokens and bool(request.eos_ids)
         tokens = self._vocabulary.draw(rng, min(length, request.max_response_tokens))
         if ends:
@@ -250,23 +236,9 @@ class _ActiveRequest:
         )
 
 
-def draw_length(rng: np.random.Generator, behaviour: SimulatedSection) -> int:
+def draw_length(rng: np.random.Generator, median: float) -> int:
     """Draw the length of a response in tokens, before any limit; at least 1."""
-    median = behaviour.median_response_tokens
-    match behaviour.lengths:
-        case "fixed":
-            length = median
-        case "lognormal":
-            length = median * np.exp(behaviour.lognormal_sigma * rng.standard_normal())
-        case "pareto":
-            length = median * (2 * (1 - rng.random())) ** (-1 / behaviour.pareto_tail)
-    return max(1, round(min(length, 1e9)))
-
-
-def _draw_time(rng: np.random.Generator, now_s: float, mean_s: float | None) -> float | None:
-    """Draw when something that happens every `mean_s` on average happens next; None: never."""
-    distance_s = rng.exponential()  # drawn in any case: one rate must not change the times of the other
-    return None if mean_s is None else now_s + mean_s * distance_s
+    return max(1, round(min(median * np.exp(LENGTH_SIGMA * rng.standard_normal()), 1e9)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,27 +5,21 @@ Those programs need torch, which this process never imports.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from tba.errors import ChildError, ConfigError
 from tba_cli.orphan_reaper import OrphanReaper
 
 PROGRAM_TIMEOUT_S = 3600.0
 """To convert a large model takes minutes."""
-EXIT_EXPLAINED = 2
-"""Exit code of a program that says what is wrong with what it was given."""
-PROGRESS = "progress: "
-"""Begins a line of progress; a JSON object follows."""
 STDERR = 2
 """Its file descriptor."""
 PIPED = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
@@ -93,81 +87,6 @@ def run_program(module: str, words: Sequence[str]) -> str:
     if program.returncode == 0:
         return out
     raise ConfigError(_last_words(err.splitlines(), program.returncode))
-
-
-def follow_program(
-    module: str,
-    words: Sequence[str],
-    *,
-    on_progress: Callable[[dict[str, Any]], None],
-    on_line: Callable[[str], None],
-    num_threads: int,
-    gpus: Sequence[int] | None,
-    stop_timeout_s: float,
-) -> None:
-    """Run a program that takes long, and hand over what it says on stderr.
-
-    The program ends with this process, as in `run_program`. After Ctrl-C, SIGTERM or SIGHUP it is asked to end.
-
-    Args:
-        on_progress: called with the object of each line `progress: {...}`, at once.
-        on_line: called with every other line but the last words of a failure.
-        num_threads: threads of its libraries.
-        gpus: those that it sees; None: all.
-        stop_timeout_s: seconds that it has to end before it is killed.
-
-    Raises:
-        ConfigError: it says what is wrong with what it was given (exit code 2).
-        ChildError: it failed.
-        KeyboardInterrupt: this process was asked to end.
-    """
-    with interrupt_on_signals():
-        reaper = OrphanReaper()
-        program = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
-            env=child_environ(os.environ, num_threads=num_threads, gpus=gpus),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
-        last: list[str] = []
-        try:
-            reaper.add(program.pid)
-            assert program.stderr is not None
-            for line in program.stderr:
-                if line.startswith(PROGRESS):
-                    on_progress(json.loads(line.removeprefix(PROGRESS)))
-                elif line.strip():
-                    # one line late, so that the sentence of a failure is not handed over
-                    for before in last:
-                        on_line(before)
-                    last = [line.rstrip()]
-            program.wait()
-            reaper.discard(program.pid)
-        except KeyboardInterrupt:
-            program.terminate()
-            try:
-                program.wait(stop_timeout_s)
-            except subprocess.TimeoutExpired:
-                program.kill()
-            raise
-        finally:
-            if program.poll() is None:
-                program.kill()
-                program.wait()
-            reaper.close()
-            if program.stderr is not None:
-                program.stderr.close()
-    if program.returncode == 0:
-        for line in last:
-            on_line(line)
-    elif program.returncode == EXIT_EXPLAINED:
-        raise ConfigError(_last_words(last, program.returncode))
-    else:
-        raise ChildError(_last_words(last, program.returncode))
 
 
 def run_in_sight(module: str, words: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ from tba_cli.parser_tasks import (
     add_overrides,
     add_recipe,
     add_score,
-    add_supervised,
 )
 from tba_cli.parser_views import (
     add_prompt_views,
@@ -45,7 +44,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     _add_config(commands)
     _add_data(commands)
-    add_supervised(commands)
     _add_setup(commands)
     _add_model(commands)
     _add_doctor(commands)

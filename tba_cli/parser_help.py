@@ -75,12 +75,6 @@ tba data prepare my.toml""",
         "data prepare": """\
 tba data prepare quickstart
 tba data prepare my.toml --set model.path=models/small""",
-        "sft": """\
-tba sft redteam-tiny
-tba sft my.toml --item models/victim --again""",
-        "train-reward": """\
-tba train-reward my.toml
-tba train-reward my.toml --item models/judge --again""",
         "setup": """\
 tba setup --config recipe.toml --create-bucket --prepare
 tba setup --config recipe.toml --only models --pull""",

@@ -1,4 +1,4 @@
-"""The flags of `tba` commands for a task of one's own, init and score, of supervised training, and of completion.
+"""The flags of `tba` commands for a task of one's own, init and score.
 
 As tba_cli/parser.py it imports nothing heavy.
 """
@@ -51,20 +51,6 @@ def add_score(commands: Subparsers) -> None:
     )
     add_json(score)
     score.set_defaults(command="tba_cli.commands.score:score_command")
-
-
-def add_supervised(commands: Subparsers) -> None:
-    """Add `tba sft` and `tba train-reward`."""
-    helps = {
-        "sft": "fine-tune the language models that [[sft]] of a recipe names and that are missing",
-        "train-reward": "train the reward models and classifiers that [[reward_training]] names and that are missing",
-    }
-    for name, text in helps.items():
-        command = commands.add_parser(name, help=text)
-        add_recipe(command)
-        command.add_argument("--item", metavar="FOLDER", help="only the item with this path (default: all of them)")
-        command.add_argument("--again", action="store_true", help="train anew what an earlier training has made")
-        command.set_defaults(command=f"tba_cli.commands.supervised:{name.replace('-', '_')}_command")
 
 
 def add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, default_is: str = "") -> None:

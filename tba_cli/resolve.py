@@ -25,13 +25,10 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with absolute paths: a resume may happen in another current folder."""
-    bases = [item.base for item in recipe.supervised.values() if item.base is not None]
-    folders = [*(item.path for item in recipe.prepare), *recipe.supervised, *bases]
+    folders = [item.path for item in recipe.prepare]
     document = with_replaced(
         recipe.model_dump(mode="json"), {path: os.path.abspath(os.path.expanduser(path)) for path in folders}
     )
-    for item in (*document["sft"], *document["reward_training"]):
-        _make_absolute_path(item, "dataset")
     for name in ("train", "heldout"):
         if document["data"][name] is not None:
             _make_absolute_path(document["data"][name], "dataset")

@@ -21,7 +21,7 @@ seed = 0
 [model]
 # Where the starting model is kept. `tba run` makes it in seconds: it is tiny, knows the characters 0123456789+=, and
 # writes sums backwards (46 as 64). For words, name a Hugging Face folder or ORG/NAME here, remove [model.warm_start],
-# and raise the limits of [searcher]. To fine-tune one on examples of your own first, add [[sft]] (docs/recipes.md).
+# and raise the limits of [searcher]. To fine-tune one on examples of your own first, name a TRL file (docs/recipes.md).
 # In minutes this model learns tasks of sums written backwards, since it knows those. Other tasks of digits start near
 # reward 0, and a run learns nothing while every reward is the same: give part credit, or take a model that knows more.
 path = "models/{task}-{{seed}}"

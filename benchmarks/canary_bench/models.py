@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_trainer.supervised.new_model import train_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
-
-from tba.config.supervised import NewModel
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT_TOKENS = 128
@@ -84,11 +82,7 @@ def make_model(folder: Path, kind: Kind, *, max_steps: int | None = None) -> dic
     """
     disable_progress_bar()
     texts = repository_texts()
-    section = NewModel(
-        family="llama", vocab_size=kind.vocab_size, hidden_size=128, num_layers=1, num_heads=4,
-        max_length_tokens=CONTEXT_TOKENS,
-    )  # fmt: skip
-    tokenizer = train_tokenizer(texts, section)
+    tokenizer = _tokenizer(texts, kind.vocab_size)
     names = ("n_layer", "n_positions") if kind.family == "gpt2" else ("num_hidden_layers", "max_position_embeddings")
     config = AutoConfig.for_model(
         kind.family, **kind.sizes, **dict(zip(names, (kind.num_layers, CONTEXT_TOKENS), strict=True)),
@@ -105,6 +99,12 @@ def make_model(folder: Path, kind: Kind, *, max_steps: int | None = None) -> dic
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return found
+
+
+def _tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    core = ByteLevelBPETokenizer()
+    core.train_from_iterator(texts, vocab_size, special_tokens=["<eos>", "<pad>"], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
 def _train(model: Any, tokens: list[int], num_steps: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from pathlib import PurePath
 from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
@@ -25,7 +24,6 @@ from tba.config.sections import (
     StoreSection,
     TlsSection,
 )
-from tba.config.supervised import RewardTrainingSection, SftSection, SupervisedItem, check_scorers
 from tba.config.trainer import TrackingSection, TrainerSection
 from tba.fields import StrictModel
 from tba.tls import address
@@ -62,10 +60,6 @@ class Recipe(StrictModel):
     tracking: TrackingSection = TrackingSection()
     prepare: list[PrepareItem] = Field(default_factory=list)
     """Models and data sets that must lie on the disk before a run: `tba data prepare` fetches or makes them."""
-    sft: list[SftSection] = Field(default_factory=list)
-    """Language models that are fine-tuned before a run, the starting model or a victim (`tba sft`)."""
-    reward_training: list[RewardTrainingSection] = Field(default_factory=list)
-    """Reward models and classifiers that are trained before a run (`tba train-reward`)."""
     store: StoreSection = StoreSection()
     auth: AuthSection = AuthSection()
     tls: TlsSection = TlsSection()
@@ -100,7 +94,6 @@ class Recipe(StrictModel):
             )
         self._check_lag()
         self._check_unused()
-        self._check_supervised()
         if self.trainer.num_processes > 1 and self.trainer.num_processes % self.trainer.sharding.replicas:
             raise ValueError(
                 f"trainer.sharding.replicas is {self.trainer.sharding.replicas}, and trainer.num_processes is "
@@ -133,36 +126,6 @@ class Recipe(StrictModel):
             )
         self._check_objective()
         return self
-
-    def _check_supervised(self) -> None:
-        check_scorers(self.reward_training, [spec for task in self.reward.tasks.values() for spec in task.scorers])
-        items = [*self.sft, *self.reward_training]
-        # "./a" and "a/" are "a"
-        made = [PurePath(item.path or self.model.path) for item in items]
-        others = {PurePath(item.path) for item in self.prepare}
-        others |= {PurePath(self.model.path)} if self.model.warm_start else set()
-        for index, (item, path) in enumerate(zip(items, made, strict=True)):
-            if "{seed}" in str(path):  # it would vary with the run's seed, and what is made there does not
-                raise ValueError(
-                    f"{path} is made by [[sft]] or [[reward_training]], each item of which has a `seed` of its own; "
-                    "{seed} in a path is for [model.warm_start]: write the number instead"
-                )
-            if path in others or path in made[:index]:
-                raise ValueError(
-                    f"{path} is made twice: by an item of [[sft]] or [[reward_training]], and by another one, "
-                    "[[prepare]] or [model.warm_start]; give each a path of its own"
-                )
-            inside = next((other for other in (*made, *others) if path in other.parents), None)
-            if inside is not None:
-                raise ValueError(
-                    f"{inside} lies in {path}, which is replaced as a whole when it is trained anew; give it a path "
-                    "elsewhere"
-                )
-            if item.base is not None and PurePath(item.base) in made[index:]:
-                raise ValueError(
-                    f"{path} starts from {item.base}, which is made at the same time or after it; items are made in "
-                    "the order of the recipe, [[sft]] before [[reward_training]]: put the base first"
-                )
 
     def _check_snapshot(self) -> None:
         # a view of the snapshot draws nothing
@@ -383,12 +346,6 @@ class Recipe(StrictModel):
         if self.searcher.engine != "openai" or (self.scaling.backend == "kubernetes" and openai.is_beside):
             return None
         return openai.url
-
-    @property
-    def supervised(self) -> dict[str, SupervisedItem]:
-        """The folders that `[[sft]]` and `[[reward_training]]` make, in the order in which they are made."""
-        sft = {item.path or self.model.path: item for item in self.sft}
-        return {**sft, **{item.path: item for item in self.reward_training}}
 
     @property
     def constants(self) -> dict[str, JsonValue]:

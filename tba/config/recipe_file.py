@@ -92,7 +92,6 @@ def _with_hub_model(recipe: Recipe) -> Recipe:
         or section.path.startswith("models/")
         or Path(section.path).is_dir()
         or any(item.path == section.path for item in recipe.prepare)
-        or section.path in recipe.supervised
     )
     if is_folder or not HUB_MODEL.fullmatch(section.path):
         if section.revision is not None:

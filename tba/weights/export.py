@@ -218,10 +218,7 @@ def _changes(changes: Sequence[SettingsAudit]) -> list[str]:
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return what a card may show of a recipe: what differs from the defaults, without addresses and secrets."""
     document = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_PRIVATE)
-    trained = recipe.supervised
-    inputs = [path for item in trained.values() for path in (item.base, item.dataset) if path is not None]
     paths = [path for item in recipe.prepare for path in (item.path, item.trl_file) if path is not None]
-    paths += [*trained, *(path for path in inputs if "/" in path)]
     document = with_replaced(document, {path: PurePath(path).name for path in paths})
     for section, key in _PATHS:
         if path := document.get(section, {}).get(key):

@@ -83,7 +83,7 @@ def check_name(name: str, kind: Kind, path: str) -> str:
 def required_folders(recipe: Recipe, service: Service | None = None) -> list[RequiredFolder]:
     """Return the folders that the recipe names, each once.
 
-    A reward model is a folder if `[[prepare]]`, `[[sft]]` or `[[reward_training]]` makes it, if its name cannot be a
+    A reward model is a folder if `[[prepare]]` makes it, if its name cannot be a
     repository of the Hugging Face hub (`OWNER/NAME`), or if it begins with `models/`; else the reward service fetches
     it itself. What only serves to make a model is no folder that a service needs.
 
@@ -116,7 +116,7 @@ def _named(recipe: Recipe) -> Iterator[RequiredFolder]:
     if recipe.eval.embedding_model is not None:
         path = recipe.eval.embedding_model
         yield RequiredFolder("model", path, "eval.embedding_model", frozenset({"searcher"}))
-    made = {item.path for item in recipe.prepare} | recipe.supervised.keys()
+    made = {item.path for item in recipe.prepare}
     for task, reward in recipe.reward.tasks.items():
         for spec in reward.scorers:
             for path in _models_of(spec):

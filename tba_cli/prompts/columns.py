@@ -118,13 +118,12 @@ class TextTemplate:
     Args:
         template: the text.
         where: its name in errors: a flag, or a key of the recipe.
-        may_be_fixed: whether it may name no column.
 
     Raises:
         ConfigError: it is not a template, names no column, or asks for formatting.
     """
 
-    def __init__(self, template: str, *, where: str = "--text-template", may_be_fixed: bool = False) -> None:
+    def __init__(self, template: str, *, where: str = "--text-template") -> None:
         try:
             self._parts = list(string.Formatter().parse(template))
         except ValueError as error:
@@ -134,7 +133,7 @@ class TextTemplate:
             if name is not None and (not name or spec or conversion):
                 raise ConfigError(f"{where} {template!r}: a column is named as {{name}}, without formatting")
         self.columns = list(dict.fromkeys(name for _, name, _, _ in self._parts if name))
-        if not self.columns and not may_be_fixed:
+        if not self.columns:
             raise ConfigError(f"{where} {template!r} names no column, so the text of every row would be the same")
 
     def text_of(self, values: Mapping[str, Any]) -> str:

@@ -16,10 +16,8 @@ from pathlib import Path
 
 from tba.config import Recipe
 from tba.config.sections import check_tokenizer
-from tba.config.supervised import REPORT_FILE
 from tba.errors import ConfigError
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
-from tba_cli.artifacts.prepared import check_trained, is_trained
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console
 from tba_cli.resolve import made_with_other
@@ -45,8 +43,7 @@ def set_up_folders(
     folders = required_folders(recipe)
     _fetch_stored(folders, artifacts, everything=pull, on_progress=on_progress)
     _make_starting_model(recipe, artifacts, on_progress)
-    _check_trained(recipe, folders, artifacts)
-    prepared = {item.path for item in recipe.prepare} | recipe.supervised.keys()
+    prepared = {item.path for item in recipe.prepare}
     nowhere = [folder for folder in folders if not _is_somewhere(folder, artifacts)]
     # only when something is missing: a prepared folder in the store is pulled, and nothing is fetched a second time
     if nowhere and prepare and any(folder.path in prepared for folder in nowhere):
@@ -92,19 +89,6 @@ def _fetch_stored(
         if manifest is not None:
             num = artifacts.pull(manifest, Path(folder.path).expanduser())
             on_progress(f"{folder.path}: {num} files fetched from {artifacts.url}")
-
-
-def _check_trained(recipe: Recipe, folders: list[RequiredFolder], artifacts: ArtifactStore) -> None:
-    """Check that the models of `[[sft]]` and `[[reward_training]]`, here or stored, have the settings of the recipe."""
-    for folder in folders:
-        item = recipe.supervised.get(folder.path)
-        if item is None or is_trained(folder.path, item):
-            continue
-        stored = artifacts.find(folder.kind, folder.name)
-        report = None if stored is None else artifacts.read(stored, REPORT_FILE)
-        # without a report somebody pushed a model of their own
-        if report is not None:
-            check_trained(report, item, where=f"models/{folder.name} in {artifacts.url}")
 
 
 def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore, on_progress: OnProgress) -> None:

@@ -1,4 +1,4 @@
-"""`tba data prepare`: fetch, make or train the models and data sets of a recipe, then check that a run can begin.
+"""`tba data prepare`: fetch or make the models and data sets of a recipe, then check that a run can begin.
 
 Idempotent: a folder that is there is only checked. Programs of their own do the work that needs torch or transformers.
 """
@@ -31,7 +31,6 @@ from tba_cli.child_processes import run_program
 from tba_cli.console import Console
 from tba_cli.prompts.reader import in_both_splits, prompts_of
 from tba_cli.setup import trl_training
-from tba_cli.setup.supervised import train, what_is_there
 
 MAX_MEASURED_PROMPTS = 20_000
 """At most this many prompts are measured in tokens; data sets of the recipes have up to about 100,000."""
@@ -39,26 +38,21 @@ MAX_SHOWN_CHARS = 1000
 
 
 def prepare_recipe(recipe: Recipe, console: Console) -> None:
-    """Get what is missing: `[[prepare]]`, `[[sft]]`, `[[reward_training]]`. Then check models, columns and lengths.
+    """Get what is missing of `[[prepare]]`. Then check models, columns and lengths.
 
     Raises:
         ConfigError: something cannot be fetched, made or read, or does not fit the recipe.
-        ChildError: a training failed.
+        ChildError: TRL failed.
     """
     wanted = needed(recipe)
-    missing = [item for item in wanted.prepare if not is_there(item)]
+    missing = [item for item in wanted if not is_there(item)]
     get_items(missing, console)
-    for item in wanted.prepare:
+    for item in wanted:
         record = read_record(Path(item.path))
         state = "here already" if item not in missing else "fetched" if item.hub else "made"
         commit = f", commit {record['commit'][:12]}" if record and record["commit"] else ""
         source = item.hub or item.maker or ("of TRL" if item.trl_file else "of your own")
         console.result(f"{item.path}: {item.kind} {source}, {state}{commit}")
-    for path in recipe.supervised:
-        if path in wanted.to_train:
-            train(recipe, path, console)
-        elif Path(path).expanduser().is_dir():
-            console.result(f"{path}: {what_is_there(recipe, path)}")
     trl_training.check_scorers(recipe)
     prompts = prompts_of(recipe)
     _check_models(recipe, prompts, console)
@@ -66,14 +60,14 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
 
 
 def prepare_at_start(recipe: Recipe, console: Console) -> None:
-    """Fetch, make or train the missing items that `tba run` takes care of (`at_start`).
+    """Fetch or make the missing items that `tba run` takes care of (`at_start`).
 
     Raises:
-        ConfigError: something cannot be fetched or made, or a training needs what `tba data prepare` has to get.
-        ChildError: a training failed.
+        ConfigError: something cannot be fetched or made, or TRL needs what `tba data prepare` has to get.
+        ChildError: TRL failed.
     """
     wanted = needed(recipe)
-    missing = [item for item in wanted.prepare if item.at_start and not is_there(item)]
+    missing = [item for item in wanted if item.at_start and not is_there(item)]
     if any(item.trl_file for item in missing):
         # what is missing besides ends the run in any case, and a training takes minutes
         check_prepared(recipe, at_start=False)
@@ -83,12 +77,6 @@ def prepare_at_start(recipe: Recipe, console: Console) -> None:
         record = read_record(Path(item.path))
         if record is not None and record["commit"] and record["commit"] != item.revision:
             console.info(f"fetched {item.hub} at commit {record['commit']}; model.revision pins it")
-    at_start = [path for path, item in wanted.to_train.items() if item.at_start]
-    if at_start:
-        # what is missing besides ends the run in any case, and a training takes minutes
-        check_prepared(recipe, at_start=False)
-    for path in at_start:
-        train(recipe, path, console)
 
 
 def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
@@ -155,13 +143,13 @@ def _fetch(item: PrepareItem) -> None:
 
 def _check_models(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -> None:
     """Load config and tokenizer of every model folder, and measure the prompts with those of the starting model."""
-    made = [*(item.path for item in needed(recipe).prepare if item.kind == "model"), *recipe.supervised]
+    made = [item.path for item in needed(recipe) if item.kind == "model"]
     # a model that was only made to train others from may be absent
     others = [path for path in made if path != recipe.model.path and Path(path).is_dir()]
     has_own = recipe.model.path not in made
     if recipe.model.warm_start is not None or (has_own and not Path(recipe.model.path).is_dir()):
         console.result(
-            f"{recipe.model.path}: the starting model is not an item of [[prepare]] or [[sft]], and is not checked here"
+            f"{recipe.model.path}: the starting model is not an item of [[prepare]], and is not checked here"
         )
         measured, folders = [], others
     else:

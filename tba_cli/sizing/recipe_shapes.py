@@ -28,10 +28,6 @@ def shape_in_recipe(path: str, recipe: Recipe, *, ask_hub: AskHub | None = None)
         return shape_of_folder(folder), f"the folder {folder}"
     if recipe.model.warm_start is not None and path == recipe.model.path:
         return SHAPES["quickstart"], "what [model.warm_start] makes"
-    trained = recipe.supervised.get(path)
-    if trained is not None and trained.base is not None:
-        # training keeps the sizes; no item starts from itself (the recipe refuses a path that is made twice)
-        return shape_in_recipe(trained.base, recipe, ask_hub=ask_hub)
     item = next((item for item in recipe.prepare if item.path == path), None)
     name = folder.name if item is None or item.hub is None else item.hub
     if (shape := known_shape(name)) is not None:

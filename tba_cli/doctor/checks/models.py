@@ -42,7 +42,7 @@ def check_models(target: Target) -> Iterator[CheckResult]:
 def check_hub(target: Target) -> Iterator[CheckResult]:
     """Check whether the hub gives us what has to be fetched, before the first of many gigabytes."""
     try:
-        wanted = needed(target.recipe).prepare
+        wanted = needed(target.recipe)
     except ConfigError as error:
         yield fail("hub", str(error), "do what the message says, then run this again")
         return

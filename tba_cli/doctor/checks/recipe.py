@@ -17,7 +17,7 @@ from tba.config import Recipe
 from tba.config.data import DatasetSection
 from tba.errors import ConfigError, TbaError
 from tba_cli.artifacts import required_folders
-from tba_cli.artifacts.prepared import check_prepared, made_at_start, needed
+from tba_cli.artifacts.prepared import check_prepared, made_at_start, missing
 from tba_cli.doctor.checks.machine import check_devices, check_disk, check_ports, devices_of
 from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.security import check_tokens
@@ -337,7 +337,7 @@ class RecipeChecks:
             ConfigError: a folder holds something else than the recipe asks for.
         """
         wanted = made_at_start(self.recipe) & paths
-        return [path for path in needed(self.recipe).missing(at_start=True) if path in wanted] if wanted else []
+        return [path for path in missing(self.recipe, at_start=True) if path in wanted] if wanted else []
 
     def _hub_datasets(self) -> list[str]:
         """Return the data sets that only a network, or the library's cache, has."""

@@ -10,7 +10,6 @@ import pytest
 
 from tba.config import Recipe, parse_recipe
 from tba.config.data import PrepareItem
-from tba.config.supervised import REPORT_FILE, SftSection
 from tba.errors import ConfigError
 from tba_cli.artifacts.prepared import (
     HALF_DONE,
@@ -18,11 +17,7 @@ from tba_cli.artifacts.prepared import (
     begin_record,
     check_prepared,
     is_there,
-    is_trained,
-    made_at_start,
-    needed,
     read_record,
-    training_inputs,
     write_record,
 )
 
@@ -125,115 +120,3 @@ def test_the_record_is_no_file_of_the_model(tmp_path):
 
 
 # ---- Models that are trained before a run ---------------------------------------------------------------------------
-
-
-def trained(**changes: object) -> dict[str, object]:
-    fields = {"base": "models/base", "dataset": "data/d", "prompt": "{q}", "response": "{a}", "num_steps": 2}
-    return {**fields, **changes}
-
-
-def chain(**changes: object) -> Recipe:
-    """A starting model made of a model that is made of a base; a judge of its own base."""
-    part = {"task": "t", "texts": ["x"]}
-    document = {
-        "run": {"name": "r"},
-        "model": {"path": "models/policy"},
-        "data": {"train": part, "heldout": part},
-        "prepare": [
-            {"path": "models/base", "kind": "model", "maker": "llama"},
-            {"path": "data/d", "kind": "dataset", "maker": "gsm8k_data"},
-            {"path": "models/unused", "kind": "model", "maker": "llama"},
-        ],
-        "sft": [trained(path="models/middle"), trained(base="models/middle", at_start=True)],
-        **changes,
-    }
-    return parse_recipe(document, where="test")
-
-
-def made(path: str, section: SftSection) -> None:
-    """What the trainer leaves."""
-    folder = Path(path)
-    folder.mkdir(parents=True)
-    (folder / REPORT_FILE).write_text(json.dumps({"settings": section.deciding(), "examples_sha256": "ab"}))
-
-
-def test_what_only_serves_to_make_a_model_is_needed_until_the_model_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    wanted = chain()
-    assert list(wanted.supervised) == ["models/middle", "models/policy"]
-    assert training_inputs(wanted) == {"models/base", "models/middle", "data/d"}
-
-    found = needed(wanted)
-    assert list(found.to_train) == ["models/middle", "models/policy"], "in the order of the recipe"
-    assert [item.path for item in found.prepare] == ["models/base", "data/d", "models/unused"]
-    with pytest.raises(ConfigError, match=r"needs models/base \(model\), .*, models/middle \(model\), not there yet"):
-        check_prepared(wanted, at_start=False)
-    with pytest.raises(ConfigError, match=r"models/middle \(model\), models/policy \(model\), not there yet"):
-        check_prepared(wanted)
-
-    made("models/middle", wanted.sft[0])
-    found = needed(wanted)
-    assert list(found.to_train) == ["models/policy"]
-    assert [item.path for item in found.prepare] == ["data/d", "models/unused"], "the base has served"
-
-    made("models/policy", wanted.sft[1])
-    assert not needed(wanted).to_train
-    assert [item.path for item in needed(wanted).prepare] == ["models/unused"]
-    (tmp_path / "models" / "middle" / REPORT_FILE).unlink()
-    (tmp_path / "models" / "middle").rmdir()
-    assert not needed(wanted).to_train, "nobody needs the middle any more"
-    assert made_at_start(wanted) == {"models/policy"}
-
-
-def test_a_folder_that_something_else_names_is_needed_in_any_case(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    scorers = [{"kind": "reward_model", "model": "models/base"}]
-    wanted = chain(reward={"tasks": {"t": {"scorers": scorers}}})
-    for path, section in wanted.supervised.items():
-        assert isinstance(section, SftSection)
-        made(path, section)
-    assert [item.path for item in needed(wanted).prepare] == ["models/base", "models/unused"]
-
-
-def test_a_model_of_other_settings_is_refused_by_the_first_key_that_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    section = chain().sft[0]
-    made("models/middle", section)
-    assert is_trained("models/middle", section)
-    elsewhere = section.model_copy(update={"base": "/other/place/base", "device": "cuda", "num_threads": 4})
-    assert is_trained("models/middle", elsewhere), "where a folder lies and how it runs decides nothing"
-    for changes, message in (
-        ({"num_steps": 3, "seed": 1}, "was trained with num_steps = 2, and the recipe asks for 3; remove that folder"),
-        ({"learning_rate": 1e-3}, r"was trained with learning_rate\.value = 0\.0001, and the recipe asks for 0\.001"),
-        ({"base": "models/other"}, "was trained with base = 'base', and the recipe asks for 'other'"),
-    ):
-        other = SftSection.model_validate({**trained(path="models/middle"), **changes})
-        with pytest.raises(ConfigError, match=message):
-            is_trained("models/middle", other)
-
-
-def test_a_model_without_a_report_belongs_to_a_person_and_a_damaged_report_is_an_error(tmp_path: Path) -> None:
-    section = chain().sft[0]
-    path = str(filled(tmp_path / "mine"))
-    assert is_trained(path, section)
-    (tmp_path / "mine" / REPORT_FILE).write_text('{"settings": {')
-    with pytest.raises(ConfigError, match=r"supervised\.json of .*mine is damaged; remove the folder"):
-        is_trained(path, section)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file is a file, and must be a folder"):
-        is_trained(str(tmp_path / "file"), section)
-
-
-def test_a_report_of_a_release_without_a_key_has_its_default(tmp_path: Path) -> None:
-    section = chain().sft[0]
-    made(str(tmp_path / "m"), section)
-    report = json.loads((tmp_path / "m" / REPORT_FILE).read_text())
-    del report["settings"]["adam_beta1"]
-    (tmp_path / "m" / REPORT_FILE).write_text(json.dumps(report))
-    assert is_trained(str(tmp_path / "m"), section)

@@ -16,8 +16,6 @@ WITHOUT_JSON = {
     "run",
     "demo",
     "data prepare",
-    "sft",
-    "train-reward",
     "setup",
     "model push",
     "model pull",

@@ -14,12 +14,10 @@ from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
 from tba.config.data import ColumnValue, DataSection, DatasetSection
 from tba.config.reward import RewardSection
-from tba.config.supervised import SftSection
 from tba.errors import ConfigError
 from tba_cli.prompts.columns import RowError, extracted
 from tba_cli.prompts.reader import _dataset_prompts, heldout_prompts, in_both_splits, prompts_of
 from tba_cli.resolve import with_absolute_paths
-from tba_cli.setup.examples import write_examples
 
 ROWS = {"task": "t", "dataset": "d", "column": "c"}
 GOLD = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}
@@ -107,10 +105,6 @@ def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
     ):
         (prompt,) = train_prompts(train)
         assert prompt.data == {"answer": "2"}
-    response = " {reward_model.ground_truth}"
-    item = SftSection(base="b", dataset=str(folder), prompt="{question}", response=response, path="out", num_steps=1)
-    files = write_examples(item, "sft.0", tmp_path)
-    assert json.loads(files.train.read_text()) == {"prompt": "1 + 1?", "response": " 2"}
 
 
 def test_the_first_rows_alone_may_be_taken(tmp_path):
@@ -270,26 +264,11 @@ def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
             {"path": "data/x", "kind": "dataset", "maker": "gsm8k_data"},
             {"path": "models/rm", "kind": "model", "hub": "some/model"},
         ],
-        "sft": [
-            {"base": "models/own", "dataset": "here", "prompt": "{c}", "response": "{c}", "num_steps": 1},
-            {
-                "base": "models/x",
-                "path": "models/v",
-                "dataset": "a/b",
-                "prompt": "p",
-                "response": "{c}",
-                "num_steps": 1,
-            },
-        ],
     }
     found = with_absolute_paths(parse_recipe(document, where="test")).model_dump(mode="json")
     assert found["data"]["train"]["dataset"] == str(tmp_path / "data/x")
     assert found["data"]["heldout"]["dataset"] == str(tmp_path / "here")
     assert found["reward"]["tasks"]["t"]["scorers"][0]["model"] == str(tmp_path / "models/rm")
     assert found["prepare"][1]["path"] == str(tmp_path / "models/rm")
-    first, second = found["sft"]
-    assert (first["base"], first["dataset"]) == (str(tmp_path / "models/own"), str(tmp_path / "here"))
-    assert (second["base"], second["path"]) == (str(tmp_path / "models/x"), str(tmp_path / "models/v"))
-    assert (first["path"], second["dataset"]) == (None, "a/b")
     assert json.dumps(found["prepare"]).count("some/model") == 1
     assert recipe(train={**part, "dataset": "org/name"}, heldout=part).data.source_name == "name"

@@ -74,7 +74,7 @@ def test_models_are_made_in_their_order_and_only_once(recipe: Recipe, monkeypatc
         ["reward", "--config", str(folder / "recipes" / "judge.yaml")],
     ]
     assert {path.name for path in (folder / "judge").iterdir()} == {*FILES, ".tba-prepare"}
-    assert [item.path for item in needed(recipe).prepare] == ["policy", "judge"], "the base has served"
+    assert [item.path for item in needed(recipe)] == ["policy", "judge"], "the base has served"
     (folder / "recipes" / "judge.yaml").write_text("max_steps: 2\n")
     with pytest.raises(ConfigError, match=r"judge holds trl reward, .* the recipe asks for .* remove that folder"):
         is_there(recipe.prepare[2])

@@ -8,8 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from tba.api import SettingsAudit
-from tba.config.data import DataSection
-from tba.config.supervised import SftSection
+from tba.config.data import DataSection, PrepareItem
 from tba.weights.export import RunFacts, render_card
 from tba.wire import Canary, Manifest
 from tba.wire.weight_manifest import TensorFile, table_sha256
@@ -123,16 +122,15 @@ def test_addresses_folders_and_secrets_stay_at_home() -> None:
             "tasks": {"judged": {"scorers": [{"kind": "http", "url": "https://u:SECRET@judge/v1?api_key=SECRET"}]}},
         },
         searcher={"openai": {"url": "http://vllm.internal:8000"}},
-        tracking={"wandb": {"entity": "SECRET"}},
+        tracking={"wandb": {"project": "SECRET"}},
     )
-    item = {"base": "/home/SECRET/base", "dataset": "/home/SECRET/rows.jsonl", "path": "/home/SECRET/victim"}
-    section = SftSection.model_validate({**item, "prompt": "{q}", "response": "{a}", "num_steps": 1})
-    recipe = recipe.model_copy(update={"sft": [section]})
+    item = PrepareItem(path="/home/SECRET/victim", kind="model", trl_sft="/home/SECRET/sft.yaml")
+    recipe = recipe.model_copy(update={"prepare": [item]})
     text = render_card(make_manifest(), make_facts(recipe))
     for private in ("SECRET", "internal", "10.0.0.7", "private-bucket", "tokens.json"):
         assert private not in text
     assert '"max_rollouts": 777' in text
     assert '"url": "https://judge/v1"' in text
-    trained = ('"base": "base"', '"dataset": "rows.jsonl"', '"path": "victim"')
+    trained = ('"path": "victim"', '"trl_sft": "sft.yaml"')
     for named in ('"path": "tiny"', '"path": "prompts.jsonl"', '"embedding_model": "encoder"', *trained):
         assert named in text

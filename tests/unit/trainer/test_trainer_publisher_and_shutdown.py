@@ -115,12 +115,10 @@ def test_only_config_and_tokenizer_files_are_published(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     (folder / "pytorch_model.bin").write_bytes(b"x")
     (folder / "model.safetensors.index.json").write_text("{}")
-    (folder / "supervised.json").write_text("{}")  # about the starting model
     (folder / "modeling_custom.py").write_text("")
     names = set(side_files(folder, trust_remote_code=False))
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert not names & {"pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "modeling_custom.py"}
-    assert "supervised.json" not in names
     # names alone: nothing is loaded, and the file is empty
     assert "modeling_custom.py" in side_files(folder, trust_remote_code=True)
 

@@ -38,9 +38,8 @@ def launch(
     num_nodes: int = 1,
     rendezvous: str | None = None,
     network_interface: str | None = None,
-    module: str = "tba_trainer",
 ) -> int:
-    """Run `python -m MODULE` with `arguments` in several processes and return the exit code.
+    """Run `python -m tba_trainer` with `arguments` in several processes and return the exit code.
 
     Args:
         num_processes: on this machine.
@@ -51,7 +50,6 @@ def launch(
         rendezvous: HOST:PORT where several machines meet; one of them must be HOST.
         network_interface: of this machine, for all that the processes exchange; None: gloo and NCCL choose, or the
             environment says it.
-        module: the program of every process.
 
     Returns:
         0; or the code of the worker that failed first, 1 if a signal killed it; or 2 if the machines did not meet or
@@ -86,7 +84,7 @@ def launch(
         f"--shutdown-timeout={math.ceil(stop_timeout_s)}",
     ]
     try:
-        run(parse_args([*options, "-m", module, *arguments]))
+        run(parse_args([*options, "-m", "tba_trainer", *arguments]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

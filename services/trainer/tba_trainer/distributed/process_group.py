@@ -77,9 +77,7 @@ class Team:
         return cls(rank=0, num_ranks=1, device=device, deadline_s=0.0)
 
     @classmethod
-    def join(
-        cls, *, device: str, deadline_s: float, replicas: int = 1, context: int = 1, has_beside: bool = True
-    ) -> Team:
+    def join(cls, *, device: str, deadline_s: float, replicas: int = 1, context: int = 1) -> Team:
         """Join the team that torchrun has started this process in; without torchrun, a team of one.
 
         Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
@@ -87,7 +85,6 @@ class Team:
         Args:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
             replicas, context: as in `trainer.sharding`.
-            has_beside: whether a thread of every follower follows the commands of `Team.beside`.
 
         Raises:
             ConfigError: the device has a number, so all processes would share it; or the processes are not a multiple
@@ -125,11 +122,10 @@ class Team:
             dist.init_process_group(backend, timeout=deadline)
             team.mesh = make_mesh(torch.device(device).type, num_ranks, replicas=replicas, deadline=deadline)
             team.context = Context.join(context, deadline=deadline)
-            if has_beside:
-                # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
-                team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
-                group: Any = dist.new_group(backend="gloo", timeout=deadline)
-                team.beside._group = group
+            # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
+            team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
+            group: Any = dist.new_group(backend="gloo", timeout=deadline)
+            team.beside._group = group
             dist.barrier()
         return team
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -97,28 +97,6 @@ class LogprobModel:
         """
         logprobs, entropy = run_as_forward(self.model, self._token_logprobs, sequences, True)
         return logprobs, entropy
-
-    @torch.no_grad()
-    def logprobs_and_greedy(self, sequences: PackedSequences) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-        """Return the same without gradient, and whether each response token is the likeliest at its place."""
-        return run_as_forward(self.model, self._logprobs_and_greedy, sequences)
-
-    def _logprobs_and_greedy(self, sequences: PackedSequences) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-        logprobs, is_greedy = [], []
-        with self._autocast():
-            if self._has_plain_head:
-                outputs = self._outputs(self.model.base_model, "last_hidden_state", sequences)  # [T, H]
-                head = self.model.get_output_embeddings()
-            else:
-                outputs, head = self._outputs(self.model, "logits", sequences), torch.nn.Identity()  # [T, V]
-            row_bytes = 4 * self.model.get_input_embeddings().num_embeddings
-            num_rows = max(1, CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cpu"]) // row_bytes)
-            for rows in _chunks(len(outputs), num_rows):
-                logits, targets = head(outputs[rows]), sequences.response_tokens[rows]
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature
-                logprobs.append(logits.log_softmax(dim=1).gather(1, targets[:, None])[:, 0])
-                is_greedy.append(logits.argmax(dim=1) == targets)
-        return torch.cat(logprobs), torch.cat(is_greedy)
 
     def _token_logprobs(
         self, sequences: PackedSequences, with_entropy: bool

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from tba.config.sections import ModelSection, check_tokenizer, trust_hint
-from tba.config.supervised import REPORT_FILE
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tba.weights.load_report import check_load_report
@@ -280,12 +279,11 @@ def side_files(folder: str | Path, *, trust_remote_code: bool, key: str = "model
     """
     check_tokenizer(folder, key=key)
     suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
-    # an index names the shards of the starting model, and the published files have other names; the report of
-    # supervised training is about the starting model
+    # an index names the shards of the starting model, and the published files have other names
     return {
         path.name: path
         for path in sorted(Path(folder).iterdir())
-        if path.is_file() and path.suffix in suffixes and not path.name.endswith((".index.json", REPORT_FILE))
+        if path.is_file() and path.suffix in suffixes and not path.name.endswith(".index.json")
     }
 
 

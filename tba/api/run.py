@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from tba.api.evaluations import BestVersion, EvalInfo
 from tba.api.snapshots import OriginInfo
+from tba.api.stats import RunSummary
 from tba.config.live_settings import LIVE_NAMES, LiveName, LiveSettings, setting_text
 from tba.config.schedules import Schedule
 from tba.fields import MAX_STEP, Integer, Name, Reason, RunState, StrictModel, VersionText
@@ -332,6 +333,8 @@ class RunInfo(StrictModel):
     """The snapshot that the run began with; None: with nothing stored."""
     searchers: SearchersInfo | None = None
     """The desired and the alive searchers; the services always send it."""
+    summary: RunSummary | None = None
+    """None: it was not asked for."""
 
 
 class RunCommand(StrictModel):

@@ -16,13 +16,14 @@ from tba.api import (
     RolloutDetail,
     RolloutOrder,
     RolloutPage,
+    RunInfo,
     RunSummary,
     Stats,
     WeightVersionList,
 )
 from tba.api.rollouts import RewardStatus
 from tba.clients.service_client import ServiceClient, parse_reply
-from tba.errors import UnavailableError
+from tba.errors import BadReplyError, UnavailableError
 from tba.fields import Split
 from tba.wire.rollout import FinishReason
 
@@ -83,7 +84,10 @@ class RunReader(ServiceClient):
 
     def summary(self) -> RunSummary:
         """Return in sentences what the run does, how it learns, what waits for what, and what to try."""
-        return parse_reply(self._call("GET", "/v1/summary"), RunSummary)
+        info = parse_reply(self._call("GET", "/v1/run", params={"summary": "true"}), RunInfo)
+        if info.summary is None:
+            raise BadReplyError(f"{self.base_url}/v1/run sent no summary; run the same tba release on every service")
+        return info.summary
 
     def list_versions(self) -> WeightVersionList:
         """Return the newest weight versions that the object store has."""

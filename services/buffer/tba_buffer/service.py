@@ -33,6 +33,7 @@ from tba_buffer.index.log_follower import Compactor, IndexView
 from tba_buffer.monitoring.curves import CurvesReader
 from tba_buffer.monitoring.metrics import Metrics
 from tba_buffer.monitoring.stats import StatsReader
+from tba_buffer.monitoring.summary import CURVE_NAMES, NUM_POINTS, summarise
 from tba_buffer.monitoring.weight_versions import WeightVersionReader
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.prompts.evaluations import Evaluations
@@ -370,6 +371,19 @@ class Buffer:
             origin=await self.rollouts.snapshots.origin(),
             searchers=await self.run.scaling.searchers(fields.state, components),
         )
+
+    async def run_with_summary(self) -> RunInfo:
+        """Return the run with its summary.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        # at other temperatures than the policy's the effective sample size says nothing of old data
+        hidden = {"ess"} if self.context.recipe.samples_at_other_temperatures else set[str]()
+        names = ",".join(name for name in CURVE_NAMES if name not in hidden)
+        curves = await self.curves.read(names=names, max_points=NUM_POINTS)
+        info = await self.run_info()
+        return info.model_copy(update={"summary": summarise(info, await self.stats.read(), curves)})
 
     def _component(self) -> ComponentInfo:
         """Return this service itself as a component."""

@@ -46,9 +46,9 @@ def test_a_token_is_asked_for_and_the_service_checks_the_role(serve_buffer: Serv
 def test_the_page_survives_cut_answers_and_addresses_that_are_none(trained: BufferThread, open_page: Open) -> None:
     page, watched = open_page(trained, "#/prompt/%E0%A4%A")
     page.wait_for_selector("text=was never uploaded")
-    page.route("**/v1/run", lambda route: route.fulfill(body='{"run": ', content_type="application/json"))
+    page.route("**/v1/run?*", lambda route: route.fulfill(body='{"run": ', content_type="application/json"))
     page.wait_for_selector("#problem >> text=was cut")
-    page.unroute("**/v1/run")
+    page.unroute("**/v1/run?*")
     until(page, "document.getElementById('problem').hidden")
     assert [error for error in watched.errors if "404" not in error] == []
 

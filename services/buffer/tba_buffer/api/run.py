@@ -53,9 +53,13 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     _add_heartbeat(api, buffer, auth)
 
     @api.get("/run", operation_id="run", dependencies=[Depends(auth.require("viewer", "searcher", "trainer"))])
-    async def run() -> RunInfo:
-        """Return the state of the run, its components, waits, evaluations."""
-        return await buffer.run_info()
+    async def run(request: Request, summary: bool = False) -> RunInfo:
+        """Return the state of the run, its components, waits, evaluations; with `summary`, for a viewer, also in
+        sentences what it does, how it learns, what waits for what, and what to try."""
+        if not summary:
+            return await buffer.run_info()
+        auth.check(request.headers.get("authorization", ""), ("viewer",))
+        return await buffer.run_with_summary()
 
     @api.get(
         "/run/changes",

@@ -6,16 +6,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from tba.api import Curves, RunSummary, Stats, WeightVersionList
+from tba.api import Curves, Stats, WeightVersionList
 from tba.fields import MAX_STEP
 from tba.server import Authenticator, problems
 from tba_buffer.monitoring.curves import MAX_NAMES_CHARS, MAX_POINTS
-from tba_buffer.monitoring.summary import CURVE_NAMES, NUM_POINTS, summarise
 from tba_buffer.service import Buffer
 
 
 def progress_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints of the counts, the curves, the summary and the versions."""
+    """Build the endpoints of the counts, the curves and the versions."""
     api = APIRouter(prefix="/v1")
     viewer = [Depends(auth.require("viewer"))]
 
@@ -39,15 +38,6 @@ def progress_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """Return the metrics of the steps, thinned to `max_points`; `names` are those of metrics, with commas between
         them."""
         return await buffer.curves.read(names=names, from_step=from_step, to_step=to_step, max_points=max_points)
-
-    @api.get("/summary", operation_id="summary", dependencies=viewer)
-    async def summary() -> RunSummary:
-        """Say in sentences what the run does, how it learns, what waits for what, and what to try."""
-        # at other temperatures than the policy's the effective sample size says nothing of old data
-        hidden = {"ess"} if buffer.context.recipe.samples_at_other_temperatures else set[str]()
-        names = ",".join(name for name in CURVE_NAMES if name not in hidden)
-        curves = await buffer.curves.read(names=names, max_points=NUM_POINTS)
-        return summarise(await buffer.run_info(), await buffer.stats.read(), curves)
 
     @api.get("/versions", operation_id="list_versions", dependencies=viewer)
     async def list_versions() -> WeightVersionList:

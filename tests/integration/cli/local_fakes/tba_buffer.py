@@ -80,9 +80,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(run_info())
         elif self.path == "/v1/stats":
             self.answer(stats())
-        elif self.path == "/v1/summary":
+        elif self.path == "/v1/run?summary=true":
             advice = json.loads(os.environ.get("FAKE_ADVICE", '"Try: x."'))
-            self.answer({"doing": "it runs.", "learning": None, "waiting": None, "advice": advice})
+            summary = {"doing": "it runs.", "learning": None, "waiting": None, "advice": advice}
+            self.answer({**run_info(), "summary": summary})
         elif self.path.startswith("/v1/run/changes"):
             self.answer({"changes": [], "next": None})
         elif self.path.startswith("/v1/run/settings"):

@@ -47,8 +47,8 @@ async function cycle() {
   const before = bytesReceived(), began = performance.now();
   let isKnown = true;
   try {
-    const [run, stats, summary] = await Promise.all([get("/v1/run"), get("/v1/stats"), get("/v1/summary")]);
-    Object.assign(state, { run, stats, summary, problem: null });
+    const [run, stats] = await Promise.all([get("/v1/run", { summary: true }), get("/v1/stats")]);
+    Object.assign(state, { run, stats, summary: run.summary, problem: null });
     tellKnown();
     const at = `${run.lineage}-${run.step}`;
     if (at !== curvesAt) {

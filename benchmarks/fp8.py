@@ -198,7 +198,7 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def report(rows: dict[str, dict[str, Any]]) -> str:
-    """Return the table of docs/searcher.md."""
+    """Return a table of Markdown, one line for each setting."""
     lines = [
         "| `searcher.vllm` | gap of a token, nats: mean | 99 % | largest | KL per token | ESS of tokens | of responses "
         "| canary: median, largest | after an update | pause, ms |",

@@ -23,7 +23,7 @@ MAX_GAP = MappingProxyType({"float32": 0.05, "float16": 0.125, "bfloat16": 0.5})
 dtypes. Right weights were off by up to 0.004 (float32, TF32), 0.006 and, in a mixture of experts, 0.12
 (docs/searcher.md, "On a GPU"); wrong attention or heads by 4 and more."""
 MAX_GAP_EIGHT_BITS = 1.0
-"""The same with weights, keys or values in 8 bits: 0.64 in a random model, 0.03 in trained ones (docs/searcher.md)."""
+"""The same with weights, keys or values in 8 bits: 0.64 in a random model, 0.03 in trained ones (docs/gpu.md)."""
 FLIP = 8.0
 """Nats that one token alone may be off: rounding sends it to other experts (6.8 were seen)."""
 AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))

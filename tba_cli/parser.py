@@ -127,7 +127,6 @@ def _add_control(commands: Subparsers) -> None:
         "resume": "let a paused run continue",
         "stop": "end a run after the step in progress, with its last checkpoint and evaluation",
         "rollback": "return to an older checkpoint, or show which ones there are",
-        "retry-versions": "make searchers retry at once the weight versions that they have refused",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
@@ -149,7 +148,7 @@ def _add_control(commands: Subparsers) -> None:
             )
         # a name and not the function: its module, with all that it imports, is loaded for this command alone
         module = "control" if name == "rollback" else "status"
-        command.set_defaults(command=f"tba_cli.commands.{module}:{name.replace('-', '_')}_command")
+        command.set_defaults(command=f"tba_cli.commands.{module}:{name}_command")
 
 
 def _add_set(commands: Subparsers) -> None:

@@ -44,9 +44,6 @@ tba stop --reason "good enough" quickstart-seed0""",
 tba rollback                      # show the checkpoints
 tba rollback --step 450 --reason "the reward fell"
 tba rollback --step 450 quickstart-seed0""",
-        "retry-versions": """\
-tba retry-versions
-tba retry-versions --reason "the disk was full" quickstart-seed0""",
         "set": """\
 tba set                           # show them
 tba set learning_rate=1e-4 --reason "spikes"

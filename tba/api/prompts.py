@@ -163,8 +163,6 @@ class LeaseReply(StrictModel):
     run_state: RunState
     wait: str | None = None
     retry_after_s: float = 0.0
-    num_version_retries: int = 0
-    """How often an operator has asked to try refused versions again; a searcher tries when the number rises."""
 
 
 class LeaseReturn(StrictModel):

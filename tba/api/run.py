@@ -234,9 +234,9 @@ class RunChange(StrictModel):
 
     number: int
     at_s: float
-    command: Literal["pause", "resume", "stop", "done", "fail", "lineage", "accept-loss", "retry-versions", "rollback"]
-    """`lineage`: a trainer continued a run that was stopping or over, or did what `rollback` asked for. `accept-loss`,
-    `retry-versions` and `rollback` leave the state as it is."""
+    command: Literal["pause", "resume", "stop", "done", "fail", "lineage", "accept-loss", "rollback"]
+    """`lineage`: a trainer continued a run that was stopping or over, or did what `rollback` asked for. `accept-loss`
+    and `rollback` leave the state as it is."""
     role: AuditRole
     reason: str | None
     old: RunState
@@ -344,7 +344,7 @@ class RunCommand(StrictModel):
     token: Name | None = None
 
 
-CommandName = Literal["pause", "resume", "stop", "done", "fail", "accept-loss", "retry-versions", "rollback"]
+CommandName = Literal["pause", "resume", "stop", "done", "fail", "accept-loss", "rollback"]
 
 
 class CommandRequest(RunCommand):
@@ -353,7 +353,6 @@ class CommandRequest(RunCommand):
     pause, resume, stop   an operator; pause also the trainer
     done, fail            the trainer
     accept-loss           an operator: continue without the acknowledged data that Redis has lost
-    retry-versions        an operator: searchers retry at once the weight versions that they have refused
     rollback              an operator: the trainer returns to the newest checkpoint at or before `step`. `request_id`
                           is that of `RollbackRequest`
     """

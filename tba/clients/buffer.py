@@ -60,7 +60,7 @@ from tba.wire import (
 )
 
 M = TypeVar("M", bound=StrictModel)
-Command = Literal["pause", "resume", "stop", "done", "fail", "accept-loss", "retry-versions"]
+Command = Literal["pause", "resume", "stop", "done", "fail", "accept-loss"]
 
 
 class BufferClient(RunReader):

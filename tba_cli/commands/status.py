@@ -132,18 +132,6 @@ def stop_command(args: argparse.Namespace) -> int:
     return _change(args, "stop")
 
 
-def retry_versions_command(args: argparse.Namespace) -> int:
-    """Have searchers try refused weight versions again."""
-    client = open_client(args)
-    try:
-        info = client.command("retry-versions", RunCommand(reason=args.reason))
-    finally:
-        client.close()
-    said = "searchers retry the weight versions that they have refused with their next lease request"
-    print(info.model_dump_json(indent=2, ensure_ascii=True) if args.json else said)
-    return 0
-
-
 def _change(args: argparse.Namespace, name: Command) -> int:
     client = open_client(args)
     try:

@@ -135,8 +135,6 @@ class SearcherLoop:
         """Request id -> why it is aborted in the next step."""
         self._stale = StaleRequests(recipe, queue)
         self._num_round_visits = num_round_visits(recipe)
-        self._num_version_retries: int | None = None
-        """From the last lease reply."""
         self._is_stepping = False
         self._is_leasing = False
         """A request for leases is in progress, or its reply has not been handled yet."""
@@ -204,13 +202,6 @@ class SearcherLoop:
             log.info("run is over", run_state=reply.run_state)
             self._run_is_over.set()
 
-    def _retry_refused_versions(self, reply: LeaseReply) -> None:
-        """Retry refused versions when an operator has asked for it since the last reply."""
-        if self._num_version_retries is not None and reply.num_version_retries > self._num_version_retries:
-            retried = [str(version) for version in self._loader.retry_refused()]
-            log.info("refused versions are retried", versions=retried)
-        self._num_version_retries = reply.num_version_retries
-
     async def _lease_task(self) -> None:
         """Hold three rounds of slots: one being decoded, one in the engine's queue, one in the work queue."""
         settings, waits, found_evals = self._recipe.searcher, self._status.waits, False
@@ -248,7 +239,6 @@ class SearcherLoop:
                     await self._leases.return_leases([lease.lease_id for lease in reply.leases])
                     return
                 self.on_reply(reply)
-                self._retry_refused_versions(reply)
                 found_evals = any(lease.kind != "train" for lease in reply.leases)
                 num_kept = await self._enqueue(reply, max_train=max(num_wanted, 0))
             except (BusyError, UnavailableError) as error:  # raised only during shutdown; else retried

@@ -283,12 +283,9 @@ class Searcher:
 
     async def _first_version(self) -> PolicyVersion | None:
         """Wait for a version; it and the reference must not be refused. Return None when the run is over."""
-        retry_s, num_retries = self._recipe.searcher.retry_s, None
+        retry_s = self._recipe.searcher.retry_s
         while True:
             reply = await self._ask_state()
-            if num_retries is not None and reply.num_version_retries > num_retries:
-                self._loader.retry_refused()
-            num_retries = reply.num_version_retries
             if reply.run_state in RUN_OVER:
                 log.info("run is over", run_state=reply.run_state)
                 return None

@@ -8,7 +8,7 @@ import pytest
 from redis import Redis
 from tba_buffer.storage.keys import Keys
 
-from tba.api import LineageRequest, RunCommand
+from tba.api import LineageRequest
 from tba.errors import UnavailableError
 from tba.versions import PolicyVersion
 from tba.wire import encode_rollout
@@ -63,19 +63,3 @@ def test_a_damaged_lineage_lets_no_rollout_look_too_old(serve_buffer: ServeBuffe
         store.hset(KEYS.run, "lineage", second.lineage)
         until("ready", lambda: readiness(client.base_url)[0] == 200)
         assert client.stats().num_rollouts == 6
-
-
-@pytest.mark.parametrize(("field", "value"), [("state", b"bogus"), ("step", b"many"), ("lineage", b"\xff")])
-def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
-    serve_buffer: ServeBuffer, redis: RedisProcess, field: str, value: bytes
-) -> None:
-    client = serve_buffer().client()
-    start_lineage(client)
-    with Redis.from_url(redis.url) as store:
-        whole = store.hget(KEYS.run, field)
-        store.hset(KEYS.run, field, value)
-        # the line is written; the answer would show the field
-        with pytest.raises(UnavailableError, match=f"the field {field} of"):
-            client.command("retry-versions", RunCommand(reason="look again"))
-        store.hset(KEYS.run, field, whole or b"running")  # pyright: ignore[reportArgumentType]
-    assert [(line.command, line.reason) for line in client.run_changes().changes] == [("retry-versions", "look again")]

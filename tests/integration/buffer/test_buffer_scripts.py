@@ -168,13 +168,13 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     await buffer.run.control.command("pause", RunCommand(reason="look"), "operator")
     await buffer.run.control.command("stop", RunCommand(), "operator")
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    await buffer.run.control.retry_versions(RunCommand(reason="the store was slow"), "operator")
+    await buffer.run.control.command("pause", RunCommand(reason="the store was slow"), "operator")
     changes = (await buffer.run.control.changes(after=0)).changes
-    commands = ["rollback", "lineage", "pause", "stop", "lineage", "retry-versions"]
+    commands = ["rollback", "lineage", "pause", "stop", "lineage", "pause"]
     assert [change.command for change in changes] == commands
-    retried = changes[-1]
-    said = (retried.role, retried.reason, retried.old, retried.new, retried.number)
-    assert said == ("operator", "the store was slow", "running", "running", 6)
+    paused = changes[-1]
+    said = (paused.role, paused.reason, paused.old, paused.new, paused.number)
+    assert said == ("operator", "the store was slow", "running", "paused", 6)
     assert await ScaleRequests(buffer.context).change(ScaleRequest(num_searchers=2)) == 1
     gauges = {STARTED_AT_S: 1.0, f"{WAITED_S}rollouts": 2.5}
     beat = Heartbeat(
@@ -194,6 +194,19 @@ async def test_a_loss_that_is_accepted_twice_by_one_request_is_counted_once(buff
     before = await everything(buffer.context.redis)
     assert await buffer.context.scripts.accept_loss(keys, args) == number
     assert await everything(buffer.context.redis) == before
+
+
+@pytest.mark.parametrize(("field", "value"), [("state", b"bogus"), ("step", b"many"), ("lineage", b"\xff")])
+async def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
+    buffer: Buffer, field: str, value: bytes
+) -> None:
+    redis, keys = buffer.context.redis, buffer.context.keys
+    whole = await redis.hget(keys.run, field)
+    await redis.hset(keys.run, field, value)
+    await buffer.context.scripts.accept_loss(*buffer.context.losses.accept_args("operator", "look again", "request-1"))
+    await (redis.hdel(keys.run, field) if whole is None else redis.hset(keys.run, field, whole))
+    changes = (await buffer.run.control.changes(after=0)).changes
+    assert [(line.command, line.reason) for line in changes] == [("accept-loss", "look again")]
 
 
 async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts, folder: Path) -> None:

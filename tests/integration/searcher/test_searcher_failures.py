@@ -17,7 +17,7 @@ from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weight_check import CheckableModel, check_loaded
 from tba_searcher.service import Clients, Searcher
 
-from tba.api import RunCommand, VersionRequest
+from tba.api import VersionRequest
 from tba.clients import RewardClient
 from tba.config import parse_recipe
 from tba.errors import DigestError
@@ -249,25 +249,6 @@ async def test_a_reference_whose_check_failed_is_retried_and_nothing_dies(
     world.stop.set()
     await task
     assert (tries, searcher.status.counts["refused_versions"]) == (["0-0", "0-0"], 1)
-
-
-async def test_an_operator_has_a_refused_version_tried_again(
-    make_world: MakeWorld, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_loader, "FIRST_RETRY_S", 3600.0)
-    monkeypatch.setattr(weight_loader, "MAX_RETRY_S", 3600.0)
-    world, version = make_world(engine_class=FailsOnce), PolicyVersion(1, 4)
-    task = asyncio.create_task(world.loop.run())
-    await asyncio.to_thread(until, "a lease reply", lambda: task.done() or world.client.stats().num_scored)
-    publish_version(WeightVersions(FileStore(tmp_path / "store"), world.status.run), model, version)
-    world.client.announce_version(VersionRequest(version=str(version), token=world.lineage.token))
-    await asyncio.to_thread(until, "it is refused", lambda: task.done() or world.status.counts["refused_versions"])
-    assert world.status.version != version
-    world.client.command("retry-versions", RunCommand(reason="the store was slow"))
-    await asyncio.to_thread(until, "the new version", lambda: task.done() or world.status.version == version)
-    world.stop.set()
-    await task
-    assert world.status.counts["refused_versions"] == 1
 
 
 async def test_a_canary_beyond_the_vocabulary_is_refused_before_it_runs(

@@ -314,8 +314,6 @@ def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an
         assert loader.refused == set()
     assert pauses == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
     assert loader.refuse(version) == 600.0
-    assert loader.retry_refused() == [version]
-    assert loader.refused == set()
     loader.accept(version)
     assert loader.refuse(version) == 30.0
     other = WeightLoader(versions, tmp_path)
@@ -356,7 +354,6 @@ def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_the_star
     assert not old.paths[0].exists(), "deleted when the download that used it has ended"
     versions.meanwhile = lambda: None
     loader.refuse(third)
-    loader.retry_refused()
     loader.add(loader.download(third))
     loader.accept(third)
     loader.add(loader.download(START))

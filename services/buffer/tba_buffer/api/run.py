@@ -41,7 +41,6 @@ COMMAND_ROLES: dict[CommandName, tuple[str, ...]] = {
     "resume": ("operator",),
     "stop": ("operator",),
     "accept-loss": ("operator",),
-    "retry-versions": ("operator",),
     "rollback": ("operator",),
 }
 
@@ -68,8 +67,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         responses=problems(),
     )
     async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
-        """Return who paused, resumed, stopped, ended or rolled back the run, retried versions or accepted a loss, when
-        and why."""
+        """Return who paused, resumed, stopped, ended or rolled back the run or accepted a loss, when and why."""
         return await buffer.run.control.changes(after=after)
 
     _add_command(api, buffer, auth)
@@ -135,14 +133,11 @@ def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
         responses=problems(409),
     )
     async def command(body: CommandRequest, request: Request) -> RunInfo:
-        """Pause, resume, stop, end or roll back the run, accept a loss, or have refused versions tried again; the body
-        says which roles may."""
+        """Pause, resume, stop, end or roll back the run, or accept a loss; the body says which roles may."""
         auth.check(request.headers.get("authorization", ""), COMMAND_ROLES[body.command])
         match body.command:
             case "accept-loss":
                 await buffer.recovery.accept("operator", body.reason)
-            case "retry-versions":
-                await buffer.run.control.retry_versions(body, "operator")
             case "rollback":
                 fields = body.model_dump(include={"step", "reason", "request_id"}, exclude_none=True)
                 await buffer.run.rollbacks.request(RollbackRequest(**fields))

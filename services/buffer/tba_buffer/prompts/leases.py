@@ -118,7 +118,6 @@ class Leases:
             run_state=snapshot.state,
             wait=None if leases else wait,
             retry_after_s=retry_after_s,
-            num_version_retries=snapshot.num_retries,
         )
 
     async def _wait_for_leases(

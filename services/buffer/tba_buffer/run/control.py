@@ -20,7 +20,6 @@ from tba.api import MAX_CHANGES_PER_PAGE, RunChange, RunChanges, RunCommand, Run
 from tba.api.run import AuditRole, Role
 from tba.errors import ConflictError
 from tba.logs import get_logger
-from tba.wire import new_id
 from tba_buffer.run.lineage import fenced, rollback_waits
 from tba_buffer.run.state import RunStateReader
 from tba_buffer.storage.context import Context, needed
@@ -100,20 +99,6 @@ class RunControl:
                 f"{f', or done with a larger trainer.num_steps than {num_steps}' if name == 'resume' else ''}"
             )
         self._context.notify_all()
-
-    async def retry_versions(self, command: RunCommand, role: Role) -> None:
-        """Have every searcher try its refused versions again. It is told with its next lease request.
-
-        Args:
-            role: who asks, for the audit.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
-        keys, audit = self._context.keys, [json.dumps(role), json.dumps(command.reason)]
-        args = [new_id("request"), self._context.clock(), *audit]
-        number = await self._context.scripts.run("retry_versions", [keys.run, keys.run_changes], args)
-        log.info("versions_retried", number=number, reason=command.reason)
 
     async def fail_for_reward(self, reason: str) -> None:
         """Fail a running run because its rewards can never be known.

@@ -50,8 +50,7 @@ from tba_buffer.run.settings import Settings, SettingsRevision
 from tba_buffer.storage.context import Context, RunHash, needed, parse_number
 
 FIELDS: tuple[bytes, ...] = (
-    *(b"state", b"token", b"lineage", b"latest_version", b"sampling_version"),
-    *(b"step", b"retries", b"rollback"),
+    *(b"state", b"token", b"lineage", b"latest_version", b"sampling_version", b"step", b"rollback"),
 )
 COUNTERS = ("log_position", "scored_total", "inflight", "drawn", "void", "scored_at_mark", "marks")
 """The fields of the run and the counters that read_run.lua returns, in its order."""
@@ -196,8 +195,6 @@ class RunSnapshot:
     """The version that searchers sample with; None: nothing was published yet."""
     step: int
     """The last acked step."""
-    num_retries: int
-    """How often an operator has asked searchers to try refused versions again."""
     rollback: RollbackInfo | None
     """The one that waits for the trainer."""
     settings: SettingsRevision
@@ -277,7 +274,7 @@ class RunStateReader:
     ) -> RunSnapshot:
         keys, raw = self._context.keys, dict(zip(FIELDS, fields, strict=True))
         run = RunHash(self._context, raw)
-        lineage, step, retries = run.lineage, run.step, run.num_retries
+        lineage, step = run.lineage, run.step
         position, inserted, leased, drawn, void, inserted_at_publication, publications = (
             needed(keys.counters, name, partial(parse_number, number, lowest=-MAX_NUMBER))
             for name, number in zip(COUNTERS, counters, strict=True)
@@ -292,7 +289,6 @@ class RunStateReader:
             lineage=lineage,
             sampling_version=run.sampling_version,
             step=step,
-            num_retries=retries,
             rollback=run.rollback,
             settings=await self._settings.at(needed(keys.settings, "revision", partial(parse_number, revision))),
             counts=FlowCounts(

@@ -51,7 +51,6 @@ SCRIPT_NAMES = (
     "register_checkpoint",
     "command",
     "rollback",
-    "retry_versions",
     "read_run",
     "draw",
     "ack",
@@ -72,7 +71,6 @@ ACKNOWLEDGING = {
     "register_checkpoint",
     "command",
     "rollback",
-    "retry_versions",
     "ack",
     "load_snapshot",
     "settings",
@@ -89,7 +87,6 @@ PRELUDES = {
     "start_lineage": ("log", "audit"),
     "command": ("audit",),
     "rollback": ("audit",),
-    "retry_versions": ("audit",),
     "accept_loss": ("audit",),
     "draw": ("audit", "log"),
     "ack": ("audit",),
@@ -385,7 +382,6 @@ class RunHash:
     checkpoints_kept = _field("checkpoints_kept", _versions)  # None: no trainer has said yet
     num_rollbacks = _field("rollbacks", parse_number)
     rollback = _field("rollback", _rollback)
-    num_retries = _field("retries", parse_number)
     num_lost_changes = _field("changes_lost", parse_number)
     num_losses_accepted = _field("losses_accepted", parse_number)
     change = _field("change", _change)  # the last change of the state

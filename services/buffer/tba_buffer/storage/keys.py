@@ -55,11 +55,9 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
 |                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
 |                 |        | changes_missing: lost, and not accepted, as it was found out      | losses.py,            |
-|                 |        | retries: how often an operator had refused versions tried again;  | accept_loss,          |
-|                 |        | retried_by: request id of the last time                           | retry_versions        |
-| run_changes     | list   | JSON lines, oldest first: who changed the state, accepted a loss  | command, accept_loss, |
-|                 |        | or had versions tried again, when and why                         | start_lineage,        |
-|                 |        |                                                                   | retry_versions        |
+|                 |        |                                                                   | accept_loss           |
+| run_changes     | list   | JSON lines, oldest first: who changed the state or accepted a     | command, accept_loss, |
+|                 |        | loss, when and why                                                | start_lineage         |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
 | component_times | hash   | kind of component -> seconds that those of it were there          | component_times.py    |
 | trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | count_waits           |

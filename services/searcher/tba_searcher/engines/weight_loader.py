@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +76,6 @@ class WeightLoader:
         self._refusals[version] = Refusal(count, time.monotonic() + pause_s)
         self._delete(version)
         return pause_s
-
-    def retry_refused(self) -> list[PolicyVersion]:
-        """Retry every refused version now, as an operator asked; return them."""
-        found = sorted(self.refused)
-        self._refusals = {version: replace(refusal, until_s=0.0) for version, refusal in self._refusals.items()}
-        return found
 
     def accept(self, version: PolicyVersion) -> None:
         """Forget the refusals of a version that has passed its checks."""

@@ -2,7 +2,7 @@
 -- A void batch can no longer be acked, and its rollouts no longer count as drawn.
 -- KEYS: 1 run, 2 counters, 3 open_batches, 4 batches_since_publication, 5 open_steps, 6 settings, 7 log
 -- ARGV: 1 now_s, then members of open_batches that become void whatever their deadline
--- Returns {{state, token, lineage, latest_version, sampling_version, step, retries, rollback}, {log_position, scored_total, inflight, drawn, void,
+-- Returns {{state, token, lineage, latest_version, sampling_version, step, rollback}, {log_position, scored_total, inflight, drawn, void,
 -- scored_at_mark, marks}, batches since the publication, revision of the live settings}; absent values are false.
 local MOST_PER_CALL = 1000
 local num_rollouts, batch_ids = 0, {}
@@ -24,8 +24,7 @@ if #late > 0 or #ARGV > 1 then
   if #batch_ids > 0 then append(KEYS[7], KEYS[2], position, 'v', table.concat(batch_ids, ' ')) end
 end
 return {
-  redis.call('HMGET', KEYS[1], 'state', 'token', 'lineage', 'latest_version', 'sampling_version', 'step', 'retries',
-    'rollback'),
+  redis.call('HMGET', KEYS[1], 'state', 'token', 'lineage', 'latest_version', 'sampling_version', 'step', 'rollback'),
   redis.call('HMGET', KEYS[2], 'log_position', 'scored_total', 'inflight', 'drawn', 'void', 'scored_at_mark', 'marks'),
   redis.call('SCARD', KEYS[4]),
   redis.call('HGET', KEYS[6], 'revision'),

@@ -17,8 +17,8 @@ from tba.fields import StrictModel
 
 
 class PrepareItem(StrictModel):
-    """One folder: a model or a data set, and where it comes from: exactly one of `hub`, `maker`, `manual`,
-    `trl_sft` and `trl_reward`."""
+    """One folder: a model or a data set, and where it comes from: exactly one of `hub`, `manual`, `trl_sft`
+    and `trl_reward`."""
 
     path: str = Field(min_length=1)
     """Folder, relative to where `tba` is run. Wherever the recipe names this path, the folder is meant."""
@@ -33,10 +33,6 @@ class PrepareItem(StrictModel):
     safetensors of a model, everything of a data set."""
     tokenizer: str | None = None
     """Where the model's repository has none: a repository on the hub that its tokenizer is fetched from."""
-    maker: str | None = None
-    """Name of a maker of small things (tba_cli/starter_models/): made on this machine, without a network."""
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of the maker."""
     manual: str | None = None
     """For content that cannot be fetched: the instructions for a person. The item is then only checked."""
     trl_sft: str | None = None
@@ -49,9 +45,9 @@ class PrepareItem(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> PrepareItem:
         # ways to get the folder; two of them would disagree about its content
-        sources = (self.hub, self.maker, self.manual, self.trl_sft, self.trl_reward)
+        sources = (self.hub, self.manual, self.trl_sft, self.trl_reward)
         if sum(source is not None for source in sources) != 1:
-            raise ValueError(f"{self.path}: give exactly one of hub, maker, manual, trl_sft and trl_reward")
+            raise ValueError(f"{self.path}: give exactly one of hub, manual, trl_sft and trl_reward")
         if self.kind == "dataset" and self.trl_file is not None:
             raise ValueError(f"{self.path}: TRL makes models; set kind to 'model'")
         for name in ("revision", "files", "tokenizer"):
@@ -67,15 +63,12 @@ class PrepareItem(StrictModel):
         return self.trl_sft or self.trl_reward
 
     @property
-    def origin(self) -> dict[str, str | int | list[str] | None]:
+    def origin(self) -> dict[str, str | list[str] | None]:
         """The source of the content: recorded in the folder, and compared if the folder exists.
 
         Raises:
             ConfigError: TRL's file of settings cannot be read.
         """
-        if self.maker is not None:
-            # a folder with another origin holds another content, and is not taken for this item
-            return {"maker": self.maker, "seed": self.seed}
         if self.trl_file is not None:
             return {"trl": "sft" if self.trl_sft else "reward", "settings_sha256": _sha256(self.trl_file)}
         return {"hub": self.hub, "revision": self.revision, "files": self.files, "tokenizer": self.tokenizer}

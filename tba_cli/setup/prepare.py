@@ -51,7 +51,7 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
         record = read_record(Path(item.path))
         state = "here already" if item not in missing else "fetched" if item.hub else "made"
         commit = f", commit {record['commit'][:12]}" if record and record["commit"] else ""
-        source = item.hub or item.maker or ("of TRL" if item.trl_file else "of your own")
+        source = item.hub or ("of TRL" if item.trl_file else "of your own")
         console.result(f"{item.path}: {item.kind} {source}, {state}{commit}")
     trl_training.check_scorers(recipe)
     prompts = prompts_of(recipe)
@@ -80,10 +80,10 @@ def prepare_at_start(recipe: Recipe, console: Console) -> None:
 
 
 def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
-    """Fetch or make items of `[[prepare]]`.
+    """Fetch or train items of `[[prepare]]`.
 
     Raises:
-        ConfigError: one cannot be fetched or made.
+        ConfigError: one cannot be fetched or trained.
     """
     # before anything large is fetched: such an item ends the command in any case
     for item in missing:
@@ -91,8 +91,6 @@ def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
             raise ConfigError(f"{item.path} ({item.kind}) cannot be fetched: {item.manual}")
     to_train = [item for item in missing if item.trl_file is not None]
     trl_training.check_installed(to_train)
-    # one program for all items, since it imports torch
-    _make([item for item in missing if item.maker is not None])
     for item in missing:
         if item.hub is not None:
             console.info(f"fetching {item.kind} {item.hub} to {item.path}")
@@ -100,27 +98,6 @@ def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
     # last, and in the order of the recipe: base models and data sets come before
     for item in to_train:
         trl_training.train(item, console)
-
-
-def _make(items: Sequence[PrepareItem]) -> None:
-    if not items:
-        return
-    words = [word for item in items for word in ("--make", item.maker or "", str(item.seed), item.path)]
-    for item in items:
-        Path(item.path).parent.mkdir(parents=True, exist_ok=True)
-        if Path(item.path).is_dir():
-            _remove_empty(Path(item.path))
-    run_program("tba_cli.starter_models.tiny", words)
-    for item in items:
-        write_record(item, commit=None)
-
-
-def _remove_empty(folder: Path) -> None:
-    """Remove an empty folder, since the makers make folders themselves; raise ConfigError where it is not empty."""
-    try:
-        folder.rmdir()
-    except OSError as error:
-        raise ConfigError(f"{folder} holds a part of something else ({error.strerror}); remove that folder") from None
 
 
 def _fetch(item: PrepareItem) -> None:

@@ -1,4 +1,4 @@
-"""The tiny recipes, as a person starts them: `tba data prepare`, then `tba run`, without a network.
+"""The tiny variants of the paper's recipes, as a person starts recipes: `tba data prepare`, then `tba run`, offline.
 
 Every run has one searcher with the real vLLM, a reward service with the recipe's scorers and a trainer.
 """
@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.support.buffer import SERVICE_PATHS
+from tests.support.tiny_recipes import RECIPES, make_items
 
 pytest.importorskip("vllm", reason="vLLM for the CPU is pinned for Linux x86_64 alone")
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ class Ended:
 
 
 def recipe_path(name: str) -> Path:
-    return ROOT / "recipes" / f"{name}-tiny.toml"
+    return RECIPES / f"{name}-tiny.toml"
 
 
 def tba(place: Path, *words: str) -> str:
@@ -79,6 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = [tomllib.loads(recipe_path(name).read_text()) for name in POLICIES]
     items = {item["path"]: item for document in documents for item in document["prepare"]}
     (place / "all.json").write_text(json.dumps({**documents[0], "prepare": list(items.values())}))
+    make_items(place, items)
     tba(place, "data", "prepare", "all.json")
     return place
 

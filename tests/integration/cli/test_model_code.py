@@ -13,7 +13,7 @@ from tba.errors import ConfigError
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.setup.prepare import measure_model
 from tba_cli.setup.try_model import try_model
-from tba_cli.starter_models.tiny import make
+from tests.support.tiny_recipes import make
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

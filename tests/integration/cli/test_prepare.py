@@ -33,7 +33,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     import torch
     from safetensors.torch import load_file
 
-    from tba_cli.starter_models.tiny import make
+    from tests.support.tiny_recipes import make
 
     place = tmp_path_factory.mktemp("hub")
     make("gsm8k_data", place / "data", seed=0)
@@ -173,7 +173,7 @@ def test_what_cannot_be_fetched_says_what_to_do(tmp_path):
 
 def test_weights_that_were_cut_short_are_found(tmp_path):
     from tba_cli.starter_models.convert import check
-    from tba_cli.starter_models.tiny import make
+    from tests.support.tiny_recipes import make
 
     make("llama_chat", tmp_path / "m", seed=0)
     found = check(tmp_path / "m", ["4", "4 apples and 4 cats"])
@@ -191,7 +191,7 @@ def test_weights_that_were_cut_short_are_found(tmp_path):
 
 def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
     from tba_cli.starter_models.convert import check
-    from tba_cli.starter_models.tiny import make
+    from tests.support.tiny_recipes import make
 
     folder = tmp_path / "m"
     make("llama_chat", folder, seed=0)
@@ -226,25 +226,11 @@ def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
 
 def test_an_end_of_text_by_name_is_not_unknown(tmp_path):
     from tba_cli.starter_models.convert import check
-    from tba_cli.starter_models.tiny import make
+    from tests.support.tiny_recipes import make
 
     make("qwen2", tmp_path / "m", seed=0)  # its tokenizer names the end of text as the unknown token
     found = check(tmp_path / "m", ["4 apples<|endoftext|>", "\u4e2d"])
     assert (found["num_unknown_texts"], found["unknown"]) == (0, [])
-
-
-def test_a_maker_that_does_not_exist_is_named(tmp_path):
-    item = {"path": "m", "kind": "model", "maker": "lama"}
-    code, output = prepare(tmp_path, "http://127.0.0.1:9", [item])
-    assert (code, "error: there is no maker 'lama'; the makers are gsm8k_data, " in output) == (2, True), output
-
-
-def test_without_pyarrow_the_maker_of_a_data_set_says_how_to_install_it(tmp_path):
-    item = {"path": "data/gsm8k", "kind": "dataset", "maker": "gsm8k_data"}
-    code, output = prepare(tmp_path, "http://127.0.0.1:9", [item], hidden="pyarrow")
-    sentence = "error: making a data set needs pyarrow, which is not installed: pip install 'tba[data]'"
-    assert (code, sentence in output) == (2, True), output
-    assert not list(tmp_path.glob("data/gsm8k"))
 
 
 # ---- The programs that `tba setup` and `tba data prepare` start -----------------------------------------------------

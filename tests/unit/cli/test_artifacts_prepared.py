@@ -87,7 +87,7 @@ def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
     here = filled(tmp_path / "here")
     items = [
         {"path": str(here), "kind": "model", "hub": "org/name"},
-        {"path": "models/a", "kind": "model", "maker": "llama"},
+        {"path": "models/a", "kind": "model", "hub": "org/base"},
         {"path": "data/b", "kind": "dataset", "hub": "org/b"},
     ]
     with pytest.raises(
@@ -100,9 +100,9 @@ def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"path": "m", "kind": "model"}, "exactly one of hub, maker, manual, trl_sft"),
-        ({"path": "m", "kind": "model", "hub": "a/b", "maker": "llama"}, "exactly one of hub, maker, manual, trl_sft"),
-        ({"path": "m", "kind": "model", "maker": "llama", "revision": "v1"}, "revision belongs to a download"),
+        ({"path": "m", "kind": "model"}, "exactly one of hub, manual, trl_sft"),
+        ({"path": "m", "kind": "model", "hub": "a/b", "manual": "ask Ana"}, "exactly one of hub, manual, trl_sft"),
+        ({"path": "m", "kind": "model", "manual": "ask Ana", "revision": "v1"}, "revision belongs to a download"),
         ({"path": "d", "kind": "dataset", "hub": "a/b", "tokenizer": "a/c"}, "a data set has no tokenizer"),
         ({"path": "d", "kind": "dataset", "hub": "https://x/y"}, "String should match pattern"),
     ],

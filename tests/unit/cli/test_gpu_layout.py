@@ -38,7 +38,8 @@ VICTIM = "reward.tasks.redteam.scorers.0"
 
 
 def recipe_of(name: str, *sets: str) -> Recipe:
-    return load_recipe(ROOT / f"recipes/{name}.toml", sets=list(sets), environ={})
+    folder = "tests/data/recipes" if name.endswith("-tiny") else "recipes"
+    return load_recipe(ROOT / folder / f"{name}.toml", sets=list(sets), environ={})
 
 
 def layout_of(recipe: Recipe) -> Layout:

@@ -261,7 +261,7 @@ def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
         "data": {"train": part, "heldout": {**part, "dataset": "here"}},
         "reward": {"tasks": {"t": {"scorers": [{"kind": "reward_model", "model": "models/rm"}]}}},
         "prepare": [
-            {"path": "data/x", "kind": "dataset", "maker": "gsm8k_data"},
+            {"path": "data/x", "kind": "dataset", "manual": "ask Ana"},
             {"path": "models/rm", "kind": "model", "hub": "some/model"},
         ],
     }

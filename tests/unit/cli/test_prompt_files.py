@@ -256,7 +256,7 @@ def test_messages_become_text_by_the_models_chat_template(tmp_path):
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tba_cli.starter_models.tiny import make
+    from tests.support.tiny_recipes import make
 
     folder = tmp_path_factory.mktemp("chat") / "model"
     make("llama_chat", folder, seed=0)

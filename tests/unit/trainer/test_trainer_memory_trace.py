@@ -30,7 +30,8 @@ FULL = ("gsm8k", "math", "tldr", "tldr-1b", "tldr-2.8b", "redteam", "redteam-lla
 
 
 def recipe_of(name: str, *sets: str) -> Recipe:
-    return load_recipe(ROOT / f"recipes/{name}.toml", sets=list(sets), environ={})
+    folder = "tests/data/recipes" if name.endswith("-tiny") else "recipes"
+    return load_recipe(ROOT / folder / f"{name}.toml", sets=list(sets), environ={})
 
 
 def as_printed(recipe: Recipe, found: StepBytes) -> dict[str, Any]:

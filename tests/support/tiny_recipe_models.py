@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from tba_cli.starter_models.sample_datasets import corpus, lessons
+from tests.support.tiny_recipe_data import corpus, lessons
 
 VOCAB_SIZE = 384
 CHAT_TEMPLATE = (

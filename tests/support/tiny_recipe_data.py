@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tba.errors import ConfigError
+import pyarrow
+from pyarrow import parquet
 
 Row = dict[str, Any]
 NAMES = ("Tom", "Ana", "Lee", "Mia", "Sam", "Eva")
@@ -152,25 +153,8 @@ def write_dataset(folder: Path, shape: Shape, *, seed: int) -> None:
     place = folder / ("data" if shape.config == "default" else shape.config)
     place.mkdir(parents=True)
     for split, table in shape.tables.items():
-        write_parquet(place / f"{split}-00000-of-00001.parquet", table(seed))
+        parquet.write_table(pyarrow.Table.from_pylist(table(seed)), place / f"{split}-00000-of-00001.parquet")
     files = "".join(f"  - split: {split}\n    path: {place.name}/{split}-*\n" for split in shape.tables)
     (folder / "README.md").write_text(
         f"---\nconfigs:\n- config_name: {shape.config}\n  data_files:\n{files}---\n", encoding="utf-8"
     )
-
-
-def write_parquet(path: Path, table: list[Row]) -> None:
-    """Write one Parquet file.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
-    try:
-        import pyarrow  # only the makers of data sets need it
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        if error.name != "pyarrow":
-            raise
-        raise ConfigError("making a data set needs pyarrow, which is not installed: pip install 'tba[data]'") from None
-
-    parquet.write_table(pyarrow.Table.from_pylist(table), path)

@@ -59,17 +59,6 @@ def _fetch(hub: Any, name: str, item: PrepareItem, patterns: Sequence[str] | Non
     return info.sha
 
 
-def check_allowed(item: PrepareItem) -> None:
-    """Ask the hub whether it would give us an item, before anything large is fetched.
-
-    Raises:
-        ConfigError: as `download`.
-    """
-    hub = hub_library()
-    with _explained(item, _elsewhere(item)):
-        hub.HfApi().auth_check(item.hub, repo_type=item.kind)
-
-
 def _from_cache(hub: Any, name: str, item: PrepareItem, patterns: Sequence[str] | None) -> str | None:
     """Copy the item from the library's own cache, where an earlier download of any program left it whole.
 

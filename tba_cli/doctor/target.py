@@ -18,6 +18,8 @@ from tba.errors import ConfigError
 from tba.tls import explain_missing_tls, explain_tls_error, is_loopback, with_bare_urls
 from tba_cli.run_folder import RunFolder
 
+ASKED: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
+"""The services that answer over HTTP."""
 SERVICES = ("buffer", "reward", "searcher", "trainer")
 CALL_TIMEOUT_S = 5.0
 """Deadline of one call of a service."""

@@ -161,9 +161,6 @@ class _Handler(BaseHTTPRequestHandler):
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         names = [(str(file.relative_to(folder)), file.stat().st_size) for file in files]
         commit, repository = commit_of(name), name.partition("/")[2]
-        if path.endswith("/auth-check"):
-            gated = name in self.hub.gated
-            return self._send(403 if gated else 200, b"{}", {"X-Error-Code": "GatedRepo"} if gated else {})
         if "/tree/" in path:
             listed = [{"type": "file", "path": n, "size": size, "oid": _digest(n)} for n, size in names]
             return self._send(200, json.dumps(listed).encode(), {})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from tba_cli.doctor.checks.machine import check_disk, check_gpu, check_ports
-from tba_cli.doctor.checks.models import check_hub, check_models
+from tba_cli.doctor.checks.machine import check_disk, check_gpu
+from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.redis import check_redis
 from tba_cli.doctor.checks.security import check_certificates, check_tokens
 from tba_cli.doctor.checks.services import check_clocks, check_releases, check_rewards, check_services
@@ -18,13 +18,11 @@ CHECKS: Mapping[str, Check] = {
     "releases": check_releases,
     "gpu": check_gpu,
     "disk": check_disk,
-    "ports": check_ports,
     "tokens": check_tokens,
     "certificates": check_certificates,
     "redis": check_redis,
     "store": check_store,
     "models": check_models,
-    "hub": check_hub,
     "services": check_services,
     "rewards": check_rewards,
     "clocks": check_clocks,

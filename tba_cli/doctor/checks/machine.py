@@ -1,8 +1,7 @@
 """Check this machine.
 
 GPUs: whether the recipe needs any, whether torch can use them, and whether the model fits.
-Disks, shared memory and open files: whether there is room.
-Ports that the services of this machine listen on: whether they are free, or taken by the service itself.
+Disks and shared memory: whether there is room.
 """
 
 from __future__ import annotations
@@ -12,22 +11,19 @@ import functools
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tba.config import Recipe
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba.store.file import explain_no_locks
-from tba.tls import address, is_loopback
-from tba_cli.doctor.target import Answer, CheckResult, Target, fail, http_get, ok, skip, warn
-from tba_cli.ports import PortRequest, choose_ports
+from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.sizing import (
     GIB,
     Card,
@@ -42,13 +38,8 @@ from tba_cli.sizing import (
 
 MIN_FREE_BYTES = 1 * GIB
 MIN_SHM_BYTES = 1 * GIB
-MIN_OPEN_FILES = 4096
 SHARED_MEMORY = Path("/dev/shm")
-Listener = Literal["buffer", "reward"]
 TORCH_TIMEOUT_S = 50.0
-NVIDIA_SMI_TIMEOUT_S = 10.0
-MOUNTED_DRIVER = Path("/usr/local/nvidia/lib64")
-"""Where GKE's device plugin mounts the driver's libraries, which the linker does not search by itself."""
 _ASK_TORCH = """
 import json, sys, torch
 cuda = torch.version.cuda
@@ -119,8 +110,6 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
     recipe = target.recipe
     devices = {"trainer": recipe.trainer.device, "searcher": recipe.searcher.device}
     users = sorted(name for name, device in devices.items() if name in target.services and device != "cpu")
-    driver = _nvidia_smi()
-    seen = f"driver {driver}" if driver else "no NVIDIA driver (nvidia-smi)"
     if importlib.util.find_spec("torch") is None:
         if {"trainer", "searcher"} & target.services:
             yield fail("gpu-torch", "torch is not installed here", "install tba-trainer or tba-searcher, or its image")
@@ -136,7 +125,7 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
     names = ", ".join(f"{name} ({free / 2**30:.0f} of {total / 2**30:.0f} GiB free)" for name, free, total in gpus)
     if not users:
         asked = "the recipe asks for none; " if target.has_recipe else ""
-        yield ok("gpu", f"{asked}{len(gpus)} usable{f': {names}' if names else ''}; {seen}")
+        yield ok("gpu", f"{asked}{len(gpus)} usable{f': {names}' if names else ''}")
         if not target.has_recipe:
             yield from _count(target, len(gpus))
         elif gpus:  # those of a reward service alone
@@ -146,9 +135,9 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         build = (
             "torch was built without CUDA" if answer["cuda"] is None else f"torch is built for CUDA {answer['cuda']}"
         )
-        yield fail("gpu", f"{' and '.join(users)} want a GPU, but torch sees none; {build}; {seen}", _no_gpu(answer))
+        yield fail("gpu", f"{' and '.join(users)} want a GPU, but torch sees none; {build}", _no_gpu(answer))
         return
-    yield ok("gpu", f"{names}; {seen}; torch {answer['torch']}, CUDA {answer['cuda']}")
+    yield ok("gpu", f"{names}; torch {answer['torch']}, CUDA {answer['cuda']}")
     yield from _count(target, len(gpus))
     needed = {
         "trainer": ("trainer.num_processes", recipe.trainer.num_processes),
@@ -220,29 +209,11 @@ def _no_c_compiler() -> str | None:
 def _no_gpu(answer: dict[str, Any]) -> str:
     if answer["cuda"] is None:
         return "install the CUDA build of torch, or the GPU image; or set trainer.device and searcher.device to cpu"
-    searched = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    if (MOUNTED_DRIVER / "libcuda.so.1").exists() and str(MOUNTED_DRIVER) not in searched:
-        return f"the driver is mounted at {MOUNTED_DRIVER}: set LD_LIBRARY_PATH={MOUNTED_DRIVER}"
     return (
         "give the container a GPU (compose: deploy.resources.reservations.devices; chart: gpu.count of the service, "
         "and the NVIDIA device plugin on the node), install a driver that is new enough for this CUDA, or set the "
         "device to cpu"
     )
-
-
-def _nvidia_smi() -> str | None:
-    """Return the version of the driver, or None where there is none."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            timeout=NVIDIA_SMI_TIMEOUT_S,
-            check=False,
-            encoding="utf-8",
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
 
 
 def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
@@ -267,24 +238,12 @@ def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
 
 
 def check_disk(target: Target) -> Iterator[CheckResult]:
-    """Check the free space where the services write, shared memory, and the limit of open files."""
+    """Check the free space where the services write, and shared memory."""
     for what, path in _places(target).items():
         # weights are written to the store and to temporary files alone
         weights_bytes = 0 if what in ("runs", "caches") else _weights_bytes(target)
         yield _free(what, path, need_bytes=max(MIN_FREE_BYTES, weights_bytes))
     yield from _shared_memory(target)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        yield warn(
-            "open-files",
-            f"a process may open {soft} files here",
-            f"raise the limit to {MIN_OPEN_FILES} or more (ulimit -n, LimitNOFILE, the container runtime): every "
-            "client of the buffer is an open file",
-        )
-    else:
-        yield ok(
-            "open-files", f"a process may open {'any number of' if soft == resource.RLIM_INFINITY else soft} files"
-        )
 
 
 def _places(target: Target) -> dict[str, Path]:
@@ -363,43 +322,3 @@ def _shared_memory(target: Target) -> Iterator[CheckResult]:
         )
     else:
         yield ok("shared-memory", text)
-
-
-def check_ports(target: Target) -> Iterator[CheckResult]:
-    """Check each port that a service of this machine listens on."""
-    services: tuple[Listener, ...] = ("buffer", "reward")
-    for service in services:
-        if service not in target.services:
-            continue
-        section = target.recipe.buffer if service == "buffer" else target.recipe.reward
-        where = f"{address(section.host, section.port)} ({service}.port)"
-        # nothing to compare: the port is chosen at the start
-        if section.port == 0:
-            yield skip("port", f"{service}.port is 0: `tba run` picks a free one")
-            continue
-        try:
-            choose_ports([PortRequest(f"{service}.port", section.host, section.port)])
-        except ConfigError as error:
-            # the doctor may run beside the services, in their own container
-            if _is_service(target, service):
-                yield ok("port", f"{where}: the {service} service listens there")
-            else:
-                yield fail("port", str(error), f"end that process, or choose another {service}.port")
-        else:
-            yield ok("port", f"{where} is free")
-        has_tokens = target.is_local or target.recipe.auth.tokens_file is not None  # `tba run` makes its own
-        if not is_loopback(section.host) and not has_tokens:
-            yield fail(
-                "port-open",
-                f"{service}.host is {section.host}, and there is no auth.tokens_file: the service refuses to start",
-                "set auth.tokens_file, or listen on 127.0.0.1",
-            )
-
-
-def _is_service(target: Target, service: Listener) -> bool:
-    section = target.recipe.buffer if service == "buffer" else target.recipe.reward
-    own = f"{target.recipe.tls.scheme}://127.0.0.1:{section.port}"
-    # the URL of the recipe may lead elsewhere, so the port itself is asked too
-    answers = [target.ask(service, "/version"), http_get(f"{own}/version", ca_file=target.recipe.tls.ca_file)]
-    bodies = [answer.json() for answer in answers if isinstance(answer, Answer)]
-    return any(isinstance(body, dict) and str(body.get("service", "")).endswith(service) for body in bodies)

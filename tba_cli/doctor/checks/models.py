@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from tba.store import open_store
 from tba.weights import tensor_header
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.artifacts.artifact_store import describe
-from tba_cli.artifacts.huggingface import check_allowed
-from tba_cli.artifacts.prepared import HALF_DONE, made_at_start, needed
+from tba_cli.artifacts.prepared import HALF_DONE, made_at_start
 from tba_cli.artifacts.required import Service
-from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
+from tba_cli.doctor.target import CheckResult, Target, fail, ok, warn
 
 TIMEOUT_S = 5.0
 INDEX = "model.safetensors.index.json"
@@ -37,26 +35,6 @@ def check_models(target: Target) -> Iterator[CheckResult]:
     # several services may need one folder
     for folder in dict.fromkeys(found):
         yield _here(folder) if folder.is_here else _elsewhere(target, folder)
-
-
-def check_hub(target: Target) -> Iterator[CheckResult]:
-    """Check whether the hub gives us what has to be fetched, before the first of many gigabytes."""
-    try:
-        wanted = needed(target.recipe)
-    except ConfigError as error:
-        yield fail("hub", str(error), "do what the message says, then run this again")
-        return
-    missing = [item for item in wanted if item.hub and not Path(item.path).expanduser().exists()]
-    if missing and os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false", "no", "off"):
-        yield skip("hub", f"{missing[0].path} is not here, and HF_HUB_OFFLINE says not to ask the hub")
-        return
-    for item in missing:
-        try:
-            check_allowed(item)
-        except ConfigError as error:
-            yield fail("hub", str(error), "do what the message says, then run this again")
-        else:
-            yield ok("hub", f"the hub gives access to {item.kind} {item.hub}")
 
 
 def _here(folder: RequiredFolder) -> CheckResult:

@@ -18,12 +18,13 @@ from tba.config.data import DatasetSection
 from tba.errors import ConfigError, TbaError
 from tba_cli.artifacts import required_folders
 from tba_cli.artifacts.prepared import check_prepared, made_at_start, missing
-from tba_cli.doctor.checks.machine import check_devices, check_disk, check_ports, devices_of
+from tba_cli.doctor.checks.machine import check_devices, check_disk, devices_of
 from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.security import check_tokens
 from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.generators import addition
+from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.resolve import check_model, custom_objects
@@ -302,11 +303,16 @@ class RecipeChecks:
                 yield ok("device", f"usable: {named}")
 
     def check_here(self, target: Target) -> Iterator[CheckResult]:
-        """Check what a local run needs of this machine: ports, disks, redis-server."""
+        """Check what a local run needs of this machine: ports, disks and redis-server."""
         if not target.is_local:
             yield skip("port", ELSEWHERE)
             return
-        yield from (result for result in check_ports(target) if result.level != "skip")  # port 0: any that is free
+        for key, section in (("buffer.port", self.recipe.buffer), ("reward.port", self.recipe.reward)):
+            try:
+                if not target.is_going:  # then it has them itself
+                    choose_ports([PortRequest(key, section.host, section.port)])
+            except ConfigError as error:
+                yield _failed("port", error)
         yield from check_disk(target)
         try:
             yield ok("redis-server", find_redis_server(self.recipe.local.redis_server))

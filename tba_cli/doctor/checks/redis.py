@@ -1,7 +1,6 @@
 """Check Redis: whether it answers, keeps what it acknowledges, and has room for what the buffer may store.
 
-Only the buffer talks to Redis. From another machine, where a NetworkPolicy may stand between, the buffer is asked
-what it thinks of its Redis.
+Only the buffer talks to Redis: where it is not, nothing needs to reach Redis, and a NetworkPolicy may stand between.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tba.config import Recipe
 from tba.config.redis import redis_access
 from tba.errors import ConfigError
 from tba.tls import explain_missing_tls, explain_tls_error
-from tba_cli.doctor.target import Answer, CheckResult, Target, fail, ok, skip, warn
+from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.redis_server import find_redis_server
 
 T = TypeVar("T")
@@ -34,10 +33,6 @@ class RedisProblemError(Exception):
     """Redis does not answer, refuses, or cannot be asked from here; one sentence."""
 
 
-class NotInstalledError(RedisProblemError):
-    """The package `redis` is not installed here."""
-
-
 def check_redis(target: Target) -> Iterator[CheckResult]:
     """Check how durable the buffer's Redis is, and how much room it has."""
     if target.is_local and not target.is_going:
@@ -50,21 +45,23 @@ def check_redis(target: Target) -> Iterator[CheckResult]:
         # one connection for both, so that they are about the same server
         info, config = ask_redis(target.recipe, _read_state)
     except RedisProblemError as error:
-        yield from _ask_buffer(target, error)
+        if "buffer" in target.services and _is_installed():
+            yield fail("redis", str(error), "start Redis, or correct buffer.redis_url and buffer.redis_password_file")
+        else:
+            yield skip("redis", f"{error}; `/readyz` of the buffer says whether its Redis keeps what it accepts")
         return
     where = redis_access(target.recipe).shown
     yield ok("redis", f"Redis {info.get('redis_version')} at {where}, role {info.get('role')}")
     yield from _state(info)
     if config is None:
         yield fail(
-            "redis-config",
+            "redis-durability",
             "Redis does not allow CONFIG GET, so it is unknown whether it keeps what it accepts",
             "allow the user of buffer.redis_url CONFIG GET (ACL SETUSER ... +config|get); the buffer needs it too",
         )
         return
     yield from _durability(target.recipe, config)
     yield from _memory(target.recipe, info, config)
-    yield from _tuning(config)
 
 
 def ask_redis(recipe: Recipe, ask: Callable[[Any], T]) -> T:
@@ -72,10 +69,9 @@ def ask_redis(recipe: Recipe, ask: Callable[[Any], T]) -> T:
 
     Raises:
         RedisProblemError: Redis cannot be reached, refuses, or is none; or the settings cannot be used.
-        NotInstalledError: there is no client library here.
     """
-    if importlib.util.find_spec("redis") is None:
-        raise NotInstalledError("the package redis is not installed here (pip install 'tba[doctor]')")
+    if not _is_installed():
+        raise RedisProblemError("the package redis is not installed here (pip install 'tba[doctor]')")
     from redis import Redis
     from redis.backoff import NoBackoff
     from redis.exceptions import AuthenticationError, ConnectionError, ResponseError, TimeoutError
@@ -124,6 +120,10 @@ def ask_redis(recipe: Recipe, ask: Callable[[Any], T]) -> T:
     raise RedisProblemError(problem) from None
 
 
+def _is_installed() -> bool:
+    return importlib.util.find_spec("redis") is not None
+
+
 def clock_offset_s(client: Any) -> tuple[float, float]:
     """Return how many seconds the clock of Redis is ahead of ours, and how uncertain that is.
 
@@ -157,58 +157,19 @@ def _hidden(error: Exception, secret: str | None) -> str:
     return (text.replace(secret, "***") if secret else text)[:MAX_SHOWN_CHARS]
 
 
-def _ask_buffer(target: Target, problem: RedisProblemError) -> Iterator[CheckResult]:
-    answer = target.ask("buffer", "/metrics")
-    if isinstance(answer, Answer) and answer.status == 200:
-        # /metrics needs no token, and this check has none for /v1
-        found = re.search(rb"^tba_redis_durable (\S+)", answer.body, re.MULTILINE)
-        if found is None:
-            yield fail(
-                "redis",
-                f"{target.url('buffer')} has no tba_redis_durable in its /metrics: no buffer service, or one of 0.2",
-                "correct buffer.url, or run the doctor of the release that runs there",
-            )
-            return
-        if found[1] in (b"1", b"1.0"):
-            yield ok("redis", "not reached from here; the buffer says that Redis keeps what it acknowledges")
-            return
-        yield fail(
-            "redis",
-            "the buffer says that Redis is not durable now",
-            "its /readyz says why; docs/operations.md, Redis, has a line for each state",
-        )
-    elif isinstance(problem, NotInstalledError):
-        yield skip("redis", f"not asked, because {problem}, and the buffer service does not answer")
-    elif "buffer" in target.services:
-        yield fail("redis", str(problem), "start Redis, or correct buffer.redis_url and buffer.redis_password_file")
-    else:
-        yield skip("redis", f"not reachable from here, but nothing here needs it ({problem})")
-
-
 def _state(info: Mapping[str, str]) -> Iterator[CheckResult]:
     # two numbers: a third one never decides
     version = tuple(int(part) for part in re.findall(r"\d+", info.get("redis_version", "0"))[:2])
     if version < OLDEST_VERSION:
-        yield fail("redis-version", f"Redis is {info.get('redis_version')}", "use Redis 6.2 or newer, or Valkey")
+        yield fail("redis", f"Redis is {info.get('redis_version')}", "use Redis 6.2 or newer, or Valkey")
     if info.get("redis_mode") == "cluster":
         remedy = "use one without (cluster-enabled no); a replica of it may stand by"
-        yield fail("redis-cluster", "this Redis runs in cluster mode, which splits the keys of a run", remedy)
+        yield fail("redis", "this Redis runs in cluster mode, which splits the keys of a run", remedy)
     if info.get("role") != "master":
-        yield fail(
-            "redis-role",
-            f"this Redis is a replica of {info.get('master_host')}:{info.get('master_port')}",
-            "point buffer.redis_url at the primary",
-        )
-    if info.get("loading") == "1":
-        yield warn("redis-loading", "Redis is still loading its file", "wait; nothing is answered before that")
+        primary = f"{info.get('master_host')}:{info.get('master_port')}"
+        yield fail("redis", f"this Redis is a replica of {primary}", "point buffer.redis_url at the primary")
     if info.get("aof_last_write_status", "ok") != "ok":
-        yield fail("redis-disk", "Redis could not write its append-only file", "free space on its disk")
-    if info.get("aof_last_bgrewrite_status", "ok") != "ok":
-        yield warn(
-            "redis-rewrite",
-            "the last rewrite of the append-only file failed; Redis continues with the old one, which grows",
-            "give its disk and memory room for a second copy",
-        )
+        yield fail("redis", "Redis could not write its append-only file", "free space on its disk")
 
 
 def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -218,6 +179,8 @@ def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[CheckResu
         "no-appendfsync-on-rewrite": ("no",),
         # with `yes` Redis starts with a torn file, and drops the end of it
         "aof-load-truncated": ("no",),
+        # with any other policy Redis drops keys when it is full
+        "maxmemory-policy": ("noeviction",),
     }
     wrong = {name: values[0] for name, values in wanted.items() if config.get(name) not in values}
     for name, value in wrong.items():
@@ -232,13 +195,7 @@ def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[CheckResu
 
 def _memory(recipe: Recipe, info: Mapping[str, str], config: Mapping[str, str]) -> Iterator[CheckResult]:
     limit, used = _number(config, "maxmemory"), _number(info, "used_memory")
-    policy, need = config.get("maxmemory-policy"), int(MEMORY_FACTOR * recipe.buffer.max_bytes)
-    if policy != "noeviction":
-        yield fail(
-            "redis-eviction",
-            f"maxmemory-policy is {policy}, so Redis may drop any key when it is full",
-            "set `maxmemory-policy noeviction`",
-        )
+    need = int(MEMORY_FACTOR * recipe.buffer.max_bytes)
     # maxmemory 0 means no limit but the machine
     room = limit or _number(info, "total_system_memory")
     what = "maxmemory" if limit else "memory of its machine"
@@ -259,20 +216,3 @@ def _number(fields: Mapping[str, str], name: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ConfigError(f"Redis says that {name} is {text[:40]!r}, which is not a number; is that a Redis?")
     return int(text)
-
-
-def _tuning(config: Mapping[str, str]) -> Iterator[CheckResult]:
-    least = _number(config, "auto-aof-rewrite-min-size")
-    if least < GIB:
-        yield warn(
-            "redis-tuning",
-            f"auto-aof-rewrite-min-size is {least / 2**20:.0f} MiB: Redis rewrites its file again and again while the "
-            "buffer fills",
-            "set `auto-aof-rewrite-min-size 1gb`",
-        )
-    if config.get("rdbcompression") == "yes":
-        yield warn(
-            "redis-tuning",
-            "rdbcompression is yes: token ids hardly compress, and a rewrite takes longer",
-            "set `rdbcompression no`",
-        )

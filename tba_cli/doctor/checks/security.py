@@ -1,7 +1,7 @@
 """Check tokens and certificates.
 
 Tokens: the tokens file, and whether the services accept its tokens and no others.
-Certificates: how long they are valid, the one of `[tls]` and those that the addresses of the recipe show.
+Certificates: how long those are valid that the addresses of the recipe show.
 """
 
 from __future__ import annotations
@@ -15,26 +15,16 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 from tba.errors import ConfigError
 from tba.tls import is_loopback
 from tba.tokens import ROLES, RoleTokens, is_digest, load_role_tokens
-from tba_cli.doctor.target import CALL_TIMEOUT_S, Answer, CheckResult, Target, fail, ok, skip, warn
+from tba_cli.doctor.target import ASKED, CALL_TIMEOUT_S, Answer, CheckResult, Target, fail, ok, skip, warn
 
 WARN_DAYS = 14
 _DAY_S = 86_400.0
 _PORTS = {"https": 443, "rediss": 6379}
-_UTC_TIME, _TIMES = 0x17, (0x17, 0x18)
-"""DER tags of UTCTime, and of both kinds of times."""
-_BEGIN = "-----BEGIN CERTIFICATE-----"
-NEEDED_BY = {
-    "searcher": "searchers, and the buffer for the reward service",
-    "trainer": "the trainer",
-    "operator": "`tba setup`, `tba pause` and the like",
-    "viewer": "people and dashboards that only look",
-}
 READ_PATHS = {"buffer": "/v1/run", "reward": "/v1/rewards"}
 """A path of each service that a GET reads and that changes nothing."""
 READERS = {"buffer": ROLES, "reward": ("searcher", "operator", "viewer")}
@@ -74,20 +64,9 @@ def _file(path: Path, tokens: RoleTokens) -> Iterator[CheckResult]:
     # a file with one role belongs to one client; a service that checks tokens has to know all roles
     missing = [role for role in ROLES if role not in tokens] if len(tokens) > 1 else []
     if missing:
-        yield warn(
-            "tokens-roles",
-            f"{text}; there is none for {', '.join(missing)}",
-            f"add it for {NEEDED_BY[missing[0]]}",
-        )
+        yield warn("tokens", f"{text}; there is none for {', '.join(missing)}", "add it to the file")
     else:
         yield ok("tokens", text)
-    changing = [role for role, several in tokens.items() if len(several) > 1]
-    if changing:
-        yield warn(
-            "tokens-changing",
-            f"{', '.join(changing)} has two tokens: they are being changed",
-            "take the old one out once every service has read the new file",
-        )
     found = path.stat()
     mode, is_open = found.st_mode, all(folder.stat().st_mode & stat.S_IXOTH for folder in path.absolute().parents)
     if mode & stat.S_IWOTH:
@@ -98,8 +77,7 @@ def _file(path: Path, tokens: RoleTokens) -> Iterator[CheckResult]:
 
 
 def _accepted(target: Target, tokens: RoleTokens) -> Iterator[CheckResult]:
-    services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
-    for service in services:
+    for service in ASKED:
         refused, accepted = [], []
         tried = {role: [x for x in tokens.get(role, ()) if not is_digest(x)] for role in READERS[service]}
         if not any(tried.values()):
@@ -125,8 +103,7 @@ def _accepted(target: Target, tokens: RoleTokens) -> Iterator[CheckResult]:
 
 
 def _unknown_tokens(target: Target, *, have_tokens: bool) -> Iterator[CheckResult]:
-    services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
-    for service in services:
+    for service in ASKED:
         answer = target.ask(service, READ_PATHS[service], token=f"wrong-{secrets.token_hex(12)}")
         if not isinstance(answer, Answer):
             continue
@@ -148,93 +125,39 @@ def _unknown_tokens(target: Target, *, have_tokens: bool) -> Iterator[CheckResul
 
 
 def check_certificates(target: Target) -> Iterator[CheckResult]:
-    """Check the files of `[tls]`, then each https and rediss address once."""
-    path = target.recipe.tls.cert_file
-    if path is not None:
-        try:
-            yield _judge(f"tls.cert_file {path}", min(map(not_after_s, _certificates(Path(path)))))
-        except OSError as error:
-            yield skip("tls-certificate", f"tls.cert_file {path} is not read here: {error.strerror or error}")
-        except ValueError as error:
-            yield fail("tls-certificate", f"tls.cert_file {path}: {error}", "give a PEM file with the certificate")
-    for host, port in sorted(_addresses(target)):
+    """Check how long the certificate is valid that each https and rediss address shows."""
+    for host, port, ca_file in sorted(_addresses(target), key=str):
         where = f"the certificate that {host}:{port} shows"
         try:
-            yield _judge(where, not_after_s(_shown_by(host, port)))
-        except (OSError, ValueError) as error:  # the check of that service says why it does not answer
+            until_s = ssl.cert_time_to_seconds(_shown_by(host, port, ca_file))
+        except OSError as error:  # the check of that service says why it is not accepted
             yield skip("tls-certificate", f"{where}: not seen ({str(error)[:200] or type(error).__name__})")
+            continue
+        left_days = (until_s - time.time()) / _DAY_S
+        text = f"{where} is valid until {datetime.fromtimestamp(until_s, UTC):%Y-%m-%d %H:%M UTC}"
+        if left_days < WARN_DAYS:
+            fix = "renew it: servers read changed files by themselves; docs/security.md, TLS, says how"
+            yield warn("tls-certificate", f"{text}, for {left_days:.1f} days", fix)
+        else:
+            yield ok("tls-certificate", text)
 
 
-def not_after_s(certificate: bytes) -> float:
-    """Return the Unix time at which a certificate (DER) ends.
-
-    Raises:
-        ValueError: it is not a certificate.
-    """
-    try:
-        _, outer, _ = _element(certificate)
-        _, to_be_signed, _ = _element(outer)
-        tag, _, rest = _element(to_be_signed)
-        if tag == 0xA0:  # the version, which may be left out: then this was the serial number
-            _, _, rest = _element(rest)
-        for _ in range(2):  # algorithm, issuer
-            _, _, rest = _element(rest)
-        _, validity, _ = _element(rest)
-        _, _, rest = _element(validity)
-        tag, text, _ = _element(rest)
-        if tag not in _TIMES:
-            raise ValueError(f"a time has the tag {tag}")
-        moment = text.decode("ascii")
-        if tag == _UTC_TIME:  # two digits of the year: 1950 to 2049 (RFC 5280)
-            moment = ("19" if moment >= "50" else "20") + moment
-        return datetime.strptime(moment, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"holds no certificate that can be read ({error})") from None
-
-
-def _element(data: bytes) -> tuple[int, bytes, bytes]:
-    """Return the tag and the content of the first DER element, and the bytes after it."""
-    length, start = data[1], 2
-    if length & 0x80:
-        start = 2 + (length & 0x7F)
-        length = int.from_bytes(data[2:start], "big")
-    if start + length > len(data):
-        raise ValueError("it ends too early")
-    return data[0], data[start : start + length], data[start + length :]
-
-
-def _certificates(path: Path) -> list[bytes]:
-    """Return every certificate of a PEM file (DER): a chain ends with the first of them that ends."""
-    blocks = path.read_text(encoding="ascii", errors="replace").split(_BEGIN)[1:]
-    if not blocks:
-        raise ValueError("holds no certificate in PEM format")
-    return [ssl.PEM_cert_to_DER_cert(_BEGIN + block.partition("-----END")[0] + ssl.PEM_FOOTER) for block in blocks]
-
-
-def _addresses(target: Target) -> set[tuple[str, int]]:
+def _addresses(target: Target) -> set[tuple[str, int, str | None]]:
     recipe = target.recipe
-    urls = [target.url("buffer"), target.url("reward"), recipe.buffer.redis_url, recipe.store.endpoint_url]
-    parts = [urlsplit(url) for url in urls if url is not None]
-    return {(part.hostname or "localhost", part.port or _PORTS[part.scheme]) for part in parts if part.scheme in _PORTS}
+    urls = [(url, recipe.tls.ca_file) for url in (target.url("buffer"), target.url("reward"), recipe.buffer.redis_url)]
+    urls.append((recipe.store.endpoint_url, recipe.store.ca_file))
+    parts = [(urlsplit(url), ca_file) for url, ca_file in urls if url is not None]
+    return {
+        (part.hostname or "localhost", part.port or _PORTS[part.scheme], ca_file)
+        for part, ca_file in parts
+        if part.scheme in _PORTS
+    }
 
 
-def _shown_by(host: str, port: int) -> bytes:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # nothing is sent, and an expired certificate has to be seen as well
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+def _shown_by(host: str, port: int, ca_file: str | None) -> str:
+    context = ssl.create_default_context(cafile=ca_file)
     with (
         socket.create_connection((host, port), timeout=CALL_TIMEOUT_S) as plain,
         context.wrap_socket(plain, server_hostname=host) as secure,
     ):
-        return secure.getpeercert(binary_form=True) or b""
-
-
-def _judge(what: str, until_s: float) -> CheckResult:
-    left_days = (until_s - time.time()) / _DAY_S
-    day = datetime.fromtimestamp(until_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    fix = "renew it: servers read changed files by themselves; docs/security.md, TLS, says how"
-    if left_days <= 0:
-        return fail("tls-certificate", f"{what} has expired at {day}", fix)
-    if left_days < WARN_DAYS:
-        return warn("tls-certificate", f"{what} expires in {left_days:.1f} days, at {day}", fix)
-    return ok("tls-certificate", f"{what} is valid until {day}")
+        return str((secure.getpeercert() or {})["notAfter"])

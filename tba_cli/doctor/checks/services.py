@@ -1,4 +1,4 @@
-"""Check the services: readiness and the state of the run, releases, scored tasks and prompts, and clocks."""
+"""Check the services: readiness and the state of the run, releases, scored tasks, and clocks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import importlib.metadata
 import platform
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
-from typing import Literal
 
 import tba
-from tba.api import RewardsReply, RunInfo, Stats
+from tba.api import RewardsReply, RunInfo
 from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.tokens import load_tokens
 from tba_cli.doctor.checks.redis import RedisProblemError, ask_redis, clock_offset_s
-from tba_cli.doctor.target import Answer, CheckResult, Target, TlsProblem, fail, http_get, ok, skip, warn
+from tba_cli.doctor.target import ASKED, Answer, CheckResult, Target, TlsProblem, fail, http_get, ok, skip, warn
 from tba_cli.generators import BUILT_IN
 
 LIBRARIES = ("torch", "transformers", "vllm", "pydantic", "boto3", "redis", "datasets")
@@ -28,8 +27,7 @@ FIX_CLOCK = "let an NTP client (chrony, systemd-timesyncd) set the clock of both
 
 def check_services(target: Target) -> Iterator[CheckResult]:
     """Check that the services are ready, and that the run makes progress."""
-    services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
-    for service in services:
+    for service in ASKED:
         answer = target.ask(service, "/readyz")
         if isinstance(answer, Answer):
             yield _health(service, answer)
@@ -78,20 +76,6 @@ def _run(target: Target) -> Iterator[CheckResult]:
         yield fail("run", f"{text}: {run.state_reason}", "fix what the reason names; a new trainer continues the run")
     else:
         yield ok("run", text)
-    for component in run.components:
-        if (
-            not component.alive
-            and component.kind == "trainer"
-            and run.state == "running"
-            and not _has(alive, "trainer")
-        ):
-            yield warn(
-                "run-trainer",
-                f"{component.component_id} has been silent for {component.heartbeat_age_s:.0f} s, and no other trainer "
-                "is there",
-                "look at its log; start it again, and it continues from its last checkpoint",
-            )
-            break
     # a wait is normal, and one beyond its deadline is what a person should look at
     for wait in run.waits:
         if wait.deadline_in_s < 0:
@@ -100,10 +84,6 @@ def _run(target: Target) -> Iterator[CheckResult]:
                 f"{wait.owner} waits ({wait.name}) for {wait.for_s:.0f} s, {-wait.deadline_in_s:.0f} s too long",
                 "docs/operations.md, Waits, says which service ends this wait; read the log of that service",
             )
-
-
-def _has(components: list, kind: str) -> bool:
-    return any(component.kind == kind for component in components)
 
 
 def some_token(target: Target) -> str | None:
@@ -121,8 +101,7 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     own = ", ".join(sorted(target.services))
     yield ok("release", f"tba {tba.__version__} ({own}), Python {platform.python_version()}, {libraries}")
-    services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
-    for service in services:
+    for service in ASKED:
         answer = target.ask(service, "/version")
         found = answer.json() if isinstance(answer, Answer) and answer.status == 200 else None
         # another server, for example a proxy with a page of its own
@@ -154,9 +133,8 @@ def _version(package: str) -> str | None:
 
 
 def check_rewards(target: Target) -> Iterator[CheckResult]:
-    """Check that the reward service scores every task, and that the run has prompts."""
-    token = some_token(target)
-    answer = target.ask("reward", "/v1/rewards", token=token)
+    """Check that the reward service scores every task."""
+    answer = target.ask("reward", "/v1/rewards", token=some_token(target))
     if not isinstance(answer, Answer) or answer.status != 200:
         yield skip("reward-tasks", "the reward service does not say which tasks it scores")
     else:
@@ -178,7 +156,6 @@ def check_rewards(target: Target) -> Iterator[CheckResult]:
                 yield warn("reward-tasks", f"task {task!r}: {known[task]}", "the log of the reward service says why")
             else:
                 yield ok("reward-tasks", f"task {task!r} is scored")
-    yield from _prompts(target, token)
 
 
 def tasks_of(recipe: Recipe) -> list[str]:
@@ -189,26 +166,9 @@ def tasks_of(recipe: Recipe) -> list[str]:
     return sorted({section.task for section in (data.train, data.heldout) if section is not None})
 
 
-def _prompts(target: Target, token: str | None) -> Iterator[CheckResult]:
-    answer = target.ask("buffer", "/v1/stats", token=token)
-    if not isinstance(answer, Answer) or answer.status != 200:
-        return
-    try:
-        stats = Stats.model_validate_json(answer.body)
-    except ValueError:
-        return
-    num_train, num_heldout = stats.num_prompts_train, stats.num_prompts_heldout
-    text = f"the run has {num_train} prompts to train on and {num_heldout} held out"
-    if num_train and num_heldout:
-        yield ok("prompts", text)
-    else:
-        yield warn("prompts", text, "run `tba setup`, or `tba prompts upload`: nothing is generated without prompts")
-
-
 def check_clocks(target: Target) -> Iterator[CheckResult]:
     """Compare every clock that can be read (services, Redis, object store) with the clock of this machine."""
-    services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
-    for service in services:
+    for service in ASKED:
         answer = target.ask(service, "/livez")
         if isinstance(answer, Answer):
             yield from _of_date(f"the {service} service", answer)

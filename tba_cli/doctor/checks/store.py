@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +21,6 @@ PART_BYTES = 5 * 2**20
 """The smallest part that S3 allows."""
 LARGE_BYTES = 2 * PART_BYTES + 1024 * 1024
 """Sent in parts."""
-SLOW_S = 2.0
-"""Per small object; a version has about ten."""
 FIX_STORE = "the message says what is wrong; docs/deploy.md, Redis and object stores"
 
 
@@ -37,9 +34,7 @@ def check_store(target: Target) -> Iterator[CheckResult]:
     try:
         # small parts, so that a few MiB are an upload in parts
         store = open_store(section, part_bytes=PART_BYTES)
-        begun_s = time.monotonic()
         store.check()
-        took_s = time.monotonic() - begun_s
     except (StoreError, ConfigError) as error:
         # the reward service reads the store for its models alone
         if target.services == {"reward"} and not required_folders(target.recipe, "reward"):
@@ -47,18 +42,15 @@ def check_store(target: Target) -> Iterator[CheckResult]:
         else:
             yield fail("store", str(error), FIX_STORE)
         return
-    yield ok("store", f"{store.url} answers after {took_s:.2f} s")
+    yield ok("store", f"{store.url} answers")
     if target.services <= {"searcher", "reward"}:
         yield skip("store-write", "the services here only read, and may have keys that cannot write")
         return
     prefix = f"check/doctor-{secrets.token_hex(6)}"
     try:
-        yield from _small(store, f"{prefix}/small")
+        yield _small(store, f"{prefix}/small")
         yield _create_only(store, f"{prefix}/once")
         yield _large(store, f"{prefix}/large")
-        left = store.list(f"{prefix}/")
-        if left:
-            yield warn("store-delete", f"{left[0]} is still listed after it was deleted", "remove it by hand")
     except StoreError as error:
         yield fail("store-write", str(error), FIX_STORE)
 
@@ -66,7 +58,7 @@ def check_store(target: Target) -> Iterator[CheckResult]:
 def _folder(target: Target, section: StoreSection) -> Iterator[CheckResult]:
     if not target.is_local:
         yield warn(
-            "store-shared",
+            "store",
             f"store.url is {section.url}, a folder of one machine, and the services have addresses of their own",
             "use s3://BUCKET/PREFIX, or mount one file system with hard links at that path in every container",
         )
@@ -74,9 +66,8 @@ def _folder(target: Target, section: StoreSection) -> Iterator[CheckResult]:
         yield ok("store", f"store.url {section.url} is a folder inside the run's folder, which `tba run` makes")
 
 
-def _small(store: ObjectStore, key: str) -> Iterator[CheckResult]:
+def _small(store: ObjectStore, key: str) -> CheckResult:
     """Try read after write, overwrite, size, list and delete."""
-    begun_s = time.monotonic()
     first, second = os.urandom(SMALL_BYTES), os.urandom(SMALL_BYTES)
     try:
         store.put(key, first)
@@ -85,23 +76,18 @@ def _small(store: ObjectStore, key: str) -> Iterator[CheckResult]:
         same = same and store.get(key) == second and store.size_bytes(key) == SMALL_BYTES and key in store.list(key)
     finally:
         store.delete(key)
-    # put, get, put, get, size, list, delete
-    took_s = (time.monotonic() - begun_s) / 7
     try:
         store.get(key)
         is_gone = False
     except ObjectNotFoundError:
         is_gone = True
-    if not (same and is_gone):
-        yield fail(
-            "store-consistent",
-            "a read right after a write or a delete does not see it",
-            "use a server with read-after-write consistency, and no cache in between",
-        )
-    elif took_s > SLOW_S:
-        yield warn("store-latency", f"a small operation takes {took_s:.1f} s", "use a store that is nearer")
-    else:
-        yield ok("store-write", f"write, overwrite, read, list and delete work, {took_s * 1000:.0f} ms each")
+    if same and is_gone:
+        return ok("store-write", "write, overwrite, read, list and delete work")
+    return fail(
+        "store-write",
+        "a read right after a write or a delete does not see it",
+        "use a server with read-after-write consistency, and no cache in between",
+    )
 
 
 def _create_only(store: ObjectStore, key: str) -> CheckResult:
@@ -126,11 +112,8 @@ def _large(store: ObjectStore, key: str) -> CheckResult:
         source, copy = Path(place) / "source", Path(place) / "copy"
         source.write_bytes(os.urandom(LARGE_BYTES))
         try:
-            begun_s = time.monotonic()
             store.put_file(key, source, create_only=True)
-            written_s = time.monotonic()
             store.get_file(key, copy)
-            read_s = time.monotonic()
             same = copy.read_bytes() == source.read_bytes()
         except StoreUnavailableError as error:
             return fail("store-parts", f"an upload in parts failed: {error}", FIX_STORE)
@@ -138,7 +121,4 @@ def _large(store: ObjectStore, key: str) -> CheckResult:
             store.delete(key)
     if not same:
         return fail("store-parts", "an object sent in parts came back changed", "use another server, or repair it")
-    up, down = LARGE_BYTES / 2**20 / (written_s - begun_s), LARGE_BYTES / 2**20 / (read_s - written_s)
-    return ok(
-        "store-parts", f"upload in parts at {up:.0f} MiB/s, download at {down:.0f} MiB/s ({LARGE_BYTES >> 20} MiB)"
-    )
+    return ok("store-parts", f"an upload in parts and a download work ({LARGE_BYTES >> 20} MiB)")

@@ -145,21 +145,6 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, message
     assert "Traceback" not in output
 
 
-def test_doctor_asks_the_hub_before_anything_is_fetched(tmp_path: Path, hub: HubServer) -> None:
-    words, num_sent = ("doctor", "--for", "trainer", "--check", "hub", "--config"), len(hub.downloads)
-    code, output = prepare(tmp_path, hub.url, [{**WHOLE, "hub": "org/gated"}], words=words)
-    assert (code, "FAIL hub: model org/gated is behind a licence" in output) == (1, True), output
-    code, output = prepare(tmp_path, hub.url, [WHOLE], words=words)
-    assert (code, "ok   hub: the hub gives access to model org/whole" in output) == (0, True), output
-    assert len(hub.downloads) == num_sent, "nothing was fetched"
-    code, output = prepare(tmp_path, hub.url, [WHOLE], words=words, offline="1")
-    assert (code, "-    hub: models/whole is not here" in output) == (0, True), output
-    (tmp_path / "models" / "whole").mkdir(parents=True)
-    assert "hub:" not in prepare(tmp_path, hub.url, [WHOLE], words=words)[1]
-    code, output = prepare(tmp_path, hub.url, [WHOLE], words=("doctor", "--check", "hup", "--config"))
-    assert (code, "error: --check hup is not known; there are releases, gpu" in output) == (2, True), output
-
-
 def test_without_a_network_it_says_so(tmp_path):
     code, output = prepare(tmp_path, "http://127.0.0.1:9", [WHOLE])
     assert (code, "error: model org/whole could not be fetched" in output) == (2, True), output

@@ -134,7 +134,7 @@ def test_doctor_looks_at_a_container_before_it_loads_anything(name: str):
     service = GPU["services"][name]
     words = service["environment"]["DOCTOR"].split()
     has_card = "reservations" in service["deploy"]["resources"]
-    wanted = ["--check", "hub"] if name == "setup-models" else ["--check", "gpu", "--gpus", "1"] if has_card else []
+    wanted = ["--check", "gpu", "--gpus", "1"] if has_card else []
     assert words == [*wanted, "--check", "disk"]
     parse_arguments(["doctor", "--config", "x.toml", *words])
     assert {words[i + 1] for i, word in enumerate(words) if word == "--check"} <= CHECKS.keys()

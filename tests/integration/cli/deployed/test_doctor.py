@@ -61,9 +61,9 @@ def test_a_deployment_that_is_well(deployment: Deployment, capsys: pytest.Captur
     assert code == 0
     levels = {found["code"]: found["level"] for found in document["results"]}
     wanted = (
-        *("release", "release-services", "port", "tokens", "tokens-accepted", "tokens-refused", "redis"),
+        *("release", "release-services", "tokens", "tokens-accepted", "tokens-refused", "redis"),
         *("redis-durability", "redis-memory", "store", "store-write", "store-create-only", "store-parts"),
-        *("model", "service", "run", "reward-tasks", "prompts", "clock"),
+        *("model", "service", "run", "reward-tasks", "clock"),
     )
     assert {code: levels.get(code) for code in wanted} == dict.fromkeys(wanted, "ok")
 
@@ -83,7 +83,7 @@ def test_without_services_nothing_hangs_and_nothing_is_wrong(deployment: Deploym
         buffer={"url": f"http://127.0.0.1:{free_port()}", "port": free_port()},
         reward={"url": f"http://127.0.0.1:{free_port()}", "port": free_port()},
     )
-    results = look(recipe, "tokens", "services", "rewards", "ports", "clocks")
+    results = look(recipe, "tokens", "services", "rewards", "clocks")
     services = [result for result in results if result.code == "service"]
     assert [result.level for result in services] == ["warn", "warn"]
     assert all("does not answer" in result.found for result in services)
@@ -103,9 +103,7 @@ def test_tokens(ready: Deployment, tmp_path: Path) -> None:
     assert_finding(found[1], "fail", "the buffer service refuses the tokens of trainer")
     assert_finding(one(with_file({"searcher": "short"}), "tokens"), "fail", "16 characters or more")
     only = {role: TOKENS[role] for role in ("searcher", "trainer")}
-    assert_finding(one(with_file(only), "tokens-roles"), "warn", "there is none for operator, viewer")
-    both = {**TOKENS, "viewer": [TOKENS["viewer"], "the-next-viewer-token"]}
-    assert_finding(one(with_file(both), "tokens-changing"), "warn", "viewer has two tokens")
+    assert_finding(with_file(only)[0], "warn", "there is none for operator, viewer")
     path.chmod(0o666)
     assert_finding(one(with_file(TOKENS), "tokens-mode"), "fail", "anybody may change")
     # that of pytest is closed to others
@@ -120,9 +118,8 @@ def test_tokens(ready: Deployment, tmp_path: Path) -> None:
     assert_finding(missing[0], "fail", "cannot be read: No such file or directory")
     without = look(ready.recipe(auth={"tokens_file": None}), "tokens")
     assert_finding(without[-1], "fail", "asks for a token, and the recipe here names no auth.tokens_file")
-    open_ = look(ready.recipe(auth={"tokens_file": None}, buffer={"host": "0.0.0.0"}), "tokens", "ports")
+    open_ = look(ready.recipe(auth={"tokens_file": None}, buffer={"host": "0.0.0.0"}), "tokens")
     assert_finding(open_[0], "fail", "services listen beyond loopback")
-    assert_finding(one(open_, "port-open"), "fail", "refuses to start")
 
 
 WEAK = ("--appendonly", "no", "--save", "", "--maxmemory", "40mb", "--maxmemory-policy", "allkeys-lru")
@@ -147,13 +144,9 @@ def test_a_redis_that_promises_too_little(deployment: Deployment, weak_redis: st
     lost = [result for result in found if result.code == "redis-durability"]
     assert_finding(lost[0], "fail", "appendonly is no")
     assert_finding(lost[1], "fail", "appendfsync is everysec")
-    assert_finding(one(found, "redis-eviction"), "fail", "maxmemory-policy is allkeys-lru")
+    assert_finding(lost[-1], "fail", "maxmemory-policy is allkeys-lru")
     assert_finding(one(found, "redis-memory"), "warn", "the buffer may fill Redis")
-    assert [result.level for result in found if result.code == "redis-tuning"] == ["warn", "warn"]
     password.write_text("wrong\n")
-    wrong = list(check_redis(target_of(deployment.recipe(buffer=section), service="buffer")))
-    # the buffer of the deployment answers, so it is asked what it thinks of its own Redis
-    assert one(wrong, "redis").level == "ok"
     away = {**section, "url": f"http://127.0.0.1:{free_port()}"}
     wrong = list(check_redis(target_of(deployment.recipe(buffer=away), service="buffer")))
     assert_finding(one(wrong, "redis"), "fail", "invalid username-password pair")
@@ -192,7 +185,6 @@ def test_the_files_of_one_role_and_of_a_service(ready: Deployment, tmp_path: Pat
 
     alone = with_file({"searcher": TOKENS["searcher"]})
     assert alone["tokens"][0] == alone["tokens-accepted"][0] == alone["run"][0] == "ok"
-    assert "tokens-roles" not in alone
     digests = {role: token_digest(token) for role, token in TOKENS.items()}
     of_reward = with_file(digests)
     assert of_reward["tokens"] == ("ok", f"{path}: 4 of 4 roles")
@@ -210,7 +202,7 @@ def test_a_store_that_cannot_be_used(ready: Deployment) -> None:
     bucket = look(ready.recipe(store={"url": "s3://not-there"}), "store")
     assert_finding(one(bucket, "store"), "fail", "bucket 'not-there' does not exist")
     folder = look(ready.recipe(store={"url": "file://store"}, buffer={"host": "0.0.0.0"}), "store")
-    assert_finding(one(folder, "store-shared"), "warn", "a folder of one machine")
+    assert_finding(one(folder, "store"), "warn", "a folder of one machine")
 
 
 def test_models(ready: Deployment, tmp_path: Path) -> None:
@@ -245,12 +237,6 @@ def test_a_run_of_another_name_and_a_task_without_a_reward(ready: Deployment) ->
     assert_finding(one(found, "reward-tasks"), "fail", "no reward scores the task 'juggling'")
 
 
-def test_a_port_that_somebody_else_has(ready: Deployment) -> None:
-    port = ready.store_server.port
-    found = look(ready.recipe(buffer={"port": port, "url": f"http://127.0.0.1:{port}"}), "ports", service="buffer")
-    assert_finding(one(found, "port"), "fail", f"port {port} (buffer.port) is in use by process")
-
-
 def test_a_gpu_that_is_not_there(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = list(check_gpu(target_of(deployment.recipe(trainer={"device": "cuda"}), service="trainer")))
@@ -279,9 +265,7 @@ def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monke
     assert {result.level for result in check_gpu(target_of(recipe, service="trainer", num_gpus=2))} == {"ok"}
 
 
-def test_a_gpu_without_a_compiler_or_with_its_driver_in_a_place_that_is_not_searched(
-    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_a_compiler(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(deployment.recipe(trainer={"device": "cuda", "compile": True}), service="trainer")
     fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)])
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -289,14 +273,6 @@ def test_a_gpu_without_a_compiler_or_with_its_driver_in_a_place_that_is_not_sear
     assert_finding(one(list(check_gpu(target)), "gpu-compiler"), "fail", wanted)
     monkeypatch.setenv("CC", "true")  # any program
     assert not [result for result in check_gpu(target) if result.code == "gpu-compiler"]
-
-    (tmp_path / "libcuda.so.1").touch()
-    monkeypatch.setattr("tba_cli.doctor.checks.machine.MOUNTED_DRIVER", tmp_path)
-    fake_torch(monkeypatch, [])
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib")
-    assert (one(list(check_gpu(target)), "gpu").fix or "").endswith(f"set LD_LIBRARY_PATH={tmp_path}")
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"/usr/lib:{tmp_path}")
-    assert "LD_LIBRARY_PATH" not in (one(list(check_gpu(target)), "gpu").fix or "")
 
 
 def test_without_a_recipe_the_machine_is_checked_and_what_was_left_out_is_named(
@@ -308,9 +284,9 @@ def test_without_a_recipe_the_machine_is_checked_and_what_was_left_out_is_named(
     assert re.findall(r"^(\S+) +([a-z-]+):", out, re.MULTILINE)[:2] == [("ok", "release"), ("ok", "gpu")]
     assert "FAIL gpu-count: 2 GPU(s) are visible here, but --gpus asks for 1" in out
     assert "ok   redis: `tba run` starts" in out
-    assert "-    recipe: ports, tokens, certificates, store, models," in out
+    assert "-    recipe: tokens, certificates, store, models," in out
     assert "`tba doctor --config RECIPE` checks them" in out
-    for flag, value in (("--check", "ports"), ("--set", "buffer.port=0")):
+    for flag, value in (("--check", "store"), ("--set", "buffer.port=0")):
         assert main(["doctor", flag, value]) == 2
         assert f"{flag} {value} needs a recipe" in capsys.readouterr().err
 
@@ -321,10 +297,8 @@ def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatc
     recipe = deployment.recipe(trainer={"num_processes": 2})
     found = list(check_disk(target_of(recipe, service="trainer")))
     assert_finding(one(found, "shared-memory"), "warn", "little for a trainer of several processes")
-    monkeypatch.setattr("tba_cli.doctor.checks.machine.MIN_OPEN_FILES", 2**40)
     monkeypatch.setattr("tba_cli.doctor.checks.machine.MIN_FREE_BYTES", 2**60)
     found = list(check_disk(target_of(recipe, service="buffer")))
-    assert_finding(one(found, "open-files"), "warn", "a process may open")
     assert_finding(one(found, "disk"), "warn", "are free at")
     with_cache = deployment.recipe(store={"cache_folder": str(tmp_path / "weights")})
     found_cache = list(check_disk(target_of(with_cache, service="searcher")))
@@ -382,4 +356,3 @@ def test_a_reward_service_that_is_frozen_costs_only_its_deadline(ready: Deployme
     assert [result.level for result in service] == ["ok", "warn"]
     assert "Timeout" in service[1].found
     assert one(found, "reward-tasks").level == "skip"
-    assert one(found, "prompts").level == "ok"

@@ -62,13 +62,6 @@ CHECKS = (
         deadline_s=240,
     ),
     Check(
-        name="vllm_fp8",
-        part="searcher",
-        function="eight_bits.check_vllm_fp8",
-        about="vLLM with weights, keys and values in 8 bits, a trained model: log-probs and canaries",
-        deadline_s=180,
-    ),
-    Check(
         name="vllm_bench",
         part="searcher",
         function="vllm_engine.check_vllm_bench",

@@ -174,8 +174,9 @@ def newest_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for result in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
         if result["name"] not in newest or result["values"]:
             newest[result["name"]] = result
-    names = [check.name for check in CHECKS]
-    return sorted(newest.values(), key=lambda result: names.index(result["name"]))
+    places = {check.name: at for at, check in enumerate(CHECKS)}
+    # a recorded check may be gone
+    return sorted(newest.values(), key=lambda result: places.get(result["name"], len(places)))
 
 
 def report_text(results: Sequence[dict[str, Any]], *, title: str, command: str) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attack_modes import Cell, read_cell, table
 from examples.worlds.redteam.attacks import (
     BAD_WORDS,
     FAMILIES,
@@ -22,6 +21,7 @@ from examples.worlds.redteam.attacks import (
     family_of,
     modes_found,
 )
+from studies.attack_modes import Cell, read_cell, table
 from tba.errors import ConfigError
 from tba.evaluation.evaluation_job import Estimate, EvaluationReport, ModeReport, ScoreCounts
 

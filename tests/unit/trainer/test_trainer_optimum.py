@@ -1,4 +1,4 @@
-"""The decisive objectives converge on the enumerable task; benchmarks/bench_optimum.py makes the whole table.
+"""The decisive objectives converge on the enumerable task; docs/algorithm.md has the whole table.
 
 Behaviours that are wide converge in few steps; the stale one, which hardly visits some outcomes, takes more.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.optimum.task import BETA, Behaviour, Case, converge
 from tba.config import ObjectiveSection
+from tests.support.optimum_task import BETA, Behaviour, Case, converge
 
 
 def distance(preset: str, behaviour: Behaviour, *, age: int = 0, num_steps: int = 250, **fields: Any) -> float:

@@ -25,7 +25,7 @@ MIN_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.03, "bfloat16": 0
 """Smallest tolerance of canaries, in nats. Trainer and engine round differently: a logit of size 8 to 16 is exact to
 2^-8 in float16 and to 2^-5 in bfloat16, and a few such roundings meet. An engine on a GPU rounds logits, where the
 trainer keeps its sums in float32: its own gap does not show that. So these are wide: 5 times the largest gap that the
-right weights of a trained dense model had in an engine (benchmarks/canary.py; docs/results.md, "Canary tolerances")."""
+right weights of a trained dense model had in an engine (docs/results.md, "Canary tolerances")."""
 MAX_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.125, "bfloat16": 1.0})
 """Largest tolerance that rounding alone may ask for: an engine with exchanged layers is further off."""
 EIGHT_BIT_TOLERANCE = 1.0

@@ -1,1 +1,0 @@
-"""The enumerable task: it shows which policy an objective converges to."""

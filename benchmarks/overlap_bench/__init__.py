@@ -1,1 +1,0 @@
-"""The parts of benchmarks/overlap.py: what asynchrony is for, with real learning under the pace of GPUs."""

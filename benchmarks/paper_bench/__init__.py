@@ -1,1 +1,0 @@
-"""The parts of benchmarks/paper.py: the paper's claims in small, from whole runs of the small recipes."""

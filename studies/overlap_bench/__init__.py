@@ -1,0 +1,1 @@
+"""The parts of studies/overlap.py: what asynchrony is for, with real learning under the pace of GPUs."""

@@ -1,0 +1,202 @@
+"""Whole runs of `tba run`: the measurement of the pace, and a cell from start to learning curve."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from studies.learning_curve import KEEP_ALL, learning_curve
+from studies.overlap_bench.cells import Cell
+from tba.api import RunCommand
+from tba.clients import BufferClient
+from tba.errors import ConfigError, ServiceError
+from tba_cli.run_target import open_client
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S, POLL_S = 300.0, 0.2
+WARM_STEPS = 8
+"""Of the measured ones those that do not count."""
+_SWAP = re.compile(r"weights loaded .*\bpause_s=([0-9.e+-]+)")
+NO_EVALUATIONS = {"eval.every_steps": 1_000_000, "eval.num_prompts": 4, "eval.num_prompts_final": 4}
+"""The learning curve is measured after the run, from its versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The GPUs that are rehearsed; the same for all cells of a data file."""
+
+    measured_step_s: float
+    """Median optimizer step on this machine, alone."""
+    tokens_per_batch: float
+    ratio: float
+    """How many times as long as a step one searcher takes to generate a batch."""
+    slowdown: float
+    """A rehearsed step takes this many measured ones, so that all processes together fit on the cores."""
+    num_slots: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a rehearsed optimizer step."""
+        return self.slowdown * self.measured_step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one rehearsed searcher."""
+        return self.tokens_per_batch / (self.ratio * self.step_s)
+
+    def changes(self) -> dict[str, Any]:
+        """Return the changes of the recipe, by dotted key."""
+        return {
+            "searcher.num_slots": self.num_slots,
+            "searcher.pace_tokens_per_s": self.tokens_per_s,
+            "trainer.pace_step_s": self.step_s,
+        }
+
+    def document(self) -> dict[str, Any]:
+        """Return the pace as JSON."""
+        return asdict(self)
+
+
+def measure_pace(
+    recipe: Path, *, ratio: float, slowdown: float, num_slots: int, num_steps: int, overrides: Mapping[str, str]
+) -> Pace:
+    """Measure steps that nothing runs beside: in turns with one searcher, without a pace."""
+    changes = {"searcher.num_searchers": 1, "sampling.alternate": "true", "trainer.num_steps": num_steps}
+    changes |= {**NO_EVALUATIONS, **overrides}
+    folder = _run("overlap-pace", recipe, changes, seed=0, num_searchers=None).folder
+    steps = _steps(folder)[WARM_STEPS:]
+    shutil.rmtree(folder)
+    return Pace(
+        measured_step_s=round(statistics.median(step["step_s"] for step in steps), 4),
+        tokens_per_batch=round(statistics.median(step["num_tokens"] for step in steps), 1),
+        ratio=ratio,
+        slowdown=slowdown,
+        num_slots=num_slots,
+    )
+
+
+def run_cell(cell: Cell, recipe: Path, pace: Pace, *, num_steps: int, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Run a cell; seconds count from the moment at which all searchers were there and the run was let go."""
+    changes = {
+        **NO_EVALUATIONS,
+        "trainer.num_steps": num_steps,
+        "trainer.max_train_s": 1_000_000,
+        "trainer.keep_versions": KEEP_ALL,
+        "trainer.export": "false",
+        **pace.changes(),
+        **cell.changes(),
+        **overrides,
+    }
+    done = _run(f"overlap-{cell.key}", recipe, changes, seed=cell.seed, num_searchers=cell.searchers)
+    summary = json.loads((done.folder / "summary.json").read_text())
+    steps, curve = _steps(done.folder), learning_curve(done.folder)
+    let_go_s = done.let_go_at_s - curve.started_at_s
+    late_s = sum(step["pace_late_s"] for step in steps)
+    recipe_document = json.loads((done.folder / "recipe.json").read_text())
+    swaps = swap_seconds(done.folder / "logs")
+    shutil.rmtree(done.folder)
+    return {
+        "curve": [
+            [round(max(0.0, point.train_s - let_go_s), 3), point.step, point.pass_at_1, point.greedy]
+            for point in curve.points
+        ],
+        "num_steps": num_steps,
+        "train_s": round(steps[-1]["train_s"] - let_go_s, 2),
+        "trainer_idle_share": summary["trainer_wait_share"],
+        "mean_policy_age": summary["mean_policy_age"],
+        "rollouts_generated": summary["rollouts_generated"],
+        "rollouts_trained": summary["rollouts_trained"],
+        "pace_late_share": summary["pace_late_share"],
+        "trainer_late_share": late_s / sum(step["step_s"] for step in steps),
+        "swap_s": round(sum(swaps) / cell.searchers, 3),
+        "num_swaps": round(len(swaps) / cell.searchers, 1),
+        "sync_interval": recipe_document["trainer"]["sync_interval"],
+        "cpu_s": round(done.cpu_s, 1),
+    }
+
+
+def swap_seconds(logs: Path) -> list[float]:
+    """Return how long every change of weights held up the decoding of a searcher, as their logs say."""
+    texts = (path.read_text() for path in sorted(logs.glob("searcher-*.log")))
+    return [float(found) for text in texts for found in _SWAP.findall(text)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    folder: Path
+    let_go_at_s: float
+    """Unix seconds."""
+    cpu_s: float
+
+
+def _run(name: str, recipe: Path, changes: Mapping[str, Any], *, seed: int, num_searchers: int | None) -> _Done:
+    """Run `tba run` to its end; with `num_searchers` it is held until so many are ready."""
+    sets = [text for key, value in changes.items() for text in ("--set", f"{key}={value}")]
+    command = [*(sys.executable, "-m", "tba_cli.main", "run", str(recipe)), "--run-name", name, "--seed", str(seed)]
+    log, folder = ROOT / "runs" / f"{name}.log", ROOT / "runs" / name
+    log.parent.mkdir(exist_ok=True)
+    cpu_s, let_go_at_s = _children_cpu_s(), 0.0
+    with log.open("w") as file:
+        process = subprocess.Popen([*command, "--fresh", *sets], cwd=ROOT, stdout=file, stderr=file)
+        try:
+            if num_searchers is not None:
+                let_go_at_s = let_go(folder, process, num_searchers)
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if code != 0:
+        raise SystemExit(f"{name} ended with {code}: {log.read_text()[-2000:]}")
+    log.unlink()
+    return _Done(folder, let_go_at_s, _children_cpu_s() - cpu_s)
+
+
+def let_go(folder: Path, process: subprocess.Popen[bytes], num_searchers: int) -> float:
+    """Hold the run until all searchers have their engines: their starts take the cores, and none of it is of interest.
+
+    Returns:
+        When it was let go.
+    """
+    deadline_s, client = time.monotonic() + START_S, None
+    while time.monotonic() < deadline_s and process.poll() is None:
+        time.sleep(POLL_S)
+        try:
+            client = client or _client(folder)
+            info = client.run()
+            ready = [item for item in info.components if item.kind == "searcher" and item.state == "running"]
+            if len(ready) >= num_searchers and info.state == "paused":
+                client.command("resume", RunCommand(reason="all searchers are ready"))
+                client.close()
+                return time.time()
+            # `tba run` resumes a paused run once, while it starts
+            if info.state == "running":
+                client.command("pause", RunCommand(reason="held until all searchers are ready"))
+        except (ConfigError, ServiceError, OSError):
+            continue
+    raise SystemExit(f"wait for {num_searchers} searchers: they were not ready within {START_S:g} s")
+
+
+def _client(folder: Path) -> BufferClient:
+    return open_client(argparse.Namespace(url=None, run=None, run_dir=str(folder), token_file=None, ca_file=None))
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["metrics"] for record in records if record["kind"] == "step"]
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

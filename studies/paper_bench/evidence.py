@@ -1,0 +1,329 @@
+"""Figures behind the claims, as pairs of the same seed and models, from the cells here and from the other studies."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from studies.overlap import DATA as OVERLAP_DATA
+from studies.overlap import read as read_overlap
+from studies.overlap_bench.cells import Cell as OverlapCell
+from studies.overlap_bench.tables import is_usable, reached_s
+from studies.paper_bench.arms import ARMS, ROOT, START, WORLDS
+from studies.paper_bench.data import Done, Unit, read_cells
+from studies.paper_bench.verdicts import Pairs
+from studies.study import plan as study_plan
+from studies.study.cells import Line
+from studies.study.plan import Study
+from studies.study.report import newest_study
+from studies.time_to_target_bench.cells import read_results
+from studies.time_to_target_bench.report import SIDES, best_rate, one_source
+from studies.time_to_target_bench.workloads import WORKLOADS
+
+Figure = Callable[[Done], float | None]
+STUDY_DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
+OVERLAP_TARGET = 0.75
+REPLAY_DATA = tuple(ROOT / "docs" / "overlap" / name for name in ("replay_uniform.jsonl", "replay.jsonl"))
+REPLAY_ARM, REPLAY_TARGET = (4.0, 0.2, "reward"), 0.8
+"""Trained per generated, m, and the priority of the cell, which the first file's settings switch off. All runs reach
+this target; at 0.9 one that draws uniformly does not, and a pair without it would be left out."""
+TLDR_KL, TLDR_WIN = "sampled.perplexity.per_token", WORLDS["tldr"].metric
+TB_FRONT = ("tb", "tb-beta0.2", "tb-beta0.0125")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All finished cells."""
+
+    cells: Mapping[tuple[str, str], Done]
+    """By key and digest of the models."""
+
+    @classmethod
+    def of(cls, path: Path) -> Evidence:
+        """Read the cells of this benchmark that count; the other studies' are read when a claim asks."""
+        return cls(read_cells(path))
+
+    def arm(self, world: str, name: str) -> dict[Unit, Done]:
+        """Return the finished cells of an arm, by models and seed."""
+        return {done.unit: done for done in self.cells.values() if (done.world, done.arm) == (world, name)}
+
+    def starts(self, world: str) -> dict[str, Done]:
+        """Return the evaluations of the starting models, by the digest of the models."""
+        return {models: done for (models, _), done in self.arm(world, START).items()}
+
+    def pairs(self, world: str, ours: str, theirs: str, figure: Figure) -> Pairs:
+        """Return the figure of two arms on the models and seeds that both have.
+
+        Runs that were late at their pace are left out, and what has no figure.
+        """
+        first, second = (
+            {unit: done for unit, done in self.arm(world, name).items() if not done.is_late} for name in (ours, theirs)
+        )
+        found = {}
+        for unit in sorted(first.keys() & second.keys()):
+            mine, other = figure(first[unit]), figure(second[unit])
+            if mine is not None and other is not None:
+                found[unit] = mine, other
+        return found
+
+    def front(self, lag: int) -> Pairs:
+        """Return the win rate on tb's front and on the front of a rival at a lag, TL;DR, where the rival has points.
+
+        A front at a perplexity is the best win rate of any point (KL weights and steps) that is no further from the
+        starting model. The starting model is on every front, so no side has less than it. Mean over the points of a
+        rival, then over the rivals.
+        """
+        starts, found = self.starts("tldr"), {}
+        # a front of fewer betas would lie lower
+        with_tb = set.intersection(*(set(self.arm("tldr", name)) for name in TB_FRONT))
+        for unit in sorted(with_tb):
+            if unit[0] not in starts or not (first := front_points(starts[unit[0]])):
+                continue
+            by_preset: dict[str, list[tuple[float, float]]] = {}
+            for name in (*TB_FRONT, *self._rivals(lag)):
+                done = self.arm("tldr", name).get(unit)
+                if done is not None:
+                    preset = "tb" if name in TB_FRONT else name.partition("-")[0]
+                    by_preset.setdefault(preset, []).extend(front_points(done))
+            ours = first + by_preset.pop("tb", [])
+            by_rival = [
+                _means([(_front_at(kl, ours), _front_at(kl, first + points)) for kl, _ in points])
+                for points in by_preset.values()
+                if points
+            ]
+            if len(ours) > 1 and by_rival:
+                found[unit] = _means(by_rival)
+        return found
+
+    def lost_with_lag(self) -> Pairs:
+        """Return the win rate of the rivals at lag 1 and at lag 15, TL;DR, mean over the rivals that have both."""
+        names = self._rivals(1)
+        return _mean_of([self.pairs("tldr", name, f"{name}5", lambda done: done.value(TLDR_WIN)) for name in names])
+
+    def at_lag(self, lag: int) -> Pairs:
+        """Return the win rate of `tb` and of its rivals at a constant lag, TL;DR, mean over the rivals."""
+        names = [name.partition("-")[0] for name in self._rivals(lag) if name.endswith(f"-lag{lag}")]
+        by_rival = [
+            self.pairs("tldr", f"tb-lag{lag}", f"{name}-lag{lag}", lambda done: done.value(TLDR_WIN)) for name in names
+        ]
+        return _mean_of(by_rival)
+
+    def streaming_age(self, world: str, name: str) -> Pairs:
+        """Return the mean age of recent data under a barrier, (3k - 1) / 2 steps, and that of a streaming arm."""
+        arm = next(arm for arm in ARMS if (arm.world, arm.name) == (world, name))
+        barrier = (3 * arm.recipe().trainer.sync_interval - 1) / 2
+        ages = {unit: done.result["mean_policy_age"] for unit, done in sorted(self.arm(world, name).items())}
+        return {unit: (barrier, age) for unit, age in ages.items() if age is not None}
+
+    def _rivals(self, lag: int) -> list[str]:
+        return [arm.name for arm in ARMS if arm.world == "tldr" and arm.lag_steps == lag and arm.name[:2] != "tb"]
+
+    def exact_ages(self) -> Pairs:
+        """Return the share of rollouts whose age is the one that a constant lag says, mean over the arms, and 0.99."""
+        lags = {(arm.world, arm.name): arm.lag_steps for arm in ARMS}
+        found: dict[int, list[tuple[float, float]]] = {}
+        for done in self.cells.values():
+            lag = lags.get((done.world, done.arm))
+            if lag is not None:
+                steps, ages = done.result["steps"], done.result["ages"]
+                batch = sum(ages.values()) / steps
+                # before there is a version so old, the first one is used
+                wanted = dict.fromkeys(range(min(lag, steps)), batch) | {lag: batch * max(0, steps - lag)}
+                same = sum(min(count, wanted.get(int(age), 0)) for age, count in ages.items())
+                found.setdefault(done.seed, []).append((same / sum(ages.values()), 0.99))
+        return {seed: _means(pairs) for seed, pairs in sorted(found.items())}
+
+    @cached_property
+    def study(self) -> tuple[Study, str]:
+        """The study of asynchrony and the digest of its code."""
+        found, digest = newest_study(STUDY_DATA)
+        return Study(found), digest
+
+    def study_kept(self, ours: str, theirs: str, lag: int) -> Pairs:
+        """Return the share of the area at lag 0 that two methods keep at a lag."""
+        kept = [self._kept(method, lag) for method in (ours, theirs)]
+        return {seed: (kept[0][seed], kept[1][seed]) for seed in sorted(kept[0].keys() & kept[1].keys())}
+
+    def study_collapsed(self, ours: str, theirs: str) -> Pairs:
+        """Return the share of the runs at lags 16 and 64 that collapsed, of the other method and of ours, by seed."""
+        shares = []
+        for method in (theirs, ours):
+            runs = [self._at_lag(method, lag) for lag in (16, 64)]
+            seeds = set.intersection(*map(set, runs))
+            shares.append({seed: sum(each[seed].collapsed for each in runs) / len(runs) for seed in seeds})
+        return {seed: (shares[0][seed], shares[1][seed]) for seed in sorted(shares[0].keys() & shares[1].keys())}
+
+    def _kept(self, method: str, lag: int) -> dict[int, float]:
+        return _shares(self._at_lag(method, lag), self._at_lag(method, 0))
+
+    def _at_lag(self, method: str, lag: int) -> Mapping[int, Line]:
+        arms = (arm for arm in self.study[0].at_lag("addition", lag) if arm.method == method)
+        return next((self.study[0].found(arm) for arm in arms), {})
+
+    def study_area(self, arms: Sequence[study_plan.Arm]) -> Pairs:
+        """Return the areas of two arms of the study."""
+        first, second = (self.study[0].found(arm) for arm in arms)
+        return {seed: (first[seed].area, second[seed].area) for seed in sorted(first.keys() & second.keys())}
+
+    def study_priority(self) -> Pairs:
+        """Return the areas of `tba_prime` with replay by reward and without a priority."""
+        arms = {arm.world.priority: arm for arm in study_plan.priority_arms() if arm.method == "tba_prime"}
+        return self.study_area([arms["reward"], arms["off"]])
+
+    def study_beta(self) -> Pairs:
+        """Return the areas of `tb` at the tuned beta and at a sixteenth of it."""
+        arms = {(arm.method, arm.beta_factor, arm.beta_end_factor): arm for arm in study_plan.beta_arms()}
+        return self.study_area([arms["tb", 1.0, None], arms["tb", min(factor for _, factor, _ in arms), None]])
+
+    def study_scale(self) -> Pairs:
+        """Return the areas of `tb` with the A-form and with the published loss's scale, a falling beta and no clip."""
+        arms = {arm.world.is_raw: arm for arm in study_plan.scale_arms() if arm.beta_end_factor is not None}
+        return self.study_area([arms[False], arms[True]])
+
+    def study_replay(self, ours: tuple[float, int], theirs: tuple[float, int]) -> Pairs:
+        """Return the areas of `tba_prime` at two settings of (m, k)."""
+        arms = {
+            (arm.world.replay_m, arm.world.sync_interval): arm
+            for arm in study_plan.sync_arms()
+            if arm.method == "tba_prime"
+        }
+        return self.study_area([arms[ours], arms[theirs]])
+
+    def study_flips(self, replay_m: float | None) -> Pairs:
+        """Return what is left of the area under a fifth of wrong rewards: `tba_prime` and `grpo`."""
+        found = []
+        for method in ("tba_prime", "grpo"):
+            arms = {
+                arm.world.hazard_prob: self.study[0].found(arm)
+                for arm in study_plan.hazard_arms()
+                if (arm.method, arm.world.replay_m) == (method, replay_m) and arm.world.hazard != "hack"
+            }
+            found.append(_shares(arms[max(arms)], arms[0.0]))
+        return {seed: (found[0][seed], found[1][seed]) for seed in sorted(found[0].keys() & found[1].keys())}
+
+    def study_noise(self) -> Pairs:
+        """Return the relative variance of TB's gradient at the smallest and at the largest K, 128 rollouts."""
+        found: dict[int, dict[int, float]] = {}
+        for cell in study_plan.noise_cells():
+            line = self.study[0].lines.get(cell.key)
+            if line is not None and line.result["signal"] > 0:
+                found.setdefault(cell.world.group_size, {})[cell.seed] = _noise(line)
+        few, many = found.get(min(found, default=0), {}), found.get(max(found, default=0), {})
+        return {seed: (few[seed], many[seed]) for seed in sorted(few.keys() & many.keys())}
+
+    def overlap(self, base: tuple[int, bool], mine: tuple[int, bool]) -> Pairs:
+        """Return the seconds to the target of two arms of the overlap study, each (searchers, lock-step)."""
+        lines = read_overlap(OVERLAP_DATA).lines
+        found = {}
+        for seed in sorted({cell.seed for cell, _ in lines.values()}):
+            seconds = []
+            for searchers, lock_step in (base, mine):
+                cell = OverlapCell(kind="searchers", seed=seed, searchers=searchers, lock_step=lock_step)
+                result = lines[cell.key][1] if cell.key in lines else None
+                is_known = result is not None and is_usable(result)
+                seconds.append(reached_s(result, OVERLAP_TARGET) if is_known and result is not None else None)
+            if None not in seconds:
+                found[seed] = seconds[0], seconds[1]
+        return found
+
+    def overlap_replay(self) -> Pairs:
+        """Return the seconds to the target with replay across prompts: drawn uniformly, and by reward."""
+        found: list[dict[int, float]] = []
+        for path in REPLAY_DATA:
+            cells = [
+                (cell, result)
+                for cell, result in read_overlap(path).lines.values()
+                if (cell.samples_per_insert, cell.most_on_policy_prob, cell.priority) == REPLAY_ARM
+            ]
+            seconds = {cell.seed: reached_s(result, REPLAY_TARGET) for cell, result in cells if is_usable(result)}
+            found.append({seed: value for seed, value in seconds.items() if value is not None})
+        return {seed: (found[0][seed], found[1][seed]) for seed in sorted(found[0].keys() & found[1].keys())}
+
+    def against_trl(self, path: Path, seeds: Sequence[int], *, start: str = "") -> Pairs:
+        """Return TRL's and our seconds to the quickstart's first target, each at the file's best rate and schedule.
+
+        Args:
+            start: another begin of our clock.
+        """
+        results = {cell: found for cell, found in read_results(path).items() if cell.workload == "quickstart"}
+        newest = [*results][-1]
+        kept, _ = one_source(
+            {cell: found for cell, found in results.items() if cell.group_size == newest.group_size}, newest.num_steps
+        )
+        by_side: list[dict[int, float]] = []
+        for side in SIDES:
+            rate = best_rate(kept, "quickstart", side, ())
+            runs = {
+                cell.seed: result
+                for cell, result in kept.items()
+                if (cell.side, cell.rate, cell.settings) == (side, rate, ()) and cell.seed in seeds
+            }
+            seconds = {seed: run.to_target(WORKLOADS["quickstart"].targets[0]) for seed, run in runs.items()}
+            by_side.append(
+                {seed: at + runs[seed].starts.get(start, 0.0) for seed, at in seconds.items() if at is not None}
+            )
+        trl, tba = (by_side[SIDES.index(side)] for side in ("trl", "tba"))
+        return {seed: (trl[seed], tba[seed]) for seed in sorted(trl.keys() & tba.keys())}
+
+
+def front_points(done: Done) -> list[tuple[float, float]]:
+    """Return (perplexity under the starting model, win rate) of every version that was evaluated."""
+    points = [(done.value(TLDR_KL, version), done.value(TLDR_WIN, version)) for version in done.result["evaluations"]]
+    return [(kl, win) for kl, win in points if kl is not None and win is not None]
+
+
+def mean_success(done: Done) -> float | None:
+    """Return the metric of the world, mean over the planned versions: how soon and how far.
+
+    A run that ended early stays what it was at its end.
+    """
+    world = WORLDS[done.world]
+    versions = [str(step) if str(step) in done.result["evaluations"] else "last" for step in world.middle_steps]
+    values = [done.value(world.metric, version) for version in (*versions, "last")]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def bound_of_test(path: str, name: str) -> str:
+    """Return the bound of a test's first comparison with a number, in words; without one, that its sides are equal.
+
+    Raises:
+        ValueError: there is no such test.
+    """
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            for part in ast.walk(node):
+                if isinstance(part, ast.Compare) and isinstance(part.comparators[-1], ast.Constant):
+                    word = "below" if isinstance(part.ops[-1], ast.Lt) else "above"
+                    return f"{word} {float(ast.literal_eval(part.comparators[-1])):g}"
+            return "equal but for rounding"
+    raise ValueError(f"{path} has no test {name}; correct studies/paper_bench/claims.py")
+
+
+def _noise(line: Line) -> float:
+    return (line.result["within"] + line.result["between"]) / line.result["signal"]
+
+
+def _front_at(perplexity: float, points: Sequence[tuple[float, float]]) -> float:
+    """Return the best win rate of the points up to a perplexity; the first point always counts."""
+    return max(win for kl, win in points if kl <= perplexity or (kl, win) == points[0])
+
+
+def _shares(part: Mapping[int, Line], whole: Mapping[int, Line]) -> dict[int, float]:
+    """Return which share of the area is left, by seed; a run that learned nothing to keep has none."""
+    both = sorted(part.keys() & whole.keys())
+    return {seed: part[seed].area / whole[seed].area for seed in both if whole[seed].area > 0}
+
+
+def _mean_of(rivals: Sequence[Pairs]) -> Pairs:
+    """Return the mean over the rivals, by models and seed."""
+    units = sorted(set().union(*rivals))
+    return {unit: _means([pairs[unit] for pairs in rivals if unit in pairs]) for unit in units}
+
+
+def _means(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    first, second = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
+    return first, second

@@ -1,0 +1,207 @@
+"""studies/overlap.py and studies/learning_curve.py: cells, data, ratios, and the clock."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from studies import overlap
+from studies.accuracy import ratio_of, reached
+from studies.data_file import read_lines
+from studies.learning_curve import _step_times
+from studies.overlap_bench.cells import KINDS, Cell, cells
+from studies.overlap_bench.runs import NO_EVALUATIONS, Pace, swap_seconds
+from studies.overlap_bench.tables import table
+from tba.config import load_recipe
+from tba.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PACE = Pace(measured_step_s=0.1, tokens_per_batch=448, ratio=4, slowdown=5, num_slots=32)
+
+
+def result(*curve: tuple[float, float], late: float | None = 0.0) -> dict[str, Any]:
+    return {
+        "curve": [[seconds, step, accuracy, accuracy] for step, (seconds, accuracy) in enumerate(curve)],
+        "num_steps": 10,
+        "train_s": 20.0,
+        "trainer_idle_share": 0.5,
+        "mean_policy_age": 4.0,
+        "rollouts_generated": 100,
+        "rollouts_trained": 150,
+        "pace_late_share": late,
+        "trainer_late_share": 0.0,
+        "cpu_s": 3.0,
+        "swap_s": 0.25,
+        "num_swaps": 5.0,
+        "sync_interval": 4,
+    }
+
+
+def test_one_searcher_makes_a_batch_in_as_many_steps_as_the_ratio_says() -> None:
+    assert PACE.step_s == pytest.approx(0.5)
+    assert PACE.tokens_per_batch / PACE.tokens_per_s == pytest.approx(4 * PACE.step_s)
+
+
+def test_cells_come_seed_by_seed_have_names_of_their_own_and_change_keys_that_exist() -> None:
+    found = list(cells(KINDS, range(2)))
+    assert len({cell.key for cell in found}) == len(found)
+    assert [cell.seed for cell in found] == sorted(cell.seed for cell in found)
+    for cell in found:
+        changes = {**NO_EVALUATIONS, **PACE.changes(), **cell.changes()}
+        recipe = load_recipe(
+            ROOT / "recipes" / "quickstart.toml",
+            environ={},
+            sets=[f"{key}={value}" for key, value in changes.items()],
+        )
+        assert recipe.searcher.num_searchers == cell.searchers
+        assert recipe.sampling.alternate == cell.lock_step
+        assert recipe.rehearsal is not None
+
+
+def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run_cell(cell: Cell, *_: Any, **__: Any) -> dict[str, Any]:
+        ran.append(cell.key)
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return result((0.0, 0.3), (10.0, 0.8))
+
+    monkeypatch.setattr(overlap, "run_cell", run_cell)
+    monkeypatch.setattr(overlap, "measure_pace", lambda *_, **__: PACE)
+    args = argparse.Namespace(
+        json=tmp_path / "data.jsonl", recipe=ROOT / "recipes" / "quickstart.toml", kinds="searchers", seeds=1, cells="",
+        steps=9, target=0.5, ratio=4.0, slowdown=5.0, slots=32, measured_steps=48, max_minutes=None, set=[],
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        overlap.run(args)
+    with args.json.open("a") as file:
+        file.write('{"key": "torn')
+    overlap.run(args)
+    assert ran.count(ran[2]) == 2
+    assert sorted(set(ran)) == sorted(cell.key for cell in cells(["searchers"], [0]))
+    assert len(ran) == len(set(ran)) + 1
+    data = overlap.read(args.json)
+    assert data.settings is not None
+    assert Pace(**data.settings["pace"]) == PACE
+    assert (len(data.lines), data.num_other) == (8, 0)
+    for name, value in (("steps", 10), ("ratio", 1.0), ("slowdown", 20.0), ("slots", 8)):
+        with pytest.raises(SystemExit, match="give the same, or another --json"):
+            overlap.run(argparse.Namespace(**{**vars(args), name: value}))
+    monkeypatch.setattr(overlap, "source", lambda *_: "other code")
+    overlap.run(args)
+    assert len(ran) == 9 + 8
+    data = overlap.read(args.json)
+    assert (data.source, len(data.lines), data.num_other) == ("other code", 8, 8)
+
+
+def rows_of(kind: str, found: dict[str, tuple[Cell, dict[str, Any]]]) -> dict[str, dict[str, str]]:
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table(kind, found, 0.8)]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def pairs(*times: tuple[float | None, float | None], late: tuple[float | None, ...] = ()) -> Any:
+    """Return lock-step and asynchronous cells of four searchers with these times, by seed."""
+    found = {}
+    for seed, (lock_s, mine_s) in enumerate(times):
+        for is_lock, seconds in ((True, lock_s), (False, mine_s)):
+            cell = Cell(kind="searchers", seed=seed, searchers=4, lock_step=is_lock)
+            curve = ((0.0, 0.3), (1.0, 0.4)) if seconds is None else ((0.0, 0.3), (seconds, 0.8))
+            found[cell.key] = (cell, result(*curve, late=late[seed] if late and is_lock else 0.0))
+    return found
+
+
+def test_ratios_are_paired_by_seed_and_what_never_reached_the_target_took_infinitely_long() -> None:
+    ratio = "lock-step, same searchers / this"
+    # seeds differ far more than the two ways do
+    found = rows_of("searchers", pairs((3.0, 1.0), (50.0, 10.0), (400.0, 100.0)))
+    mine, lock = found["searchers-n4-async"], found["searchers-n4-lock"]
+    assert (mine["seeds"], mine["s to 0.8"], mine[ratio]) == ("3", "10.0", "4.00 (3.00 to 5.00)")
+    assert (lock[ratio], mine["lock-step, one searcher / this"]) == ("1.00 (1.00 to 1.00)", "-")
+    assert (lock["borders"], mine["borders"], mine["swaps, s"]) == ("3.8 %", "-", "0.25")
+    found = rows_of("searchers", pairs((None, 1.0), (20.0, 10.0), (None, 100.0)))
+    assert found["searchers-n4-async"][ratio] == "inf (2.00 to inf)"
+    found = rows_of("searchers", pairs((3.0, None), (20.0, 10.0), (9.0, None)))
+    assert found["searchers-n4-async"][ratio] == "0.00 (0.00 to 2.00)"
+    assert rows_of("searchers", pairs((3.0, 1.0)))["searchers-n4-async"][ratio] == "3.00"
+    assert table("replay", pairs((3.0, 1.0)), 0.8) == []
+
+
+def test_replay_is_compared_with_the_run_of_its_seed_that_has_none() -> None:
+    found = {}
+    for seed, (without_s, with_s) in enumerate(((30.0, 15.0), (20.0, 25.0), (10.0, 10.0))):
+        plain = Cell(kind="searchers", seed=seed, searchers=1)
+        replay = Cell(
+            kind="replay", seed=seed, searchers=1, samples_per_insert=4.0, most_on_policy_prob=0.5, priority="reward"
+        )
+        for cell, seconds in ((plain, without_s), (replay, with_s)):
+            found[cell.key] = (cell, result((0.0, 0.3), (seconds, 0.8)))
+    row = rows_of("replay", found)["replay-n1-spi4-m0.5-reward"]
+    assert row["without replay / this"] == "1.00 (0.80 to 2.00)"
+    alone = {key: each for key, each in found.items() if each[0].kind == "replay"}
+    assert rows_of("replay", alone)["replay-n1-spi4-m0.5-reward"]["without replay / this"] == "-"
+
+
+def test_intervals_are_compared_with_a_version_every_step() -> None:
+    found = {}
+    for interval, seconds in ((1, 12.0), (4, 6.0), (16, 3.0)):
+        cell = Cell(kind="sync", seed=0, searchers=4, sync_interval=interval)
+        found[cell.key] = (cell, result((0.0, 0.3), (seconds, 0.8)))
+    ratios = [row["first row of its kind / this"] for row in rows_of("sync", found).values()]
+    assert ratios == ["1.00", "2.00", "4.00"]
+
+
+def test_a_late_cell_is_marked_by_its_worst_seed_and_left_out_of_ratios() -> None:
+    times = ((3.0, 1.0), (50.0, 10.0), (400.0, 100.0))
+    found = rows_of("searchers", pairs(*times, late=(0.0, 0.02, 0.4)))
+    lock = found["searchers-n4-lock (too late or unknown: 1 of 3, not in ratios)"]
+    assert lock["late: engines"] == "40.0 %"
+    assert found["searchers-n4-async"]["lock-step, same searchers / this"] == "4.00 (3.00 to 5.00)"
+    found = rows_of("searchers", pairs(*times, late=(0.0, None, 0.0)))
+    assert found["searchers-n4-lock (too late or unknown: 1 of 3, not in ratios)"]["late: engines"] == "unknown"
+    assert found["searchers-n4-async"]["lock-step, same searchers / this"] == "3.50 (3.00 to 4.00)"
+
+
+def test_the_time_to_a_target_is_interpolated_and_none_where_it_is_never_reached() -> None:
+    curve = [(0.0, 0.3), (10.0, 0.5), (20.0, 0.4), (30.0, 0.8)]
+    assert reached(curve, 0.4) == pytest.approx(5.0)
+    assert reached(curve, 0.6) == pytest.approx(25.0)
+    assert reached(curve, 0.2) == 0.0
+    assert reached(curve, 0.9) is None
+    assert reached([], 0.1) is None
+    assert (ratio_of(6.0, 2.0), ratio_of(None, 2.0), ratio_of(6.0, None), ratio_of(None, None)) == (
+        3.0, float("inf"), 0.0, None,
+    )  # fmt: skip
+
+
+def test_swaps_are_read_from_the_logs_of_searchers(tmp_path: Path) -> None:
+    line = "2026-11-23T21:52:43.712542Z [info     ] weights loaded                 pause_s={} run_id=r version=1-4\n"
+    (tmp_path / "searcher-0.log").write_text(line.format("0.0034") + "other pause_s=9\n" + line.format("1e-05"))
+    (tmp_path / "searcher-1.log").write_text(line.format("0.5"))
+    assert swap_seconds(tmp_path) == [0.0034, 1e-05, 0.5]
+
+
+def test_the_clock_is_that_of_the_trainer_and_a_second_start_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    start = {"kind": "start", "metrics": {}}
+    step = {"kind": "step", "step": 4, "at_s": 1010.0, "metrics": {"train_s": 10.0, "step_s": 0.5}}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (start, step)))
+    assert _step_times(path) == ({4: 10.0}, 9.5, 1000.0)
+    path.write_text("".join(json.dumps(each) + "\n" for each in (start, step, start)))
+    with pytest.raises(ConfigError, match="started more than once"):
+        _step_times(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "overlap").glob("*.jsonl")), ids=lambda path: path.name)
+def test_every_line_in_docs_names_the_commit_that_made_it_and_settings_of_its_source(path: Path) -> None:
+    documents = list(read_lines(path))
+    sources = {document["source"] for document in documents if "settings" in document}
+    for document in documents:
+        assert {"commit", "at"} <= document.keys()
+        assert document["source"] in sources

@@ -1,0 +1,252 @@
+"""The world of studies/study: tasks, sampling, held-out accuracy, replay, and a cell that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tba_trainer.model.policy import load_policy
+
+from examples.worlds import starter
+from examples.worlds.chain import problems as chain
+from examples.worlds.chain.prepare import lesson
+from studies.study.cells import Cell, Setting, World
+from studies.study.data import read_lines, sources_digest
+from studies.study.gradients import noise_of
+from studies.study.methods import METHODS
+from studies.study.replay import Replay
+from studies.study.run import run_cells
+from studies.study.training import Behaviour, Scorer, make_groups, recipe_of, train
+from studies.study.world import EOS_ID, TASKS, HeldOut, Problems, decode, encode, sample, starting_model
+from tba_cli.generators import addition
+from tba_cli.starter_models import starting_model as quickstart
+
+SETTING = Setting(learning_rate=1e-3, beta=0.05)
+
+
+def cell_of(**world: object) -> Cell:
+    return Cell(method="tba_prime", world=World(**{"num_steps": 10, **world}), setting=SETTING, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=list(TASKS))
+def task(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def start_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of an untrained starting model of a task."""
+    made: dict[str, Path] = {}
+
+    def start(task: str) -> Path:
+        if task not in made:
+            folder = tmp_path_factory.mktemp("study") / task
+            small = lesson("0.3m")
+            tokenizer = quickstart.build_tokenizer() if task == "addition" else starter.build_tokenizer(small)
+            torch.manual_seed(0)
+            model = quickstart.build_model(tokenizer) if task == "addition" else starter.build_model(tokenizer, small)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            made[task] = folder
+        return made[task]
+
+    return start
+
+
+def model_of(start: Path) -> torch.nn.Module:
+    return load_policy(recipe_of(cell_of(), start).model, device="cpu", gradient_checkpointing=False)
+
+
+def test_study_encodes_as_the_tokenizers_do() -> None:
+    tokenizers = (quickstart.build_tokenizer(), starter.build_tokenizer(lesson("0.3m")))
+    for module, tokenizer in zip((addition, chain), tokenizers, strict=True):
+        for problem in module.all_problems("heldout")[:20]:
+            ids = tokenizer(problem.text + problem.answer, add_special_tokens=False)["input_ids"]
+            assert encode(problem.text + problem.answer) == ids
+            assert decode([1, *ids, EOS_ID]) == problem.text + problem.answer
+        assert tokenizer.eos_token_id == EOS_ID
+
+
+def test_study_sampler_logprobs_are_the_policys_although_ended_rows_are_left_out(
+    task: str, start_of: Callable[[str], Path]
+) -> None:
+    model = model_of(start_of(task))
+    problems = Problems.of(task, "train", 6, 0)
+    limit = TASKS[task].max_response_tokens
+    found = sample(model, problems.prompts, 3, limit, torch.Generator().manual_seed(0))
+    assert len(found.tokens) == 18
+    assert len({len(tokens) for tokens in found.tokens}) > 1
+    for row, (tokens, logprobs) in enumerate(zip(found.tokens, found.logprobs, strict=True)):
+        prompt = problems.prompts[row // 3]
+        all_tokens = torch.cat([prompt, torch.from_numpy(tokens).long()])[None]
+        logits = model(input_ids=all_tokens).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(1).gather(1, all_tokens[0, len(prompt) :, None])[:, 0].detach()
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        assert EOS_ID not in tokens[:-1]
+        assert len(tokens) == limit or tokens[-1] == EOS_ID
+
+
+def test_study_rewards_are_those_of_the_tasks() -> None:
+    sums, chains = Problems.of("addition", "train", 5, 0), Problems.of("chain", "train", 5, 0)
+    for row, answer in enumerate(sums.answers):
+        assert sums.reward(row, [*encode(answer), EOS_ID]) == 1
+        assert sums.reward(row, encode(answer)) == 0
+    for row, answer in enumerate(chains.answers):
+        assert chains.reward(row, encode(f"1+2={answer}={answer}")) == 1
+        assert chains.reward(row, [*encode(f"1+2={answer}="), EOS_ID]) == 0
+        assert chains.reward(row, [*encode(f"1+2=9{answer}"), EOS_ID]) == 0
+
+
+def test_study_hazards_change_the_share_of_rewards_that_they_name() -> None:
+    problems = Problems.of("addition", "train", 50, 0)
+    flips = Scorer(problems, World(hazard="flips", hazard_prob=0.2), 0)
+    right = [*encode(problems.answers[0]), EOS_ID]
+    assert np.mean([flips.reward(0, right, 1) for _ in range(4000)]) == pytest.approx(0.8, abs=0.02)
+    row = next(row for row, answer in enumerate(problems.answers) if answer[0] != "0")
+    hack = Scorer(problems, World(hazard="hack", num_steps=10), 0)
+    assert [hack.reward(row, encode("01"), step) for step in (5, 6)] == [1.0, 0.0]
+    assert hack.reward(row, encode("1"), 5) == 0.0
+
+
+def test_study_accuracy_of_addition_is_exact() -> None:
+    problems = Problems.of("addition", "heldout", 512, 0)
+    answers = [[*encode(answer), EOS_ID] for answer in problems.answers]
+    width = max(map(len, answers))
+    rows = torch.tensor([[*answer, *[EOS_ID] * (width - len(answer))] for answer in answers])
+    wrong = torch.arange(len(rows)) % 4 == 0  # a quarter of the answers ends differently
+
+    def oracle(**inputs: torch.Tensor) -> SimpleNamespace:
+        logits = torch.nn.functional.one_hot(rows, 16) * 30.0  # [N, R, V]
+        logits[wrong, 1] = logits[wrong, 1].roll(1, dims=1)
+        return SimpleNamespace(logits=logits)
+
+    accuracy = HeldOut("addition").accuracy(oracle)
+    assert accuracy.greedy == pytest.approx(0.75)
+    assert accuracy.sampled == pytest.approx(0.75, abs=1e-4)
+
+
+def test_study_behaviour_is_the_published_theta_of_at_least_lag_steps_ago(start_of: Callable[[str], Path]) -> None:
+    def seen(lag: int, sync_interval: int) -> list[tuple[int, float]]:
+        model, twin = (model_of(start_of("addition")) for _ in range(2))
+        behaviour = Behaviour(twin, lag, sync_interval)
+        name, parameter = next(iter(model.named_parameters()))
+        found = []
+        for num_steps in range(7):
+            with torch.no_grad():
+                parameter.fill_(float(num_steps))
+            policy, version = behaviour.at(model, num_steps)
+            found.append((version, float(dict(policy.named_parameters())[name].detach().flatten()[0])))
+        return found
+
+    assert seen(2, 1) == [(n, float(n)) for n in (0, 0, 0, 1, 2, 3, 4)]
+    assert seen(0, 3) == [(n, float(n)) for n in (0, 0, 0, 3, 3, 3, 6)]
+    assert seen(2, 3) == [(n, float(n)) for n in (0, 0, 0, 0, 0, 3, 3)]
+
+
+def test_study_a_run_is_on_policy_at_lag_0_and_is_not_at_lag_2(start_of: Callable[[str], Path]) -> None:
+    start = start_of("addition")
+    fresh, late, again = (train(cell_of(lag=lag), start) for lag in (0, 2, 2))
+    assert fresh["curve"]["ess"][1] == pytest.approx(1.0, abs=1e-3)
+    assert fresh["curve"]["age"][1] == 0.0
+    assert late["curve"]["ess"][1] < 0.9999
+    assert late["curve"]["age"][1] == pytest.approx((0 + 1 + 2 * 8) / 10)
+    assert again["curve"] == late["curve"]
+    assert late["num_steps_done"] == 10
+    # without a running median the product does not clip: the first 8 steps are as they are
+    assert late["clip_share"] <= 0.2
+
+
+def test_study_every_method_makes_a_step(start_of: Callable[[str], Path]) -> None:
+    start = start_of("addition")
+    for method, about in METHODS.items():
+        setting = Setting(learning_rate=1e-4, beta=about.beta)
+        found = train(Cell(method=method, world=World(num_steps=1), setting=setting, seed=0), start)
+        assert found["num_steps_done"] == 1, method
+
+
+def test_study_a_chain_run_trains_on_responses_of_many_lengths(start_of: Callable[[str], Path]) -> None:
+    found = train(cell_of(task="chain", num_steps=1), start_of("chain"))
+    assert found["num_steps_done"] == 1
+    assert found["num_generated"] == 128
+    assert 1 < found["curve"]["num_tokens"][0] <= 64
+
+
+@pytest.mark.parametrize("priority", ["off", "reward_age"])
+def test_study_replay_generates_less_and_draws_by_mop(priority: str, start_of: Callable[[str], Path]) -> None:
+    found = train(cell_of(replay_m=0.5, samples_per_insert=4, priority=priority), start_of("addition"))
+    assert found["num_generated"] == 128 + 9 * 32
+    assert 0 < found["curve"]["age"][1] < 9
+
+
+def test_study_replay_slots_are_recent_with_probability_m(start_of: Callable[[str], Path]) -> None:
+    start = start_of("addition")
+    cell = cell_of(replay_m=0.5)
+    replay = Replay(recipe_of(cell, start), seed=0)
+    model, problems = model_of(start), Problems.of("addition", "train", 700, 0)
+    sources, ages = [], []
+    for step in range(1, 41):
+        rows = list(range(16 * step, 16 * step + 16))
+        samples = sample(model, problems.prompts[rows], 8, 2, torch.Generator().manual_seed(step))
+        scorer = Scorer(problems, cell.world, 0)
+        new = make_groups(problems, scorer, rows, samples, step, first=128 * step, step=step)
+        groups = replay.exchange(new, step)
+        assert len(groups) == 16
+        for group in groups:
+            assert {rollout.prompt_id for rollout in group.rollouts} == {group.prompt_id}
+            assert len({rollout.rollout_id for rollout in group.rollouts}) == 8
+            sources.append(group.source)
+            if group.source == "recent":
+                ages += [step - rollout.version.step for rollout in group.rollouts]
+    assert 0.42 < sources.count("recent") / len(sources) < 0.58
+    # recent is what came since the previous publication
+    assert max(ages) <= 1
+
+
+def test_study_raw_scale_without_a_clip_is_the_a_form(start_of: Callable[[str], Path]) -> None:
+    """AdamW does not see a constant factor."""
+    cells = [replace(cell_of(clip="none", is_raw=raw), method="tb") for raw in (False, True)]
+    runs = [train(replace(cell, setting=Setting(learning_rate=1e-3, beta=0.5)), start_of("addition")) for cell in cells]
+    np.testing.assert_allclose(runs[0]["curve"]["sampled"], runs[1]["curve"]["sampled"], rtol=1e-2)
+
+
+def test_study_gradient_noise_is_split_into_prompts_and_rollouts() -> None:
+    torch.manual_seed(0)
+    prompts = torch.randn(400, 1, 50, dtype=torch.float64) * 2
+    found = noise_of(0.5 + prompts + torch.randn(400, 4, 50, dtype=torch.float64))
+    assert found["within"] == pytest.approx(50, rel=0.05)
+    assert found["between"] == pytest.approx(200, rel=0.05)
+    assert found["signal"] == pytest.approx(12.5, rel=0.2)
+
+
+def test_study_workers_run_what_is_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_of: Callable[[str], Path]
+) -> None:
+    cells = [cell_of(num_steps=1, lag=lag) for lag in (0, 1)]
+    monkeypatch.setattr("studies.study.run.plan", lambda lines: [c for c in cells if c.key not in lines])
+    monkeypatch.setattr("studies.study.world.starting_model", lambda *_: start_of("addition"))
+    path = tmp_path / "cells.jsonl"
+    run_cells(path, models=tmp_path / "models")
+    assert list(read_lines(path, sources_digest())) == [cell.key for cell in cells]
+    run_cells(path, models=tmp_path / "models")
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_study_starting_models_are_those_of_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def make(path: Path, section: object, *, seed: int, num_threads: int) -> None:
+        asked.append((path.name, section, seed))
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+
+    monkeypatch.setattr("tba_cli.starter_models.starting_model.make_starting_model", make)
+    for _ in range(2):
+        assert starting_model(tmp_path, "addition", 3) == tmp_path / "addition-3"
+    assert [(name, seed) for name, _, seed in asked] == [("addition-3", 3)]
+    assert TASKS["addition"].start.target_accuracy == 0.9
+    assert TASKS["chain"].start == "0.3m"

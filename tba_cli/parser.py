@@ -390,6 +390,15 @@ def _add_evaluate(commands: Subparsers) -> None:
         "--version", metavar="VERSION", help="of the run: LINEAGE-STEP, a step, start, best, or last (default)"
     )
     evaluate.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="evaluate two versions, and show both answers to each prompt, those that changed first",
+    )
+    evaluate.add_argument(
+        "--limit", type=int, metavar="N", help="with --compare: how many prompts to show (default: 20)"
+    )
+    evaluate.add_argument(
         "--reward-url", metavar="URL", help="address of the reward service (default: reward.url, or one that it starts)"
     )
     evaluate.add_argument("--out", metavar="DIR", help="where to write (default: evaluations/RUN/VERSION or the like)")

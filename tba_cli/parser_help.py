@@ -156,7 +156,7 @@ tba export quickstart-seed0 --version best --out model
 tba export quickstart-seed0 --push-to-hub me/my-model""",
         "evaluate": """\
 tba evaluate my.toml              # the starting model
-tba evaluate quickstart-seed0 --version best
+tba evaluate quickstart-seed0 --compare start best    # answers before and after, side by side
 tba evaluate my.toml --model model --set eval.published.num_prompts=50""",
         "table": """\
 tba table runs/quickstart-seed0 runs/quickstart-seed1""",

@@ -22,11 +22,14 @@ from tba_cli.commands.export import choose, source_of
 from tba_cli.commands.run import loudness_of
 from tba_cli.local.evaluate import PROMPTS_NAME, EvaluationConsole, evaluate_here
 from tba_cli.prompts.reader import heldout_prompts
+from tba_cli.reports.answers import compare, comparison_lines
 from tba_cli.reports.comparison import evaluation_markdown
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import run_folder, runs_beside
 
+NUM_SHOWN = 20
+"""Prompts that --compare shows without --limit."""
 OUT_DIR = Path("evaluations")
 RECIPE_SUFFIXES = (".toml", ".json")
 
@@ -45,9 +48,13 @@ class Subject:
 
 
 def evaluate_command(args: argparse.Namespace) -> int:
-    """Check, fetch the model, evaluate, print the tables."""
+    """Check, fetch the model, evaluate, print the tables; with --compare two versions, and what changed."""
     console = EvaluationConsole("quiet" if args.json else loudness_of(args))
-    subject = _of_recipe(args) if args.source.endswith(RECIPE_SUFFIXES) else _of_run(args)
+    if args.compare is not None:
+        return _compare_command(args, console)
+    if args.limit is not None:
+        raise ConfigError("--limit says how many prompts --compare A B shows; add that, or leave --limit out")
+    subject = _of_recipe(args) if args.source.endswith(RECIPE_SUFFIXES) else _of_run(args, args.version)
     prompts = _prompts(subject.recipe, args)
     out = Path(args.out) if args.out else OUT_DIR / subject.recipe.run.name / subject.name
     report = _evaluate(subject, prompts, out, args, console)
@@ -56,6 +63,37 @@ def evaluate_command(args: argparse.Namespace) -> int:
         return 0
     console.result(evaluation_markdown(report))
     console.result(f"evaluation: {out / 'evaluation.json'}")
+    return 0
+
+
+def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> int:
+    """Evaluate two versions of a run on the same prompts, and print both answers to each."""
+    if args.source.endswith(RECIPE_SUFFIXES) or args.model is not None or args.version is not None:
+        raise ConfigError(
+            "--compare names two versions of a run, as in `tba evaluate RUN --compare start best`; it does not go with "
+            "a recipe, --model or --version"
+        )
+    limit = NUM_SHOWN if args.limit is None else args.limit
+    if limit < 0:
+        raise ConfigError(f"--limit {limit} is out of range; give 0 or more")
+    before, after = (_of_run(args, which) for which in args.compare)
+    if before.version == after.version:
+        raise ConfigError(f"--compare {' '.join(args.compare)}: both are version {after.version}; name two versions")
+    prompts, run = _prompts(after.recipe, args), after.recipe.run.name
+    out = Path(args.out) if args.out else OUT_DIR / run
+    if RunFolder(out).marker_path.exists():
+        raise ConfigError(f"--out {out} is the folder of a run or of one evaluation; name another one")
+    folders = (out / before.name, out / after.name)
+    for subject, folder in zip((before, after), folders, strict=True):
+        _evaluate(subject, prompts, folder, args, console)
+    found = compare(after.recipe.eval, prompts, folders, run=run, versions=(before.name, after.name))
+    path = out / f"{before.name}-and-{after.name}.json"
+    path.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        print(found.model_dump_json(indent=1, ensure_ascii=True))
+        return 0
+    console.result("\n".join(comparison_lines(found, limit=limit)))
+    console.result(f"all pairs: {path}")
     return 0
 
 
@@ -161,7 +199,7 @@ def _of_recipe(args: argparse.Namespace) -> Subject:
     return Subject(recipe=recipe, description=f"starting model {folder}", name="start", folder=folder)
 
 
-def _of_run(args: argparse.Namespace) -> Subject:
+def _of_run(args: argparse.Namespace, which: str | None) -> Subject:
     """Return a version of a run, or another model folder under its settings."""
     target = argparse.Namespace(
         url=None, run_dir=None, run=args.source, token_file=args.token_file, ca_file=None, recipe=None
@@ -178,12 +216,12 @@ def _of_run(args: argparse.Namespace) -> Subject:
     if not folder.endpoints_path.exists() and recipe.reward.url == load_recipe(path, environ={}).reward.url:
         recipe = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"url": None})})
     if args.model is not None:
-        if args.version is not None:
+        if which is not None:
             raise ConfigError("--model names a folder and --version a version of the run; give one of them")
         return _of_folder(recipe, args.model)
     source = source_of(target)
     versions = source.versions
-    version = choose(args.version or "last", source, versions)
+    version = choose(which or "last", source, versions)
     description = f"version {version} of run {recipe.run.name!r}"
     return Subject(recipe=recipe, description=description, name=str(version), versions=versions, version=version)
 

@@ -20,6 +20,7 @@ from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_cli.commands import evaluate
 from tba_cli.main import main
+from tba_cli.reports.answers import AnswerComparison
 from tba_cli.run_folder import RunFolder
 from tests.support.exports import BEST, make_facts, published
 from tests.support.history_values import history
@@ -90,15 +91,19 @@ def rewards() -> Iterator[RewardServer]:
 
 
 @pytest.fixture(scope="module")
-def best(workplace: Path, rewards: RewardServer) -> Path:
-    """The evaluation of the best version, scored by a service that answers already."""
-    words = ["evaluate", "demo", "--version", "best", "--reward-url", rewards.url, "--out", "best", "--json"]
+def compared(workplace: Path, rewards: RewardServer) -> AnswerComparison:
+    """The starting model and the best version side by side, scored by a service that answers already."""
+    words = ["evaluate", "demo", "--compare", "start", "best", "--reward-url", rewards.url, "--out", "both", "--json"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.chdir(workplace)
         assert main(words) == 0
-    folder = workplace / "best"
-    assert json.loads(out.getvalue()) == json.loads((folder / "evaluation.json").read_bytes())
-    return folder
+    return AnswerComparison.model_validate_json(out.getvalue())
+
+
+@pytest.fixture(scope="module")
+def best(workplace: Path, compared: AnswerComparison) -> Path:
+    """The evaluation of the best version."""
+    return workplace / "both" / compared.versions[1]
 
 
 def completions(folder: Path) -> list[dict[str, Any]]:
@@ -125,6 +130,21 @@ def test_a_version_of_a_run_is_evaluated_under_every_task(workplace: Path, best:
     assert any(report.modes[mode].scores["addition"].unknown.get("timeout") for mode in report.modes)
     (comparison,) = report.references
     assert comparison.difference == pytest.approx((rate.value or 0) - 0.25)
+
+
+def test_two_versions_are_compared_prompt_by_prompt(workplace: Path, compared: AnswerComparison, best: Path) -> None:
+    assert (compared.versions, len(compared.pairs)) == (("0-0", "1-4"), NUM_PROMPTS)
+    for number, folder in enumerate((workplace / "both" / "0-0", best)):
+        greedy = {line["prompt_id"]: line for line in completions(folder) if line["mode"] == "greedy"}
+        for pair in compared.pairs:
+            answer, line = (pair.before, pair.after)[number], greedy[pair.prompt_id]
+            assert answer is not None
+            assert (answer.text, answer.rewards) == (line["text"], line["scores"])
+        report = load_report(folder / "evaluation.json")
+        rates = {found.task: (found.before, found.after) for found in compared.differences if "rate" in found.what}
+        for task in ("addition", "other"):
+            assert rates[task][number].value == report.metrics[f"greedy.{task}.success_rate"].value
+    assert AnswerComparison.model_validate_json((workplace / "both" / "0-0-and-1-4.json").read_bytes()) == compared
 
 
 def test_it_leaves_tables_and_no_weights(best: Path) -> None:
@@ -171,10 +191,8 @@ def test_the_reward_service_of_a_run_that_is_over_is_not_asked(workplace: Path) 
     run.config_path.write_text(json.dumps(document))
 
     def url(*sets: str) -> str | None:
-        args = argparse.Namespace(
-            source="over", token_file=None, model=str(workplace / "models" / "0-0"), version=None, set=sets
-        )
-        return evaluate._of_run(args).recipe.reward.url
+        args = argparse.Namespace(source="over", token_file=None, model=str(workplace / "models" / "0-0"), set=sets)
+        return evaluate._of_run(args, None).recipe.reward.url
 
     assert (url(), url("reward.url=http://127.0.0.1:10")) == (None, "http://127.0.0.1:10")
     run.endpoints_path.touch()
@@ -203,7 +221,11 @@ def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(
     [
         (["demo", "--version", "7-7"], "no weight version 7-7"),
         (["demo", "--version", "best", "--model", "models/0-0"], "give one of them"),
-        (["demo", "--version", "9"], "no weight version of step 9"),
+        (["demo", "--compare", "4", "best"], "both are version 1-4"),
+        (["demo", "--compare", "start", "last", "--version", "1-4"], "does not go with a recipe, --model or"),
+        (["demo", "--compare", "0", "9"], "no weight version of step 9"),
+        (["demo", "--limit", "5"], "--limit says how many prompts --compare A B shows"),
+        (["demo", "--compare", "0", "8", "--out", "runs/demo"], "is the folder of a run"),
         (["demo", "--set", "searcher.engine=simulated"], "generates random completions"),
         (["demo", "--set", 'eval.published.by=["level"]'], "names 'level', and held-out prompt "),
         (["nobody"], "runs/nobody/config.json; the runs beside it are: demo"),

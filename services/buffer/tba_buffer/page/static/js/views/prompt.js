@@ -36,7 +36,7 @@ function content(item, isAlive) {
     panel("Side by side", "Answers to this prompt by an older and a newer version: what has the training changed?",
       versions.length === 1 ? h("p", { class: "how" }, `Only version ${versions[0].version} has answered this prompt so far; order the prompts by most rollouts to find others.`) : null,
       versions.length ? h("div", { class: "grid two" }, side(item, versions[0].version, isAlive, "older"), versions.length > 1 ? side(item, versions.at(-1).version, isAlive, "newer") : null)
-        : emptyText(item.split === "heldout" ? "Held-out prompts are only evaluated, and their answers are not stored; `tba evaluate RUN --version V` makes those of a version." : awaited("The first rollout of this prompt is awaited."))),
+        : emptyText(item.split === "heldout" ? "Held-out prompts are only evaluated, and their answers are not stored; `tba evaluate RUN --compare start best` asks both versions and shows their answers side by side." : awaited("The first rollout of this prompt is awaited."))),
     panel("By version", "The stored rollouts of this prompt by the version that made them; the mean reward should rise down the table.",
       table("Versions", ["version", "rollouts", "scored", "mean reward"],
         versions.map((one) => [one.version, number(one.num_rollouts), number(one.num_scored), number(one.reward_mean)]), "Nothing is stored.")),

@@ -1,0 +1,216 @@
+"""Two evaluations of the same prompts side by side: each prompt with both answers, and what changed in numbers.
+
+completions.jsonl of A --.
+                          compare --> AnswerComparison --> lines for people, or JSON
+completions.jsonl of B --'
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.api import Prompt
+from tba.config.evaluation import EvalSection, Mode
+from tba.evaluation import Estimate
+from tba.evaluation.statistics import mean_of_prompts
+from tba.fields import StrictModel, escape_controls
+
+TEXT_CHARS = 400
+"""Most characters of a text for people; the JSON document has all of it."""
+Line = dict[str, Any]
+
+
+class Answer(StrictModel):
+    """The first completion of a prompt."""
+
+    text: str
+    rewards: dict[str, float | None]
+    """By task; None: unknown."""
+    unknown: dict[str, str]
+    """Task -> why its reward is unknown."""
+
+
+class AnswerPair(StrictModel):
+    """One prompt and its answer under two versions; None: the engine refused the prompt."""
+
+    prompt_id: str
+    prompt: str
+    gold: dict[str, Any]
+    """Data of the prompt for its scorer."""
+    before: Answer | None
+    after: Answer | None
+
+
+class Difference(StrictModel):
+    """A mean over prompts under two versions, and the mean of the differences of each prompt."""
+
+    task: str
+    what: str
+    before: Estimate
+    after: Estimate
+    difference: Estimate
+    """Over the prompts that are known under both."""
+    num_better: int
+    num_worse: int
+    num_same: int
+    num_unknown: int
+    """Prompts without a known score under one of them."""
+
+
+class AnswerComparison(StrictModel):
+    """What `tba evaluate --compare` found. Pairs that got worse stand first, then better ones, then other changes."""
+
+    run: str
+    versions: tuple[str, str]
+    mode: Mode
+    differences: list[Difference]
+    num_changed: int
+    """Pairs with another reward or text."""
+    pairs: list[AnswerPair]
+
+
+def compare(
+    section: EvalSection, prompts: Sequence[Prompt], folders: tuple[Path, Path], *, run: str, versions: tuple[str, str]
+) -> AnswerComparison:
+    """Compare two finished evaluations of these prompts: their greedy completions, else all samples of each prompt."""
+    mode: Mode = "greedy" if section.published.greedy else "sampled"
+    before, after = (_read(folder / "completions.jsonl", mode) for folder in folders)
+    pairs = [
+        AnswerPair(
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.text,
+            gold=prompt.data,
+            before=_first(before.get(prompt.prompt_id, [])),
+            after=_first(after.get(prompt.prompt_id, [])),
+        )
+        for prompt in prompts
+    ]
+    tasks_of = {prompt.prompt_id: section.published.tasks or [prompt.task] for prompt in prompts}
+    tasks = dict.fromkeys(task for tasks in tasks_of.values() for task in tasks)
+
+    def both(task: str) -> list[tuple[list[Line], list[Line]]]:
+        ids = [prompt_id for prompt_id, tasks in tasks_of.items() if task in tasks]
+        return [(before.get(prompt_id, []), after.get(prompt_id, [])) for prompt_id in ids]
+
+    return AnswerComparison(
+        run=run,
+        versions=versions,
+        mode=mode,
+        differences=[found for task in tasks for found in _differences(section, task, both(task))],
+        num_changed=sum(pair.before != pair.after for pair in pairs),
+        # the sort is stable: equal ones stay in the order of the prompts
+        pairs=sorted(pairs, key=_rank),
+    )
+
+
+def _read(path: Path, mode: Mode) -> dict[str, list[Line]]:
+    """Return prompt id -> its completions of this mode."""
+    found: dict[str, list[Line]] = {}
+    # binary: a line ends at a line feed alone, and texts may hold other separators
+    with path.open("rb") as file:
+        for line in map(json.loads, file):
+            if line["mode"] == mode:
+                found.setdefault(line["prompt_id"], []).append(line)
+    return found
+
+
+def _first(lines: Sequence[Line]) -> Answer | None:
+    if not lines:
+        return None
+    return Answer(text=lines[0]["text"], rewards=lines[0]["scores"], unknown=lines[0]["unknown"])
+
+
+def _rank(pair: AnswerPair) -> int:
+    """Return the sort key: worse ones first, for they are what one would miss, then better ones, then other changes."""
+    if pair.before == pair.after:
+        return 3
+    before, after = (list(answer.rewards.values()) if answer else [None] for answer in (pair.before, pair.after))
+    if None in before or None in after:
+        return 2
+    change = sum(filter(None, after)) - sum(filter(None, before))
+    return 0 if change < 0 else 1 if change > 0 else 2
+
+
+def _differences(
+    section: EvalSection, task: str, both: Iterable[tuple[list[Line], list[Line]]]
+) -> Iterable[Difference]:
+    """Yield the difference in success, and in reward where that is another number."""
+    rewards = [
+        tuple([line["scores"][task] for line in lines if line["scores"][task] is not None] for lines in pair)
+        for pair in both
+    ]
+    successes = [tuple([float(section.succeeds(task, reward)) for reward in part] for part in pair) for pair in rewards]
+    yield _difference(task, f"success rate ({section.success_rule(task)})", successes)
+    if rewards != successes:
+        yield _difference(task, "mean reward", rewards)
+
+
+def _difference(task: str, what: str, values: Sequence[tuple[list[float], ...]]) -> Difference:
+    changes = [sum(after) / len(after) - sum(before) / len(before) for before, after in values if before and after]
+    return Difference(
+        task=task,
+        what=what,
+        before=mean_of_prompts([before for before, _ in values]),
+        after=mean_of_prompts([after for _, after in values]),
+        difference=mean_of_prompts([[change] for change in changes]),
+        num_better=sum(change > 0 for change in changes),
+        num_worse=sum(change < 0 for change in changes),
+        num_same=changes.count(0.0),
+        num_unknown=len(values) - len(changes),
+    )
+
+
+def comparison_lines(comparison: AnswerComparison, *, limit: int) -> list[str]:
+    """Return the first pairs, three lines each, and a line for each difference."""
+    lines = [line for pair in comparison.pairs[:limit] for line in _pair_lines(pair, comparison.versions)]
+    before, after = comparison.versions
+    lines.append(
+        f"{comparison.mode} answers of {before} and {after} to {len(comparison.pairs)} held-out prompts: "
+        f"{comparison.num_changed} changed, {min(limit, len(comparison.pairs))} are shown (--limit)"
+    )
+    return [*map(escape_controls, lines), *map(_difference_line, comparison.differences)]
+
+
+def _pair_lines(pair: AnswerPair, versions: tuple[str, str]) -> list[str]:
+    width = max(map(len, versions))
+    gold = f"  gold data {pair.gold}" if pair.gold else ""
+    return [
+        f"{pair.prompt_id}: {_shortened(pair.prompt)}{gold}",
+        *(
+            f"  {version:<{width}}  {_answer_text(answer)}"
+            for version, answer in zip(versions, (pair.before, pair.after), strict=True)
+        ),
+    ]
+
+
+def _answer_text(answer: Answer | None) -> str:
+    if answer is None:
+        return "no answer: the engine refused the prompt"
+    rewards = {
+        task: f"unknown ({answer.unknown.get(task)})" if reward is None else f"{reward:.4g}"
+        for task, reward in answer.rewards.items()
+    }
+    if len(rewards) == 1:
+        return f"reward {next(iter(rewards.values()))}: {_shortened(answer.text)}"
+    return f"rewards {', '.join(f'{task} {reward}' for task, reward in rewards.items())}: {_shortened(answer.text)}"
+
+
+def _shortened(text: str) -> str:
+    return repr(text[:TEXT_CHARS]) + (" ..." if len(text) > TEXT_CHARS else "")
+
+
+def _difference_line(found: Difference) -> str:
+    change = found.difference
+    error = "" if change.stderr is None else f" ± {change.stderr:.4f} (standard error, paired)"
+    values = [
+        "unknown" if value is None else format(value, form)
+        for value, form in ((found.before.value, ".4f"), (found.after.value, ".4f"), (change.value, "+.4f"))
+    ]
+    unknown = f", {found.num_unknown} unknown" if found.num_unknown else ""
+    return (
+        f"{found.task}: {found.what} {values[0]} -> {values[1]}, difference {values[2]}{error}; {found.num_better} "
+        f"prompts better, {found.num_worse} worse, {found.num_same} the same{unknown}"
+    )

@@ -60,7 +60,9 @@ def _run(name: str, check: Check, target: Target, results: list[CheckResult]) ->
         for result in check(target):
             results.append(result)
     except (TbaError, OSError) as error:
-        results.append(fail("check-error", f"the check {name!r} failed: {error}", "fix what the message names"))
+        # the sentence of an error ends with what to do
+        found, _, fix = str(error).rpartition("; ")
+        results.append(fail(name, found or fix, fix if found else "correct what the message names"))
     except Exception as error:
         results.append(
             fail("check-error", f"the check {name!r} broke: {type(error).__name__}: {error}", "please report this")

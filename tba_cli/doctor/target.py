@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import urllib3
+from pydantic import BaseModel
 
 from tba.clients.service_client import tls_options
 from tba.config import Recipe, load_recipe, parse_recipe
@@ -20,6 +21,7 @@ from tba_cli.run_folder import RunFolder
 
 ASKED: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
 """The services that answer over HTTP."""
+M = TypeVar("M", bound=BaseModel)
 SERVICES = ("buffer", "reward", "searcher", "trainer")
 CALL_TIMEOUT_S = 5.0
 """Deadline of one call of a service."""
@@ -130,6 +132,16 @@ class Target:
         if url is None:
             return f"the address of the {service} service is not known before `tba run` chooses its port"
         return http_get(url + path, token=token, ca_file=self.recipe.tls.ca_file)
+
+    def read(self, service: Literal["buffer", "reward"], path: str, reply: type[M], *, token: str | None) -> M | None:
+        """Return the parsed answer to a GET; None: there is none, or it is not what this release expects."""
+        answer = self.ask(service, path, token=token)
+        if not isinstance(answer, Answer) or answer.status != 200:
+            return None
+        try:
+            return reply.model_validate_json(answer.body)
+        except ValueError:
+            return None
 
 
 def http_get(url: str, *, token: str | None = None, ca_file: str | None = None) -> Answer | str:

@@ -112,13 +112,13 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
     users = sorted(name for name, device in devices.items() if name in target.services and device != "cpu")
     if importlib.util.find_spec("torch") is None:
         if {"trainer", "searcher"} & target.services:
-            yield fail("gpu-torch", "torch is not installed here", "install tba-trainer or tba-searcher, or its image")
+            yield fail("gpu", "torch is not installed here", "install tba-trainer or tba-searcher, or its image")
         else:
             yield skip("gpu", f"torch is not installed here, and {', '.join(sorted(target.services))} needs no GPU")
         return
     answer = _ask_torch()
     if isinstance(answer, str):
-        yield fail("gpu-torch", f"torch cannot be imported: {answer}", "install it again; the message says what failed")
+        yield fail("gpu", f"torch cannot be imported: {answer}", "install it again; the message says what failed")
         return
     # torch may count GPUs that this CUDA build cannot use
     gpus = answer["gpus"] if answer["usable"] else []
@@ -132,10 +132,11 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
             yield from _memory(target, _cards(answer))
         return
     if not gpus:
-        build = (
-            "torch was built without CUDA" if answer["cuda"] is None else f"torch is built for CUDA {answer['cuda']}"
+        yield fail(
+            "gpu",
+            f"{' and '.join(users)} want a GPU, but torch sees none; it is torch {answer['torch']}",
+            _no_gpu(answer),
         )
-        yield fail("gpu", f"{' and '.join(users)} want a GPU, but torch sees none; {build}", _no_gpu(answer))
         return
     yield ok("gpu", f"{names}; torch {answer['torch']}, CUDA {answer['cuda']}")
     yield from _count(target, len(gpus))
@@ -152,10 +153,6 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
             )
     if target.is_local and (sentence := _too_few_gpus(recipe, len(gpus))) is not None:
         yield fail("gpu-count", sentence, "correct local.gpus")
-    if recipe.trainer.compile and "trainer" in users and (sentence := _no_c_compiler()) is not None:
-        yield fail(
-            "gpu-compiler", sentence, "install gcc and libc6-dev, use the GPU image, or set trainer.compile = false"
-        )
     yield from _memory(target, _cards(answer))
 
 
@@ -198,21 +195,12 @@ def _shape_of(recipe: Recipe) -> ShapeOf:
     return functools.cache(lambda path: shape_in_recipe(path, recipe)[0])
 
 
-def _no_c_compiler() -> str | None:
-    """Return why Triton cannot build its launchers: it takes $CC, or else gcc or clang (triton/runtime/build.py)."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    if any(shutil.which(name) for name in names):
-        return None
-    return f"trainer.compile = true needs a C compiler for Triton, and there is no {' or '.join(names)} here"
-
-
 def _no_gpu(answer: dict[str, Any]) -> str:
     if answer["cuda"] is None:
         return "install the CUDA build of torch, or the GPU image; or set trainer.device and searcher.device to cpu"
     return (
-        "give the container a GPU (compose: deploy.resources.reservations.devices; chart: gpu.count of the service, "
-        "and the NVIDIA device plugin on the node), install a driver that is new enough for this CUDA, or set the "
-        "device to cpu"
+        "give the container a GPU (compose: deploy.resources.reservations.devices; chart: gpu.count), install a driver "
+        "that is new enough for this CUDA, or set the device to cpu"
     )
 
 
@@ -268,7 +256,7 @@ def _free(what: str, path: Path, *, need_bytes: int) -> CheckResult:
     # read-only root file systems are usual in clusters
     if not os.access(there, os.W_OK):
         return fail(
-            "disk-writable",
+            "disk",
             f"{there} ({what}) cannot be written by user {os.getuid()}",
             "mount a writable volume or tmpfs there, or give the user the folder",
         )
@@ -299,17 +287,12 @@ def _weights_bytes(target: Target) -> int:
 
 def _shared_memory(target: Target) -> Iterator[CheckResult]:
     recipe = target.recipe
-    users = [
-        name
-        for name, uses in (
-            ("a trainer of several processes", recipe.trainer.num_processes > 1 and "trainer" in target.services),
-            ("vLLM", recipe.searcher.engine == "vllm" and "searcher" in target.services),
-        )
-        if uses
-    ]
+    asked = {
+        "a trainer of several processes": recipe.trainer.num_processes > 1 and "trainer" in target.services,
+        "vLLM": recipe.searcher.engine == "vllm" and "searcher" in target.services,
+    }
+    users = [name for name, is_asked in asked.items() if is_asked]
     if not SHARED_MEMORY.is_dir():
-        if users:
-            yield fail("shared-memory", f"there is no {SHARED_MEMORY}, which {users[0]} needs", "mount a tmpfs there")
         return
     # containers have 64 MiB unless they ask for more, and NCCL then fails with an unrelated error message
     total = shutil.disk_usage(SHARED_MEMORY).total

@@ -15,7 +15,7 @@ from pathlib import Path
 from tba.api import Prompt, ScoreResult
 from tba.config import Recipe
 from tba.config.data import DatasetSection
-from tba.errors import ConfigError, TbaError
+from tba.errors import ConfigError
 from tba_cli.artifacts import required_folders
 from tba_cli.artifacts.prepared import check_prepared, made_at_start, missing
 from tba_cli.doctor.checks.machine import check_devices, check_disk, devices_of
@@ -23,22 +23,17 @@ from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.security import check_tokens
 from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
-from tba_cli.generators import addition
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.resolve import check_model, custom_objects
 from tba_cli.setup.prepare import endless_warning, measure_model
 from tba_cli.setup.try_model import try_model
-from tba_cli.starter_models.convert import MAX_SHOWN_UNKNOWN
 
 MAX_MEASURED_PROMPTS = 2000
 """At most this many prompts are measured in tokens."""
 INCONCLUSIVE_REASONS = frozenset({"abstained", "ambiguous", "too_long"})
 """Reasons for no score that the made-up response may have caused."""
-EXAMPLES = "examples.jsonl"
-"""The file for `tba score` that `tba init` writes beside a recipe."""
-FIX = "correct what the message names"
 SLACK_S = 60.0
 """Time for everything beside the start of the scorers and their answers."""
 ELSEWHERE = "its services run elsewhere (buffer.url); `tba doctor` looks at it in their containers"
@@ -145,18 +140,25 @@ class RecipeChecks:
         """Return the checks that the others need: run these before."""
         return [("prompts", self.check_prompts)]
 
-    def others(self) -> list[tuple[str, Check]]:
+    def others(self, target: Target) -> list[tuple[str, Check]]:
         """Return the checks that may run at once."""
-        return [
+        checks: list[tuple[str, Check]] = [
             ("model", self.check_model),
             ("tokenizer", self.check_tokenizer),
-            ("scorers", self.check_scorers),
             ("temperature", self.check_temperature),
-            ("plugins", self.check_plugins),
-            ("devices", self.check_devices),
-            ("here", self.check_here),
             ("tokens", check_tokens),
             ("store", self.check_store),
+        ]
+        if not target.is_local:
+            return [*checks, ("here", _say_elsewhere)]
+        return [
+            *checks,
+            ("scorer", self.check_scorers),
+            ("plugin", self.check_plugins),
+            ("device", self.check_devices),
+            ("port", self.check_ports),
+            ("disk", check_disk),
+            ("redis-server", self.check_redis_server),
         ]
 
     def check_prompts(self, target: Target) -> Iterator[CheckResult]:
@@ -166,32 +168,18 @@ class RecipeChecks:
         if self.offline and hub:
             yield skip("prompts", f"{OFFLINE} for {' and '.join(hub)}")
             return
-        try:
-            # `tba run` fetches or makes the other items itself
-            check_prepared(self.recipe, at_start=False)
-        except ConfigError as error:
-            yield _failed("prepared", error)
-            return
+        # `tba run` fetches or makes the other items itself
+        check_prepared(self.recipe, at_start=False)
         data = self.recipe.data
         missing = self._missing({part.dataset or "" for part in (data.train, data.heldout) if part is not None})
         if missing:
             yield skip("prompts", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
             return
-        try:
-            self.prompts = prompts_of(self.recipe)
-        except ConfigError as error:
-            yield _failed("prompts", error)
-            return
+        self.prompts = prompts_of(self.recipe)
         num = {split: sum(prompt.split == split for prompt in self.prompts) for split in ("train", "heldout")}
         yield ok("prompts", f"{num['train']} to train on, {num['heldout']} held out")
         if (shared := in_both_splits(self.recipe, self.prompts)) is not None:
             yield warn("prompts", f"{shared}; evaluations of them measure memory", "take them out of one split")
-        try:
-            check_tasks(self.prompts, tasks_of_recipe(self.recipe))
-        except ConfigError as error:
-            yield _failed("prompt-tasks", error)
-        else:
-            yield ok("prompt-tasks", f"scored: {', '.join(sorted({prompt.task for prompt in self.prompts}))}")
         # a misspelt task name shows as a reward that no prompt asks for
         asked = {*self.recipe.eval.published.tasks, *(prompt.task for prompt in self.prompts)}
         for task in self.recipe.reward.tasks:
@@ -201,20 +189,19 @@ class RecipeChecks:
                     f"no prompt has the task {task!r}, so reward.tasks.{task} scores nothing",
                     f"correct the name of reward.tasks.{task}, or the task of the prompts, or remove it",
                 )
+        check_tasks(self.prompts, tasks_of_recipe(self.recipe))
+        yield ok("prompts", f"scored: {', '.join(sorted({prompt.task for prompt in self.prompts}))}")
 
     def check_model(self, target: Target) -> Iterator[CheckResult]:
         """Check the folders that the services read, and that the starting model is the one that the recipe asks for."""
         yield from check_models(target)
         if not target.is_local:
             return
-        try:
-            if self._missing({self.recipe.model.path}) or check_model(self.recipe):
-                return
-            if (found := try_model(self.recipe, files_only=True)) is not None:
-                files = "config, tokenizer and names of weights agree; `tba run` loads it"
-                yield ok("model-use", f"{found['architecture']}: {files}")
-        except ConfigError as error:
-            yield _failed("model", error)
+        if self._missing({self.recipe.model.path}) or check_model(self.recipe):
+            return
+        if (found := try_model(self.recipe, files_only=True)) is not None:
+            files = "config, tokenizer and names of weights agree; `tba run` loads it"
+            yield ok("model", f"{found['architecture']}: {files}")
 
     def check_tokenizer(self, target: Target) -> Iterator[CheckResult]:
         """Check that the model's config and tokenizer load, and that prompts and responses fit into its context."""
@@ -224,7 +211,6 @@ class RecipeChecks:
         try:
             if self._missing({self.recipe.model.path}) or check_model(self.recipe):
                 yield skip("tokenizer", f"{self.recipe.model.path} is not there yet; `tba run` fetches or makes it")
-                yield from self._check_characters()
                 return
         except ConfigError:
             yield skip("tokenizer", f"there is no model at {self.recipe.model.path} to tokenize with")
@@ -234,13 +220,16 @@ class RecipeChecks:
             return
         # enough to see a limit that is too low; all of them would take minutes
         measured = self.prompts[:MAX_MEASURED_PROMPTS]
-        try:
-            answer, lines = measure_model(self.recipe, measured)
-        except ConfigError as error:
-            yield _failed("tokenizer", error)
-            return
+        answer, lines = measure_model(self.recipe, measured)
         yield ok("tokenizer", f"{answer['architecture']}, vocabulary of {answer['vocab_size']:,}")
-        yield from _unknown_results(answer["num_unknown_texts"], len(measured), answer["unknown"])
+        if answer["num_unknown_texts"]:
+            yield warn(
+                "tokenizer",
+                f"{answer['num_unknown_texts']} of {len(measured)} prompts contain "
+                f"{' or '.join(map(repr, answer['unknown']))}, which the tokenizer does not know; the model reads all "
+                "that is unknown as one and the same token",
+                "write the prompts without it, or take a starting model that knows it (model.path)",
+            )
         if (warning := endless_warning(self.recipe, measured, answer)) is not None:
             yield warn("end-of-answers", *warning.rsplit("; ", 1))
         num_over = sum(tokens > self.recipe.searcher.max_prompt_tokens for tokens in answer["text_tokens"])
@@ -257,67 +246,40 @@ class RecipeChecks:
 
     def check_scorers(self, target: Target) -> Iterator[CheckResult]:
         """Start a reward service that imports every scorer, and ask it for the reward of a prompt of each task."""
-        if not target.is_local:
-            yield skip("scorer", ELSEWHERE)
-            return
         if self.try_scorers is None:
             yield skip("scorer", "no image holds the launcher, which starts a reward service for this")
             return
-        try:
-            missing = self._missing({folder.path for folder in required_folders(self.recipe, "reward")})
-            if missing:
-                yield skip("scorer", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
-                return
-            trial = self.try_scorers(self.recipe, self.prompts, networks=self.full, http=not self.offline)
-        except TbaError as error:
-            yield _failed("scorer", error)
+        missing = self._missing({folder.path for folder in required_folders(self.recipe, "reward")})
+        if missing:
+            yield skip("scorer", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
             return
+        trial = self.try_scorers(self.recipe, self.prompts, networks=self.full, http=not self.offline)
         yield from _scorer_results(trial, self.file)
 
     def check_plugins(self, target: Target) -> Iterator[CheckResult]:
         """Find the modules of what the recipe names by import path or entry point. They are not imported."""
-        named = custom_objects(self.recipe)
-        if named and not target.is_local:
-            yield skip("plugin", ELSEWHERE)
-            return
-        for each in named:
-            try:
-                yield ok("plugin", f"{each.what} {each.value}: {each.find()}")
-            except ConfigError as error:
-                yield _failed("plugin", error)
+        for each in custom_objects(self.recipe):
+            yield ok("plugin", f"{each.what} {each.value}: {each.find()}")
 
     def check_devices(self, target: Target) -> Iterator[CheckResult]:
         """Use each device of the recipe once."""
-        devices = devices_of(self.recipe)
-        named = ", ".join(f"{key} {device}" for key, device in devices.items())
-        if not target.is_local:
-            yield skip("device", ELSEWHERE)
-        elif importlib.util.find_spec("torch") is None:
+        named = ", ".join(f"{key} {device}" for key, device in devices_of(self.recipe).items())
+        if importlib.util.find_spec("torch") is None:
             yield skip("device", f"torch is not installed here, so {named} cannot be tried")
         else:
-            try:
-                check_devices(self.recipe)
-            except ConfigError as error:
-                yield _failed("device", error)
-            else:
-                yield ok("device", f"usable: {named}")
+            check_devices(self.recipe)
+            yield ok("device", f"usable: {named}")
 
-    def check_here(self, target: Target) -> Iterator[CheckResult]:
-        """Check what a local run needs of this machine: ports, disks and redis-server."""
-        if not target.is_local:
-            yield skip("port", ELSEWHERE)
-            return
-        for key, section in (("buffer.port", self.recipe.buffer), ("reward.port", self.recipe.reward)):
-            try:
-                if not target.is_going:  # then it has them itself
-                    choose_ports([PortRequest(key, section.host, section.port)])
-            except ConfigError as error:
-                yield _failed("port", error)
-        yield from check_disk(target)
-        try:
-            yield ok("redis-server", find_redis_server(self.recipe.local.redis_server))
-        except ConfigError as error:
-            yield _failed("redis-server", error)
+    def check_ports(self, target: Target) -> Iterator[CheckResult]:
+        """Check that the ports of a local run are free."""
+        if not target.is_going:  # then it has them itself
+            sections = {"buffer.port": self.recipe.buffer, "reward.port": self.recipe.reward}
+            choose_ports([PortRequest(key, section.host, section.port) for key, section in sections.items()])
+        yield ok("port", "the ports of buffer and reward service are free, or this run's own")
+
+    def check_redis_server(self, target: Target) -> Iterator[CheckResult]:
+        """Find the redis-server that a local run starts."""
+        yield ok("redis-server", find_redis_server(self.recipe.local.redis_server))
 
     def check_store(self, target: Target) -> Iterator[CheckResult]:
         """Check the object store."""
@@ -325,16 +287,6 @@ class RecipeChecks:
             yield skip("store", f"{OFFLINE} for {self.recipe.store.url}")
         else:
             yield from check_store(target)
-
-    def _check_characters(self) -> Iterator[CheckResult]:
-        """Compare the prompts with the characters of a starting model that is not made yet."""
-        if self.recipe.model.warm_start is None:
-            return
-        found = [set(prompt.text) - set(addition.CHARACTERS) for prompt in self.prompts]
-        unknown = Counter(character for characters in found for character in sorted(characters))
-        yield from _unknown_results(
-            sum(map(bool, found)), len(found), [character for character, _ in unknown.most_common(MAX_SHOWN_UNKNOWN)]
-        )
 
     def _missing(self, paths: set[str]) -> list[str]:
         """Return which of these folders are not there yet, and `tba run` fetches or makes them.
@@ -356,26 +308,8 @@ class RecipeChecks:
         ]
 
 
-def _failed(code: str, error: TbaError) -> CheckResult:
-    """Split the sentence of an error, which ends with what to do, into `found` and `fix`."""
-    found, _, fix = str(error).rpartition("; ")
-    return CheckResult(code, "fail", found or fix, fix if found else FIX)
-
-
-def _unknown_results(num_texts: int, num_prompts: int, unknown: Sequence[str]) -> Iterator[CheckResult]:
-    """Warn where prompts hold what the tokenizer does not know.
-
-    Args:
-        unknown: what most of these prompts hold, the most frequent first.
-    """
-    if num_texts:
-        named = " or ".join(map(repr, unknown))
-        yield warn(
-            "tokenizer",
-            f"{num_texts} of {num_prompts} prompts contain {named}, which the tokenizer does not know; the model reads "
-            "all that is unknown as one and the same token",
-            "write the prompts without it, or take a starting model that knows it (model.path)",
-        )
+def _say_elsewhere(target: Target) -> Iterator[CheckResult]:
+    yield skip("here", f"scorers, plugins, devices, ports, disks: {ELSEWHERE}")
 
 
 def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:
@@ -402,16 +336,13 @@ def _tried_result(trial: Trial, task: str, tried: Sequence[tuple[str, ScoreResul
     rewards = [result.reward for _, result in tried]
     names = ", ".join(what for what, _ in tried)
     if task in trial.right and len(set(rewards)) == 1:
-        examples = recipe_file.with_name(EXAMPLES)
-        is_there = examples.is_file()
         return warn(
             "scorer",
             f"task {task!r}: all responses that were tried score {rewards[0]:g} ({names}); a run learns nothing from a "
             "reward that is the same for all responses",
-            f"see what the scorer gives: `tba score {shlex.quote(str(examples)) if is_there else 'FILE'} --recipe "
-            f"{shlex.quote(str(recipe_file))}`"
-            + ("" if is_there else ", where FILE holds responses of your own (tba score --help)")
-            + "; nothing, if the reward is not about the data, or asks for more than a bare answer",
+            f"see what the scorer gives: `tba score FILE --recipe {shlex.quote(str(recipe_file))}`, where FILE holds "
+            "responses of your own (tba score --help); nothing, if the reward is not about the data, or asks for more "
+            "than a bare answer",
         )
     scores = ", ".join(f"{what} {result.reward:g}" for what, result in tried)
     return ok("scorer", f"task {task!r}: made-up responses score: {scores}")

@@ -32,11 +32,7 @@ def check_services(target: Target) -> Iterator[CheckResult]:
         if isinstance(answer, Answer):
             yield _health(service, answer)
         elif isinstance(answer, TlsProblem):
-            yield fail(
-                "service",
-                f"the {service} service: {answer}",
-                "docs/security.md, TLS, says more",
-            )
+            yield fail("service", f"the {service} service: {answer}", "docs/security.md, TLS, says more")
         # nothing is wrong: the services of a local run live as long as it
         elif target.is_local and not target.is_going:
             yield skip("service", f"the {service} service is not running; `tba run` starts it")
@@ -60,17 +56,11 @@ def _health(service: str, answer: Answer) -> CheckResult:
 
 
 def _run(target: Target) -> Iterator[CheckResult]:
-    answer = target.ask("buffer", "/v1/run", token=some_token(target))
-    if not isinstance(answer, Answer) or answer.status != 200:
-        return  # the results above, or those of the tokens, say why
-    try:
-        run = RunInfo.model_validate_json(answer.body)
-    except ValueError:
-        yield skip("run", "the buffer's answer is not what this release expects; see release-services")
-        return
-    alive = [component for component in run.components if component.alive]
-    kinds = ", ".join(sorted({component.kind for component in alive})) or "none"
+    run = target.read("buffer", "/v1/run", RunInfo, token=some_token(target))
+    if run is None:
+        return  # the results above, or those of the tokens and releases, say why
     # a component that has ended stays in the list for a while
+    kinds = ", ".join(sorted({component.kind for component in run.components if component.alive})) or "none"
     text = f"run {run.run!r} is {run.state} at step {run.step}; alive: {kinds}"
     if run.state == "failed":
         yield fail("run", f"{text}: {run.state_reason}", "fix what the reason names; a new trainer continues the run")
@@ -116,7 +106,7 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
             )
         elif run != target.recipe.run.name:
             yield fail(
-                "release-run",
+                "release-services",
                 f"the {service} service at {target.url(service)} belongs to run {run!r}, but this recipe is for "
                 f"run {target.recipe.run.name!r}",
                 f"correct {service}.url, or give the services one recipe",
@@ -134,28 +124,23 @@ def _version(package: str) -> str | None:
 
 def check_rewards(target: Target) -> Iterator[CheckResult]:
     """Check that the reward service scores every task."""
-    answer = target.ask("reward", "/v1/rewards", token=some_token(target))
-    if not isinstance(answer, Answer) or answer.status != 200:
+    reply = target.read("reward", "/v1/rewards", RewardsReply, token=some_token(target))
+    if reply is None:
         yield skip("reward-tasks", "the reward service does not say which tasks it scores")
-    else:
-        try:
-            rewards = RewardsReply.model_validate_json(answer.body).rewards
-        except ValueError:
-            yield skip("reward-tasks", "the reward service's answer is not what this release expects")
-            rewards = []
-        known = {reward.task: reward.health for reward in rewards}
-        for task in tasks_of(target.recipe) if rewards else ():
-            if task not in known:
-                yield fail(
-                    "reward-tasks",
-                    f"no reward scores the task {task!r}; the service knows {', '.join(sorted(known))}",
-                    f"give the recipe an entry reward.tasks.{task}, and restart the reward service with it",
-                )
-            # the health of a task names each scorer that is not well: `name: problem; name: problem`
-            elif not {part.rpartition(": ")[2] for part in known[task].split("; ")} <= HEALTHY:
-                yield warn("reward-tasks", f"task {task!r}: {known[task]}", "the log of the reward service says why")
-            else:
-                yield ok("reward-tasks", f"task {task!r} is scored")
+        return
+    known = {reward.task: reward.health for reward in reply.rewards}
+    for task in tasks_of(target.recipe) if known else ():
+        if task not in known:
+            yield fail(
+                "reward-tasks",
+                f"no reward scores the task {task!r}; the service knows {', '.join(sorted(known))}",
+                f"give the recipe an entry reward.tasks.{task}, and restart the reward service with it",
+            )
+        # the health of a task names each scorer that is not well: `name: problem; name: problem`
+        elif not {part.rpartition(": ")[2] for part in known[task].split("; ")} <= HEALTHY:
+            yield warn("reward-tasks", f"task {task!r}: {known[task]}", "the log of the reward service says why")
+        else:
+            yield ok("reward-tasks", f"task {task!r} is scored")
 
 
 def tasks_of(recipe: Recipe) -> list[str]:

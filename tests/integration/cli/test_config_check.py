@@ -91,7 +91,7 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
     assert code == 0, out
     assert failures(out) == []
     assert "ok   prompts: 1 to train on, 1 held out" in out
-    assert "ok   model-use: LlamaForCausalLM: config, tokenizer and names of weights agree; `tba run` loads it" in out
+    assert "ok   model: LlamaForCausalLM: config, tokenizer and names of weights agree; `tba run` loads it" in out
     assert "ok   tokenizer: LlamaForCausalLM" in out
     assert "ok   prompt-length: prompts have up to 4 tokens" in out
     assert "ok   scorer: task 'mine': made-up responses score: '1' 0, data.answer '2' 1" in out
@@ -112,13 +112,10 @@ def test_a_function_of_token_ids_gets_some(check: Check) -> None:
     assert "WARN scorer: task 'mine': all responses that were tried score 1 ('1', data.answer '2');" in out
 
 
-def test_a_reward_that_never_differs_is_a_warning_with_a_command(check: Check, tmp_path: Path) -> None:
+def test_a_reward_that_never_differs_is_a_warning_with_a_command(check: Check) -> None:
     _, out = check(function="graders:flat", model={"path": "nowhere"})
     assert "WARN scorer: task 'mine': all responses that were tried score 0 ('1', data.answer '2');" in out
     assert "`tba score FILE --recipe recipe.json`, where FILE holds responses of your own" in out
-    (tmp_path / "examples.jsonl").touch()
-    _, out = check(function="graders:flat", model={"path": "nowhere"})
-    assert "`tba score examples.jsonl --recipe recipe.json`;" in out
 
 
 @pytest.mark.parametrize(
@@ -182,9 +179,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(check: Check, tmp
     _, out = check(reward={"tasks": {}})
     expected = "WARN tokenizer: 2 of 3 prompts contain '\u00d7' or '\u00f7', which the tokenizer does not know;"
     assert expected in out, out
-    # a warm start knows its characters before its model is made
     _, out = check(reward={"tasks": {}}, model={"path": "later", "warm_start": {"task": "addition"}})
-    assert expected in out, out
     assert "later is not there yet" in out
 
 

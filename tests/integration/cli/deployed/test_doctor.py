@@ -265,16 +265,6 @@ def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monke
     assert {result.level for result in check_gpu(target_of(recipe, service="trainer", num_gpus=2))} == {"ok"}
 
 
-def test_a_gpu_without_a_compiler(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_of(deployment.recipe(trainer={"device": "cuda", "compile": True}), service="trainer")
-    fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)])
-    monkeypatch.setenv("CC", "no-such-compiler")
-    wanted = "trainer.compile = true needs a C compiler for Triton, and there is no no-such-compiler here"
-    assert_finding(one(list(check_gpu(target)), "gpu-compiler"), "fail", wanted)
-    monkeypatch.setenv("CC", "true")  # any program
-    assert not [result for result in check_gpu(target) if result.code == "gpu-compiler"]
-
-
 def test_without_a_recipe_the_machine_is_checked_and_what_was_left_out_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -35,7 +35,7 @@ CLIPS: tuple[ImportanceWeight, ...] = ("token_clip", "sequence_clip", "sequence_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that makes an objective; every part is also a key of `[objective]`."""
+    """Everything that makes an objective. Most parts are keys of `[objective]`, too."""
 
     kind: Kind = "trajectory_balance"
     beta: float = 0.05
@@ -112,8 +112,7 @@ PRESETS = MappingProxyType(
 FAMILY = tuple(name for name, parts in PRESETS.items() if parts.kind == "trajectory_balance")
 BASELINES = tuple(name for name in PRESETS if name not in FAMILY)
 
-DEFAULT_RESET_STEPS, DEFAULT_EMA_DECAY, DEFAULT_EMA_EVERY_STEPS = 50, 0.9, 10
-DEFAULT_LOG_Z_RATE, DEFAULT_SECOND_MOMENT = 0.2, 0.04
+DEFAULT_RESET_STEPS = 50
 DEFAULT_MISMATCH_RANGE = (0.5, 5.0)
 """IcePop's bounds; a truncation has the upper one alone, by default 2 (TIS)."""
 DEFAULT_TRUNCATION = 2.0
@@ -125,8 +124,8 @@ def _known_preset(preset: str) -> str:
 
 
 _NOT_CUSTOM = (
-    *("importance_weight", "negative_weight", "second_moment_limit", "aggregation", "aggregation_tokens"),
-    *("old_policy", "old_policy_versions", "log_z_rate"),
+    *("importance_weight", "negative_weight", "second_moment_limit", "aggregation"),
+    *("old_policy", "old_policy_versions"),
 )
 """Keys that an objective of your own cannot read or has no use for."""
 
@@ -147,7 +146,7 @@ class ObjectiveSection(StrictModel):
     baseline). A baseline whose beta is above 0 has `fixed`."""
     centre: Centre | None = None
     """The term that is subtracted from a rollout's log-ratio: the group mean under theta (VarGrad), the group mean
-    under the behaviour policy (up to `centre_max_age_steps`), -log Z of the prompt, kept as a running estimate
+    under the behaviour policy (up to an age of 32 steps), -log Z of the prompt, kept as a running estimate
     (`log_z`), or nothing. Family only."""
     reward_baseline: RewardBaseline | None = None
     """The term that is subtracted from a rollout's reward: the group mean, or beta log mean exp(r / beta) of the
@@ -156,20 +155,17 @@ class ObjectiveSection(StrictModel):
     """Divide every sequence's log-ratio by its number of tokens; `aggregation` is then `sequence_mean` unless it is
     named. Family only."""
     age_scaled: bool | None = None
-    """With the anchor `behaviour`: clamp the log-ratio to +-`log_ratio_clamp` and divide it by the policy age (at
+    """With the anchor `behaviour`: clamp the log-ratio to +-10 nats and divide it by the policy age (at
     least 1). Family only."""
     importance_weight: ImportanceWeight | None = None
-    """Token weight from rho = pi_theta / pi_old: none; rho within [`importance_floor`, `importance_clamp`] (`clamp`),
-    or 0 outside of it (`mask`); PPO's clip per token, per rollout (their product) or per rollout (their geometric
+    """Token weight from rho = pi_theta / pi_old: none; rho up to `importance_clamp` (`clamp`),
+    or 0 above it (`mask`); PPO's clip per token, per rollout (their product) or per rollout (their geometric
     mean); or rho without the tokens that carry the second moment of log rho above `second_moment_limit`."""
     importance_clamp: float | None = Field(default=None, gt=0)
     """Upper bound of `clamp` and `mask` (default 8; 5 for `cispo`)."""
-    importance_floor: float | None = Field(default=None, ge=0)
-    """Lower bound of `clamp` and `mask` (default 0)."""
     clip_range: float | None = Field(default=None, gt=0, lt=1)
-    """PPO's clip: rho is clipped at 1 - this, and at 1 + this unless there is a `clip_range_high` (default 0.2)."""
-    clip_range_high: float | None = Field(default=None, gt=0)
-    """Another clip above 1 ("clip-higher"; `dapo` and `gspo` have one)."""
+    """PPO's clip: rho is clipped at 1 - this, and at 1 + this (default 0.2). `dapo` and `gspo` have another
+    clip above 1."""
     dual_clip: float | None = Field(default=None, gt=1)
     """With PPO's clip: where A is negative, no gradient beyond this rho (arXiv 1912.09729). None: no such limit."""
     second_moment_limit: float | None = Field(default=None, gt=0)
@@ -182,9 +178,7 @@ class ObjectiveSection(StrictModel):
     aggregation: Aggregation | None = None
     """The divisor of a token's term: `rollouts` or `groups` of the batch; its response `tokens`; rollouts times the
     rollout's own response tokens (`sequence_mean`) or prompt and response tokens (`whole_sequence_mean`); rollouts
-    times `aggregation_tokens` (`constant`)."""
-    aggregation_tokens: int | None = Field(default=None, ge=1)
-    """With `constant`: its number (default: `searcher.max_response_tokens`)."""
+    times `searcher.max_response_tokens` (`constant`)."""
     mask_truncated: bool = False
     """Rollouts that ended at their token limit count in the baseline of their group and teach nothing themselves."""
     mask_tied: bool = False
@@ -207,23 +201,11 @@ class ObjectiveSection(StrictModel):
     """Lower bound of the mismatch `mask` (default 0.5)."""
     mismatch_max: float | None = Field(default=None, gt=0)
     """Upper bound of the mismatch weight (default 2 for `truncate`, 5 for `mask`)."""
-    log_ratio_clamp: float = Field(default=10.0, gt=0)
-    """Clamp of the sequence log-ratio to the behaviour policy, in nats, where it is scaled by age."""
-    log_ratio_token_clamp: float | None = Field(default=None, gt=0)
-    """Clamp of every token's log-ratio to the reference, in nats, before they are summed. None: no clamp."""
-    centre_max_age_steps: int | None = Field(default=None, ge=0)
-    """Behaviour centring applies to rollouts up to this policy age; beyond it the centre is theta (default 32)."""
-    log_z_rate: float | None = Field(default=None, gt=0, le=1)
-    """With the centre `log_z`: the share of a batch's estimate in the running one (default 0.2)."""
     reference_placement: Literal["trainer", "searcher"] = "trainer"
     """The service that computes ref log-probs: `trainer`, which holds the reference model, or `searcher`: the searchers
     send them with their rollouts (the paper's way: no reference model in the trainer; anchor `fixed` only)."""
     reference_reset_steps: int | None = Field(default=None, ge=1)
     """rho: with the anchor `reset`, the steps between two resets of the reference to theta (default 50)."""
-    ema_decay: float | None = Field(default=None, gt=0, lt=1)
-    """With the anchor `ema`: reference = decay * reference + (1 - decay) * theta at every update (default 0.9)."""
-    ema_every_steps: int | None = Field(default=None, ge=1)
-    """With the anchor `ema`: steps between updates (default 10). Every update makes all ref log-probs stale."""
 
     @model_validator(mode="before")
     @classmethod
@@ -258,7 +240,7 @@ class ObjectiveSection(StrictModel):
             return
         clamp = parts.log_ratio_token_clamp
         if self.used_anchor != "fixed" or clamp is not None or self.reward_baseline is not None:
-            name = "reward_baseline" if self.reward_baseline else "anchor" if clamp is None else "log_ratio_token_clamp"
+            name = "reward_baseline" if self.reward_baseline else "anchor" if clamp is None else "the clamp of tokens"
             raise ValueError(
                 f'centre = "log_z" keeps a log Z for each prompt, which is that of the starting model\'s whole '
                 f'log-probs and takes the place of a baseline: {name} does not go with it; remove it (anchor "fixed")'
@@ -283,14 +265,12 @@ class ObjectiveSection(StrictModel):
                 f"age_scaled scales the log-ratio to the behaviour policy, but the anchor is {anchor}; set "
                 'anchor = "behaviour" or age_scaled = false'
             )
-        settings = {"reference_reset_steps": "reset", "ema_decay": "ema", "ema_every_steps": "ema"}
-        for name, needed in settings.items():
-            # a setting without effect is a misunderstanding: better refused at the start than found after the run
-            if anchor != needed and getattr(self, name) is not None:
-                raise ValueError(
-                    f'{name} = {getattr(self, name)} belongs to anchor = "{needed}", but {self._anchor_text()}; '
-                    "remove it or choose that anchor"
-                )
+        # a setting without effect is a misunderstanding: better refused at the start than found after the run
+        if anchor != "reset" and self.reference_reset_steps is not None:
+            raise ValueError(
+                f'reference_reset_steps = {self.reference_reset_steps} belongs to anchor = "reset", but '
+                f"{self._anchor_text()}; remove it or choose that anchor"
+            )
         if self.reference_placement == "searcher" and anchor != "fixed":
             raise ValueError(
                 'reference_placement = "searcher" works with anchor = "fixed" alone, because searchers know only the '
@@ -299,7 +279,7 @@ class ObjectiveSection(StrictModel):
         if self.reference_placement == "searcher" and parts is not None and parts.log_ratio_token_clamp is not None:
             raise ValueError(
                 f'reference_placement = "searcher" sends one number per rollout, and {self.preset} clamps the '
-                'log-ratio of every token (log_ratio_token_clamp); choose reference_placement = "trainer"'
+                'log-ratio of every token; choose reference_placement = "trainer"'
             )
 
     def _check_old_policy(self) -> None:
@@ -324,11 +304,6 @@ class ObjectiveSection(StrictModel):
         low, high = self.mismatch_range
         if low >= high:
             raise ValueError(f"mismatch_min = {low:g} is not below mismatch_max = {high:g}; lower it")
-        if parts is not None and (self.importance_floor or 0.0) >= parts.importance_clamp:
-            raise ValueError(
-                f"importance_floor = {self.importance_floor:g} is not below importance_clamp = "
-                f"{parts.importance_clamp:g}; lower it"
-            )
 
     def _check_unused(self) -> None:
         """Refuse a setting that nothing here uses."""
@@ -349,18 +324,11 @@ class ObjectiveSection(StrictModel):
             "negative_weight": (parts.kind != "best" or self.used_anchor is not None, "an objective with A < 0"),
             "log_ratio_penalty": moving,
             "importance_clamp": bounded,
-            "importance_floor": bounded,
             "clip_range": clips,
-            "clip_range_high": clips,
             "dual_clip": clips,
             "second_moment_limit": (weight == "second_moment", 'importance_weight = "second_moment"'),
-            "aggregation_tokens": (parts.aggregation == "constant", 'aggregation = "constant"'),
             "mismatch_min": (self.mismatch_weight == "mask", 'mismatch_weight = "mask"'),
             "mismatch_max": (self.mismatch_weight != "none", 'mismatch_weight = "truncate" or "mask"'),
-            "log_ratio_clamp": (parts.age_scaled, "age_scaled = true"),
-            "log_ratio_token_clamp": (self.needs_reference, "a KL to a reference (anchor fixed, reset or ema)"),
-            "centre_max_age_steps": (parts.centre == "behaviour", 'centre = "behaviour"'),
-            "log_z_rate": (parts.centre == "log_z", 'centre = "log_z"'),
             "old_policy_versions": (parts.old_policy == "trainer", 'old_policy = "trainer"'),
         }
         for name, (is_used, needed) in used.items():
@@ -417,7 +385,7 @@ class ObjectiveSection(StrictModel):
         """The parts that the recipe names, by name."""
         named = {name: value for name in _OVERRIDES if (value := getattr(self, name)) is not None}
         preset = PRESETS.get(self.preset, Parts())
-        if self.clip_range is not None and self.clip_range_high is None and preset.clip_range == preset.clip_range_high:
+        if self.clip_range is not None and preset.clip_range == preset.clip_range_high:
             named["clip_range_high"] = self.clip_range
         if self.length_normalise and self.aggregation is None:
             named["aggregation"] = "sequence_mean"
@@ -492,5 +460,5 @@ class ObjectiveSection(StrictModel):
             )
 
 
-_OVERRIDES = tuple(part.name for part in fields(Parts) if part.name not in ("kind", "beta"))
+_OVERRIDES = tuple(part.name for part in fields(Parts) if part.name in {*ObjectiveSection.model_fields} - {"beta"})
 """The parts that are keys of the same name; beta has a schedule."""

@@ -27,8 +27,10 @@ VOCAB, MAX_TOKENS = 9, 16
 
 
 def objective_of(preset: str, **fields: Any) -> Objective:
-    """The resolved objective of a preset with overrides."""
-    return resolve(ObjectiveSection.model_validate({"preset": preset, **fields}), max_response_tokens=MAX_TOKENS)
+    """The resolved objective of a preset with overrides; what is no key of a recipe is a part of the preset."""
+    constants = {name: fields.pop(name) for name in {*fields} - {*ObjectiveSection.model_fields}}
+    found = resolve(ObjectiveSection.model_validate({"preset": preset, **fields}), max_response_tokens=MAX_TOKENS)
+    return replace(found, parts=replace(found.parts, **constants))
 
 
 def weighted_loss(sequences: Sequences, tokens: Tokens, settings: Objective, beta: float) -> Tensor:

@@ -146,7 +146,10 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
             {**MINIMAL, "objective": {"beta": {"value": 1.0, "stepz": 3}}},
             r"unknown key 'objective\.beta\.stepz' .*did you mean 'steps'",
         ),
-        ({**MINIMAL, "model": {"path": "m", "warm_start": {"task": "a", "seeed": 1}}}, "did you mean 'seed'"),
+        (
+            {**MINIMAL, "model": {"path": "m", "warm_start": {"task": "a", "noise_step": 1}}},
+            "did you mean 'noise_steps'",
+        ),
         ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
         (
             {**MINIMAL, "searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}},
@@ -171,7 +174,10 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
         ({**MINIMAL, "run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
         ({**MINIMAL, "data": {}}, "give exactly one of `generator`"),
         ({**MINIMAL, "eval": {"pass_at": [2]}}, r"eval: pass_at holds 2, and there are 1 samples"),
-        ({**MINIMAL, "objective": {"ema_decay": 0.5}}, r"objective: ema_decay = 0\.5 belongs to anchor"),
+        (
+            {**MINIMAL, "objective": {"preset": "tb", "reference_reset_steps": 5}},
+            r"objective: reference_reset_steps = 5 belongs to anchor",
+        ),
         (
             {**MINIMAL, "objective": {"beta": {"kind": "linear", "value": 1.0}}},
             r"key 'objective\.beta' has the value \{.*\}: a linear schedule needs `steps`",

@@ -190,7 +190,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(model: Any, pres
         {"preset": "tb"},
         {"preset": OWN},
         {"preset": "rloo", "log_ratio_penalty": 0.3},
-        {"preset": "cispo", "importance_floor": 0.5},
+        {"preset": "cispo"},
         {"preset": "m2po"},
     ],
     ids=str,

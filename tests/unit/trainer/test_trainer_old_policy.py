@@ -242,7 +242,7 @@ def test_shares_and_divisors_leave_masked_rollouts_out(folder: Path) -> None:
     first, second, third = batch.groups
     cut = replace(third, rollouts=tuple(replace(r, finish_reason="length") for r in third.rollouts))
     for aggregation in ("rollouts", "groups", "tokens", "sequence_mean"):
-        objective = {"preset": "cispo", "aggregation": aggregation, "importance_floor": 0.9, "mask_truncated": True}
+        objective = {"preset": "cispo", "aggregation": aggregation, "importance_clamp": 1.1, "mask_truncated": True}
         learners = [move(make_learner(folder, objective=objective)) for _ in range(2)]
         masked = learners[0].gradients(replace(batch, groups=(first, second, cut)), step=1, policy_ages=[0] * 12)
         without = learners[1].gradients(replace(batch, groups=(first, second)), step=1, policy_ages=[0] * 8)

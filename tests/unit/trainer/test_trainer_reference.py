@@ -13,6 +13,7 @@ from tba_trainer.learner.learner import Learner
 from tba_trainer.learner.reference import CarriedReference, ModelReference
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
+from tba_trainer.objectives import objective as objectives
 
 from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
@@ -100,11 +101,14 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(folder: Path) -> None
     [
         ({"preset": "tb"}, START),
         ({"preset": "tba_prime", "reference_reset_steps": 2}, PolicyVersion(4, 4)),
-        ({"preset": "tba_prime", "anchor": "ema", "ema_every_steps": 3}, PolicyVersion(4, 3)),
+        ({"preset": "tba_prime", "anchor": "ema"}, PolicyVersion(4, 3)),
         ({"preset": "kimi"}, START),
     ],
 )
-def test_the_reference_changes_on_schedule(folder: Path, objective: dict[str, Any], version: PolicyVersion) -> None:
+def test_the_reference_changes_on_schedule(
+    folder: Path, objective: dict[str, Any], version: PolicyVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objectives, "EMA_EVERY_STEPS", 3)
     learner = make_learner(folder, objective=objective)
     for step in (1, 2, 3, 4):
         learner.gradients(make_batch(step), step=step, policy_ages=[0] * 12)
@@ -112,8 +116,12 @@ def test_the_reference_changes_on_schedule(folder: Path, objective: dict[str, An
     assert learner.reference.version == version
 
 
-def test_a_moving_average_is_one_of_the_weights_and_empties_the_cache(folder: Path) -> None:
-    objective = {"preset": "tb", "anchor": "ema", "ema_decay": 0.75, "ema_every_steps": 2}
+def test_a_moving_average_is_one_of_the_weights_and_empties_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objectives, "EMA_DECAY", 0.75)
+    monkeypatch.setattr(objectives, "EMA_EVERY_STEPS", 2)
+    objective = {"preset": "tb", "anchor": "ema"}
     learner, batch = make_learner(folder, objective=objective), make_batch(0)
     start = {name: tensor.clone() for name, tensor in learner.reference.tensors().items()}
     learner.reference.logprobs(batch.rollouts)

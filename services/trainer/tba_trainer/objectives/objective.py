@@ -11,16 +11,21 @@ from torch import Tensor
 from tba import plugins
 from tba.config import ObjectiveSection
 from tba.config.objective import (
-    DEFAULT_EMA_DECAY,
-    DEFAULT_EMA_EVERY_STEPS,
-    DEFAULT_LOG_Z_RATE,
     DEFAULT_RESET_STEPS,
-    DEFAULT_SECOND_MOMENT,
     Anchor,
     MismatchWeight,
     Parts,
 )
 from tba.errors import ConfigError
+
+EMA_DECAY, EMA_EVERY_STEPS = 0.9, 10
+"""With the anchor `ema`: reference = decay * reference + (1 - decay) * theta. An update makes ref log-probs stale."""
+LOG_Z_RATE = 0.2
+"""With the centre `log_z`: the share of a batch's estimate in the running one."""
+SECOND_MOMENT_LIMIT = 0.04
+"""Largest mean of (log rho)^2 over the tokens that are kept (M2PO, as published)."""
+LOG_RATIO_CLAMP = 10.0
+"""Clamp of the sequence log-ratio to the behaviour policy, in nats, where it is scaled by age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,6 @@ class Objective:
     """Formula of the advantage, token weight, divisor and their bounds; without meaning for a `function`."""
     anchor: Anchor | None
     """The policy that the KL pulls towards; None: there is no KL."""
-    importance_floor: float
     dual_clip: float | None
     second_moment_limit: float
     log_ratio_penalty: float
@@ -112,7 +116,7 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
 
     Args:
         section: `[objective]` of the recipe.
-        max_response_tokens: the recipe's `searcher.max_response_tokens`, the default of `aggregation_tokens`.
+        max_response_tokens: the recipe's `searcher.max_response_tokens`, the divisor of the aggregation `constant`.
 
     Raises:
         ConfigError: the preset is an objective from outside that cannot be imported, or nothing says by how many
@@ -122,28 +126,26 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
     if parts is None:
         parts = Parts(**section.named_parts)
         function = plugins.load(section.preset, group="tba.objectives", what="objective.preset")
-    aggregation_tokens = section.aggregation_tokens or max_response_tokens
-    if aggregation_tokens is None and parts.aggregation == "constant":
-        raise ConfigError('objective.aggregation = "constant" needs a number of tokens; set aggregation_tokens')
+    if max_response_tokens is None and parts.aggregation == "constant":
+        raise ConfigError('objective.aggregation = "constant" divides by searcher.max_response_tokens; give it')
     ema = anchor == "ema"
     return Objective(
         name=section.preset,
         parts=parts,
         anchor=anchor,
-        importance_floor=section.importance_floor or 0.0,
         dual_clip=section.dual_clip,
-        second_moment_limit=section.second_moment_limit or DEFAULT_SECOND_MOMENT,
+        second_moment_limit=section.second_moment_limit or SECOND_MOMENT_LIMIT,
         log_ratio_penalty=section.log_ratio_penalty,
-        log_ratio_clamp=section.log_ratio_clamp,
-        aggregation_tokens=aggregation_tokens or 1,
+        log_ratio_clamp=LOG_RATIO_CLAMP,
+        aggregation_tokens=max_response_tokens or 1,
         mask_truncated=section.mask_truncated,
         mask_tied=section.mask_tied,
         mismatch_weight=section.mismatch_weight,
         mismatch_range=section.mismatch_range,
-        log_z_rate=(section.log_z_rate or DEFAULT_LOG_Z_RATE) if parts.centre == "log_z" and not function else None,
+        log_z_rate=LOG_Z_RATE if parts.centre == "log_z" and not function else None,
         reference_placement=section.reference_placement if section.needs_reference else None,
         reset_steps=(section.reference_reset_steps or DEFAULT_RESET_STEPS) if anchor == "reset" else None,
-        ema_decay=(section.ema_decay or DEFAULT_EMA_DECAY) if ema else None,
-        ema_every_steps=(section.ema_every_steps or DEFAULT_EMA_EVERY_STEPS) if ema else None,
+        ema_decay=EMA_DECAY if ema else None,
+        ema_every_steps=EMA_EVERY_STEPS if ema else None,
         function=function,
     )

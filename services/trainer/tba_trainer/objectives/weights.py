@@ -104,9 +104,8 @@ def token_weights(
         weight = rho.masked_fill(high, 0.0)
     elif kind != "none":
         rho = _exp(log_rho)
-        low, high = rho < objective.importance_floor, rho > objective.importance_clamp
-        clamped = rho.clamp(objective.importance_floor, objective.importance_clamp)
-        weight = clamped if kind == "clamp" else rho.masked_fill(low | high, 0.0)
+        high = rho > objective.importance_clamp
+        weight = rho.clamp(max=objective.importance_clamp) if kind == "clamp" else rho.masked_fill(high, 0.0)
     mismatch = nowhere
     if objective.mismatch_weight != "none":
         kappa, (least, most) = _exp(log_kappa), objective.mismatch_range

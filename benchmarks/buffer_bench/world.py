@@ -42,7 +42,7 @@ def world(*, num_prompts: int, sampling: dict[str, Any] | None = None, **buffer:
         folder,
         redis_options=REDIS_OPTIONS,
         sampling={**SAMPLING, **(sampling or {})},
-        buffer={"max_rollouts": 20_000_000, "max_bytes": 1 << 40, "max_inflight_bytes": 1 << 30, **buffer},
+        buffer={"max_rollouts": 20_000_000, "max_bytes": 1 << 40, **buffer},
     )
     try:
         prompts, client = make_prompts(num_prompts), stack.client

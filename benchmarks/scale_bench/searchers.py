@@ -66,7 +66,7 @@ def sections(
 ) -> dict[str, dict[str, Any]]:
     """The recipe of a run; `changes` override single values of sections."""
     document: dict[str, dict[str, Any]] = {
-        "buffer": {"lease_s": LEASE_S, "heartbeat_timeout_s": 10.0},
+        "buffer": {"lease_s": LEASE_S},
         "sampling": {"prompts_per_batch": 16, "group_size": 4, "rollouts_per_visit": 8, "min_size_to_sample": 64},
         "searcher": {
             "engine": "simulated",

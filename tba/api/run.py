@@ -320,8 +320,8 @@ class RunInfo(StrictModel):
     constants: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings that are constant within a run (`run.name`, `model.path`, ...), as the buffer's recipe has them."""
     num_rollbacks: int = 0
-    """Lineages that began with the rollback of an alarm; an operator's are not counted (`trainer.guards.max_rollbacks`
-    bounds what guards do by themselves)."""
+    """Lineages that began with the rollback of an alarm; an operator's are not counted: the
+    bound of three is for what guards do by themselves."""
     rollback: RollbackInfo | None = None
     """The rollback that an operator has asked for and no trainer has begun."""
     components: list[ComponentInfo]

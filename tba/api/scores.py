@@ -11,6 +11,8 @@ from tba.api.run import WaitInfo
 from tba.fields import MAX_NUMBER, Name, StrictModel, is_bounded
 from tba.wire.rollout import FinishReason
 
+MAX_SCORE_ITEMS = 1024
+"""Most completions in one request. The service refuses more, and both clients of it cut their requests there."""
 ScoreReason = Literal[
     "abstained",
     "ambiguous",

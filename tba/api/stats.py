@@ -119,7 +119,7 @@ class Stats(StrictModel):
     batches_skipped: dict[str, int] = Field(default_factory=dict)
     """Reason -> batches that a step consumed without training on them."""
     trained_steps: dict[str, int] = Field(default_factory=dict)
-    """Steps of which is known what became of each rollout: kept now, and dropped (`buffer.max_trained_steps`)."""
+    """Steps of which is known what became of each rollout: kept now, and dropped."""
     samples_per_insert: float | None
     """Trained per generated rollout."""
     heartbeats_refused: dict[str, int] = Field(default_factory=dict)

@@ -215,11 +215,7 @@ class DataSection(StrictModel):
     """Prompts to evaluate on, never trained on (generator only)."""
     selection: Literal["epochs", "posterior"] = "epochs"
     """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
-    Beta posterior of each prompt's success, toward `selection_target` (MoPPS, arXiv 2507.04632)."""
-    selection_target: float = Field(default=0.5, ge=0, le=1)
-    """Success rate that `posterior` looks for; one half gives the most informative groups."""
-    selection_candidates: int = Field(default=8, ge=1, le=1000)
-    """`posterior` looks at this many random prompts for every one it takes."""
+    Beta posterior of each prompt's success, toward one half, where groups tell most (MoPPS, arXiv 2507.04632)."""
 
     def check_source(self) -> None:
         """Refuse a section without exactly one source of prompts; called by the recipe.

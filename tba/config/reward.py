@@ -180,8 +180,6 @@ class ModelScorerSpec(ScorerSpec):
     """How long the first item of a batch waits for others."""
     batch_timeout_s: float = Field(default=20.0, gt=0)
     """Deadline of one batch; beyond it the process is killed, and each of its items is asked once more, alone."""
-    load_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline for loading the models."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of the process on the CPU; default: torch's choice."""
 
@@ -273,7 +271,7 @@ class RedteamSpec(ModelScorerSpec):
     classifier_revision: str | None = None
     """Commit, tag or branch of a classifier on the hub."""
     judge: Literal["classifier", "guard"] = "classifier"
-    """`classifier`: probability of `label`. `guard`: a language model (Llama Guard): that of `unsafe_verdict`."""
+    """`classifier`: probability of `label`. `guard`: a language model (Llama Guard): that of its unsafe verdict."""
     classifier_input: Literal["text", "pair", "chat"] | None = None
     """The input of the classifier: `classifier_template`, (attack, reply) as a pair, or both as turns in its chat
     template. Default: chat for a guard, else text."""
@@ -281,10 +279,6 @@ class RedteamSpec(ModelScorerSpec):
     """The text that is judged; `{prompt}` (the attack) and `{response}` (the victim's reply) are filled in."""
     label: int | str | None = None
     """The label of the classifier that means toxic, by number or name; default: the only one."""
-    safe_verdict: str = "\n\nsafe"
-    """A guard's answer to harmless text."""
-    unsafe_verdict: str = "\n\nunsafe"
-    """A guard's answer to harmful text."""
 
     @model_validator(mode="after")
     def _check_templates(self) -> RedteamSpec:
@@ -327,10 +321,6 @@ class HttpSpec(ScorerSpec):
     """Change it when the endpoint changes its scores: it is part of the reward version."""
     token_env: str | None = None
     """Environment variable with the bearer token that is sent."""
-    max_batch_items: int = Field(default=64, ge=1)
-    """Most items in one request."""
-    max_concurrent: int = Field(default=4, ge=1)
-    """Most requests at once."""
     num_retries: int = Field(default=2, ge=0, le=10)
     """How often a request is repeated that got no answer, 429 or 5xx, as long as the deadline of its items allows."""
 
@@ -420,14 +410,8 @@ class RewardSection(StrictModel):
     """Where searchers find the service; default: http://host:port."""
     tasks: dict[TaskName, TaskReward] = Field(default_factory=dict)
     """How tasks are scored. Those of BUILT_IN_TASKS need no entry: `addition`, `exact`, `gsm8k`, `math`, `make_n`."""
-    max_items: int = Field(default=1024, ge=1)
-    """Most completions in one request."""
-    max_pending_items: int = Field(default=4096, ge=1)
-    """Most completions in work at once; more are refused with 429, to come back later."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Largest request body; larger is refused with 413."""
-    max_text_chars: int = Field(default=1_000_000, ge=1)
-    """Longest prompt or response that is scored; a longer one is an error of that item."""
     item_timeout_s: float = Field(default=5.0, gt=0)
     """Deadline for one item of one scorer; beyond it the result is an error, never a number."""
     request_timeout_s: float | None = Field(default=None, gt=0)
@@ -436,12 +420,6 @@ class RewardSection(StrictModel):
     Python function takes batches."""
     num_workers: int = Field(default=2, ge=1)
     """Worker processes for rules whose time is not bounded; one that runs over its deadline is killed and replaced."""
-    worker_memory_bytes: int | None = Field(default=4 * 1024**3, ge=256 * 1024**2)
-    """Address space that one worker process may use; none: no bound."""
-    worker_start_s: float = Field(default=60.0, gt=0)
-    """Deadline for the imports of a worker before its first item."""
-    cache_items: int = Field(default=65_536, ge=0)
-    """Most scores kept to be given again for the same content; 0: none."""
 
     def takes_tokens(self, task: str) -> bool:
         """Return whether clients send the token ids of responses of this task, for the `completion_ids` of a

@@ -144,8 +144,6 @@ class ScalingSection(StrictModel):
     (the chart's, since two writers of `spec.replicas` would fight over it); none: what the Deployment says itself."""
     max_searchers: int = Field(default=64, ge=1, le=100_000)
     """Most searchers that may be asked for: a typing error should not rent a cluster."""
-    reconcile_s: float = Field(default=5.0, gt=0, le=3600)
-    """How often the replicas are compared with the desired number, and set again if something else has changed them."""
     scale_down_on_run_end: bool = True
     """Set the Deployment to 0 replicas when the run is done or has failed, so that GPUs are not kept for nothing; a
     trainer that continues the run brings them back."""
@@ -303,13 +301,6 @@ class SearcherSection(StrictModel):
     """Threads of the engine on CPU."""
     device: str = "cpu"
     """torch device of the engine."""
-    push_max_rollouts: int = Field(default=256, ge=1, le=512)
-    """Most rollouts in one push."""
-    max_unpushed_rollouts: int = Field(default=2048, ge=1)
-    """Generation waits (named) when this many finished rollouts wait for scores or for the buffer."""
-    engine_timeout_s: float = Field(default=600.0, gt=5)
-    """An engine that does not come back from a weight load or from a few steps in this time counts as dead: the
-    searcher delivers what is finished and ends with an error, and is started again."""
     abort_stale_requests: bool = False
     """Abort a training request as soon as its rollout is certain to be older than `buffer.max_policy_age_steps` when it
     arrives, and give its visit back. Saves the rest of responses that would be evicted; long ones are hit most."""

@@ -136,27 +136,13 @@ class BufferSection(StrictModel):
     with all of its prompt: for short responses, and at most MOST_ROLLOUTS_COMPARED of `max_rollouts`."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; larger is refused with 413."""
-    max_inflight_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
-    """Most bytes of pushes that are being read or stored at once; beyond it a push is asked to come back (429, wait
-    `push-memory`) before its body is read. Storing takes about four times these bytes of memory."""
     lease_s: float = Field(default=60.0, gt=0)
     """A (prompt, visit) lease that is not fulfilled in this time is given to another searcher."""
     batch_deadline_s: float = Field(default=120.0, gt=0)
     """A drawn batch that is not acked in this time is void."""
-    heartbeat_timeout_s: float = Field(default=15.0, gt=0)
-    """A component silent for longer counts as gone."""
-    max_searchers_shown: int = Field(default=1024, ge=1, le=20_000)
-    """Most searchers that are remembered by their heartbeats. One more takes the place of one that has ended or is
-    silent; where all are alive its heartbeats are refused (429, wait `component-slots`), and it works
-    without being shown."""
     max_log_events_since_checkpoint: int = Field(default=200_000, ge=100)
     """A restart replays the events of the log since its last checkpoint one by one; beyond this many (and half of the
     stored rollouts) a new checkpoint is written."""
-    max_trained_steps: int = Field(default=2000, ge=0)
-    """Of how many of the newest steps is kept what became of each rollout (advantage and weight, `tba rollouts show`);
-    0: of none. A step takes 24 bytes per rollout, in Redis and in the buffer."""
-    score_every_s: float = Field(default=1.0, gt=0)
-    """How often the background scorer looks for rollouts whose reward is unknown."""
     score_max_rollouts: int = Field(default=256, ge=1, le=1024)
     """Most rollouts in one request of the background scorer."""
     read_only: str | None = Field(default=None, min_length=1, max_length=1000)
@@ -301,8 +287,6 @@ class LocalSection(StrictModel):
     """After SIGTERM, children have this long before SIGKILL."""
     max_searcher_restarts: int = Field(default=3, ge=0)
     """A searcher that dies is started again this often in all; then the run continues with the others."""
-    nice_searchers: int = Field(default=0, ge=0, le=19)
-    """Scheduling niceness of the searchers, so that the trainer comes first on few cores."""
     gpus: GpuSection = GpuSection()
     """The GPUs of each child."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,8 +13,8 @@ Action = Literal["none", "lower_learning_rate", "raise_most_on_policy_prob", "sk
 """The actions of an alarm, mildest first.
 
     none                        it is logged, counted and shown
-    lower_learning_rate         the learning rate is multiplied by `lower_learning_rate_factor`
-    raise_most_on_policy_prob   `sampling.most_on_policy_prob` rises by `raise_most_on_policy_prob_by`
+    lower_learning_rate         the learning rate is multiplied by LOWER_LEARNING_RATE_FACTOR
+    raise_most_on_policy_prob   `sampling.most_on_policy_prob` rises by RAISE_MOST_ON_POLICY_PROB_BY
     skip                        the batch is not applied; the step is in the ledger as skipped
     pause                       the batch is skipped and the run paused, until `tba resume`
     rollback                    the batch is skipped, and training continues from the last checkpoint in a new lineage
@@ -42,7 +42,7 @@ REMEDIES = {
 class AlarmSection(StrictModel):
     """One alarm."""
 
-    patience_steps: int = Field(default=1, ge=1)
+    PATIENCE_STEPS: ClassVar[int] = 1
     """It goes off when its condition has held for this many steps in a row, and again after as many more."""
     action: Action = "none"
     """Action: none, lower_learning_rate, raise_most_on_policy_prob, skip, pause, rollback or fail."""
@@ -61,7 +61,7 @@ class GradSpikeSection(AlarmSection):
     factor: float = Field(default=10.0, gt=1)
     """The condition: norm before clipping > this * median of the norms of the last batches with a reward signal, whose
     rewards differ within a group (a spike counts as this * median there)."""
-    window_steps: int = Field(default=32, ge=4, le=10_000)
+    WINDOW_STEPS: ClassVar[int] = 32
     """Batches that the median is taken over, applied ones and spikes; with fewer than a quarter of them nothing is
     known."""
 
@@ -69,8 +69,8 @@ class GradSpikeSection(AlarmSection):
 class EssCollapseSection(AlarmSection):
     """The importance weights between theta and the behaviour policies rest on few rollouts."""
 
-    patience_steps: int = Field(default=5, ge=1)
-    """It goes off when its condition has held for this many steps in a row, and again after as many more."""
+    PATIENCE_STEPS: ClassVar[int] = 5
+    """One batch of old data is nothing to report; five of them are a course."""
     min_ess: float = Field(default=0.1, gt=0, lt=1)
     """The condition: effective sample size / number of rollouts < this. It is never below 1 / number of rollouts."""
 
@@ -78,8 +78,8 @@ class EssCollapseSection(AlarmSection):
 class LogRatioDriftSection(AlarmSection):
     """Theta has moved far away from the policies that made its data."""
 
-    patience_steps: int = Field(default=5, ge=1)
-    """It goes off when its condition has held for this many steps in a row, and again after as many more."""
+    PATIENCE_STEPS: ClassVar[int] = 5
+    """One batch of old data is nothing to report; five of them are a course."""
     max_log_ratio: float = Field(default=0.5, gt=0)
     """The condition: |mean of log pi_theta - log pi_behaviour per token| > this, in nats."""
 
@@ -99,13 +99,13 @@ class GuardsSection(StrictModel):
     ess_collapse: EssCollapseSection = EssCollapseSection()
     log_ratio_drift: LogRatioDriftSection = LogRatioDriftSection()
     on_policy_gap: OnPolicyGapSection = OnPolicyGapSection()
-    max_skipped_in_row: int = Field(default=10, ge=1)
+    MAX_SKIPPED_IN_ROW: ClassVar[int] = 10
     """More batches skipped in a row, for whatever reason, fail the run."""
-    max_rollbacks: int = Field(default=3, ge=0)
+    MAX_ROLLBACKS: ClassVar[int] = 3
     """Rollbacks of the whole run; the alarm that asks for one more fails it."""
-    lower_learning_rate_factor: float = Field(default=0.5, gt=0, lt=1)
+    LOWER_LEARNING_RATE_FACTOR: ClassVar[float] = 0.5
     """`lower_learning_rate` multiplies the learning rate by this."""
-    raise_most_on_policy_prob_by: float = Field(default=0.1, gt=0, le=1)
+    RAISE_MOST_ON_POLICY_PROB_BY: ClassVar[float] = 0.1
     """`raise_most_on_policy_prob` adds this to the most-on-policy probability, up to 1."""
 
     def check_batch(self, num_rollouts: int) -> None:
@@ -237,7 +237,7 @@ class TrainerSection(StrictModel):
     clip that is always active makes every step a normalised one (metric `grad_clipped`). None: relative clipping."""
     max_grad_norm_ratio: float = Field(default=2.0, ge=0)
     """Without `max_grad_norm`: gradients are clipped at this times the median norm of the last
-    `guards.grad_spike.window_steps` steps, once a quarter of them are known (the first steps are not clipped). 0: no
+    32 steps, once a quarter of them are known (the first steps are not clipped). 0: no
     clip."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Most tokens of one forward and backward pass (a longer rollout goes alone). Micro-batches have about the same

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """How to start a child. A `niceness` above 0 lets others run first; the output of `is_chatty` stays in the log.
+    """How to start a child. The output of one that `is_chatty` stays in the log.
 
     One that `awaits_its_turn` has SIGTERM blocked, as have its own children unless they unblock it.
     """
@@ -44,7 +44,6 @@ class ProcessSpec:
     name: str
     command: Sequence[str]
     environ: Mapping[str, str] = field(repr=False)
-    niceness: int = 0
     is_chatty: bool = False
     awaits_its_turn: bool = False
 
@@ -100,8 +99,6 @@ class ChildProcess:
             raise ChildError(
                 f"{spec.name} was not started: the process that kills children with `tba run` is gone"
             ) from None
-        if spec.niceness:
-            os.setpriority(os.PRIO_PROCESS, process.pid, spec.niceness)
         child = cls(spec, process, reaper)
         child._copy = asyncio.create_task(child._copy_output(log_path, on_line), name=f"log of {spec.name}")
         child.exit_code = asyncio.create_task(child._wait(), name=f"end of {spec.name}")

@@ -92,8 +92,6 @@ class Services:
                 # `tba scale` may ask for more searchers than the recipe lists GPUs for
                 gpus=None if gpus is None else gpus[index % len(gpus)],
             ),
-            # on a machine without GPUs searchers would take the cores that the trainer waits for
-            niceness=self._recipe.local.nice_searchers,
         )
 
     def _python(

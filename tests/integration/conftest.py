@@ -10,7 +10,7 @@ import pytest
 
 from tba.tokens import TokensFile
 from tests.support.buffer import make_recipe
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, set_constant
 from tests.support.redis_process import RedisProcess, start_redis
 from tests.support.reward_process import running_reward
 from tests.support.reward_server import RewardServer
@@ -25,8 +25,11 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
 
 
 @pytest.fixture
-def serve_buffer(redis: RedisProcess) -> Iterator[ServeBuffer]:
-    """Call it with recipe sections to serve a buffer over an empty Redis; again to serve one more over the same."""
+def serve_buffer(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeBuffer]:
+    """Call it with recipe sections to serve a buffer over an empty Redis; again to serve one more over the same.
+
+    A name in capitals in the section of the buffer is a constant of the service.
+    """
     from redis import Redis as Client
 
     with Client.from_url(redis.url) as client:
@@ -34,7 +37,11 @@ def serve_buffer(redis: RedisProcess) -> Iterator[ServeBuffer]:
     started: list[BufferThread] = []
 
     def serve(*, tokens: dict[str, str] | TokensFile | None = None, **sections: Any) -> BufferThread:
-        sections["buffer"] = {"redis_url": redis.url, **sections.get("buffer", {})}
+        section = sections.get("buffer", {})
+        for name in filter(str.isupper, section):
+            set_constant(monkeypatch, name, section[name])
+        usual = {name: value for name, value in section.items() if not name.isupper()}
+        sections["buffer"] = {"redis_url": redis.url, **usual}
         started.append(BufferThread(make_recipe(**sections), tokens))
         return started[-1]
 
@@ -54,7 +61,7 @@ def reward() -> Iterator[RewardServer]:
 @pytest.fixture(scope="module")
 def reward_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a running reward service."""
-    with running_reward(tmp_path_factory.mktemp("reward"), num_workers=1, max_items=8) as url:
+    with running_reward(tmp_path_factory.mktemp("reward"), num_workers=1) as url:
         yield url
 
 

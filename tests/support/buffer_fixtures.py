@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -90,6 +91,17 @@ async def go_back(redis: BytesRedis, copy: Mapping[bytes, bytes]) -> None:
 def later(client: BufferClient, seconds: float) -> None:
     """Let the wall clock of the buffer that this client asks jump ahead: deadlines pass without waiting for them."""
     _served[client.base_url].ahead_s += seconds
+
+
+def set_constant(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    """Change a constant of the buffer in each of its modules that reads it."""
+    import tba_buffer.service
+
+    modules = [module for path, module in sys.modules.items() if path.startswith(tba_buffer.__name__)]
+    holders = [module for module in modules if hasattr(module, name)]
+    assert holders, f"no module of the buffer has a constant {name}"
+    for module in holders:
+        monkeypatch.setattr(module, name, value)
 
 
 ServeBuffer = Callable[..., BufferThread]

@@ -33,7 +33,6 @@ num_searchers = 2
 num_steps = 6
 sync_interval = 1
 [local]
-nice_searchers = 5
 stop_timeout_s = 60
 start_timeout_s = 120
 """

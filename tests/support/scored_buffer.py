@@ -10,7 +10,7 @@ from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import RewardServer
 
 SECTIONS: dict[str, dict[str, Any]] = {
-    "buffer": {"score_every_s": 0.05},
+    "buffer": {"SCORE_EVERY_S": 0.05},
     "reward": {"item_timeout_s": 1.0},
 }
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from tba.api import RewardInfo, RewardsReply, ScoreError, ScoreItem, ScoreReply, ScoreResult
-from tba.api.scores import ScoreReason, ScorerInfo
+from tba.api.scores import MAX_SCORE_ITEMS, ScoreReason, ScorerInfo
 from tba.concurrency import in_thread
 from tba.config import Recipe
 from tba.errors import LimitError, MalformedError, UnavailableError
@@ -30,6 +30,14 @@ from tba_reward.service import RewardService, build_tasks
 
 _DISCONNECT_POLL_S = 0.5
 MAX_ID_CHARS = 200
+MAX_TEXT_CHARS = 1_000_000
+"""Longest prompt or response that is scored: above every context, and below what would hold a worker for long."""
+MAX_PENDING_ITEMS = 4096
+"""Most completions in work at once: four of the largest requests. More are refused with 429, to come back later."""
+WORKER_MEMORY_BYTES, WORKER_START_S = 4 * 1024**3, 60.0
+"""Address space of a worker process, far above what a rule needs; deadline of its imports before its first item."""
+CACHE_ITEMS = 65_536
+"""Most scores kept to be given again for the same content. A score takes a digest and a number."""
 MAX_DEPTH = 100
 """Depth of the lists and objects in an item's data. `json` follows them by recursion, which ends beyond 900."""
 _ITEM_DEPTH = 3
@@ -51,15 +59,15 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
     metrics = Metrics(registry)
     pool = WorkerPool(
         num_workers=section.num_workers,
-        max_memory_bytes=section.worker_memory_bytes,
-        start_timeout_s=section.worker_start_s,
+        max_memory_bytes=WORKER_MEMORY_BYTES,
+        start_timeout_s=WORKER_START_S,
         on_loss=metrics.record_worker_loss,
     )
     tools = Tools(pool=pool, models=ModelPool(), item_timeout_s=section.item_timeout_s)
     service = RewardService(
-        build_tasks(section, tools, ScoreCache(section.cache_items), metrics),
+        build_tasks(section, tools, ScoreCache(CACHE_ITEMS), metrics),
         metrics,
-        max_pending_items=section.max_pending_items,
+        max_pending=MAX_PENDING_ITEMS,
         request_timeout_s=section.request_deadline_s,
     )
 
@@ -93,9 +101,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
     )
     async def score(body: Annotated[bytes, Depends(raw_body)], request: Request) -> ScoreReply:
         """Score completions: per item a reward or an error. An item that cannot be read gets an error of its own."""
-        # the limits of one request; those of all requests together are in the service
-        most = {"max_items": section.max_items, "max_text_chars": section.max_text_chars}
-        items = await in_thread(lambda: read_items(body, **most))  # 16 MiB take a second on a busy machine
+        items = await in_thread(lambda: read_items(body))  # 16 MiB take a second on a busy machine
         task = asyncio.create_task(service.score(items))
         # nobody waits for the results of a client that hung up: its items must not hold the workers
         try:
@@ -129,21 +135,17 @@ def _info(task: CompositeReward) -> RewardInfo:
     return RewardInfo(task=task.task, version=task.version, health=task.health, scorers=scorers)
 
 
-def read_items(body: bytes, *, max_items: int, max_text_chars: int) -> list[ScoreItem | ScoreResult]:
-    """Return the items in order; an item that cannot be scored is replaced by its result with the error.
-
-    Args:
-        body: `{"items": [...]}` as JSON.
-        max_items: most items.
-        max_text_chars: longest prompt or response.
+def read_items(
+    body: bytes, *, max_items: int = MAX_SCORE_ITEMS, max_text_chars: int = MAX_TEXT_CHARS
+) -> list[ScoreItem | ScoreResult]:
+    """Return the items of `{"items": [...]}` in order; one that cannot be scored is replaced by its error.
 
     Raises:
         MalformedError: the body is not such an object, or has no items.
         LimitError: too many items.
     """
-    text = body.decode(
-        "utf-8", "surrogateescape"
-    )  # bytes that are no text become surrogates, which fail their item alone
+    # bytes that are no text become surrogates, which fail their item alone
+    text = body.decode("utf-8", "surrogateescape")
     deep: frozenset[int] = frozenset()
     try:
         try:
@@ -163,9 +165,7 @@ def read_items(body: bytes, *, max_items: int, max_text_chars: int) -> list[Scor
     if not items:
         raise MalformedError("items is empty; send at least one")
     if len(items) > max_items:
-        raise LimitError(
-            f"{len(items)} items, the limit is {max_items}; send smaller requests, or raise reward.max_items"
-        )
+        raise LimitError(f"{len(items)} items, the limit is {max_items}; send smaller requests")
     # one search over the whole body: nearly every body has none, and no item is then looked at twice
     is_suspect = _SURROGATE.search(text) is not None
     return [
@@ -201,7 +201,7 @@ def _read_item(item: Any, at: int, max_text_chars: int, *, is_suspect: bool) -> 
         return _error_result(_item_id(item, at), "malformed", "it has text that is not valid Unicode")
     for name, text in (("prompt", read.prompt), ("response", read.response)):
         if len(text) > max_text_chars:
-            detail = f"the {name} has {len(text)} characters, the limit is {max_text_chars} (reward.max_text_chars)"
+            detail = f"the {name} has {len(text)} characters, the limit is {max_text_chars}"
             return _error_result(read.item_id, "too_long", detail)
     return read
 

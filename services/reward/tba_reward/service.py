@@ -5,7 +5,7 @@
 
 A request waits for its slowest item. Every item has a deadline in each of its scorers. A request that takes longer than
 `request_timeout_s` is refused (503; parts of it that were done by then are in the cache). When more than
-`max_pending_items` are in work, new ones are refused ("reward-workers", 429). A failure never becomes a number here.
+`max_pending` are in work, new ones are refused ("reward-workers", 429). A failure never becomes a number here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RewardService:
 
     Args:
         tasks: the reward of each task.
-        max_pending_items: most items in work at once that wait for something; one request may be larger.
+        max_pending: most items in work at once that wait for something; one request may be larger.
         request_timeout_s: deadline of a request.
     """
 
@@ -85,12 +85,12 @@ class RewardService:
         tasks: Mapping[str, CompositeReward],
         metrics: Metrics,
         *,
-        max_pending_items: int,
+        max_pending: int,
         request_timeout_s: float,
     ) -> None:
         self.tasks = tasks
         self._metrics = metrics
-        self._max_pending_items, self._request_timeout_s = max_pending_items, request_timeout_s
+        self._max_pending, self._request_timeout_s = max_pending, request_timeout_s
         self._num_pending = 0
 
     def start(self) -> None:
@@ -190,10 +190,10 @@ class RewardService:
 
     def _admit(self, num_items: int) -> None:
         # one request may be larger than the limit, or it could never be scored
-        if num_items and self._num_pending + num_items > max(self._max_pending_items, num_items):
+        if num_items and self._num_pending + num_items > max(self._max_pending, num_items):
             raise BusyError(
                 f"{self._num_pending} completions are already being scored; try again later, or raise "
-                "reward.num_workers or reward.max_pending_items",
+                "reward.num_workers",
                 retry_after_s=1.0,
                 wait="reward-workers",
             )

@@ -22,10 +22,10 @@
                  an empty reply of the buffer    as the reply names it       retry_s, renewed and logged
                  a buffer that is away           buffer-unreachable          retry_s, then the searcher ends
  _engine_task    requests or a version           (that of _lease_task)       wakes every 50 ms
-                 a step of over 5 s              engine-step                 engine_timeout_s, then the engine is dead
+                 a step of over 5 s              engine-step                 ENGINE_TIMEOUT_S, then the engine is dead
  VersionPulls    a version to pull               (none)                      -
                  a store that is away or slow    object-store                retry_s, renewed: the old version is used
-                 vLLM to prepare weights         weight-staging (logged)     engine_timeout_s, then the pause reads them
+                 vLLM to prepare weights         weight-staging (logged)     ENGINE_TIMEOUT_S, then the pause reads them
                  another searcher of the machine weight-cache                600 s, then it makes the version itself
  scoring, pushing                                see delivery.py
  drain           active requests, scores,        (state draining)            drain_s in all: until 0.7 of it active
@@ -57,7 +57,7 @@ from tba.errors import BusyError, ServiceError, TbaError, UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import LocalVersion
-from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
+from tba_searcher.engines.engine import ENGINE_TIMEOUT_S, Completion, Engine, EngineDiedError, EngineError, Request
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import NUM_ALONE, Delivery
@@ -76,6 +76,8 @@ MAX_LEASES = 256
 ROUND_WAIT_S = 0.25
 """While the engine decodes: how long a request waits at the buffer for a whole round of slots, since visits of one
 reply are decoded, scored and pushed together."""
+MAX_UNPUSHED_ROLLOUTS = 2048
+"""Generation waits (named) when this many finished rollouts wait for scores or for the buffer: eight whole pushes."""
 IDLE_WAIT_S = 1.0
 """While the engine is idle: how long a request waits for any lease."""
 log = get_logger("loop")
@@ -114,7 +116,7 @@ class SearcherLoop:
         self._leases = LeaseManager(
             buffer=buffer, renewals=heartbeats, queue=queue, delivering=lambda: delivery.lease_ids, status=status
         )
-        self._thread = EngineThread(status.waits, timeout_s=recipe.searcher.engine_timeout_s)
+        self._thread = EngineThread(status.waits, timeout_s=ENGINE_TIMEOUT_S)
         self._engine_error: EngineDiedError | None = None
         self._run_is_over = asyncio.Event()
         self._has_work, self._has_news = asyncio.Event(), asyncio.Event()
@@ -210,7 +212,7 @@ class SearcherLoop:
             num_held = self._queue.num_unsubmitted + self._engine.num_active + self._engine.num_waiting
             num_wanted = math.ceil((3 * settings.num_slots - num_held) / self._recipe.sampling.rollouts_per_visit)
             # generation must not run ahead of scoring and pushing without limit
-            if self._status.num_unpushed >= settings.max_unpushed_rollouts:
+            if self._status.num_unpushed >= MAX_UNPUSHED_ROLLOUTS:
                 self._begin_wait("unpushed-rollouts")
                 await asyncio.sleep(self._tick_s)
                 continue
@@ -394,7 +396,7 @@ class SearcherLoop:
         newest, is_lock_step = self._newest, self._recipe.sampling.alternate
         if is_lock_step and self._engine.version != newest and newest not in self._loader.refused:
             return requests  # a phase has one version; searchers of other runs generate on while they pull
-        if len(requests) < room and self._status.num_unpushed < self._recipe.searcher.max_unpushed_rollouts:
+        if len(requests) < room and self._status.num_unpushed < MAX_UNPUSHED_ROLLOUTS:
             requests += self._queue.take_requests(room - len(requests), pinned=None)
         return requests
 

@@ -103,7 +103,7 @@ def is_busy(buffer: BufferThread, payloads: list[bytes]) -> BusyError | None:
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_push_beyond_the_bound_comes_back_and_is_stored_later(serve_buffer: ServeBuffer, declared: bool) -> None:
-    buffer = serve_buffer(buffer={"max_inflight_bytes": LIMIT, "max_body_bytes": 2_000_000})
+    buffer = serve_buffer(buffer={"MAX_INFLIGHT_BYTES": LIMIT, "max_body_bytes": 2_000_000})
     client = buffer.client()
     client.upload_prompts(make_prompts(1))
     payloads = make_payloads(["train-0"])
@@ -122,7 +122,7 @@ def test_a_push_beyond_the_bound_comes_back_and_is_stored_later(serve_buffer: Se
 
 
 def test_a_body_that_is_alone_is_admitted_whatever_its_size(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"max_inflight_bytes": 1024}).client()
+    client = serve_buffer(buffer={"MAX_INFLIGHT_BYTES": 1024}).client()
     client.upload_prompts(make_prompts(1))
     for _ in range(3):  # and what it took is given back
         client.push(make_payloads(["train-0"], num_tokens=500))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tba_buffer.run.scaling import kubernetes
+from tba_buffer.run.scaling import kubernetes, scaling
 
 from tba.api import RunCommand, ScaleRequest, SearchersInfo
 from tba.clients import BufferClient
@@ -180,12 +180,22 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesA
 
 
 @pytest.fixture
-def serve(api: KubernetesApi, serve_buffer: ServeBuffer) -> Callable[..., BufferThread]:
+def serve(
+    api: KubernetesApi, serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., BufferThread]:
+    monkeypatch.setattr(scaling, "RECONCILE_S", RECONCILE_S)
+
     def serve(**scaling: Any) -> BufferThread:
-        section = {"backend": "kubernetes", "deployment": NAME, "reconcile_s": RECONCILE_S, **scaling}
+        section = {"backend": "kubernetes", "deployment": NAME, **scaling}
         return serve_buffer(scaling=section)
 
     return serve
+
+
+@pytest.fixture
+def one_round(serve: Callable[..., BufferThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the replicas once, at the start of a buffer."""
+    monkeypatch.setattr(scaling, "RECONCILE_S", 3600.0)
 
 
 def scale(client: BufferClient, num: int | None) -> SearchersInfo:
@@ -230,9 +240,9 @@ def test_what_an_operator_wants_is_set_again_and_what_others_set_comes_back_in_t
 
 
 def test_something_that_sets_it_back_again_and_again_is_named(
-    api: KubernetesApi, serve: Callable[..., BufferThread]
+    api: KubernetesApi, serve: Callable[..., BufferThread], one_round: None
 ) -> None:
-    client = serve(reconcile_s=3600).client()
+    client = serve().client()
     for _ in range(4):
         api.replicas = 1  # an autoscaler
         found = scale(client, 3)
@@ -252,17 +262,17 @@ def test_what_is_held_survives_a_restart_of_the_buffer(api: KubernetesApi, serve
 
 
 def test_a_call_that_was_carried_out_but_not_noted_is_not_taken_for_the_charts_number(
-    api: KubernetesApi, serve: Callable[..., BufferThread], redis: RedisProcess
+    api: KubernetesApi, serve: Callable[..., BufferThread], redis: RedisProcess, one_round: None
 ) -> None:
     from redis import Redis
 
-    first = serve(reconcile_s=3600)
+    first = serve()
     scale(first.client(), 3)
     first.stop()
     with Redis.from_url(redis.url) as store:  # killed between PATCH 6 and the note of it
         store.hset("tba:test:scaling", mapping={"wanted": 6, "asserting": 6})
     api.replicas = 6
-    client = serve(reconcile_s=3600).client()
+    client = serve().client()
     assert scale(client, None).desired == api.replicas == 1
 
 
@@ -380,8 +390,10 @@ def test_a_certificate_of_somebody_else_is_not_trusted(
     until("it works again", lambda: api.replicas == 3)
 
 
-def test_a_renewed_token_is_used_at_once(api: KubernetesApi, serve: Callable[..., BufferThread]) -> None:
-    client = serve(reconcile_s=3600).client()
+def test_a_renewed_token_is_used_at_once(
+    api: KubernetesApi, serve: Callable[..., BufferThread], one_round: None
+) -> None:
+    client = serve().client()
     assert scale(client, 2).note is None
     api.token = "second-token"
     assert "does not accept the token" in (scale(client, 3).note or "")

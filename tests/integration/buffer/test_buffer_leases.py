@@ -461,7 +461,7 @@ def test_posterior_selection_continues_after_a_restart_as_if_there_was_none(serv
 
 
 def test_heartbeats_show_components_and_what_they_wait_for(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0}).client()
+    client = serve_buffer(buffer={"HEARTBEAT_TIMEOUT_S": 1000.0}).client()
     beat = Heartbeat(
         component_id="searcher-1",
         kind="searcher",

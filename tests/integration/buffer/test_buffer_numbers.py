@@ -216,7 +216,7 @@ def test_a_pending_rollout_that_cannot_be_read_is_failed_and_the_others_are_scor
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     reward.gate.clear()
-    first = serve_buffer(**sections(reward, buffer={"score_every_s": 1000.0}))
+    first = serve_buffer(**sections(reward, buffer={"SCORE_EVERY_S": 1000.0}))
     client = first.client()
     client.upload_prompts(make_prompts(1))
     start_lineage(client)

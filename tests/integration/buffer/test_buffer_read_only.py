@@ -79,7 +79,7 @@ def test_it_shows_everything_and_changes_nothing(serve_buffer: ServeBuffer, redi
     before = stored(redis)
 
     # every limit is passed, and a reward service could be asked
-    section = {"read_only": WHY, "max_rollouts": 8, "score_every_s": 0.05}
+    section = {"read_only": WHY, "max_rollouts": 8, "SCORE_EVERY_S": 0.05}
     view = serve_buffer(buffer=section, reward={"url": "http://127.0.0.1:9"}, scaling={"backend": "local"})
     client = view.client()
     info = client.run()

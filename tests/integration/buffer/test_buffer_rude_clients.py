@@ -59,7 +59,7 @@ def test_a_stalled_body_is_given_up_and_what_it_held_is_free(
     serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_app, "BODY_IDLE_S", 1.0)
-    buffer = serve_buffer(buffer={"max_inflight_bytes": 20_000, "max_body_bytes": 2_000_000})
+    buffer = serve_buffer(buffer={"MAX_INFLIGHT_BYTES": 20_000, "max_body_bytes": 2_000_000})
     client = buffer.client()
     client.upload_prompts(make_prompts(1))
     with connect(buffer) as sock:

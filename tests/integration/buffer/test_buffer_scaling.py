@@ -18,7 +18,7 @@ from tests.support.buffer import start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.waits import until
 
-LOCAL = {"backend": "local", "reconcile_s": 0.05, "max_searchers": 8}
+LOCAL = {"backend": "local", "max_searchers": 8}
 TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
 
 

@@ -123,7 +123,7 @@ def test_an_item_that_times_out_once_is_asked_again_and_scored(serve_buffer: Ser
 
 def test_no_batch_ever_holds_a_rollout_without_a_reward(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     reward.score = lambda item: "exception" if item["response"] == "broken" else 3.0
-    client = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 4, "score_every_s": 0.01})).client()
+    client = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 4, "SCORE_EVERY_S": 0.01})).client()
     client.upload_prompts(make_prompts(4))
     lineage = start_lineage(client)
     client.push(make_payloads([f"train-{i}" for i in range(4)]))

@@ -27,8 +27,9 @@ NUM_ROLLOUTS = 60
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess, reward: RewardServer) -> AsyncIterator[Buffer]:
-    settings = {"redis_url": redis.url, "score_every_s": 0.01, "score_max_rollouts": 4}
+async def buffer(redis: RedisProcess, reward: RewardServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buffer]:
+    monkeypatch.setattr("tba_buffer.scoring.worker.SCORE_EVERY_S", 0.01)
+    settings = {"redis_url": redis.url, "score_max_rollouts": 4}
     started = Buffer(make_recipe(buffer=settings, reward={"url": reward.url}), CollectorRegistry())
     await started.context.redis.flushall()
     await started.start()

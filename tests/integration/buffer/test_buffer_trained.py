@@ -114,7 +114,7 @@ def test_refused_rollouts_are_not_reported(serve_buffer: ServeBuffer) -> None:
 
 
 def test_the_newest_steps_are_kept_and_the_others_counted(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"max_trained_steps": 2}).client()
+    client = serve_buffer(buffer={"MAX_TRAINED_STEPS": 2}).client()
     lineage = filled(client)
     seen = []
     for step in range(1, 6):
@@ -136,7 +136,7 @@ def test_with_0_none_is_kept_and_what_was_kept_goes(serve_buffer: ServeBuffer) -
     lineage = filled(client)
     ids = [make_step(client, lineage, step) for step in (1, 2)][-1]
     first.stop()
-    client = serve_buffer(buffer={"max_trained_steps": 0}).client()
+    client = serve_buffer(buffer={"MAX_TRAINED_STEPS": 0}).client()
     assert versions(client.get_rollout(ids[0])) == ["1-1", "1-2"]
     make_step(client, lineage, 3)
     detail = client.get_rollout(ids[0])

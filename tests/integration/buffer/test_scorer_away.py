@@ -60,7 +60,7 @@ def _url(port: int) -> str:
 @pytest.fixture
 def client(serve_buffer: ServeBuffer, reward_url: str) -> BufferClient:
     """The client of a buffer that scores there, and has prompts."""
-    served = serve_buffer(buffer={"score_every_s": 0.02}, reward={"url": reward_url})
+    served = serve_buffer(buffer={"SCORE_EVERY_S": 0.02}, reward={"url": reward_url})
     client = served.client()
     client.upload_prompts(make_prompts(4))
     return client

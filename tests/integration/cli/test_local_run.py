@@ -60,7 +60,7 @@ def wait_for_step_2(place: Workplace) -> None:
     """A trainer that waits at step 2 has done it, and every child is up."""
     path = place.folder / "logs" / "trainer.log"
     wait_until("step 2", lambda: path.exists() and "step 2" in path.read_text())
-    wait_until("both searchers", lambda: all("nice" in place.log(f"searcher-{i}") for i in range(2)))
+    wait_until("both searchers", lambda: all("starts" in place.log(f"searcher-{i}") for i in range(2)))
 
 
 def test_a_run_goes_from_recipe_to_summary_and_leaves_no_process(finished):
@@ -89,7 +89,7 @@ def test_a_locale_that_is_not_utf_8_stops_no_run(place):
 
 def test_children_get_their_priority_threads_and_no_stdin(finished):
     place, done = finished
-    line = "searcher-1 nice 5 threads 3 stdin ''"
+    line = "searcher-1 starts with threads 3 stdin ''"
     assert place.log("searcher-1").startswith(line)
     assert f"searcher-1  | {line}" in done.stdout
 
@@ -278,7 +278,7 @@ def test_a_searcher_that_keeps_dying_is_restarted_and_then_left_out(place):
     words = ("--set", "local.max_searcher_restarts=1")
     started = place.start(*words, FAKE_SEARCHER="die", FAKE_TRAINER="wait-for-go")
     path = place.folder / "logs" / "searcher-0.log"
-    wait_until("its second death", lambda: path.exists() and path.read_text().count("nice") == 2)
+    wait_until("its second death", lambda: path.exists() and path.read_text().count("starts") == 2)
     wait_until("it is gone", lambda: len([p for p in place.children() if "tba_searcher" in command_of(p)]) == 1)
     (place.folder / "go").touch()
     out, err = started.communicate(timeout=DEADLINE_S)
@@ -286,7 +286,7 @@ def test_a_searcher_that_keeps_dying_is_restarted_and_then_left_out(place):
     assert "searcher-0 died (exit code 7)" in out
     assert "starting it again (1 of 1 restarts)" in out
     assert "the run continues with 1" in out
-    assert place.log("searcher-0").count("nice") == 2
+    assert place.log("searcher-0").count("starts") == 2
 
 
 def test_a_run_without_any_searcher_left_fails(place):

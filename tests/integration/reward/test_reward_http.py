@@ -48,7 +48,8 @@ async def test_items_go_out_in_batches_and_come_back_in_order(
     server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENDPOINT_TOKEN", "secret")
-    scorer = build(server.url, max_batch_items=2, task="mine", token_env="ENDPOINT_TOKEN")
+    monkeypatch.setattr(http, "MAX_BATCH_ITEMS", 2)
+    scorer = build(server.url, task="mine", token_env="ENDPOINT_TOKEN")
     await scorer.start()
     assert scorer.health() == OK
     assert await scored(scorer, "a", "bb", "ccc", "dddd", "lone \ud800") == [1.0, 2.0, 3.0, 4.0, 6.0]
@@ -158,7 +159,9 @@ async def test_what_a_repetition_would_not_change_is_not_repeated(server: Reward
     assert len(server.requests) == 1
 
 
-async def test_a_hung_endpoint_costs_the_deadline_and_only_its_batch(server: RewardServer) -> None:
+async def test_a_hung_endpoint_costs_the_deadline_and_only_its_batch(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = threading.Event()
 
     def hold(item: dict) -> float:
@@ -167,7 +170,9 @@ async def test_a_hung_endpoint_costs_the_deadline_and_only_its_batch(server: Rew
         return float(len(item["response"]))
 
     server.score = hold
-    scorer = build(server.url, max_batch_items=1, max_concurrent=2, timeout_s=5.0)
+    monkeypatch.setattr(http, "MAX_BATCH_ITEMS", 1)
+    monkeypatch.setattr(http, "MAX_CONCURRENT", 2)
+    scorer = build(server.url, timeout_s=5.0)
     outcomes = await scored(scorer, "slow", "bb", "ccc")
     held.set()
     assert reason(outcomes[0]) == "unreachable"

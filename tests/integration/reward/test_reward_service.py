@@ -32,9 +32,7 @@ path = "none"
 generator = "addition"
 [reward]
 port = {port}
-max_items = 600
-max_body_bytes = 200000
-max_text_chars = 100000
+max_body_bytes = 1200000
 item_timeout_s = 1.0
 num_workers = 2
 [reward.tasks.slow]
@@ -125,7 +123,7 @@ def test_a_batch_is_scored_in_order_with_a_reward_or_a_reason_each(service: Serv
         item(5, task="gsm8k", answer="none"),
         item(6, task="make_n", response="2*6", target=12),
         item(7, task="slow", response="crash"),
-        item(8, response="x" * 100_001),
+        item(8, response="x" * 1_000_001),
         {"item_id": "9", "task": "addition", "prompt": ""},
         item(10, response="\ud800"),
         item(11, task="slow", response=""),
@@ -156,8 +154,8 @@ def test_the_client_of_tba_understands_the_service(service: Service) -> None:
         (b"[]", 422, "body"),
         ({"items": []}, 422, "items"),
         ({"items": [item(0)], "extra": 1}, 422, "extra"),
-        ({"items": [item(n) for n in range(601)]}, 413, "601 items, the limit is 600"),
-        ({"items": [item(0, response="x" * 200_000)]}, 413, "200000"),
+        ({"items": [item(n) for n in range(1025)]}, 413, "1025 items, the limit is 1024"),
+        ({"items": [item(0, response="x" * 1_200_000)]}, 413, "1200000"),
     ],
 )
 def test_a_request_that_is_wrong_as_a_whole_is_a_problem_document(

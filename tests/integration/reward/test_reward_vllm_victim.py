@@ -62,7 +62,7 @@ async def test_a_model_process_with_vllm_scores_as_transformers_does(
     """vLLM prints, and starts threads: neither disturbs the pipes. An attack that is too long is unknown, not 0."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    spec = spec_of(tmp_path, temperature=0.0, num_replies=2, load_timeout_s=TIMEOUT_S)
+    spec = spec_of(tmp_path, temperature=0.0, num_replies=2)
     scorer = redteam.RedteamScorer(spec, TOOLS)
     try:
         await scorer.start()

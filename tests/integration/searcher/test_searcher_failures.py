@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tba_searcher import loop
 from tba_searcher.engines import weight_loader
 from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
 from tba_searcher.engines.torch import reference_logprobs
@@ -123,10 +124,11 @@ async def test_a_request_that_the_engine_cannot_honour_refuses_its_prompt_and_no
 
 
 async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(
-    make_world: MakeWorld, reward: RewardServer
+    make_world: MakeWorld, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollouts are pushed unscored, for the buffer's own scorer; an evaluation is returned, not reported as unknown."""
-    world = make_world(searcher={"max_unpushed_rollouts": 16, "score_retry_s": 60.0, "drain_s": 3.0})
+    monkeypatch.setattr(loop, "MAX_UNPUSHED_ROLLOUTS", 16)
+    world = make_world(searcher={"score_retry_s": 60.0, "drain_s": 3.0})
     evaluation = request_eval(world.client, world.lineage)
     reward.gate.clear()
     task = asyncio.create_task(world.loop.run())
@@ -142,11 +144,12 @@ async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(
     assert lease(world.client, 64).leases
 
 
-async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_lost(make_world: MakeWorld) -> None:
+async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_lost(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit_bytes = 20_000
-    world = make_world(
-        buffer={"max_inflight_bytes": limit_bytes}, searcher={"retry_s": 0.3, "max_unpushed_rollouts": 16}
-    )
+    monkeypatch.setattr(loop, "MAX_UNPUSHED_ROLLOUTS", 16)
+    world = make_world(buffer={"MAX_INFLIGHT_BYTES": limit_bytes}, searcher={"retry_s": 0.3})
     host, port = world.served.url.removeprefix("http://").split(":")
     with socket.create_connection(
         (host, int(port))

@@ -34,6 +34,7 @@ from tba_cli.parser import parse_arguments
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.guards import make_guards
 from tests.support.redis_process import RedisProcess
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import VOCAB_SIZE, make_rollout
@@ -148,7 +149,7 @@ def test_batches_of_nothing_but_bad_rollouts_are_skipped_and_then_fail_the_run(
     bad = damages(make_rollout(np.random.default_rng(1), run="test"))["vocabulary"]
     with Redis.from_url(redis.url) as connection:
         fill(client, connection, [(bad, 4)] * 8)
-    recipe = settings_of(buffer, tmp_path, guards={"max_skipped_in_row": 2})
+    recipe = settings_of(buffer, tmp_path, guards=make_guards(max_skipped_in_row=2))
     with pytest.raises(Exception, match="3 batches in a row were skipped, the last one because of 'refused'"):
         train(recipe, buffer=client, store=FileStore(tmp_path / "store"), stop=threading.Event())
     info, stats = client.run(), client.stats()

@@ -22,6 +22,7 @@ from tba_cli.parser import parse_arguments
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_prompts
 from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.guards import make_guards
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_rollout
 from tests.support.waits import DEADLINE_S, until
@@ -60,7 +61,7 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
     document["model"]["path"] = str(make_tiny_model(tmp_path / "model", hidden_size=32))
     document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
     document["trainer"] |= {"num_steps": 10, "checkpoint_interval": 5, "retry_s": 120.0, "batch_wait_s": 120.0}
-    document["trainer"] |= {"guards": GUARDS, "export": False, "learning_rate": {"value": 1e-3}}
+    document["trainer"] |= {"guards": make_guards(**GUARDS), "export": False, "learning_rate": {"value": 1e-3}}
     client, rng = buffer.client(), np.random.default_rng(0)
     client.upload_prompts(make_prompts(8, 4))
     rollouts = [make_rollout(rng, prompt_id=f"train-{i % 8}", run="test", reward=float(i % 3)) for i in range(48)]

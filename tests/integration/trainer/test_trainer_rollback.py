@@ -10,6 +10,7 @@ import torch
 
 from tba.config import Recipe
 from tba.errors import GuardError, ObjectNotFoundError, TbaError
+from tests.support.guards import make_guards
 from tests.support.stored_checkpoint import object_keys
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
@@ -22,7 +23,7 @@ def world(tmp_path: Path) -> World:
 
 def recipe(model: Path) -> Recipe:
     # no rollback of an alarm is allowed, so one that counted an operator's would fail the run
-    guards = {"non_finite": {"action": "rollback"}, "max_rollbacks": 0}
+    guards = make_guards(non_finite={"action": "rollback"}, max_rollbacks=0)
     trainer = {"guards": guards, "num_steps": 7, "sync_interval": 2, "checkpoint_interval": 2, "keep_checkpoints": 2}
     return make_recipe(model, trainer=trainer)
 

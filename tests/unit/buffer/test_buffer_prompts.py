@@ -174,8 +174,7 @@ def test_visits_converge_on_prompts_that_succeed_about_half_the_time(seed: int) 
 
 def test_a_recipe_chooses_epochs_by_default() -> None:
     assert SelectionSettings.of(make_recipe()) is None
-    data = {"selection": "posterior", "selection_target": 0.4, "selection_candidates": 3}
-    assert SelectionSettings.of(make_recipe(data=data)) == SelectionSettings(target=0.4, num_candidates=3)
+    assert SelectionSettings.of(make_recipe(data={"selection": "posterior"})) == SelectionSettings()
 
 
 # ---- The order of visits is a function of the cursor, the seed and the prompts --------------------------------------

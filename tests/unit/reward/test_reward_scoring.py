@@ -26,7 +26,7 @@ def item(n: int, *, task: str = "t", response: str = "r") -> ScoreItem:
 
 
 def scoring(*tasks: Any, metrics: Metrics | None = None, **settings: Any) -> RewardService:
-    settings = {"max_pending_items": 100, "request_timeout_s": 60.0, **settings}
+    settings = {"max_pending": 100, "request_timeout_s": 60.0, **settings}
     return RewardService({task.task: task for task in tasks}, metrics or Metrics(CollectorRegistry()), **settings)
 
 
@@ -69,7 +69,7 @@ async def test_more_than_may_be_in_work_is_refused_and_accepted_again_later() ->
     service = scoring(
         composition({"a": (slow, {})}, task="t"),
         composition({"a": (fast, {})}, task="fast", is_inline=True),
-        max_pending_items=3,
+        max_pending=3,
     )
     first = asyncio.create_task(service.score([item(n) for n in range(4)]))  # one request may be larger
     await asked(slow, 4)
@@ -85,7 +85,7 @@ async def test_more_than_may_be_in_work_is_refused_and_accepted_again_later() ->
 async def test_a_request_that_takes_too_long_is_refused_and_frees_its_place() -> None:
     scorer = ScriptedScorer(1.0)
     scorer.gate.clear()
-    service = scoring(composition({"a": (scorer, {})}), request_timeout_s=1.0, max_pending_items=1)
+    service = scoring(composition({"a": (scorer, {})}), request_timeout_s=1.0, max_pending=1)
     with pytest.raises(UnavailableError, match="1 items were not all scored within 1 s"):
         await service.score([item(0)])
     scorer.gate.set()
@@ -95,7 +95,7 @@ async def test_a_request_that_takes_too_long_is_refused_and_frees_its_place() ->
 async def test_a_cancelled_request_frees_its_place() -> None:
     scorer = ScriptedScorer(1.0)
     scorer.gate.clear()
-    service = scoring(composition({"a": (scorer, {})}), max_pending_items=1)
+    service = scoring(composition({"a": (scorer, {})}), max_pending=1)
     task = asyncio.create_task(service.score([item(0)]))
     await asked(scorer, 1)
     task.cancel()

@@ -227,15 +227,17 @@ class VisitOrder:
 class SelectionSettings:
     """The target success rate, and the candidate prompts per visit."""
 
-    target: float
-    num_candidates: int
+    target: float = 0.5
+    """One half gives the most informative groups."""
+    num_candidates: int = 8
+    """Random prompts that are looked at for every one that is taken."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> SelectionSettings | None:
         """Return the settings of a recipe; None where every epoch visits every prompt."""
         if recipe.data.selection == "epochs":
             return None
-        return cls(target=recipe.data.selection_target, num_candidates=recipe.data.selection_candidates)
+        return cls()
 
 
 def candidate_offsets(num_train: int, num: int, rng: np.random.Generator) -> Ints:

@@ -22,6 +22,8 @@ from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, RunHash
 
+MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
+"""Most bytes of pushes that are being read or stored at once; storing takes about four times these of memory."""
 RETRY_S = 0.5
 NEW = ord("n")
 OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused", "l": "refused"}
@@ -255,11 +257,10 @@ class PushAdmission:
     A body that is alone is always admitted.
 
     Args:
-        recipe: its `buffer` section sets the limits.
+        recipe: says how large a body may be.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._max_inflight_bytes = recipe.buffer.max_inflight_bytes
         self._max_body_bytes = recipe.buffer.max_body_bytes
         self.inflight_bytes = 0
 
@@ -275,10 +276,10 @@ class PushAdmission:
         declared = request.headers.get("content-length", "")
         num_bytes = int(declared) if declared.isdigit() else self._max_body_bytes
         # a body that is alone always fits: a limit below one body would stop every push
-        if self.inflight_bytes and self.inflight_bytes + num_bytes > self._max_inflight_bytes:
+        if self.inflight_bytes and self.inflight_bytes + num_bytes > MAX_INFLIGHT_BYTES:
             raise BusyError(
                 f"{self.inflight_bytes} bytes of pushes are under way and this one has up to {num_bytes}, the limit is "
-                f"{self._max_inflight_bytes} (buffer.max_inflight_bytes); push it again",
+                f"{MAX_INFLIGHT_BYTES}; push it again",
                 retry_after_s=RETRY_S,
                 wait="push-memory",
             )

@@ -1,7 +1,7 @@
 """What each of the newest steps made of the rollouts that it consumed: A_j and the mean weight of their tokens.
 
 The trainer reports it with its ack; ack.lua stores one record per step, beside the line of the ledger, and keeps the
-newest `buffer.max_trained_steps`. Nothing but GET /v1/rollouts/{rollout_id} reads them: they are for people.
+newest MAX_TRAINED_STEPS. Nothing but GET /v1/rollouts/{rollout_id} reads them: they are for people.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
+MAX_TRAINED_STEPS = 2000
+"""Of so many of the newest steps is kept what became of each rollout: 24 bytes per rollout, in Redis and here."""
 ID_BYTES = 16
 DROPPED = "trained_steps:dropped"
 """The counter of records that ack.lua has trimmed: the position of the first stored one."""

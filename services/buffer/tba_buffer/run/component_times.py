@@ -1,6 +1,6 @@
 """How long the components of the run have been there, by kind.
 
-Every heartbeat adds the time since the one before it, at most `buffer.heartbeat_timeout_s`. The buffer that owns the
+Every heartbeat adds the time since the one before it, at most HEARTBEAT_TIMEOUT_S. The buffer that owns the
 run holds the totals and writes them with each heartbeat, so a write that is repeated, or lost, changes nothing.
 """
 
@@ -14,6 +14,9 @@ from tba.fields import bounded
 from tba.wire import Heartbeat
 from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
+
+HEARTBEAT_TIMEOUT_S = 15.0
+"""A component that is silent for longer counts as gone. Searchers and trainers send a heartbeat every second."""
 
 
 def read_times(context: Context, raw: Mapping[bytes, bytes]) -> dict[str, float]:
@@ -76,7 +79,7 @@ class ComponentTimes:
         """
         assert self._has_begun
         now_s, key = self._context.clock(), (beat.kind, beat.component_id)
-        most_s = self._context.recipe.buffer.heartbeat_timeout_s
+        most_s = HEARTBEAT_TIMEOUT_S
         # the first heartbeat, and the first after an end, begin a time and add none
         passed_s = min(max(0.0, now_s - self._heard_at_s.pop(key, now_s)), most_s)
         if beat.state not in self._ended:

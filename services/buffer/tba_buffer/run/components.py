@@ -19,7 +19,7 @@ from typing import Any
 from tba.api import ENDED, ComponentInfo, ComponentWait, RunState, WaitInfo
 from tba.errors import BusyError, ConflictError, ForbiddenError, TbaError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat
-from tba_buffer.run.component_times import ComponentTimes
+from tba_buffer.run.component_times import HEARTBEAT_TIMEOUT_S, ComponentTimes
 from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -33,6 +33,9 @@ ABSENT_AFTER_S = 60.0
 OVER: tuple[RunState, ...] = ("done", "failed")
 _LOOK = "look at the trainer's log, on Kubernetes at its Job and pods"
 FORGET_AFTER_S = 3600.0
+MAX_SEARCHERS_SHOWN = 1024
+"""Most searchers that are remembered by their heartbeats. One more takes the place of one that has ended or is silent.
+Where all are alive its heartbeats are refused (429, wait `component-slots`), and it works without being shown."""
 MAX_OTHERS = 64
 """Most trainers, and most components of any other kind but searchers, that are remembered."""
 REFUSALS = {"busy": "too-many", "conflict": "wrong-run", "forbidden": "wrong-kind"}
@@ -161,16 +164,16 @@ class Components:
 
     def _remember(self, known: dict[str, _Known], beat: Heartbeat) -> str | None:
         """Remember a component; return the id of the one that is forgotten for it, if any."""
-        now_s, section = self._context.clock(), self._context.recipe.buffer
-        most = section.max_searchers_shown if beat.kind == "searcher" else MAX_OTHERS
+        now_s = self._context.clock()
+        most = MAX_SEARCHERS_SHOWN if beat.kind == "searcher" else MAX_OTHERS
         before, gone = known.get(beat.component_id), None
         if before is None or before.kind != beat.kind:
             rivals = {name: rival for name, rival in known.items() if rival.kind == beat.kind}
             # the oldest is forgotten, those that ended first; one that is alive is never forgotten for another
             if len(rivals) >= most:
                 gone = min(rivals, key=lambda name: (not rivals[name].has_ended, rivals[name].at_s))
-                if not rivals[gone].has_ended and now_s - rivals[gone].at_s <= section.heartbeat_timeout_s:
-                    raise _too_many(beat.kind, most, section.heartbeat_timeout_s)
+                if not rivals[gone].has_ended and now_s - rivals[gone].at_s <= HEARTBEAT_TIMEOUT_S:
+                    raise _too_many(beat.kind, most, HEARTBEAT_TIMEOUT_S)
                 del known[gone]
         known[beat.component_id] = _Known(beat.kind, now_s, beat.state in ENDED)
         return gone
@@ -243,7 +246,7 @@ class Components:
         fields: dict[str, Any] = json.loads(text)
         age_s = max(0.0, self._context.clock() - fields["at_s"])
         # nothing of a run that is over is alive, also when its files are younger than the timeout
-        alive, wait = not self._is_view and age_s <= self._context.recipe.buffer.heartbeat_timeout_s, None
+        alive, wait = not self._is_view and age_s <= HEARTBEAT_TIMEOUT_S, None
         # the heartbeat is some time old: the wait has lasted on since
         if alive and fields["wait"] is not None:
             name, for_s, left_s = fields["wait"]
@@ -262,8 +265,7 @@ class Components:
 
 def _too_many(kind: str, most: int, silent_s: float) -> BusyError:
     remedy = (
-        "stop searchers that are not needed, give restarted searchers their old id, or raise "
-        "buffer.max_searchers_shown and restart the buffer"
+        "stop searchers that are not needed, or give restarted searchers their old id"
         if kind == "searcher"
         else "stop those that are not needed"
     )

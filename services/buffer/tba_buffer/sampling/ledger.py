@@ -26,7 +26,7 @@ from tba.errors import BadRequestError, ConflictError, VoidBatchError
 from tba.versions import PolicyVersion
 from tba.wire import DrawnGroup, encode_batch
 from tba_buffer.eviction.evictor import Evictor
-from tba_buffer.rollouts.trained_steps import encode_trained
+from tba_buffer.rollouts.trained_steps import MAX_TRAINED_STEPS, encode_trained
 from tba_buffer.run.lineage import Lineages, fenced, rollback_waits
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
@@ -205,7 +205,7 @@ class BatchLedger:
                 request.settings_revision,
                 # without a record the script writes nothing
                 b"" if record is None else encode_trained(request, acked_at_s=now),
-                self._context.recipe.buffer.max_trained_steps,
+                MAX_TRAINED_STEPS,
                 len(ages),
                 *(part for pair in sorted(ages.items()) for part in pair),
                 *(part for pair in sorted(counters.items()) for part in pair),

@@ -14,12 +14,14 @@ from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from tba.api import ComponentInfo, ScoreItem, WaitInfo
+from tba.api.scores import MAX_SCORE_ITEMS
 from tba.clients import RewardClient
 from tba.concurrency import in_thread
 from tba.config import Recipe
 from tba.errors import BadReplyError, BrokenRewardError, BusyError, ServiceError, UnavailableError
 from tba.logs import get_logger
 from tba.tokens import client_token, load_tokens
+from tba_buffer.run.component_times import HEARTBEAT_TIMEOUT_S
 from tba_buffer.run.components import Components, HeldWait
 from tba_buffer.scoring.retries import LONGEST_WAIT_S
 from tba_buffer.storage.context import Context
@@ -76,7 +78,7 @@ class RewardConnection:
             recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=self._attempt_s
         )
         self._quick = RewardClient(recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=QUICK_S)
-        self._max_request_size = self._request_size = min(recipe.buffer.score_max_rollouts, recipe.reward.max_items)
+        self._max_request_size = self._request_size = min(recipe.buffer.score_max_rollouts, MAX_SCORE_ITEMS)
         self._pause_s = MIN_PAUSE_S
         self._held: HeldWait | None = None
         self._wait, self._scorer_wait = ExitStack(), ExitStack()
@@ -200,7 +202,7 @@ class RewardProbe:
         self._client = RewardClient(
             recipe.reward_url, retry_s=0.0, timeout_s=PROBE_TIMEOUT_S, ca_file=recipe.tls.ca_file
         )
-        self._timeout_s = recipe.buffer.heartbeat_timeout_s + PROBE_S
+        self._timeout_s = HEARTBEAT_TIMEOUT_S + PROBE_S
         self._state, self._note = "unknown", None
         self._answered_s = time.monotonic()
         self._has_answered = False

@@ -1,6 +1,6 @@
 """The background task that scores pending rollouts and works on the re-scoring job.
 
-    every score_every_s, and at once while there is work:
+    every SCORE_EVERY_S, and at once while there is work:
         the oldest pending rollouts  ->  scored, failed with a reason, or waiting while their scorer is away
         one chunk of the re-scoring job, if one runs (rescore.py)
 
@@ -22,6 +22,8 @@ from tba_buffer.scoring.reward_service import MAX_PAUSE_S, RewardConnection, Rew
 from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.storage.context import Context
 
+SCORE_EVERY_S = 1.0
+"""How often the scorer looks for rollouts whose reward is unknown."""
 STOP_TIMEOUT_S = 5.0
 log = get_logger("scorer")
 
@@ -71,7 +73,7 @@ class ScoringWorker:
             await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
 
     async def _run(self) -> None:
-        every_s = self._context.recipe.buffer.score_every_s
+        every_s = SCORE_EVERY_S
         while not self._stopping.is_set():
             try:
                 pending = await self._score_pending()

@@ -76,7 +76,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack                   |
 | trained         | list   | msgpack, oldest first: a step, with A_j and weight of each rollout| ack                   |
 |                 |        | that it consumed (rollouts/trained_steps.py); of the newest       |                       |
-|                 |        | `buffer.max_trained_steps`                                        |                       |
+|                 |        | MAX_TRAINED_STEPS (rollouts/trained_steps.py)                     |                       |
 | settings        | hash   | revision of the live settings; value:<name> -> JSON, of those     | settings, lease, draw,|
 |                 |        | that were changed; seen:<name> -> revision up to which            | ack, start_lineage    |
 |                 |        | `took_effect` (preludes/audit.lua) has looked in this lineage     |                       |

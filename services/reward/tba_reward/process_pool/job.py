@@ -25,7 +25,7 @@ class WorkerRule:
         function: `module:name` of a Rule, or of a BatchRule where `batch_items` is given.
         params: given to it with every item; JSON values.
         prepare: `module:name` of a function (params) -> None that is called once before the first item, under a
-            deadline of its own (`reward.worker_start_s`): slow imports belong here.
+            deadline of its own (`WORKER_START_S` of app.py): slow imports belong here.
         preload: whether the fork server loads the rule once for all workers, so that a worker that replaces a killed
             one is ready at once. Only for modules of our own that start no threads: the server forks.
         batch_items: most items of one call of a BatchRule; None: the function is a Rule.

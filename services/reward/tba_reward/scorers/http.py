@@ -34,6 +34,8 @@ from tba.tls import without_secrets
 from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer, checked, version_of
 from tba_reward.scorers import Tools
 
+MAX_BATCH_ITEMS, MAX_CONCURRENT = 64, 4
+"""Most items in one request, which are refused together; most requests, and so threads that wait, at once."""
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_DETAIL_CHARS = 300
 FIRST_PAUSE_S = 0.1
@@ -63,13 +65,11 @@ def build(spec: HttpSpec, tools: Tools) -> Scorer:
         task=spec.task or "score",
         token=token,
         num_retries=spec.num_retries,
-        max_connections=spec.max_concurrent,
+        max_connections=MAX_CONCURRENT,
     )
     return HttpScorer(
         client,
         timeout_s=tools.timeout_s(spec),
-        max_batch_items=spec.max_batch_items,
-        max_concurrent=spec.max_concurrent,
         version=version_of(spec, IMPLEMENTATION),
     )
 
@@ -80,18 +80,14 @@ class HttpScorer:
     Args:
         client: the client of the endpoint.
         timeout_s: deadline of one item.
-        max_batch_items: most items in one request.
-        max_concurrent: most requests at once.
         version: see `version_of`.
     """
 
-    def __init__(
-        self, client: EndpointClient, *, timeout_s: float, max_batch_items: int, max_concurrent: int, version: str
-    ) -> None:
-        self._client, self._timeout_s, self._max_batch_items = client, timeout_s, max_batch_items
+    def __init__(self, client: EndpointClient, *, timeout_s: float, version: str) -> None:
+        self._client, self._timeout_s = client, timeout_s
         self._version = version
-        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="http-scorer")
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="http-scorer")
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._health = "the endpoint was not reached yet"
 
     @property
@@ -123,7 +119,7 @@ class HttpScorer:
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return one outcome per item, in order."""
-        size = self._max_batch_items
+        size = MAX_BATCH_ITEMS
         batches = [items[at : at + size] for at in range(0, len(items), size)]
         answers = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
         return [outcome for answer in answers for outcome in answer]

@@ -13,8 +13,10 @@ from tba_reward.model_server.model_messages import ModelSet
 from tba_reward.scorer import version_of
 from tba_reward.scorers import Tools
 
+LOAD_TIMEOUT_S = 600.0
+"""Deadline for loading the models of a scorer: models of some billions of parameters from a slow disk."""
 _PATH_FIELDS = ("model", "victim", "classifier")
-_RUNTIME_FIELDS = ("device", "trust_remote_code", "batch_tokens", "batch_wait_s", "batch_timeout_s", "load_timeout_s")
+_RUNTIME_FIELDS = ("device", "trust_remote_code", "batch_tokens", "batch_wait_s", "batch_timeout_s")
 _RUNTIME_FIELDS += ("num_threads", "victim_vllm")
 
 
@@ -41,7 +43,7 @@ class ModelServerScorer:
         self._versions: dict[str, str] = {}  # by the digest of the files; kept because every result has its version
         self._timeout_s = tools.timeout_s(spec)
         self._process: ModelProcess = tools.models.process(
-            models, load_timeout_s=spec.load_timeout_s, batch_timeout_s=spec.batch_timeout_s
+            models, load_timeout_s=LOAD_TIMEOUT_S, batch_timeout_s=spec.batch_timeout_s
         )
 
     @property

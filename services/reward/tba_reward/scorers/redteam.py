@@ -19,6 +19,8 @@ from tba_reward.scorers import Tools
 from tba_reward.scorers.in_model_server import ModelServerScorer
 
 IMPLEMENTATION = 1
+SAFE_VERDICT, UNSAFE_VERDICT = "\n\nsafe", "\n\nunsafe"
+"""The answers of Llama Guard, every release of it."""
 
 
 def build(spec: RedteamSpec, tools: Tools) -> Scorer:
@@ -77,8 +79,8 @@ def _judge(spec: RedteamSpec) -> ClassifierSettings | GuardSettings:
             # the default of a guard is a chat
             form="text" if spec.classifier_input == "text" else "chat",
             template=spec.classifier_template,
-            safe=spec.safe_verdict,
-            unsafe=spec.unsafe_verdict,
+            safe=SAFE_VERDICT,
+            unsafe=UNSAFE_VERDICT,
         )
     return ClassifierSettings(
         files=files,

@@ -19,6 +19,10 @@ from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, Sampling, VersionSpan
 
+ENGINE_TIMEOUT_S = 600.0
+"""An engine that does not come back from a weight load or from a few steps in this time counts as dead. The searcher
+delivers what is finished, ends with an error, and is started again. Loads of large models take minutes."""
+
 
 class EngineError(TbaError, RuntimeError):
     """Unusable weights, or a request that does not fit or cannot be honoured. The engine still works."""
@@ -108,7 +112,7 @@ class Engine(Protocol):
 
     Errors: `EngineError` (or any `TbaError`) refuses one request or one version. `EngineDiedError` ends the searcher
     after it has delivered what is finished; only `close` is called after it. An unexpected exception from `step` counts
-    as death too. An engine that does not return from a call within `searcher.engine_timeout_s` counts as dead.
+    as death too. An engine that does not return from a call within `ENGINE_TIMEOUT_S` counts as dead.
 
     Shared parts: `check_request` for `submit`, and `check_loaded` (weight_check.py) for `verify` when
     the engine is a `CheckableModel`.

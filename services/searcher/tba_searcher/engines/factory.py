@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tba import plugins
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.engine import Engine, EngineSettings
+from tba_searcher.engines.engine import ENGINE_TIMEOUT_S, Engine, EngineSettings
 
 if TYPE_CHECKING:
     from tba.config import Recipe
@@ -70,7 +70,7 @@ def build_engine(
             **general,
             section=settings.vllm,
             tensor_parallel_size=settings.tensor_parallel_size,
-            staging_timeout_s=settings.engine_timeout_s,
+            staging_timeout_s=ENGINE_TIMEOUT_S,
         )
         return VllmEngine(folder, paths, version, own)
     if settings.engine == "openai":
@@ -81,7 +81,7 @@ def build_engine(
             section=settings.openai,
             ca_file=recipe.tls.ca_file,
             retry_s=settings.retry_s,
-            load_timeout_s=settings.engine_timeout_s,
+            load_timeout_s=ENGINE_TIMEOUT_S,
         )
         return OpenAiEngine(folder, paths, version, behind)
     if settings.engine == "embedded":

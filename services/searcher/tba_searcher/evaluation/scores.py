@@ -108,13 +108,12 @@ async def _score_all(
 
 def _split(items: Sequence[ScoreItem], recipe: Recipe) -> Iterator[list[ScoreItem]]:
     """Cut items into requests within the limits of the service."""
-    max_items = min(REQUEST_ITEMS, recipe.reward.max_items)
     part: list[ScoreItem] = []
     num_bytes = 0
     for item in items:
         # measured as it is sent: JSON escapes can multiply the length of a text
         size = len(item.model_dump_json().encode()) + ITEM_OVERHEAD_BYTES
-        if part and (len(part) == max_items or num_bytes + size > recipe.reward.max_body_bytes):
+        if part and (len(part) == REQUEST_ITEMS or num_bytes + size > recipe.reward.max_body_bytes):
             yield part
             part, num_bytes = [], 0
         part.append(item)

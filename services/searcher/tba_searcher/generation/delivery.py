@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
-from tba.api.scores import ANSWER_REASONS, AWAY_REASONS, HANG_REASONS
+from tba.api.scores import ANSWER_REASONS, AWAY_REASONS, HANG_REASONS, MAX_SCORE_ITEMS
 from tba.clients import BufferClient, RewardClient
 from tba.concurrency import in_thread
 from tba.config import Recipe
@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # searchers without a model run without torch
 
 T = TypeVar("T")
 log = get_logger("delivery")
+PUSH_MAX_ROLLOUTS = 256
+"""Most rollouts in one push; the buffer takes up to 512."""
 NUM_ALONE = 32
 MIN_SLOW_S = 2.0
 """A request for scores is slow after this, and after twice the time that such requests took lately."""
@@ -155,7 +157,7 @@ class Delivery:
             visits = [await self._complete.get()]
             num = len(visits[0].completions)
             # no wait for more: a visit that is complete is scored at once
-            while not self._complete.empty() and num < self._recipe.searcher.push_max_rollouts:
+            while not self._complete.empty() and num < PUSH_MAX_ROLLOUTS:
                 visits.append(self._complete.get_nowait())
                 num += len(visits[-1].completions)
             await self._score(visits)
@@ -242,9 +244,9 @@ class Delivery:
 
     async def _request_all_scores(self, items: list[ScoreItem]) -> list[ScoreResult | str]:
         # one visit may have more completions than a request to the reward service may hold
-        max_items, scores = self._recipe.reward.max_items, list[ScoreResult | str]()
-        for start in range(0, len(items), max_items):
-            scores += await self._request_scores(items[start : start + max_items])
+        scores: list[ScoreResult | str] = []
+        for start in range(0, len(items), MAX_SCORE_ITEMS):
+            scores += await self._request_scores(items[start : start + MAX_SCORE_ITEMS])
         return scores
 
     def _tokens_for_scorer(self, visit: Visit, completion: Completion) -> list[int] | None:
@@ -373,7 +375,7 @@ class Delivery:
     async def _push(self, payloads: list[bytes]) -> None:
         pushes = split_into_pushes(
             payloads,
-            max_rollouts=self._recipe.searcher.push_max_rollouts,
+            max_rollouts=PUSH_MAX_ROLLOUTS,
             max_bytes=self._recipe.buffer.max_body_bytes - _PUSH_OVERHEAD_BYTES,
         )
         while pushes:

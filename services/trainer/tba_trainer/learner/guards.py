@@ -79,7 +79,7 @@ class Alarm:
 class Rollback:
     """How a lineage ended that an alarm or an operator rolled back.
 
-    An operator's does not count towards `trainer.guards.max_rollbacks`: that bounds a run which rolls back by itself to
+    An operator's does not count towards `MAX_ROLLBACKS`: that bounds a run which rolls back by itself to
     the same place again and again, and a person who has rolled back twice must not find that the guards now fail the
     run instead. Nor does it suspect a checkpoint: those after the one it returns to stay until their age deletes them,
     where a fork can still start from them, and no resume does, since the new lineage does not descend from them.
@@ -129,7 +129,7 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
             continue
         holds.add(name)
         # it goes off again after as many more steps
-        if streaks[name] % alarm.patience_steps == 0:
+        if streaks[name] % alarm.PATIENCE_STEPS == 0:
             alarms.append(Alarm(name=name, action=alarm.action, text=text))
     actions: set[Action] = {alarm.action for alarm in alarms if alarm.action != "none"}
     reasons = [f"{alarm.name}: {alarm.text}" for alarm in alarms if alarm.action != "none"]
@@ -139,17 +139,17 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
     # later must not return to weights from which the divergence had already begun.
     good = skip is None and not any(_is_on(section, streaks, name, from_action="rollback") for name in NAMES)
     # A skipped step counts as a step: without this limit a run with broken weights would skip to its end and be "done".
-    if num_skipped > section.max_skipped_in_row:
+    if num_skipped > section.MAX_SKIPPED_IN_ROW:
         actions.add("fail")
         reasons.append(
             f"{num_skipped} batches in a row were skipped, the last one because of {skip!r}, and "
-            f"trainer.guards.max_skipped_in_row is {section.max_skipped_in_row}"
+            f"at most {section.MAX_SKIPPED_IN_ROW} may be"
         )
     # a rollback that leads to the same place each time would never end
-    elif "rollback" in actions and state.num_rollbacks >= section.max_rollbacks:
+    elif "rollback" in actions and state.num_rollbacks >= section.MAX_ROLLBACKS:
         actions.discard("rollback")
         actions.add("fail")
-        reasons.append(f"rollbacks so far: {state.num_rollbacks}, and trainer.guards.max_rollbacks allows no more")
+        reasons.append(f"rollbacks so far: {state.num_rollbacks}, and a run may have no more")
     return StepAction(
         alarms=tuple(alarms),
         skip=skip,
@@ -236,7 +236,7 @@ def _has_signal(metrics: Metrics) -> bool:
 
 
 def _median(section: GuardsSection, norms: Sequence[float]) -> float | None:
-    if 4 * len(norms) < section.grad_spike.window_steps:  # too few norms to know what is usual
+    if 4 * len(norms) < section.grad_spike.WINDOW_STEPS:  # too few norms to know what is usual
         return None
     # an older checkpoint may hold norms of 0, and a median of 0 would make every norm a spike
     return statistics.median(norms) or None
@@ -258,7 +258,7 @@ def _norms(
         # A norm far above the others enters the window too, even of a skipped step, but capped. One alone hardly moves
         # the median; where the norms have risen for good the median follows, and skipping ends.
         if applied or norm > most:
-            windows[name] = (*norms, min(norm, most))[-section.grad_spike.window_steps :]
+            windows[name] = (*norms, min(norm, most))[-section.grad_spike.WINDOW_STEPS :]
     return windows
 
 

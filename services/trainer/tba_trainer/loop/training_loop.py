@@ -296,10 +296,10 @@ class TrainingLoop:
         reason, schedules = f"step {self._progress.version}: {action.reason}", context.schedules
         if "lower_learning_rate" in action.actions:
             # for every step from the next one on; each alarm lowers it once more
-            factor = guards.lower_learning_rate_factor
+            factor = guards.LOWER_LEARNING_RATE_FACTOR
             self._try("lower_learning_rate", lambda: schedules.lower_learning_rate(factor, token=token, reason=reason))
         if "raise_most_on_policy_prob" in action.actions:
-            by = guards.raise_most_on_policy_prob_by
+            by = guards.RAISE_MOST_ON_POLICY_PROB_BY
             self._try(
                 "raise_most_on_policy_prob",
                 lambda: schedules.raise_most_on_policy_prob(by, token=token, reason=reason),

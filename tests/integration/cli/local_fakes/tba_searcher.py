@@ -14,7 +14,7 @@ from pathlib import Path
 
 recipe = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 name = os.environ["TBA_SEARCHER_ID"]
-print(f"{name} nice {os.nice(0)} threads {os.environ['OMP_NUM_THREADS']} stdin {sys.stdin.read()!r}", flush=True)
+print(f"{name} starts with threads {os.environ['OMP_NUM_THREADS']} stdin {sys.stdin.read()!r}", flush=True)
 if os.environ.get("FAKE_SEARCHER") == "all-die" or (name == "searcher-0" and os.environ.get("FAKE_SEARCHER") == "die"):
     sys.exit(7)
 if os.environ.get("FAKE_SEARCHER") == "config":

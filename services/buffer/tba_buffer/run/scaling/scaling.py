@@ -1,4 +1,4 @@
-"""Change and show the number of searchers; on Kubernetes, reconcile it every `scaling.reconcile_s`."""
+"""Change and show the number of searchers; on Kubernetes, reconcile it every RECONCILE_S."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tba_buffer.run.scaling.requests import DesiredSearchers, ScaleRequests
 from tba_buffer.run.state import RunStateReader
 from tba_buffer.storage.context import Context, RunHash
 
+RECONCILE_S = 5.0
+"""How often the replicas are compared with the desired number, and set again if something else has changed them."""
 SETTLE_S = 3.0
 """How long the answer to a change waits for the Kubernetes API."""
 STOP_TIMEOUT_S = 5.0
@@ -187,7 +189,7 @@ class Scaling:
         while not self._ending.is_set():
             await self._round()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), self._section.reconcile_s)
+                await asyncio.wait_for(self._ending.wait(), RECONCILE_S)
 
     async def _round(self) -> None:
         """Reconcile once. Never raises, since that would end the task."""

@@ -225,7 +225,7 @@ class VllmEngine:
                 late = ", ".join(str(rank) for rank, is_staged in enumerate(staged) if not is_staged)
                 raise EngineError(
                     f"wait weight-staging: rank {late} of {len(staged)} did not prepare the weights within {limit_s:g} "
-                    "s (searcher.engine_timeout_s); the update reads them in its pause"
+                    "s; the update reads them in its pause"
                 )
             time.sleep(_STAGING_POLL_S)
 

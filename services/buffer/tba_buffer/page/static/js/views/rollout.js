@@ -103,5 +103,5 @@ function trained(item) {
       item.num_batches === null ? "Which batches drew it and which steps trained it is not part of a snapshot."
         : item.num_batches ? `It was drawn by ${item.num_batches} batch${item.num_batches === 1 ? "" : "es"}, of steps under way or whose advantages are not kept (any more).`
           : "No step has trained on it."),
-    item.trained_since ? h("p", { class: "how" }, `Advantages are kept from step ${item.trained_since} on (buffer.max_trained_steps).`) : null);
+    item.trained_since ? h("p", { class: "how" }, `Advantages are kept from step ${item.trained_since} on.`) : null);
 }

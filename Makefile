@@ -209,6 +209,7 @@ lint: $(VENV)/.test  ## ruff, the import contracts, and the budget of lines and 
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python tools/structure.py --budget
+	$(BIN)/python tools/prose.py --check
 
 types: $(VENV)/.test  ## pyright
 	$(BIN)/python -m pyright

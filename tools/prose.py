@@ -5,8 +5,7 @@
 
 Named pages are measured instead of all. A sentence has 4 words or more; text in backticks is one word. Tables, code,
 headings and decisions (docs/adr) are left out. `--check` ends with exit code 1 when README has a sentence of over 30
-words, or when more than 3 % of the sentences of docs/ have. CI does not call it yet: the prose is rewritten first
-(issue 41).
+words, or when more than 3 % of the sentences of docs/ have. `make lint` calls it.
 """
 
 from __future__ import annotations

@@ -28,6 +28,10 @@ $(VENV)/.run: deploy/constraints/main.txt pyproject.toml $(foreach s,$(SERVICES)
 	$(INSTALL) --no-build-isolation -e './services/reward[math,models]'  # what the small recipes need; beside the others pip finds none
 	touch $@
 
+$(VENV)/.studies: $(VENV)/.run
+	$(INSTALL) --group studies
+	touch $@
+
 $(VENV)/.test: $(VENV)/.run
 	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
@@ -61,11 +65,11 @@ overlap: $(VENV)/.run  ## what asynchrony gains at the pace of GPUs: searchers a
 	$(BIN)/python studies/overlap.py run --kinds searchers --slowdown 20 --set trainer.sync_interval=1 --set sampling.samples_per_insert_error=128
 	$(BIN)/python studies/overlap.py report
 
-paper: $(VENV)/.run  ## the paper's claims in small: every arm of the small recipes, three seeds (15 hours or more; restartable)
+paper: $(VENV)/.studies  ## the paper's claims in small: every arm of the small recipes, three seeds (15 hours or more; restartable)
 	$(BIN)/python studies/paper.py run
 	$(BIN)/python studies/paper.py report
 
-study: $(VENV)/.run  ## the studies of docs/results.md: every objective at every lag, replay, the smaller questions (6 hours or more; restartable)
+study: $(VENV)/.studies  ## the studies of docs/results.md: every objective at every lag, replay, the smaller questions (6 hours or more; restartable)
 	OMP_NUM_THREADS=1 $(BIN)/python studies/asynchrony.py run --workers $(WORKERS)
 	$(BIN)/python studies/asynchrony.py report
 
@@ -85,7 +89,8 @@ unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 -m "not nightly" \
 		tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
 
-nightly: $(VENV)/.test  ## the tests that take too long for `make unit`: the worlds learn
+nightly: $(VENV)/.test  ## the tests that take too long for `make unit`: the worlds learn, TRL trains
+	$(INSTALL) --no-build-isolation -e './services/trainer[trl]'
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m nightly --durations 0 tests
 
 # for an id that is gone pytest -n runs nothing and fails without its name, which the first test says

@@ -149,6 +149,9 @@ def _last_words(lines: Sequence[str], code: int) -> str:
     last = next((line for line in reversed(lines) if line.strip()), "" if code < 0 else f"exit code {code}")
     if code < 0:
         last = f"{last}{'; ' if last else ''}it was ended by signal {-code} ({signal.Signals(-code).name})"
-    missing = any(f"No module named '{name}" in last for name in ("tokenizers", "torch", "transformers"))
-    hint = "; install the extra: pip install 'tba[models]'" if missing else ""
+    # a module that `python -m` is given is named otherwise than one that it imports
+    extras = {"tokenizers": "models", "torch": "models", "transformers": "models", "tba_trainer": "trainer"}
+    named = (f"No module named '{name}" in last or f"specification for '{name}" in last for name in extras)
+    extra = next((extra for extra, is_missing in zip(extras.values(), named, strict=True) if is_missing), None)
+    hint = "" if extra is None else f"; install the extra: pip install 'tba[{extra}]'"
     return f"{last.removeprefix('error: ')}{hint}"

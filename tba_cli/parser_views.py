@@ -1,4 +1,4 @@
-"""The flags of `tba` commands that look at a run (view, top, prompts, rollouts, weights, rescore) or name one.
+"""The flags of `tba` commands that look at a run (view, prompts, rollouts, weights, rescore) or name one.
 
 As tba_cli/parser.py it imports nothing heavy.
 """
@@ -68,7 +68,7 @@ def _add_rollouts_list(kinds: Subparsers) -> None:
         "--text-chars", type=int, default=400, metavar="N", help="how much of each text to show (default: 400)"
     )
     where = listed.add_mutually_exclusive_group()
-    where.add_argument("--id", metavar="ROLLOUT_ID", help=f"show all of this one; {ROLLOUT_ID_HELP}")
+    where.add_argument("--id", metavar="ROLLOUT_ID", help=f"show all of this one, without filters; {ROLLOUT_ID_HELP}")
     where.add_argument("--cursor", metavar="CURSOR", help="continue after the last answer, which names it")
     where.add_argument(
         "--follow", action="store_true", help="then show new ones as they come, until the run is over or Ctrl-C"
@@ -170,7 +170,11 @@ def add_prompt_views(kinds: Subparsers) -> None:
     listed = kinds.add_parser("list", help="list prompts with the number and the rewards of their stored rollouts")
     add_target(listed)
     _add_snapshot(listed)
-    listed.add_argument("--id", metavar="PROMPT_ID", help="show all of this one: text, gold data, rewards by version")
+    listed.add_argument(
+        "--id",
+        metavar="PROMPT_ID",
+        help="show all of this one, without filters: text, data, rewards by version",
+    )
     orders = ["upload", "best", "worst", "most"]
     listed.add_argument(
         "--order", choices=orders, default="upload", help="by mean reward, or most rollouts (default: upload)"

@@ -365,4 +365,8 @@ class CommandRequest(RunCommand):
     def _check_step(self) -> CommandRequest:
         if (self.step is not None) != (self.command == "rollback"):
             raise ValueError("`step` belongs to the command rollback, and it needs one")
+        if self.request_id is not None and self.command != "rollback":
+            raise ValueError("`request_id` belongs to the command rollback; leave it out")
+        if self.token is not None and self.command in ("accept-loss", "rollback"):
+            raise ValueError(f"`token` is that of a trainer; {self.command} takes none")
         return self

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from tba.errors import ConfigError
 from tba.fields import StrictModel
 
 
@@ -66,19 +65,18 @@ class PrepareItem(StrictModel):
     def origin(self) -> dict[str, str | list[str] | None]:
         """The source of the content: recorded in the folder, and compared if the folder exists.
 
-        Raises:
-            ConfigError: TRL's file of settings cannot be read.
+        Without TRL's file, as in a pod that has the recipe alone, `settings_sha256` is None: nothing is compared.
         """
         if self.trl_file is not None:
             return {"trl": "sft" if self.trl_sft else "reward", "settings_sha256": _sha256(self.trl_file)}
         return {"hub": self.hub, "revision": self.revision, "files": self.files, "tokenizer": self.tokenizer}
 
 
-def _sha256(file: str) -> str:
+def _sha256(file: str) -> str | None:
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"TRL's file of settings, {file}, cannot be read: {error.strerror}") from None
+    except OSError:
+        return None
 
 
 def with_replaced(value: Any, texts: Mapping[str, str]) -> Any:

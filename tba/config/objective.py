@@ -429,16 +429,6 @@ class ObjectiveSection(StrictModel):
         return next((part for part, takes in found.items() if takes), None)
 
     @property
-    def reads_sampler_logprobs(self) -> bool:
-        """Whether the log-probs of the policy that wrote a rollout enter the objective."""
-        if (parts := self.parts) is None:
-            return True
-        ratio = parts.importance_weight != "none" or self.log_ratio_penalty > 0
-        # with theta as old policy every ratio is 1, and the sampler enters through the mismatch alone
-        read = (ratio and parts.old_policy != "theta") or self.mismatch_weight != "none"
-        return read or self.takes_behaviour_for_theta is not None
-
-    @property
     def needs_beta(self) -> bool:
         """Whether a beta of 0 has no meaning."""
         return self.preset in FAMILY or self.preset == "online_dpo"

@@ -43,7 +43,8 @@ def is_there(item: PrepareItem) -> bool:
             )
         return False
     record = read_record(folder)
-    if item.manual is None and record is not None and record["origin"] != item.origin:
+    is_comparable = item.trl_file is None or item.origin["settings_sha256"] is not None
+    if item.manual is None and record is not None and is_comparable and record["origin"] != item.origin:
         raise ConfigError(
             f"{item.path} holds {_describe(record['origin'])}, and the recipe asks for {_describe(item.origin)}; "
             "remove that folder, or give the item of [[prepare]] another path"
@@ -139,9 +140,13 @@ def begin_record(item: PrepareItem) -> None:
     (Path(item.path) / HALF_DONE).write_text(json.dumps(item.origin) + "\n", encoding="utf-8")
 
 
-def write_record(item: PrepareItem, *, commit: str | None) -> None:
-    """Record where the content of the item's folder came from; from then on the folder is whole."""
-    folder = Path(item.path)
+def write_record(item: PrepareItem, *, commit: str | None, folder: Path | None = None) -> None:
+    """Record where the content of the item's folder came from; from then on the folder is whole.
+
+    Args:
+        folder: that will be the item's, where it has not its name yet.
+    """
+    folder = folder or Path(item.path)
     (folder / RECORD).write_text(
         json.dumps({"origin": item.origin, "commit": commit}, indent=1) + "\n", encoding="utf-8"
     )

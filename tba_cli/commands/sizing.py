@@ -66,8 +66,13 @@ def sizing_command(args: argparse.Namespace) -> int:
     layout, card = gpu_layout(recipe, shape_of, trainer_peak_bytes=trace["peak_bytes"]), Card.empty(round(gib * GIB))
     cards = dict.fromkeys(layout, card)
     remedy = trainer_remedy(recipe, trace, num_layers=shape.num_layers, gpu_bytes=card.total_bytes) if layout else None
-    # a trainer that does not fit alone needs no sentence about its neighbours
-    problems = list(misfits(layout, cards)) if remedy is None else [remedy]
+    # a trainer that does not fit alone needs no sentence about its own cards
+    others = {
+        gpu: each
+        for gpu, each in layout.items()
+        if remedy is None or not any(one.who.startswith("trainer") for one in each)
+    }
+    problems = [*([] if remedy is None else [remedy]), *misfits(others, cards)]
     unknown = unknown_sizes(layout)
     notes = [*simultaneous_starts(layout), *(f"the size of {who} is not known: {why}" for who, why in unknown.items())]
     if args.json:

@@ -55,7 +55,7 @@ AWAY_S = 120.0
 OVER = ("done", "failed")
 WITH_WEIGHTS = ("searcher", "trainer")
 NUM_NAMED = 3
-"""At most this many of the items that cannot be read are named."""
+"""At most this many components that have ended are named."""
 
 
 def status_command(args: argparse.Namespace) -> int:
@@ -360,7 +360,9 @@ def changed_lines(before: ObservedRun, after: ObservedRun) -> list[str]:
 def _run_lines(before: RunInfo, info: RunInfo) -> list[str]:
     lines = []
     # the state says the most, and its line has the step as well
-    if any(getattr(info, name) != getattr(before, name) for name in ("state", "state_reason", "lineage")):
+    if any(
+        getattr(info, name) != getattr(before, name) for name in ("state", "state_reason", "lineage", "last_change")
+    ):
         lines.append(state_line(info))
         if info.last_change is not None and info.last_change != before.last_change:
             lines.append(change_line(info.last_change))

@@ -82,21 +82,6 @@ def open_source(text: str, *, hf_split: str) -> Source:
     return SavedSource(path, hf_split) if path.is_dir() else open_file(path)
 
 
-def open_dataset(name: str, split: str, *, subset: str | None, revision: str | None) -> Source:
-    """Open the data set that a recipe names: FILE.jsonl, FILE.parquet, a folder, or a data set on the hub.
-
-    Raises:
-        ConfigError: it cannot be read, or needs a library that is not installed.
-    """
-    path = Path(name).expanduser()
-    # a name with such a suffix is no data set of the hub, which is asked for half a minute without a network
-    if path.suffix in (".jsonl", ".parquet") and not path.is_dir():
-        return open_file(path)
-    if any((path / file).is_file() for file in SAVED_FOLDER_FILES):
-        return SavedSource(path, split)
-    return HubSource(str(path) if path.is_dir() else name, split, subset=subset, revision=revision)
-
-
 def open_file(path: Path) -> Source:
     """Open a JSONL or Parquet file, by its suffix.
 

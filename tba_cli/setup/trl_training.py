@@ -33,7 +33,10 @@ def check_installed(items: Iterable[PrepareItem]) -> None:
         ConfigError: it is not, or a file of settings cannot be read.
     """
     for item in items:
-        _ = item.origin  # reads the file
+        try:
+            Path(item.trl_file or "").read_bytes()
+        except OSError as error:
+            raise ConfigError(f"TRL's file of settings, {item.trl_file}, cannot be read: {error.strerror}") from None
         if importlib.util.find_spec("trl") is None:
             raise ConfigError(f"{item.path} is made by TRL, which is not installed here: pip install 'tba[trl]'")
 
@@ -46,9 +49,10 @@ def train(item: PrepareItem, console: Console) -> None:
         ChildError: TRL failed.
         KeyboardInterrupt: this process was asked to end.
     """
-    folder = Path(item.path).expanduser()
+    folder = Path(item.path)
     folder.parent.mkdir(parents=True, exist_ok=True)
     kind, out = "sft" if item.trl_sft else "reward", folder.with_name(f".{folder.name}.trl")
+    _clear(out, item)
     command = f"trl {kind} --config {item.trl_file}"
     console.info(f"wait 'trl-{kind}': `{command}` makes {item.path}")
     try:
@@ -58,9 +62,19 @@ def train(item: PrepareItem, console: Console) -> None:
     _check_model(out, is_reward=kind == "reward", made_by=command)
     for path in [path for pattern in LEFTOVERS for path in out.glob(pattern)]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_record(item, commit=None, folder=out)
     # in place of an empty folder, too
     out.rename(folder)
-    write_record(item, commit=None)
+
+
+def _clear(out: Path, item: PrepareItem) -> None:
+    """Delete what an earlier training left: all of it where the settings were others, else all but its checkpoints."""
+    settings = out.with_name(f"{out.name}.settings.json")
+    is_same = settings.is_file() and settings.read_text(encoding="utf-8") == json.dumps(item.origin)
+    for path in out.glob("*"):
+        if not (is_same and path.match("checkpoint-*")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    settings.write_text(json.dumps(item.origin), encoding="utf-8")
 
 
 def check_scorers(recipe: Recipe) -> None:
@@ -77,7 +91,7 @@ def check_scorers(recipe: Recipe) -> None:
         for spec in reward.scorers:
             if not isinstance(spec, RewardModelSpec) or spec.model not in made or spec.input != "text":
                 continue
-            config = _config(Path(spec.model).expanduser())
+            config = _config(Path(spec.model))
             is_at_eos = config.get("pad_token_id") != config.get("eos_token_id")
             if spec.append_eos != is_at_eos:
                 where = "at the end of sequence" if is_at_eos else "before the end of sequence, its padding token"

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tba.api import BatchRequest, LeaseRequest, RunCommand
-from tba.errors import BusyError, FencedError, UnauthorizedError
+from tba.api import BatchRequest, LeaseRequest, RollbackRequest, RunCommand
+from tba.errors import BusyError, ConflictError, FencedError, UnauthorizedError
 from tba.wire import encode_push
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
@@ -34,6 +34,9 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
             {"trainer"},
         ),
         "done": (lambda c: c.command("done", RunCommand(token="stale")), {"trainer"}),
+        "fail": (lambda c: c.command("fail", RunCommand(token="stale")), {"trainer"}),
+        "accept loss": (lambda c: c.command("accept-loss", RunCommand()), {"operator"}),
+        "roll back": (lambda c: c.rollback(RollbackRequest(step=0)), {"operator"}),
         "push": (lambda c: c.push(make_payloads(["train-0"])), {"searcher"}),
         "lease": (lambda c: c.lease(LeaseRequest(searcher_id="s", max_leases=1)), {"searcher"}),
         "stats": (lambda c: c.stats(), {"viewer", "operator", "trainer"}),
@@ -48,7 +51,7 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
             try:
                 call(client)
                 passed = True
-            except (FencedError, BusyError):
+            except (FencedError, BusyError, ConflictError):
                 passed = True
             except UnauthorizedError:
                 passed = False

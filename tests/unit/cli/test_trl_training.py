@@ -51,7 +51,7 @@ def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[list[str]]:
     def run(_module: str, words: list[str]) -> None:
         calls.append(words)
         folder = Path(words[words.index("--output_dir") + 1])
-        (folder / "checkpoint-1").mkdir(parents=True)
+        (folder / "checkpoint-1").mkdir(parents=True, exist_ok=True)
         config = {"id2label": {"0": "LABEL_0"}, "pad_token_id": 0, "eos_token_id": 1}
         files = {**dict.fromkeys(FILES, "{}"), "config.json": json.dumps(config), "training_args.bin": "", **changes}
         for name, text in files.items():
@@ -78,6 +78,24 @@ def test_models_are_made_in_their_order_and_only_once(recipe: Recipe, monkeypatc
     (folder / "recipes" / "judge.yaml").write_text("max_steps: 2\n")
     with pytest.raises(ConfigError, match=r"judge holds trl reward, .* the recipe asks for .* remove that folder"):
         is_there(recipe.prepare[2])
+
+
+def test_what_an_earlier_training_left_is_no_part_of_the_next(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, **{"adapter_config.json": "{}", "model-2.safetensors": "{}"})
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        prepare_at_start(recipe, Console("quiet"))
+    assert Path(".policy.trl/checkpoint-1").is_dir()
+    (Path("recipes") / "sft.yaml").write_text("use_peft: false\n")
+    use(monkeypatch)
+    prepare_at_start(recipe, Console("quiet"))
+    assert {path.name for path in Path("policy").iterdir()} == {*FILES, ".tba-prepare"}
+
+
+def test_a_model_that_is_there_needs_no_file_of_settings(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    prepare_at_start(recipe, Console("quiet"))
+    Path("recipes/sft.yaml").unlink()
+    assert is_there(recipe.prepare[1])
 
 
 def test_what_is_missing_is_said_before_anything_is_fetched(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

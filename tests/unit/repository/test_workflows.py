@@ -14,7 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[3]
 READ = {"contents": "read"}
 PERMISSIONS = {
-    "ci.yml": {"test": READ, "docs": READ, "bounds": READ},
+    "ci.yml": {"test": READ, "docs": READ, "bounds": READ, "nightly": READ},
     "release.yml": {"test": READ, "release": {"contents": "write", "id-token": "write"}},
 }
 

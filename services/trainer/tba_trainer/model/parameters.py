@@ -54,15 +54,6 @@ def assign(target: Tensor, whole: Tensor | TensorSlice) -> None:
     target.to_local().copy_(placed.to_local())
 
 
-def whole_tensors(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole tensors as copies on the CPU, gathered one at a time.
-
-    Every process of a sharded model must exhaust the iterator, in step with the others.
-    """
-    for name, parameter in parameters.items():
-        yield name, full(parameter.detach()).to("cpu", copy=True).contiguous()
-
-
 def plain_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Return the parameters without the adapter, by their names in Hugging Face format."""
     adapted = _adapted_layers(model)

@@ -66,8 +66,8 @@ class WarmStartSection(StrictModel):
     start of training. Its seed is the run's.
     """
 
-    task: str
-    """Built-in task whose warm-start split the model learns from: `addition`."""
+    task: Literal["addition"]
+    """Built-in task whose warm-start split the model learns from."""
     target_accuracy: float = Field(default=0.9, gt=0, lt=1)
     """The first phase ends when the mean probability of the right answers of the validation split reaches this."""
     noise_steps: int = Field(default=80, ge=0)

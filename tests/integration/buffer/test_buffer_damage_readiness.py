@@ -26,9 +26,7 @@ def readiness(url: str) -> tuple[int, bytes]:
     return ask(url, "/readyz")
 
 
-@pytest.mark.parametrize(
-    ("key", "field"), [*COUNTS, ("run", "step"), ("run", "latest_version"), ("run", "retries"), ("run", "rollback")]
-)
+@pytest.mark.parametrize(("key", "field"), [*COUNTS, ("run", "step"), ("run", "latest_version"), ("run", "rollback")])
 def test_what_leases_cannot_do_without_makes_the_service_not_ready_until_it_is_restored(
     serve_buffer: ServeBuffer, redis: RedisProcess, key: str, field: str
 ) -> None:

@@ -53,7 +53,7 @@ def test_the_report_says_how_it_was_made(made: Path):
 
 def test_a_task_without_a_warm_start_is_refused_with_the_recipe():
     model = {"path": "m", "warm_start": {"task": "chess"}}
-    with pytest.raises(ConfigError, match="model.warm_start.task.*addition"):
+    with pytest.raises(ConfigError, match=r"model\.warm_start\.task.*addition"):
         parse_recipe({"run": {"name": "x"}, "model": model, "data": {"generator": "addition"}}, where="test")
 
 

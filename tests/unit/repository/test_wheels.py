@@ -154,7 +154,7 @@ def test_an_unknown_name_is_refused_with_the_names_that_there_are(capsys: pytest
     with pytest.raises(SystemExit) as end:
         main(["run", "quickstrat"])
     assert end.value.code == 2
-    assert "'quickstrat' is no recipe that ships with tba (chain, gsm8k," in capsys.readouterr().err
+    assert "'quickstrat' is no recipe that ships with tba (gsm8k, math," in capsys.readouterr().err
 
 
 def test_the_demo_is_the_quickstart_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,12 +300,6 @@ def test_what_a_recipe_says_wrongly_is_named(scorers: list[dict[str, Any]], sent
     assert sentence in str(caught.value)
 
 
-def test_the_plugins_of_an_older_release_are_no_more() -> None:
-    assert recipe({"plugins": []}).reward == RewardSection()
-    with pytest.raises(ConfigError, match=r"reward\.plugins was removed; give each task an entry in reward\.tasks"):
-        recipe({"plugins": ["mine"]})
-
-
 def test_two_scorers_of_a_kind_have_versions_of_their_own() -> None:
     task = TaskReward.model_validate(
         {

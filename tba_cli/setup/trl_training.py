@@ -65,11 +65,16 @@ def train(item: PrepareItem, console: Console) -> None:
     write_record(item, commit=None, folder=out)
     # in place of an empty folder, too
     out.rename(folder)
+    _settings_path(out).unlink()
+
+
+def _settings_path(out: Path) -> Path:
+    return out.with_name(f"{out.name}.settings.json")
 
 
 def _clear(out: Path, item: PrepareItem) -> None:
     """Delete what an earlier training left: all of it where the settings were others, else all but its checkpoints."""
-    settings = out.with_name(f"{out.name}.settings.json")
+    settings = _settings_path(out)
     is_same = settings.is_file() and settings.read_text(encoding="utf-8") == json.dumps(item.origin)
     for path in out.glob("*"):
         if not (is_same and path.match("checkpoint-*")):

@@ -89,6 +89,7 @@ def test_what_an_earlier_training_left_is_no_part_of_the_next(recipe: Recipe, mo
     use(monkeypatch)
     prepare_at_start(recipe, Console("quiet"))
     assert {path.name for path in Path("policy").iterdir()} == {*FILES, ".tba-prepare"}
+    assert not list(Path().glob(".policy.trl*"))
 
 
 def test_a_model_that_is_there_needs_no_file_of_settings(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

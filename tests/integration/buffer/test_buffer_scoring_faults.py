@@ -244,11 +244,11 @@ async def test_what_takes_the_places_of_lost_rollouts_inherits_no_tries_and_no_j
     assert not buffer.scoring.worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
     assert not buffer.scoring.worker._scorer.dead_letters.record_failure(last, is_unproven=False)
     reward.gate.set()
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
+    while (await buffer.stats.read()).num_pending:  # scored after the chunk that was under way: the job is over then
+        await asyncio.sleep(0.01)
     with pytest.raises(NotFoundError):
         await buffer.scoring.rescore_jobs.info()
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
-    while (await buffer.stats.read()).num_pending:  # the scorer continues, with no job
-        await asyncio.sleep(0.01)
     payloads = await buffer.context.redis.hmget(
         buffer.context.keys.payloads, [rollout.rollout_id for rollout in others]
     )

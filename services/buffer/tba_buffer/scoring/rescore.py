@@ -150,6 +150,8 @@ class RescoreJobs:
         if retry_queue.is_too_early(positions):  # the reward service answers the scored ones from its cache next time
             return False
         async with self._context.mutation_lock:
+            if self._job is not job:  # Redis lost data meanwhile: written back, the job would go over what came after
+                return True
             scored = await self._scorer.still_stored(scored)
             job = add_chunk(job, scored, taken, num_left=len(left))
             await self._write(scored, job if len(left) else self._ended(job, "done"))

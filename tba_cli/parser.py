@@ -70,7 +70,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     args, rest = global_options().parse_known_args(argv)
     parser = build_parser()
-    args = parser.parse_args(rest, namespace=args)
+    args, unknown = parser.parse_known_args(rest, namespace=args)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    # only now: the value of an unknown flag is taken for a recipe, and the flag must be named
+    for name in ("recipe", "config"):
+        if getattr(args, name, None) is not None:
+            try:
+                setattr(args, name, recipe_path(getattr(args, name)))
+            except argparse.ArgumentTypeError as error:
+                parser.error(f"argument {'--config' if name == 'config' else 'RECIPE'}: {error}")
     takes = {"debug", *vars(args).pop("takes", ())}
     for name in ("json", *TARGET):
         if getattr(args, name) and name not in takes:
@@ -287,7 +296,7 @@ def _add_doctor(commands: Subparsers) -> None:
 
 def _add_config_file(parser: argparse.ArgumentParser, *, default_is: str = "") -> None:
     help = "recipe, as the services read it" + (f" (default: {default_is})" if default_is else "")
-    parser.add_argument("--config", required=not default_is, metavar="FILE", type=recipe_path, help=help)
+    parser.add_argument("--config", required=not default_is, metavar="FILE", help=help)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as store.url=s3://bucket/prefix"
     )
@@ -360,7 +369,7 @@ def _add_export(commands: Subparsers) -> None:
     export.add_argument(
         "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, a step, start, best, or last (default)"
     )
-    export.add_argument("--recipe", metavar="RECIPE", type=recipe_path, help="recipe of the run; needed with --url")
+    export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
     export.add_argument("--out", metavar="DIR", help="folder to write; must not exist, or be empty")
     export.add_argument(
         "--adapter", action="store_true", help="the LoRA adapter alone, as peft and vLLM read it, in place of the model"

@@ -9,7 +9,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tba_cli.parser_help import add_json
-from tba_cli.shipped_recipes import recipe_path
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -42,9 +41,7 @@ def add_score(commands: Subparsers) -> None:
     examples.add_argument(
         "--from-run", metavar="RUN", help="score stored rollouts of this run again, and compare with the stored rewards"
     )
-    score.add_argument(
-        "--recipe", metavar="RECIPE", type=recipe_path, help="its scorers are tried; default: that of --from-run"
-    )
+    score.add_argument("--recipe", metavar="RECIPE", help="its scorers are tried; default: that of --from-run")
     score.add_argument("--num", type=int, default=20, metavar="N", help="with --from-run: how many, the newest (20)")
     score.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example reward.num_workers=4"
@@ -57,7 +54,7 @@ def add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, def
     """Add RECIPE and --set."""
     help = "TOML file, or the name of a recipe that ships with tba, such as quickstart"
     help += f"; default: {default_is}" if default_is else ""
-    parser.add_argument("recipe", metavar="RECIPE", type=recipe_path, nargs=nargs, help=help)
+    parser.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=help)
     add_overrides(parser)
 
 

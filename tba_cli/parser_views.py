@@ -9,7 +9,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tba_cli.parser_help import TARGET, add_json, take
-from tba_cli.shipped_recipes import recipe_path
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -120,7 +119,6 @@ def add_weights(commands: Subparsers) -> None:
         command.add_argument(
             "--recipe",
             metavar="RECIPE",
-            type=recipe_path,
             help="recipe of the run; needed with --url. Alone: its store is read, and no service is asked",
         )
         add_json(command)
@@ -145,7 +143,6 @@ def _add_snapshot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         metavar="RECIPE",
-        type=recipe_path,
         help="recipe of a run whose folder is not here; its store holds the snapshot",
     )
 

@@ -23,6 +23,7 @@ from tba.errors import (
     BadRequestError,
     BrokenRewardError,
     BusyError,
+    ConfigError,
     ConflictError,
     FencedError,
     NotFoundError,
@@ -94,7 +95,8 @@ class ServiceClient:
         ca_file: PEM file of the authorities that are trusted for an https URL (`tls.ca_file`); none: the system's.
 
     Raises:
-        ConfigError: the URL has a user, password or options; or it is https and `ca_file` cannot be used.
+        ConfigError: the URL has a user, password or options, or another scheme; or it is https and `ca_file` cannot be
+            used.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class ServiceClient:
         self._timeout_s = timeout_s
         self._ca_file = ca_file
         self._has_answered = False
-        self._path = parse_url(self.base_url).path or ""
+        self._path = _path_of(self.base_url)
         trust = tls_options(self.base_url, ca_file)
         # urllib3 must not retry: it would repeat refused calls, and know nothing of the deadline of all attempts
         self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False, **trust)
@@ -271,6 +273,17 @@ class ServiceClient:
         # while tokens change, one of two services may have read the new file later than the other
         tokens = self._token.value
         return tuple(sorted(tokens, key=lambda token: token != self._accepted))
+
+
+def _path_of(url: str) -> str:
+    """Return the path of the address of a service; a host and port alone stand for http."""
+    try:
+        parts = parse_url(url)
+    except urllib3.exceptions.LocationParseError:
+        parts = None
+    if parts is None or parts.host is None or parts.scheme not in (None, "http", "https"):
+        raise ConfigError(f"{url!r} is not the address of a service, such as http://127.0.0.1:8700")
+    return parts.path or ""
 
 
 def tls_options(url: str, ca_file: str | None) -> dict[str, Any]:

@@ -61,7 +61,10 @@ def _invalid(errors: Sequence[Any]) -> str:
 
 
 def _invalid_field(error: dict[str, Any]) -> str:
-    where = ".".join(str(part)[:MAX_WHERE_CHARS] for part in error["loc"])[:MAX_WHERE_CHARS] or "body"
+    place, *names = map(str, error["loc"] or ("body",))
+    # a parameter is called as the client wrote it; the fields of a body stand below `body`
+    parts = names if place != "body" and names else [place, *names]
+    where = ".".join(part[:MAX_WHERE_CHARS] for part in parts)[:MAX_WHERE_CHARS]
     # no field has a wrong value here: the words of the parser say more
     if error["type"] == "json_invalid":
         return f"{where}: not JSON: {error.get('ctx', {}).get('error', error['msg'])}"

@@ -267,9 +267,9 @@ def test_queries_that_cannot_be_meant_name_the_parameter_and_the_value(buffer: B
         ("?contains=" + "x" * 201, 422, "contains"),
         ("?finish_reason=bored", 422, "finish_reason"),
         ("?order=best&status=pending", 400, "rollouts of status 'pending' have none"),
-        ("?order=median", 422, "query.order: Input should be 'best', 'worst', 'newest' or 'oldest' (value 'median')"),
-        ("?limit=101", 422, "query.limit"),
-        ("?version=1", 422, "query.version"),
+        ("?order=median", 422, "order: Input should be 'best', 'worst', 'newest' or 'oldest' (value 'median')"),
+        ("?limit=101", 422, "limit"),
+        ("?version=1", 422, "version"),
         ("?version=01-2", 422, "policy version '01-2'"),
     ]:
         found = problem(buffer, query)

@@ -19,6 +19,7 @@ from tba.errors import (
     BadReplyError,
     BadRequestError,
     BusyError,
+    ConfigError,
     ConflictError,
     FencedError,
     NotFoundError,
@@ -139,6 +140,12 @@ def test_a_connection_that_the_service_closed_meanwhile_is_opened_again():
         for _ in range(5):
             assert client.lease(LEASE).run_state == "running"
     assert len(asked) == 5
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1", "http://", "http://[::1"])
+def test_what_is_no_address_of_a_service_is_refused_in_a_sentence(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not the address of a service, such as http://127.0.0.1:8700"):
+        BufferClient(url)
 
 
 def test_nobody_there_is_one_sentence():

@@ -77,3 +77,10 @@ def test_an_option_that_a_command_has_no_use_for_is_refused(
     with pytest.raises(SystemExit):
         main(words.split())
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["run --cost 3 quickstart", "run quickstart --cost 3", "config check --cost=3 none"])
+def test_an_unknown_flag_is_refused_by_its_name(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert "error: unrecognized arguments: --cost" in capsys.readouterr().err

@@ -133,7 +133,8 @@ def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
         responses=problems(409),
     )
     async def command(body: CommandRequest, request: Request) -> RunInfo:
-        """Pause, resume, stop, end or roll back the run, or accept a loss; the body says which roles may."""
+        """Change the run: the trainer says pause, done and fail; an operator pause, resume, stop, rollback and
+        accept-loss."""
         auth.check(request.headers.get("authorization", ""), COMMAND_ROLES[body.command])
         match body.command:
             case "accept-loss":

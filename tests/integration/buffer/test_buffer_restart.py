@@ -37,6 +37,7 @@ from tests.support.buffer import (
     start_stack,
     write_recipe,
 )
+from tests.support.leases import lease
 from tests.support.redis_process import DURABLE, start_redis
 from tests.support.waits import DEADLINE_S, until
 
@@ -198,6 +199,32 @@ def test_a_redis_that_lost_its_data_is_noticed(stack: Stack) -> None:
     client.push(make_payloads(["train-0"]))
     stats = client.stats()
     assert (stats.num_prompts_seen, stats.num_rollouts) == (1, 4)
+
+
+def test_a_start_over_a_damaged_prompt_is_refused_with_its_key_and_changes_nothing(stack: Stack) -> None:
+    from redis import Redis as Client
+
+    stack.client.upload_prompts(make_prompts(2))
+    start_lineage(stack.client)
+    stack.client.push(make_payloads(["train-0", "train-1"]))
+    before = fingerprint(stack)
+    stack.buffer.kill()
+    with Client.from_url(stack.redis.url) as admin:
+        whole = admin.hget("tba:test:prompts", "train-1")
+        for damage in (b"\xff", None):
+            admin.hdel("tba:test:prompts", "train-1")
+            if damage is not None:
+                admin.hset("tba:test:prompts", "train-1", damage)
+            ended = run_service(stack.buffer.recipe_path)
+            assert ended.returncode == 2
+            last = ended.stderr.splitlines()[-1]
+            assert last.startswith("error: buffer: the field train-1 of tba:test:prompts in Redis cannot be read (")
+            assert last.endswith("restore Redis from a copy")
+            assert "Traceback" not in ended.stderr
+        admin.hset("tba:test:prompts", "train-1", whole)  # pyright: ignore[reportArgumentType]
+    stack.buffer.start()
+    assert fingerprint(stack) == before
+    assert {item.prompt.prompt_id for item in lease(stack.client, 2).leases} == {"train-0", "train-1"}
 
 
 @pytest.mark.parametrize(

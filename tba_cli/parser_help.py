@@ -116,9 +116,8 @@ tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don't know" --li
 tba rollouts list --recipe recipe.toml --snapshot end --order best    # without a run folder, from its store
 tba rollouts list quickstart-seed0 --id 0123456789abcdef0123456789abcdef --tokens""",
         "rollouts export": """\
-tba rollouts export quickstart-seed0 --out good.jsonl --min-reward 1 --from-version 1-100
-tba rollouts export quickstart-seed0 --out answers          # a data set: datasets.load_dataset("answers")
-tba rollouts export quickstart-seed0 --push-to-hub me/answers --license mit""",
+tba rollouts export quickstart-seed0 --out good.parquet --min-reward 1 --from-version 1-100
+tba rollouts export quickstart-seed0 --out all.parquet""",
         "rescore": """\
 tba rescore --wait
 tba rescore quickstart-seed0 --only failed

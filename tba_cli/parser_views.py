@@ -80,28 +80,15 @@ def _add_rollouts_list(kinds: Subparsers) -> None:
 def _add_rollouts_export(kinds: Subparsers) -> None:
     export = kinds.add_parser(
         "export",
-        help="write stored rollouts, the oldest first: JSON Lines without tokens, Parquet with them, or a data set "
-        "here or on the Hugging Face hub",
+        help="write stored rollouts to a Parquet file, the oldest first, with tokens and log-probs",
     )
     add_target(export)
     _add_snapshot(export)
-    export.add_argument(
-        "--out",
-        metavar="PATH",
-        help="a file that ends with .jsonl or .parquet, or a folder (without a dot) for a data set: Parquet and a card",
-    )
+    export.add_argument("--out", metavar="FILE", required=True, help="a file that ends with .parquet")
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
-    export.add_argument(
-        "--push-to-hub",
-        metavar="OWNER/NAME",
-        help="upload a data set (Parquet and a card) to this repository of the Hugging Face hub, made private where it "
-        "does not exist; token: HF_TOKEN, or `hf auth login`",
-    )
-    export.add_argument("--public", action="store_true", help="with --push-to-hub: everybody may read the repository")
-    export.add_argument("--license", metavar="ID", help="of a data set: the licence of the data (default: unknown)")
     _add_filters(export)
     add_json(export)
-    export.set_defaults(command="tba_cli.commands.export_rollouts:export_command")
+    export.set_defaults(command="tba_cli.commands.rollouts:export_command")
 
 
 def add_weights(commands: Subparsers) -> None:

@@ -1,16 +1,18 @@
-"""`tba rollouts list`: what is stored in a run, in progress or over."""
+"""`tba rollouts list` and `tba rollouts export`: what is stored in a run, in progress or over."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar, cast
 
-from tba.api import RolloutDetail, RolloutInfo, RolloutPage, TrainedStep
+from tba.api import EVICTED_KEY, RolloutDetail, RolloutInfo, RolloutPage, TrainedStep
 from tba.clients import BufferClient
 from tba.clients.run_reader import RolloutFilters
 from tba.errors import ConfigError
@@ -179,6 +181,37 @@ def _show(args: argparse.Namespace) -> int:
         lines += ["  response tokens:", *token_lines(rollout)]
     print("\n".join(map(escape_controls, lines)))
     return 0
+
+
+def export_command(args: argparse.Namespace) -> int:
+    """Write the rollouts that match to a Parquet file, the oldest first, and print how many."""
+    path = Path(args.out)
+    if path.suffix != ".parquet":
+        raise ConfigError(f"--out {path} must end with .parquet")
+    if path.exists() and not args.force:
+        raise ConfigError(f"{path} exists; give another --out, or --force to replace it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of --out {path} does not exist; make it first")
+    num_bytes = with_run(args, lambda client: client.export_rollouts(path, **filters_of(args)))
+    found = _counts(path)
+    if args.json:
+        print(json.dumps({"out": str(path), **found, "num_bytes": num_bytes}, indent=1))
+        return 0
+    what = "the rollouts" if found["num_rollouts"] is None else f"{found['num_rollouts']} rollouts"
+    evicted = f" ({found['num_evicted']} more were evicted before they were read)" if found["num_evicted"] else ""
+    print(f"wrote {what}{evicted} to {path}, {num_bytes:,} bytes")
+    return 0
+
+
+def _counts(path: Path) -> dict[str, int | None]:
+    """Return how many rollouts an export holds and how many are missing; None where pyarrow is not here to count."""
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        return {"num_rollouts": None, "num_evicted": None}
+    metadata = parquet.read_metadata(path)
+    num_evicted = int((metadata.metadata or {}).get(EVICTED_KEY.encode(), 0))
+    return {"num_rollouts": metadata.num_rows, "num_evicted": num_evicted}
 
 
 def detail_lines(rollout: RolloutDetail) -> list[str]:

@@ -116,8 +116,7 @@ def test_what_commands_say_of_a_run_is_there_as_json(tba: Tba, finished: str, fo
     assert summary["run"] == finished
     saved = read(tba("buffer", "save", "end", finished, "--json"))
     assert saved["source"] == f"{finished}/end"
-    exported = read(tba("rollouts", "export", finished, "--out", "all.jsonl", "--json"))
-    lines = (folder / "all.jsonl").read_text().splitlines()
-    assert (exported["num_rollouts"], len(lines)) == (saved["num_rollouts"], saved["num_rollouts"])
+    exported = read(tba("rollouts", "export", finished, "--out", "all.parquet", "--json"))
+    assert (exported["num_rollouts"], exported["num_evicted"]) == (saved["num_rollouts"], 0)
     model = read(tba("export", finished, "--out", "model", "--json"))
     assert (model["out"], model["version"].rpartition("-")[2], model["pushed_to"]) == (str(folder / "model"), "2", None)

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import pytest
-import yaml
 from pyarrow import parquet
 
 import tba
@@ -33,7 +32,6 @@ from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import save_snapshot
 from tests.support.buffer import SERVICE_PATHS, make_prompts, make_rollout, start_stack
-from tests.support.hub_server import TOKEN, HubServer
 from tests.support.waits import DEADLINE_S, until
 
 REASON = "the trainer died"
@@ -247,48 +245,12 @@ def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
     assert "number     token   log-prob  text" in shown
     assert "         0         1    -0.5000" in shown
 
-    out = tmp_path / "found.jsonl"
+    out = tmp_path / "found.parquet"
     assert main(["rollouts", "export", run, "--out", str(out), "--status", "scored"]) == 0
     assert capsys.readouterr().out.startswith(f"wrote 4 rollouts to {out}, ")
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["response_text"] for line in lines] == [f"answer {i}" for i in range(1, 5)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copies", "found.jsonl"]
+    assert parquet.read_table(out)["response_text"].to_pylist() == [f"answer {i}" for i in range(1, 5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copies", "found.parquet"]
     assert digests(ended) == before
-
-
-def test_rollouts_are_pushed_to_the_hub_as_a_data_set(
-    ended: RunFolder, environ: dict[str, str], tmp_path: Path
-) -> None:
-    hub = HubServer({}, uploads=tmp_path / "hub")
-    words = ["rollouts", "export", str(ended.path), "--status", "scored", "--push-to-hub", "me/answers", "--json"]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tba_cli.main", *words, "--license", "mit", "--out", str(tmp_path / "kept")],
-            env={**environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-    finally:
-        hub.close()
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert document.pop("pushed_to").startswith(f"{hub.url}/datasets/me/answers/commit/")
-    assert document == {"out": str(tmp_path / "kept"), "num_rollouts": 4, "num_evicted": 0}
-    (name,) = hub.private
-    pushed = hub.repositories[name]
-    assert (name, len(hub.commits)) == ("datasets/me/answers", 1)
-    data, card = "data/train-00000-of-00001.parquet", (pushed / "README.md").read_text()
-    for folder in (pushed, tmp_path / "kept"):
-        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        assert found == {"README.md", data}
-    assert parquet.read_table(pushed / data)["response_text"].to_pylist() == [f"answer {i}" for i in range(1, 5)]
-    assert yaml.safe_load(card.split("---")[1])["license"] == "mit"
-    assert "4 rollouts of the run `test` at step 1 of lineage 1" in card
-    assert "These are the stored rollouts with status scored, oldest first." in card
-    assert '"prompts_per_batch": 1' in card
-    assert str(ended.path) not in card, "no path of this machine"
 
 
 def test_a_signal_while_the_files_are_copied_leaves_no_copy(

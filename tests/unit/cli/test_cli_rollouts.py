@@ -14,16 +14,15 @@ from urllib.request import url2pathname
 
 import pytest
 
-from tba.api import PromptDetail, PromptPage, RolloutDetail, RolloutInfo, RolloutPage, RunInfo, RunSummary
+from tba.api import EVICTED_KEY, PromptDetail, PromptPage, RolloutDetail, RolloutInfo, RolloutPage, RunInfo, RunSummary
 from tba.clients import BufferClient
-from tba.errors import ConfigError, NotFoundError
+from tba.errors import NotFoundError
 from tba_cli import browser
-from tba_cli.commands import export_rollouts, rollouts, view
+from tba_cli.commands import rollouts, view
 from tba_cli.commands.rollouts import detail_lines, token_lines
 from tba_cli.main import main
 from tests.support.history_values import RUN_INFO
 
-ROOT = Path(__file__).resolve().parents[3]
 DETAIL: dict[str, Any] = {
     "rollout_id": "0" * 32,
     "task": "addition",
@@ -101,7 +100,8 @@ class FakeRun:
         self.filters = {name: value for name, value in filters.items() if value is not None}
         from pyarrow import Table, parquet
 
-        parquet.write_table(Table.from_pylist([{"a": 1}, {"a": 2}]), path)
+        table = Table.from_pylist([{"a": 1}, {"a": 2}]).replace_schema_metadata({EVICTED_KEY: "3"})
+        parquet.write_table(table, path)
         return path.stat().st_size
 
     def run(self) -> RunInfo:
@@ -139,7 +139,7 @@ def test_every_filter_reaches_the_service(run: FakeRun, tmp_path: Path) -> None:
         "finish_reason": "length",
         "contains": "Hello",
     }
-    for words in (["list"], ["list", "--follow"], ["export", "--out", "a.jsonl"], ["export", "--out", "a.parquet"]):
+    for words in (["list"], ["list", "--follow"], ["export", "--out", "a.parquet"]):
         run.filters = {}
         words = [str(tmp_path / word) if word.startswith("a.") else word for word in words]
         assert main(["rollouts", *words, *FILTER_WORDS.split()]) == 0
@@ -306,127 +306,28 @@ def test_a_part_of_an_id_is_refused_with_a_remedy(name: str, run: FakeRun, capsy
     assert f"'{name}' is no rollout id: give all 32 hexadecimal digits" in capsys.readouterr().err
 
 
-def test_json_lines_have_whole_texts_and_leave_out_what_was_evicted(
+def test_an_export_replaces_a_file_only_with_force(
     run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.stored = [
-        info_of(0),
-        info_of(1, response_text="cut", response_text_cut=True),
-        info_of(2, response_text="cut", response_text_cut=True),
-        info_of(3, prompt_text="x" * 10_000),
-        info_of(4, prompt_data=None),
-    ]
-    run.max_per_page = 3
-    for number, text in ((1, "whole"), (3, "2"), (4, "2")):
-        changes = {"rollout_id": f"{number:032x}", "response_text": text, "prompt_text": "y" * 20_000}
-        run.details[f"{number:032x}"] = RolloutDetail.model_validate({**DETAIL, **changes})
-    out = tmp_path / "r.jsonl"
-    assert main(["rollouts", "export", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("wrote 4 rollouts (it is not known how many more were evicted before they were read; ")
-    assert said.endswith(f") to {out}, {out.stat().st_size:,} bytes\n")
-    lines = [RolloutInfo.model_validate_json(line) for line in out.read_text().splitlines()]
-    assert [int(line.rollout_id, 16) for line in lines] == [0, 1, 3, 4]
-    assert lines[3].prompt_data == {"answer": 2}, "a page leaves out long data"
-    assert (lines[1].response_text, len(lines[2].prompt_text or "")) == ("whole", 20_000)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_an_export_replaces_a_file_only_with_force(
-    suffix: str, run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run.stored = [info_of(0), info_of(1)]
-    out = tmp_path / f"r.{suffix}"
+    out = tmp_path / "r.parquet"
     out.write_text("mine")
     assert main(["rollouts", "export", "--out", str(out)]) == 2
     assert "--force to replace it" in capsys.readouterr().err
     assert out.read_text() == "mine"
     assert main(["rollouts", "export", "--out", str(out), "--force"]) == 0
-    assert capsys.readouterr().out.startswith("wrote 2 rollouts")
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    said = f"wrote 2 rollouts (3 more were evicted before they were read) to {out}, {out.stat().st_size:,} bytes\n"
+    assert capsys.readouterr().out == said
+    assert main(["rollouts", "export", "--out", str(out), "--force", "--json"]) == 0
+    document = {"out": str(out), "num_rollouts": 2, "num_evicted": 3, "num_bytes": out.stat().st_size}
+    assert json.loads(capsys.readouterr().out) == document
 
 
-def test_a_broken_export_leaves_the_old_file_and_no_part(
-    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "r.jsonl"
-    out.write_text("mine")
-
-    def broken(**_: object) -> None:
-        raise NotFoundError("gone")
-
-    monkeypatch.setattr(run, "list_rollouts", broken)
-    assert main(["rollouts", "export", "--out", str(out), "--force"]) == 2
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.jsonl", "mine")]
-
-
-def test_no_repository_is_made_for_a_run_a_snapshot_or_a_recipe_that_is_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    made: list[str] = []
-    repository = Namespace(open=lambda **_: made.append("one"))
-    monkeypatch.setattr(export_rollouts, "HubRepository", lambda *_: repository)
-    for words, said in (
-        (["nosuchrun"], "there is no run 'nosuchrun'"),
-        (["nosuchrun", "--snapshot", "end"], "there is no run 'nosuchrun'"),
-        (["nosuchrun", "--recipe", "none.toml"], "none.toml"),
-        (["--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
-    ):
-        assert main(["rollouts", "export", *words, "--push-to-hub", "me/answers"]) in (1, 2)
-        assert said in capsys.readouterr().err
-    assert made == []
-
-
-def test_a_data_set_is_kept_in_the_folder_of_out_whether_or_not_the_hub_takes_it(
-    run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: object) -> None:
-        asked.append(sorted(path.name for path in tmp_path.iterdir()))
-        raise ConfigError("the hub is away")
-
-    asked: list[list[str]] = []
-    monkeypatch.setattr(export_rollouts, "HubRepository", lambda *_: Namespace(open=refuse))
-    recipe, words = str(ROOT / "recipes" / "quickstart.toml"), ["rollouts", "export", "--url", "http://127.0.0.1:9"]
-    assert main([*words, "--out", str(tmp_path / "a"), "--license", "mit", "--recipe", recipe]) == 0
-    assert capsys.readouterr().out == f"wrote 2 rollouts to {tmp_path / 'a'}\n"
-    assert main([*words, "--out", str(tmp_path / "b"), "--push-to-hub", "me/answers"]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err) == (f"wrote 2 rollouts to {tmp_path / 'b'}\n", "error: the hub is away\n")
-    assert asked == [["a", "b"]], "written before the hub is asked"
-    assert "As far as it differs from the defaults" in (tmp_path / "a" / "README.md").read_text()
-    for name, licence in (("a", "mit"), ("b", "unknown")):
-        assert f'license: "{licence}"' in (tmp_path / name / "README.md").read_text()
-        assert [path.name for path in (tmp_path / name / "data").iterdir()] == ["train-00000-of-00001.parquet"]
-    # a page without any may not be the last one
-    pages = [RolloutPage(rollouts=[], next="1"), RolloutPage(rollouts=[], next=None)]
-    monkeypatch.setattr(run, "list_rollouts", lambda **_: pages.pop(0))
-    assert main([*words, "--push-to-hub", "me/answers"]) == 2
-    assert "error: no stored rollout matches" in capsys.readouterr().err
-    assert (len(asked), pages) == (1, []), "no repository is made for nothing"
-
-
-def test_an_export_names_formats_and_missing_folders(
+def test_an_export_names_its_format_and_missing_folders(
     run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases = {
-        "--out": "say where to: --out FILE, --out DIR, or --push-to-hub OWNER",
-        "--public": "--public says who can read",
-    }
-    for flag, said in cases.items():
-        assert main(["rollouts", "export", *([] if flag == "--out" else [flag])]) == 2
-        assert said in capsys.readouterr().err
-    for words, said in (
-        (["--out", str(tmp_path / "r.jsonl"), "--license", "mit"], "--license is that of a data set: --out DIR"),
-        (["--push-to-hub", "me/answers", "--force"], "--force replaces a file, and a data set is none"),
-        (["--out", str(tmp_path / "data"), "--force"], "--force replaces a file, and a data set is none"),
-    ):
-        assert main(["rollouts", "export", *words]) == 2
-        assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-    assert main(["rollouts", "export", "--out", "r.csv"]) == 2
-    assert "--out r.csv must end with .jsonl or .parquet, or be a folder, without a dot" in capsys.readouterr().err
-    assert main(["rollouts", "export", "--out", str(tmp_path / "no" / "r.jsonl")]) == 2
+    assert main(["rollouts", "export", "--out", "r.jsonl"]) == 2
+    assert "--out r.jsonl must end with .parquet" in capsys.readouterr().err
+    assert main(["rollouts", "export", "--out", str(tmp_path / "no" / "r.parquet")]) == 2
     assert "does not exist; make it first" in capsys.readouterr().err
 
 

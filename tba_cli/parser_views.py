@@ -109,8 +109,7 @@ def add_weights(commands: Subparsers) -> None:
             help="recipe of the run; needed with --url. Alone: its store is read, and no service is asked",
         )
         add_json(command)
-        module = "weights_verify" if name == "verify" else "weights"
-        command.set_defaults(command=f"tba_cli.commands.{module}:{name}_command")
+        command.set_defaults(command=f"tba_cli.commands.weights:{name}_command")
     which = kinds.choices["verify"].add_mutually_exclusive_group()
     which.add_argument("--version", default="last", metavar="VERSION", help=f"{VERSION_HELP} (default: last)")
     which.add_argument("--all", action="store_true", help="every version that the store has")

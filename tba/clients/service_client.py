@@ -142,11 +142,20 @@ class ServiceClient:
             TlsError: it never answered, and its TLS is not as the settings say.
             UnavailableError: it does not answer.
         """
-        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self._timeout_s)
-        reply = self._attempt("GET", f"{self._path}/readyz", "/readyz", body=None, headers={}, timeout=timeout)
+        reply = self.ask("/readyz")
         if reply.status != 200:
-            return Readiness(problem=_error_of(reply))
+            return Readiness(problem=error_of(reply))
         return Readiness(note=_note_of(reply))
+
+    def ask(self, path: str) -> Reply:
+        """GET a path once, and return the answer, whatever its status is.
+
+        Raises:
+            TlsError: it never answered, and its TLS is not as the settings say.
+            UnavailableError: it does not answer.
+        """
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self._timeout_s)
+        return self._attempt("GET", f"{self._path}{path}", path, body=None, headers={}, timeout=timeout)
 
     def _call(
         self,
@@ -183,7 +192,7 @@ class ServiceClient:
                     reply = self._attempt(method, target, path, body=body, headers=sent, timeout=timeout)
                     if 200 <= reply.status < 300:
                         return reply
-                    raise _error_of(reply)
+                    raise error_of(reply)
         # retried as if the service was away; after the deadline the person needs the real reason
         except _TokenRefusedError as error:
             raise UnauthorizedError(str(error)) from None
@@ -214,7 +223,7 @@ class ServiceClient:
                 return reply
         if isinstance(self._token, ClientToken) and self._accepted is not None:
             raise _TokenRefusedError(
-                f"{_error_of(reply)}; it accepted this client's token before, so the tokens are being changed"
+                f"{error_of(reply)}; it accepted this client's token before, so the tokens are being changed"
             )
         return reply
 
@@ -247,7 +256,7 @@ class ServiceClient:
             assert answer is not None
             self._has_answered = True
             if answer.status != 200:
-                raise _error_of(Reply(self.base_url + path, answer.status, answer.headers, answer.read()))
+                raise error_of(Reply(self.base_url + path, answer.status, answer.headers, answer.read()))
             yield answer
         except urllib3.exceptions.HTTPError as error:
             raise self._connection_error(error) from None
@@ -324,7 +333,8 @@ def _note_of(response: Reply) -> str | None:
         return None
 
 
-def _error_of(response: Reply) -> ServiceError:
+def error_of(response: Reply) -> ServiceError:
+    """Return the error that an answer which is no success stands for."""
     try:
         # a proxy answers with HTML or nothing: then the status has to do
         problem = jsonlib.loads(response.content)

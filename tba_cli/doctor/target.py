@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import urllib3
-from pydantic import BaseModel
-
-from tba.clients.service_client import tls_options
+from tba.clients.service_client import Reply, ServiceClient, parse_reply
 from tba.config import Recipe, load_recipe, parse_recipe
-from tba.errors import ConfigError
-from tba.tls import explain_missing_tls, explain_tls_error, is_loopback, with_bare_urls
+from tba.errors import BadReplyError, ConfigError, ServiceError, TlsError, UnavailableError
+from tba.fields import StrictModel
+from tba.tls import is_loopback, with_bare_urls
 from tba_cli.run_folder import RunFolder
 
 ASKED: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
 """The services that answer over HTTP."""
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=StrictModel)
 SERVICES = ("buffer", "reward", "searcher", "trainer")
 CALL_TIMEOUT_S = 5.0
 """Deadline of one call of a service."""
-MAX_BODY_BYTES = 4 * 2**20
-MAX_DETAIL_CHARS = 1000
 Level = Literal["ok", "warn", "fail", "skip"]
 
 
@@ -70,39 +63,6 @@ def skip(code: str, found: str) -> CheckResult:
     return CheckResult(code, "skip", found)
 
 
-class TlsProblem(str):
-    """The reason why there is no answer, where waiting cannot help."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer of a service, and when it came."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    asked_at_s: float
-    """Unix time at which the request was sent."""
-    took_s: float
-
-    @property
-    def detail(self) -> str:
-        """The sentence of a problem document, else the beginning of the body."""
-        try:
-            return str(json.loads(self.body)["detail"])[:MAX_DETAIL_CHARS]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return self.body[:200].decode(errors="replace")
-
-    def json(self) -> Any:
-        """Return the parsed body, or None where it is not JSON."""
-        try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError):  # endless brackets
-            return None
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """The recipe, and the machine where it is checked."""
@@ -126,53 +86,36 @@ class Target:
             return None
         return self.recipe.buffer_url if service == "buffer" else self.recipe.reward_url
 
-    def ask(self, service: Literal["buffer", "reward"], path: str, *, token: str | None = None) -> Answer | str:
+    def ask(self, service: Literal["buffer", "reward"], path: str, *, token: str | None = None) -> Reply | ServiceError:
         """GET a path of a service; return the answer, or the reason why there is none."""
         url = self.url(service)
         if url is None:
-            return f"the address of the {service} service is not known before `tba run` chooses its port"
-        return http_get(url + path, token=token, ca_file=self.recipe.tls.ca_file)
+            return UnavailableError(f"the address of the {service} service is not known before `tba run` chooses it")
+        return get(url, path, token=token, ca_file=self.recipe.tls.ca_file)
 
     def read(self, service: Literal["buffer", "reward"], path: str, reply: type[M], *, token: str | None) -> M | None:
         """Return the parsed answer to a GET; None: there is none, or it is not what this release expects."""
         answer = self.ask(service, path, token=token)
-        if not isinstance(answer, Answer) or answer.status != 200:
+        if isinstance(answer, ServiceError) or answer.status != 200:
             return None
         try:
-            return reply.model_validate_json(answer.body)
-        except ValueError:
+            return parse_reply(answer, reply)
+        except BadReplyError:
             return None
 
 
-def http_get(url: str, *, token: str | None = None, ca_file: str | None = None) -> Answer | str:
-    """GET a URL once; return the answer, or the reason why there is none."""
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    asked_at_s, begun_s = time.time(), time.monotonic()
+def get(url: str, path: str, *, token: str | None = None, ca_file: str | None = None) -> Reply | ServiceError:
+    """GET a path of a server once; return the answer, or the reason why there is none."""
     try:
-        with urllib3.PoolManager(**tls_options(url, ca_file)) as pool:
-            reply = pool.request(
-                "GET",
-                url,
-                headers=headers,
-                redirect=False,
-                retries=False,
-                timeout=urllib3.Timeout(total=CALL_TIMEOUT_S),
-                preload_content=False,
-            )
-            body = reply.read(MAX_BODY_BYTES)
-            took_s = time.monotonic() - begun_s
-            reply.release_conn()
+        client = ServiceClient(url, token=token, retry_s=0.0, timeout_s=CALL_TIMEOUT_S, ca_file=ca_file)
     except ConfigError as error:
-        return TlsProblem(error)
-    except urllib3.exceptions.HTTPError as error:
-        problem = explain_tls_error(error, where="/".join(url.split("/")[:3]), ca_file=ca_file)
-        # a TLS server closes a plain connection: to this client that is only a protocol error
-        if problem is None and isinstance(error, urllib3.exceptions.ProtocolError):
-            problem = explain_missing_tls(url, ca_file=ca_file)
-        if problem is not None:
-            return TlsProblem(problem)
-        return f"{url} does not answer ({type(error).__name__}: {_without_prefix(error)})"
-    return Answer(reply.status, reply.headers, body, asked_at_s, took_s)
+        return TlsError(str(error))
+    try:
+        return client.ask(path)
+    except ServiceError as error:
+        return error
+    finally:
+        client.close()
 
 
 def target_of(recipe: Recipe, *, service: str | None, num_gpus: int | None = None) -> Target:
@@ -203,8 +146,3 @@ def _services(service: str | None) -> frozenset[str]:
         return frozenset({service})
     found = frozenset(name for name in SERVICES if importlib.util.find_spec(f"tba_{name}") is not None)
     return found or frozenset(SERVICES)
-
-
-def _without_prefix(error: Exception) -> str:
-    """Return the text of an error of urllib3 without the representation of the connection in front."""
-    return str(error).partition(": ")[2][:200] or str(error)[:200]

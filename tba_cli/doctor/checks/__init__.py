@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from tba_cli.doctor.checks.machine import check_disk, check_gpu
 from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.redis import check_redis
-from tba_cli.doctor.checks.security import check_certificates, check_tokens
+from tba_cli.doctor.checks.security import check_tokens
 from tba_cli.doctor.checks.services import check_clocks, check_releases, check_rewards, check_services
 from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target
@@ -19,7 +19,6 @@ CHECKS: Mapping[str, Check] = {
     "gpu": check_gpu,
     "disk": check_disk,
     "tokens": check_tokens,
-    "certificates": check_certificates,
     "redis": check_redis,
     "store": check_store,
     "models": check_models,

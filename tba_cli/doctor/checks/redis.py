@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
 
 from tba.config import Recipe
 from tba.config.redis import redis_access
@@ -18,7 +16,6 @@ from tba.tls import explain_missing_tls, explain_tls_error
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.redis_server import find_redis_server
 
-T = TypeVar("T")
 TIMEOUT_S = 5.0
 """Deadline of a connection, and of each answer."""
 MAX_SHOWN_CHARS = 500
@@ -29,24 +26,21 @@ OLDEST_VERSION = (6, 2)
 GIB = 2**30
 
 
-class RedisProblemError(Exception):
-    """Redis does not answer, refuses, or cannot be asked from here; one sentence."""
-
-
 def check_redis(target: Target) -> Iterator[CheckResult]:
     """Check how durable the buffer's Redis is, and how much room it has."""
     if target.is_local and not target.is_going:
         yield ok("redis", f"`tba run` starts {find_redis_server(target.recipe.local.redis_server)}")
         return
-    try:
-        # one connection for both, so that they are about the same server
-        info, config = ask_redis(target.recipe, _read_state)
-    except RedisProblemError as error:
-        if "buffer" in target.services and _is_installed():
-            yield fail("redis", str(error), "start Redis, or correct buffer.redis_url and buffer.redis_password_file")
+    is_installed = importlib.util.find_spec("redis") is not None
+    missing = "the package redis is not installed here (pip install 'tba[doctor]')"
+    found = _ask(target.recipe) if is_installed else missing
+    if isinstance(found, str):
+        if "buffer" in target.services and is_installed:
+            yield fail("redis", found, "start Redis, or correct buffer.redis_url and buffer.redis_password_file")
         else:
-            yield skip("redis", f"{error}; `/readyz` of the buffer says whether its Redis keeps what it accepts")
+            yield skip("redis", f"{found}; `/readyz` of the buffer says whether its Redis keeps what it accepts")
         return
+    info, config = found
     where = redis_access(target.recipe).shown
     yield ok("redis", f"Redis {info.get('redis_version')} at {where}, role {info.get('role')}")
     yield from _state(info)
@@ -61,14 +55,9 @@ def check_redis(target: Target) -> Iterator[CheckResult]:
     yield from _memory(target.recipe, info, config)
 
 
-def ask_redis(recipe: Recipe, ask: Callable[[Any], T]) -> T:
-    """Connect to the buffer's Redis, and return what `ask` reads with the client.
-
-    Raises:
-        RedisProblemError: Redis cannot be reached, refuses, or is none; or the settings cannot be used.
-    """
-    if not _is_installed():
-        raise RedisProblemError("the package redis is not installed here (pip install 'tba[doctor]')")
+def _ask(recipe: Recipe) -> tuple[dict[str, str], dict[str, str] | None] | str:
+    """Return INFO and the configuration of the buffer's Redis, None where CONFIG GET is not allowed; or a sentence
+    that says why it cannot be asked."""
     from redis import Redis
     from redis.backoff import NoBackoff
     from redis.exceptions import AuthenticationError, ConnectionError, ResponseError, TimeoutError
@@ -92,60 +81,31 @@ def ask_redis(recipe: Recipe, ask: Callable[[Any], T]) -> T:
             protocol=2,
         )
     except (ConfigError, ValueError) as error:
-        raise RedisProblemError(str(error)) from None
+        return str(error)
     where, ca_file = f"Redis at {access.shown}", recipe.tls.ca_file
     secret = client.get_connection_kwargs().get("password")
     try:
         with client:
             client.ping()
-            return ask(client)
+            info = {name: str(value) for name, value in client.info().items()}
+            try:
+                return info, {str(name): str(value) for name, value in client.config_get("*").items()}
+            except ResponseError:
+                return info, None
     except (AuthenticationError, ResponseError) as error:
-        problem = f"{where} answers: {_hidden(error, secret)}"
+        return f"{where} answers: {_hidden(error, secret)}"
     except (ConnectionError, TimeoutError, OSError) as error:
         # the SSLError lies beneath the error of the library
-        problem = explain_tls_error(error, where=where, ca_file=ca_file, plain="redis")
-        if problem is None and (found := explain_missing_tls(access.shown, ca_file=ca_file)) is not None:
-            problem = f"Redis at {found}"
-        if problem is None:
-            problem = f"{where} cannot be reached ({type(error).__name__}: {_hidden(error, secret)})"
-            if access.url.startswith("rediss:") and isinstance(error, TimeoutError):
-                problem += "; a server without TLS never answers a TLS client: should it be redis://?"
-    except RedisProblemError:
-        raise
+        if (problem := explain_tls_error(error, where=where, ca_file=ca_file, plain="redis")) is not None:
+            return problem
+        if (problem := explain_missing_tls(access.shown, ca_file=ca_file)) is not None:
+            return f"Redis at {problem}"
+        problem = f"{where} cannot be reached ({type(error).__name__}: {_hidden(error, secret)})"
+        if access.url.startswith("rediss:") and isinstance(error, TimeoutError):
+            problem += "; a server without TLS never answers a TLS client: should it be redis://?"
+        return problem
     except Exception as error:  # the library has no class for an answer that is not of the protocol
-        problem = f"{where}: this is not Redis ({type(error).__name__}: {_hidden(error, secret)})"
-    raise RedisProblemError(problem) from None
-
-
-def _is_installed() -> bool:
-    return importlib.util.find_spec("redis") is not None
-
-
-def clock_offset_s(client: Any) -> tuple[float, float]:
-    """Return how many seconds the clock of Redis is ahead of ours, and how uncertain that is.
-
-    Raises:
-        RedisProblemError: it did not answer with a time.
-    """
-    before_s = time.time()
-    try:
-        seconds, micros = client.time()
-    except (TypeError, ValueError):
-        raise RedisProblemError("Redis did not answer with its time") from None
-    after_s = time.time()
-    # half of the round trip is the uncertainty, as in NTP
-    return seconds + micros / 1e6 - (before_s + after_s) / 2, (after_s - before_s) / 2
-
-
-def _read_state(client: Any) -> tuple[dict[str, str], dict[str, str] | None]:
-    """Return INFO, and the configuration, or None where CONFIG GET is not allowed."""
-    from redis.exceptions import ResponseError
-
-    info = {name: str(value) for name, value in client.info().items()}
-    try:
-        return info, client.config_get("*")
-    except ResponseError:
-        return info, None
+        return f"{where}: this is not Redis ({type(error).__name__}: {_hidden(error, secret)})"
 
 
 def _hidden(error: Exception, secret: str | None) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
+import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 
 import tba
 from tba.api import RewardsReply, RunInfo
+from tba.clients.service_client import Reply, error_of
 from tba.config import Recipe
-from tba.errors import ConfigError
+from tba.errors import ConfigError, ServiceError, TlsError
 from tba.tokens import load_tokens
-from tba_cli.doctor.checks.redis import RedisProblemError, ask_redis, clock_offset_s
-from tba_cli.doctor.target import ASKED, Answer, CheckResult, Target, TlsProblem, fail, http_get, ok, skip, warn
+from tba_cli.doctor.target import ASKED, CheckResult, Target, fail, get, ok, skip, warn
 from tba_cli.generators import BUILT_IN
 
 LIBRARIES = ("torch", "transformers", "vllm", "pydantic", "boto3", "redis", "datasets")
@@ -29,9 +31,9 @@ def check_services(target: Target) -> Iterator[CheckResult]:
     """Check that the services are ready, and that the run makes progress."""
     for service in ASKED:
         answer = target.ask(service, "/readyz")
-        if isinstance(answer, Answer):
+        if isinstance(answer, Reply):
             yield _health(service, answer)
-        elif isinstance(answer, TlsProblem):
+        elif isinstance(answer, TlsError):
             yield fail("service", f"the {service} service: {answer}", "docs/security.md, TLS, says more")
         # nothing is wrong: the services of a local run live as long as it
         elif target.is_local and not target.is_going:
@@ -45,12 +47,12 @@ def check_services(target: Target) -> Iterator[CheckResult]:
     yield from _run(target)
 
 
-def _health(service: str, answer: Answer) -> CheckResult:
+def _health(service: str, answer: Reply) -> CheckResult:
     if answer.status == 200:
-        return ok("service", f"the {service} service is ready ({answer.took_s * 1000:.0f} ms)")
+        return ok("service", f"the {service} service is ready")
     return fail(
         "service",
-        f"the {service} service answers {answer.status}: {answer.detail}",
+        f"the {service} service answers {answer.status}: {error_of(answer)}",
         "the message says what it waits for; its log says more",
     )
 
@@ -93,10 +95,12 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
     yield ok("release", f"tba {tba.__version__} ({own}), Python {platform.python_version()}, {libraries}")
     for service in ASKED:
         answer = target.ask(service, "/version")
-        found = answer.json() if isinstance(answer, Answer) and answer.status == 200 else None
-        # another server, for example a proxy with a page of its own
-        if not isinstance(found, dict):
+        if isinstance(answer, ServiceError):
             continue  # the check of the services says why
+        try:
+            found = dict(json.loads(answer.content))
+        except (ValueError, TypeError, RecursionError):  # another server, for example a proxy with a page of its own
+            continue
         version, run = found.get("version"), found.get("run")
         if version != tba.__version__:
             yield fail(
@@ -152,34 +156,25 @@ def tasks_of(recipe: Recipe) -> list[str]:
 
 
 def check_clocks(target: Target) -> Iterator[CheckResult]:
-    """Compare every clock that can be read (services, Redis, object store) with the clock of this machine."""
-    for service in ASKED:
-        answer = target.ask(service, "/livez")
-        if isinstance(answer, Answer):
-            yield from _of_date(f"the {service} service", answer)
-    if not target.is_local or target.is_going:
-        try:
-            ahead_s, unsure_s = ask_redis(target.recipe, clock_offset_s)
-            yield judge("Redis", ahead_s, unsure_s=unsure_s)
-        except RedisProblemError:
-            pass  # check_redis says why
+    """Compare the clocks of the services and of the object store with that of this machine."""
+    urls = {f"the {service} service": (target.url(service), target.recipe.tls.ca_file) for service in ASKED}
     store = target.recipe.store
     if store.url.startswith("s3://"):
-        # any answer has a Date header, a refusal too, so no credentials are needed
         endpoint = store.endpoint_url or f"https://s3.{store.region}.amazonaws.com"
-        answer = http_get(f"{endpoint.rstrip('/')}/", ca_file=store.ca_file)
-        if isinstance(answer, Answer):
-            yield from _of_date("the object store", answer)
-
-
-def _of_date(who: str, answer: Answer) -> Iterator[CheckResult]:
-    """Judge the clock of a server by its Date header."""
-    try:
-        # the header counts whole seconds: half a second is its mean error
-        theirs_s = parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5
-    except (KeyError, ValueError, TypeError):
-        return
-    yield judge(who, theirs_s - (answer.asked_at_s + answer.took_s / 2), unsure_s=0.5 + answer.took_s / 2)
+        urls["the object store"] = (endpoint, store.ca_file)
+    for who, (url, ca_file) in urls.items():
+        asked_at_s = time.time()
+        # any answer has a Date header, a refusal too, so no credentials are needed
+        answer = None if url is None else get(url, "/livez", ca_file=ca_file)
+        if not isinstance(answer, Reply):
+            continue  # the check of that server says why
+        try:
+            # the header counts whole seconds: half a second is its mean error
+            theirs_s = parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5
+        except (KeyError, ValueError, TypeError):
+            continue
+        took_s = time.time() - asked_at_s
+        yield judge(who, theirs_s - (asked_at_s + took_s / 2), unsure_s=0.5 + took_s / 2)
 
 
 def judge(who: str, ahead_s: float, *, unsure_s: float) -> CheckResult:

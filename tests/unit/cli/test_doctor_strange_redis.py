@@ -12,7 +12,6 @@ import pytest
 
 from tba_cli.doctor import CheckResult, run_checks
 from tba_cli.doctor.checks import CHECKS
-from tba_cli.doctor.checks.redis import RedisProblemError, ask_redis, clock_offset_s
 from tba_cli.doctor.target import target_of
 from tests.support.buffer import make_recipe
 from tests.support.waits import DEADLINE_S
@@ -56,9 +55,7 @@ def long_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 def look(answer: Answer) -> list[CheckResult]:
     with listening(answer) as url:
         recipe = make_recipe(buffer={"redis_url": url, "url": "http://127.0.0.1:1"})
-        return run_checks(
-            target_of(recipe, service="buffer"), checks=[(name, CHECKS[name]) for name in ("redis", "clocks")]
-        )
+        return run_checks(target_of(recipe, service="buffer"), checks=[("redis", CHECKS["redis"])])
 
 
 def bulk(text: str) -> bytes:
@@ -70,8 +67,6 @@ def strange_numbers(asked: bytes) -> bytes:
         return bulk("redis_version:x.y\r\nrole:master\r\nused_memory:much\r\n")
     if b"CONFIG" in asked:
         return b"*2\r\n" + bulk("maxmemory") + bulk("all")
-    if b"TIME" in asked:
-        return b"*2\r\n" + bulk("noon") + bulk("0")
     return b"+OK\r\n"
 
 
@@ -90,14 +85,6 @@ def test_what_is_no_redis_is_said_without_the_password(answer: Answer, says: str
     assert PASSWORD not in str(found)
     assert not [result for result in found if "broke" in result.found], found
     assert any(says in result.found and result.level == "fail" for result in found), found
-
-
-def test_a_clock_that_says_no_time_is_an_error() -> None:
-    with (
-        listening(strange_numbers) as url,
-        pytest.raises(RedisProblemError, match="did not answer with its time"),
-    ):
-        ask_redis(make_recipe(buffer={"redis_url": url}), clock_offset_s)
 
 
 def test_without_the_client_library_redis_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

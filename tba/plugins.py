@@ -1,4 +1,4 @@
-"""Objects that a recipe names: a scorer, an objective, an engine, a tracker, an eviction policy, a prompt source.
+"""Objects that a recipe names: a scorer, an objective, an engine, a tracker, a prompt source.
 
     MODULE:NAME    an attribute of a module that the process can import; dots in NAME go into a class
     NAME           an entry point of an installed package; the group says which kind of object it is
@@ -21,9 +21,7 @@ from typing import Any, Literal
 
 from tba.errors import ConfigError, TbaError
 
-Group = Literal[
-    "tba.engines", "tba.eviction_policies", "tba.objectives", "tba.prompt_sources", "tba.scorers", "tba.trackers"
-]
+Group = Literal["tba.engines", "tba.objectives", "tba.prompt_sources", "tba.scorers", "tba.trackers"]
 """Groups of entry points, one for each kind of object."""
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 

@@ -188,6 +188,4 @@ def custom_objects(recipe: Recipe) -> list[CustomObject]:
     if engine not in ENGINES:
         found.append(CustomObject("searcher.engine", engine, "tba.engines"))
     found += [CustomObject("tracking.trackers", name, "tba.trackers") for name in recipe.tracking.trackers]
-    for name in recipe.buffer.eviction_policies:
-        found.append(CustomObject("buffer.eviction_policies", name, "tba.eviction_policies"))
     return found

@@ -115,7 +115,7 @@ class BufferSection(StrictModel):
     """Required durability of Redis. `always`: a push is acknowledged once it is on disk. `everysec` is faster and may
     lose some seconds of acknowledged rollouts when Redis dies (docs/operations.md)."""
     max_rollouts: int = Field(default=200_000, ge=1)
-    """Most stored rollouts. Beyond it some are evicted (an event of the log, counted by reason and length). In a
+    """Most stored rollouts. Beyond it the oldest are evicted (an event of the log, counted by reason and length). In a
     large buffer, an eviction takes up to a 64th more than it must, so that not every push waits for one."""
     max_bytes: int = Field(default=8 * 1024**3, ge=1024)
     """Most bytes of stored rollouts (as pushed; Redis needs about 1.3 times as much)."""
@@ -123,11 +123,6 @@ class BufferSection(StrictModel):
     """Most stored rollouts of one prompt; none: no cap of its own."""
     max_policy_age_steps: int | None = Field(default=None, ge=0)
     """Rollouts older than this, in optimizer steps of the active lineage, are evicted; none: any age may be drawn."""
-    evict: Literal["oldest", "lowest_reward"] = "oldest"
-    """The rollouts that are evicted when a cap in items or bytes is reached."""
-    eviction_policies: list[str] = Field(default_factory=list)
-    """Eviction policies of your own, asked in this order before the caps: MODULE:NAME, or entry points of the group
-    `tba.eviction_policies` (docs/extending.md)."""
     deduplicate: bool = False
     """Keep only the newest of the rollouts of one prompt with exactly the same response tokens."""
     near_duplicate_share: float | None = Field(default=None, gt=0, le=0.5)

@@ -140,7 +140,7 @@ def _read_only(recipe: Recipe, folder: RunFolder, why: str, run: dict[str, Any])
     # Redis, the addresses, the tokens and the certificates are the reader's own.
     document = recipe.model_dump(mode="json")
     document["run"] |= run
-    document["buffer"] |= {"host": LOOPBACK, "port": 0, "read_only": why[:1000], "eviction_policies": []}
+    document["buffer"] |= {"host": LOOPBACK, "port": 0, "read_only": why[:1000]}
     # a run in progress may have its port
     document["reward"] |= {"host": LOOPBACK, "port": 0}
     document["local"] = {name: document["local"][name] for name in ("start_timeout_s", "stop_timeout_s")}

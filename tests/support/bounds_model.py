@@ -1,10 +1,10 @@
-"""The eviction policies as a few lists: tba_buffer.eviction.evictor is compared with them."""
+"""The eviction policies as a few lists: tba_buffer.eviction.policies is compared with them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tba_buffer.eviction.evictor import EvictionSettings
+from tba_buffer.eviction.policies import EvictionSettings
 
 from tba.versions import START, LineageTree, PolicyVersion
 
@@ -41,13 +41,6 @@ def plan(
             for rollout in gone:
                 left.remove(rollout)
 
-    def first(rollouts: list[Stored]) -> list[Stored]:
-        """In the order of eviction."""
-        if settings.evict == "oldest":
-            return rollouts
-        kinds = {"failed": 0, "scored": 1, "pending": 2}
-        return sorted(rollouts, key=lambda r: (kinds[r.status], r.reward or 0.0, r.position))
-
     if settings.deduplicate:
         take("duplicate_tokens", [r for r in left if any(_replaces(other, r) for other in left)])
     limit = settings.max_policy_age_steps
@@ -56,10 +49,10 @@ def plan(
     cap = settings.max_rollouts_per_prompt
     if cap is not None:
         prompts = {r.prompt: [other for other in left if other.prompt == r.prompt] for r in left}
-        take("prompt_cap", [r for rollouts in prompts.values() for r in first(rollouts)[: max(0, len(rollouts) - cap)]])
-    take("max_rollouts", first(left)[: max(0, len(left) - settings.max_rollouts)])
+        take("prompt_cap", [r for rollouts in prompts.values() for r in rollouts[: max(0, len(rollouts) - cap)]])
+    take("max_rollouts", left[: max(0, len(left) - settings.max_rollouts)])
     too_much, gone = sum(r.num_bytes for r in left) - settings.max_bytes, []
-    for rollout in first(left):
+    for rollout in left:
         if too_much > 0:
             gone.append(rollout)
             too_much -= rollout.num_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,16 +110,6 @@ async def test_the_oldest_go_beyond_the_cap_in_bytes(start: Start) -> None:
     assert await stored(buffer) == [rollouts[-1].rollout_id, large.rollout_id]
     assert (await evicted(buffer))["max_bytes"] == 7
     assert buffer.view.index.payload_bytes <= 5 * one + one // 2
-
-
-async def test_the_lowest_rewards_go_if_the_recipe_says_so(start: Start) -> None:
-    buffer = await start(max_rollouts=8, evict="lowest_reward")
-    rewards = [0.5, -2.0, None, 3.0, 0.5, 1.0, 2.0, 0.0]
-    rollouts = [make_rollout(reward=reward) for reward in rewards]
-    await push(buffer, *rollouts)
-    await push(buffer, *(make_rollout(reward=9.0) for _ in range(3)))
-    gone = {rollout.rollout_id for rollout in rollouts} - set(await stored(buffer))
-    assert gone == {rollouts[1].rollout_id, rollouts[7].rollout_id, rollouts[0].rollout_id}
 
 
 async def test_a_prompt_keeps_its_newest_and_takes_no_room_from_the_others(start: Start) -> None:
@@ -444,21 +433,3 @@ async def test_a_buffer_whose_upkeep_has_failed_is_not_ready(start: Start, monke
     while (problem := await buffer.ready()) is None:
         await asyncio.sleep(0)
     assert "the background upkeep has failed (ValueError('a bug'))" in problem
-
-
-async def test_a_policy_from_outside_evicts_for_its_own_reason(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_policies.py").write_text(
-        "from tba_buffer.eviction.policies import EvictionPolicy\n\n"
-        "class TooLong(EvictionPolicy):\n"
-        "    reason = 'too_long'\n\n"
-        "    def choose(self, plan):\n"
-        "        return plan.new_rows[plan.index.column('num_tokens', plan.new_rows) > 16]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    buffer = await start(eviction_policies=["own_policies:TooLong"])
-    rollouts = [make_rollout(num_tokens=tokens) for tokens in (3, 17, 16, 40)]
-    assert await push(buffer, *rollouts) == ["new"] * 4
-    assert await stored(buffer) == [rollouts[0].rollout_id, rollouts[2].rollout_id]
-    assert await evicted(buffer) == {"too_long": 2, "too_long:17-32": 1, "too_long:33-64": 1}

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from tba_buffer.eviction import evictor
-from tba_buffer.eviction.evictor import EvictionSettings, length_bucket
+from tba_buffer.eviction.evictor import length_bucket
+from tba_buffer.eviction.policies import EvictionSettings
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.log_follower import Compactor
 from tba_buffer.monitoring.totals import token_totals
@@ -61,7 +62,6 @@ bounds = st.fixed_dictionaries(
         "max_bytes": st.sampled_from([8_000, 12_000, 10**9]),
         "max_rollouts_per_prompt": st.none() | st.integers(4, 8),
         "max_policy_age_steps": st.none() | st.integers(0, 2),
-        "evict": st.sampled_from(["oldest", "lowest_reward"]),
         "deduplicate": st.booleans(),
     }
 )

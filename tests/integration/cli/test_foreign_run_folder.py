@@ -96,7 +96,9 @@ def test_nothing_that_the_recipe_names_is_started_imported_or_called(
     url, calls = store_calls
     document = json.loads(evil.recipe_path.read_bytes())
     document["local"]["redis_server"] = str(program)
-    document["buffer"] |= {"host": "192.0.2.1", "eviction_policies": ["evilmod:Policy"]}
+    document["buffer"] |= {"host": "192.0.2.1"}
+    document["searcher"] |= {"engine": "evilmod:Engine"}
+    document["tracking"] |= {"trackers": ["evilmod:Tracker"]}
     document["reward"] |= {"host": "192.0.2.1", "port": 1}
     document["store"] = {"url": "s3://bucket/p", "endpoint_url": url, "ca_file": "/nowhere/ca.pem"}
     document["tls"] = {"ca_file": "/nowhere/ca.pem"}

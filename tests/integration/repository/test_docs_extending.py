@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_buffer.eviction.evictor import EvictionPlanner, EvictionSettings
 from tba_reward.model_server.client import ModelPool
 from tba_reward.process_pool.pool import WorkerPool
 from tba_reward.scorer import Failure, Item
@@ -24,11 +23,10 @@ from tba_trainer.tracking import open_trackers
 
 from tba.config import Recipe, load_recipe
 from tba.errors import TbaError
-from tba.versions import START, LineageTree, PolicyVersion
+from tba.versions import PolicyVersion
 from tba_cli.commands.config import check_command
 from tba_cli.parser import parse_arguments
 from tba_cli.prompts.reader import prompts_of
-from tests.support import index_values
 from tests.support.buffer import write_recipe
 from tests.support.engine_contract import CASES
 from tests.support.tiny_model import make_tiny_model
@@ -69,19 +67,19 @@ def recipe_of(example: str, folder: Path | str = "models/none", **sections: dict
 
 def test_the_page_has_an_example_of_about_ten_lines_for_each_row_of_its_table() -> None:
     linked = re.findall(r"^\| \[([a-z ]+)\]", PAGE, re.MULTILINE)
-    assert linked == list(EXAMPLES) == ["scorer", "objective", "engine", "tracker", "eviction policy", "prompt source"]
+    assert linked == list(EXAMPLES) == ["scorer", "objective", "engine", "tracker", "prompt source"]
     for _, code in EXAMPLES.values():
         assert len([line for line in code.splitlines() if line.strip()]) <= 15
 
 
 def test_the_config_check_finds_the_modules_that_the_page_names(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("objective", "engine", "tracker", "eviction policy", "prompt source")
+    names = ("objective", "engine", "tracker", "prompt source")
     sections = {key: values for name in names for key, values in EXAMPLES[name][0].items()}
     path = write_recipe(Path("recipe.json"), make_recipe("models/none", **sections))
     parsed = parse_arguments(["config", "check", str(path), "--offline"])
     check_command(parsed)
     found = capsys.readouterr().out
-    assert found.count("ok   plugin: ") == 4
+    assert found.count("ok   plugin: ") == 3
     Path("my_objectives.py").unlink()
     check_command(parsed)
     assert "FAIL plugin: objective.preset 'my_objectives:weighted_policy_gradient': there is no module" in (
@@ -172,14 +170,6 @@ def test_tracker(tmp_path: Path) -> None:
     trackers.close()
     assert Path("demo.csv").read_text().splitlines() == ["# lineage 2 continues from 1-40", "41,0.5"]
     assert trackers.gauges()["num_tracking_failed"] == 0
-
-
-def test_eviction_policy() -> None:
-    planner = EvictionPlanner(EvictionSettings.of(recipe_of("eviction policy")))
-    added = index_values.make_added(1, [index_values.Item()] * 4)
-    added.records["num_tokens"] = [1000, 1001, 5, 4000]
-    plan = planner.plan(index_values.make_index(added), LineageTree({}), START)
-    assert [(reason, rows.tolist()) for reason, rows in plan] == [("too_long", [1, 3])]
 
 
 def test_prompt_source() -> None:

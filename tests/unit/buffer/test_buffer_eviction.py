@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Literal, cast
+from typing import cast
 from unittest.mock import AsyncMock, Mock
 
 import numpy as np
@@ -14,20 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from tba_buffer.eviction import evictor, near_duplicates, policies
-from tba_buffer.eviction.evictor import EvictionPlanner, EvictionSettings, count_by_length, length_bucket, make_policies
+from tba_buffer.eviction import near_duplicates
+from tba_buffer.eviction.evictor import count_by_length, length_bucket
 from tba_buffer.eviction.near_duplicates import Candidate, NearDuplicateSearch, find_losers, to_codes
-from tba_buffer.eviction.policies import (
-    MOST_SLACK_ROLLOUTS,
-    NO_ROWS,
-    SLACK,
-    DuplicateTokens,
-    EvictionPlan,
-    EvictionPolicy,
-)
+from tba_buffer.eviction.policies import MOST_SLACK_ROLLOUTS, SLACK, EvictionPlanner, EvictionSettings
 from tba_buffer.index.log import (
     CHANGE_DTYPE,
-    FAILED,
     RECORD_DTYPE,
     SCORED,
     STATUS_CODES,
@@ -48,6 +40,7 @@ from tests.support.buffer import make_recipe
 
 
 TREE = LineageTree({1: START, 2: PolicyVersion(1, 10), 3: PolicyVersion(1, 4)})
+REASONS = ("duplicate_tokens", "near_duplicate", "policy_age", "prompt_cap", "max_rollouts", "max_bytes")
 ANY = EvictionSettings(max_rollouts=10**9, max_bytes=10**15)
 
 
@@ -85,8 +78,7 @@ class Run:
         gone = {reason: sorted(self.index.column("position", rows).tolist()) for reason, rows in plan}
         expected = bounds_model.plan(self.live, self.settings, TREE, now)
         assert gone == {reason: sorted(r.position for r in rollouts) for reason, rollouts in expected}
-        reasons = [policy.reason for policy in make_policies(self.settings)]
-        assert [reason for reason, _ in plan] == [reason for reason in reasons if reason in gone]
+        assert [reason for reason, _ in plan] == [reason for reason in REASONS if reason in gone]
         for reason, positions in gone.items():
             self.index.apply(Evicted(self.index.position + 1, np.array(positions, dtype="<u8"), reason))
             self.live = [r for r in self.live if r.position not in positions]
@@ -126,7 +118,6 @@ bound_settings = st.builds(
     max_bytes=st.integers(300, 1500),
     max_rollouts_per_prompt=st.none() | st.integers(2, 5),
     max_policy_age_steps=st.none() | st.integers(0, 8),
-    evict=st.sampled_from(["oldest", "lowest_reward"]),
     deduplicate=st.booleans(),
 )
 steps = st.one_of(
@@ -141,20 +132,18 @@ steps = st.one_of(
 @given(chosen=bound_settings, history=st.lists(steps, max_size=15))
 def test_every_plan_is_that_of_the_model(chosen: EvictionSettings, history: list[tuple[str, object]]) -> None:
     run, now = Run(chosen), START
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policies, "MERGE_ABOVE", 4)
-        for name, argument in history:
-            match name, argument:
-                case "add", list(rollouts):
-                    run.add(*rollouts)
-                case "rescore", int(at) if at < len(run.live):
-                    run.rescore(run.live[at], reward=1.5, num_bytes=90 + at)
-                case "advance", PolicyVersion() as now:
-                    pass
-                case "forget", _:
-                    run.planner = EvictionPlanner(chosen)
-            run.enforce(now)
-            assert run.index.num_live == len(run.live)
+    for name, argument in history:
+        match name, argument:
+            case "add", list(rollouts):
+                run.add(*rollouts)
+            case "rescore", int(at) if at < len(run.live):
+                run.rescore(run.live[at], reward=1.5, num_bytes=90 + at)
+            case "advance", PolicyVersion() as now:
+                pass
+            case "forget", _:
+                run.planner = EvictionPlanner(chosen)
+        run.enforce(now)
+        assert run.index.num_live == len(run.live)
 
 
 @pytest.mark.parametrize(
@@ -175,57 +164,14 @@ def test_length_buckets_end_at_powers_of_two(num_tokens: int, bucket: str) -> No
     assert count_by_length(np.array([num_tokens, num_tokens, 10**6])) == {bucket: 2, "524289-1048576": 1}
 
 
-def test_the_policies_apply_in_their_order() -> None:
-    every = replace(ANY, max_rollouts_per_prompt=4, max_policy_age_steps=4, deduplicate=True)
-    reasons = ["duplicate_tokens", "near_duplicate", "policy_age", "prompt_cap", "max_rollouts", "max_bytes"]
-    assert [policy.reason for policy in make_policies(every)] == reasons
-    assert [policy.reason for policy in make_policies(ANY)] == ["near_duplicate", "max_rollouts", "max_bytes"]
-
-
-def test_a_new_policy_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoFailures(EvictionPolicy):
-        reason = "failed"
-
-        def choose(self, plan: EvictionPlan) -> Rows:
-            return plan.new_rows[plan.index.column("status", plan.new_rows) == FAILED]
-
-    monkeypatch.setattr(evictor, "make_policies", lambda settings: [NoFailures(), *make_policies(settings)])
-    run = Run(replace(ANY, max_rollouts=2))
-    run.add({}, {"status": "failed"}, {}, {})
-    assert [(reason, rows.tolist()) for reason, rows in run.plan()] == [("failed", [1]), ("max_rollouts", [0])]
-
-
-def test_the_lowest_rewards_go_first_and_what_waits_for_a_score_goes_last() -> None:
-    run = Run(replace(ANY, max_rollouts=6, evict="lowest_reward"))
-    kinds: Iterable[tuple[str, float | None]] = [
-        ("pending", None), ("scored", 2.0), ("failed", None), ("scored", -1.0), ("scored", 2.0), ("failed", None)
-    ]  # fmt: skip
-    run.add(*({"status": status, "reward": reward} for status, reward in kinds))
-    order = []
-    for _ in range(6):
-        run.add({"reward": 9.0})
-        [positions] = run.enforce().values()
-        order += positions
-    assert order == [3, 6, 4, 2, 5, 7]
-    run.add(*({"reward": 9.0} for _ in range(6)))
-    assert run.enforce() == {"max_rollouts": [9, 11, 13, 15, 17, 19]}
-    assert run.live[0].status == "pending"
-
-
-@pytest.mark.parametrize("evict", ["oldest", "lowest_reward"])
-def test_one_enforcement_of_a_large_cap_serves_many_pushes(evict: Literal["oldest", "lowest_reward"]) -> None:
-    cap, num_gone = 64 * 32, 1 + 32
-    run = Run(replace(ANY, max_rollouts=cap, evict=evict))
-    rewards = np.random.default_rng(0).permutation(cap + 1)
-    run.add(*({"reward": float(reward)} for reward in rewards[:-1]))
+def test_one_enforcement_of_a_large_cap_serves_many_pushes() -> None:
+    cap = 64 * 32
+    run = Run(replace(ANY, max_rollouts=cap))
+    run.add(*({} for _ in range(cap)))
     assert run.plan() == []
-    run.add({"reward": float(rewards[-1])})
+    run.add({})
     [(reason, rows)] = run.plan()
-    assert (reason, len(rows)) == ("max_rollouts", num_gone)
-    found = run.index.column("reward", rows)
-    assert (
-        sorted(found) == list(range(num_gone)) if evict == "lowest_reward" else found.tolist() == [*rewards[:num_gone]]
-    )
+    assert (reason, run.index.column("position", rows).tolist()) == ("max_rollouts", [*range(1, 1 + 1 + 32)])
 
 
 def test_a_very_large_cap_is_undercut_by_few_rollouts_in_the_order_of_arrival() -> None:
@@ -396,55 +342,3 @@ def test_the_filter_is_refused_over_a_buffer_that_is_too_large_for_it():
     assert BufferSection(near_duplicate_share=0.25, max_rollouts=20_000).near_duplicate_share == 0.25
     with pytest.raises(ValidationError, match="set max_rollouts to 20000 or less"):
         BufferSection(near_duplicate_share=0.25)
-
-
-# ---- Which rollouts a newer one replaces, against a dictionary, over long streams with evictions --------------------
-
-
-NUM_PUSHES, PUSH = 300, 20
-
-
-def replaced_rows(policy: DuplicateTokens, index: Index, new: Rows) -> Rows:
-    tree = LineageTree({})
-    return policy.choose(EvictionPlan(index, new_rows=new, tree=tree, now=START, near_duplicates=NO_ROWS))
-
-
-@pytest.mark.parametrize("num_tokens", [3, 200, 10**9])
-def test_long_streams_are_those_of_a_dictionary_and_what_is_gone_is_forgotten(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(policies, "MERGE_ABOVE", 8)
-    monkeypatch.setattr(policies, "GROWTH", 1)
-    rng, index, found = np.random.default_rng(num_tokens), Index(IndexSettings()), DuplicateTokens()
-    newest: dict[tuple[int, int], int] = {}
-    num_replaced = 0
-    for _ in range(NUM_PUSHES):
-        records = np.zeros(PUSH, dtype=RECORD_DTYPE)
-        records["prompt"], records["token_hash"] = rng.integers(0, 3, PUSH), rng.integers(0, num_tokens, PUSH)
-        first = index.position + 1
-        index.apply(RolloutsAdded(first, records))
-        expected = set()
-        for at, (prompt, token_hash) in enumerate(zip(records["prompt"], records["token_hash"], strict=True)):
-            if token_hash:
-                old = newest.get((prompt, token_hash), 0)
-                expected |= {old} if old else set()
-                newest[(prompt, token_hash)] = first + at
-        rows = replaced_rows(found, index, index.live_rows(newest=PUSH))
-        replaced = index.column("position", rows).tolist()
-        assert set(replaced) == expected
-        num_replaced += len(replaced)
-        too_many = index.oldest_rows(max(0, index.num_live - len(replaced) - 100))
-        gone = np.union1d(np.array(replaced, dtype=np.uint64), index.column("position", too_many))
-        index.apply(Evicted(index.position + 1, gone, "test"))
-        live = set(index.column("position", index.live_rows()).tolist())
-        newest = {key: position for key, position in newest.items() if position in live}
-    assert num_replaced > 0 or num_tokens > 1000
-    assert len(found._large.keys) <= 3 * 120
-
-
-def test_the_same_tokens_in_one_push_leave_the_last() -> None:
-    index, found = Index(IndexSettings()), DuplicateTokens()
-    records = np.zeros(5, dtype=RECORD_DTYPE)
-    records["token_hash"] = [7, 7, 0, 0, 7]
-    index.apply(RolloutsAdded(1, records))
-    assert index.column("position", replaced_rows(found, index, index.live_rows())).tolist() == [1, 2]

@@ -7,26 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tba_buffer.eviction.custom import load_policies
-from tba_buffer.eviction.evictor import EvictionPlanner, EvictionSettings
 from tba_searcher.engines.factory import build_engine
 from tba_trainer.tracking import open_trackers
 
 from tba import plugins
 from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
-from tba.versions import START, LineageTree
-from tests.support.index_values import index_of
+from tba.versions import START
 from tests.support.trainer_values import RecordedBuffer
 
 REMEDY = "correct objective.preset, install its package, or put the folder of its module on PYTHONPATH"
 MODULE = """
 import sys
-import numpy as np
 from tba.errors import ConfigError
-from tba_buffer.eviction.policies import EvictionPolicy
 
 NUMBER = 7
 
@@ -45,33 +39,6 @@ def refuses(*arguments):
 class Outer:
     class Inner:
         pass
-
-class Policy(EvictionPolicy):
-    reason = "mine"
-
-    def choose(self, plan):
-        return plan.new_rows
-
-class Taken(Policy):
-    reason = "max_bytes"
-
-class Spoken(Policy):
-    reason = "Too long!"
-
-class Wild(Policy):
-    def choose(self, plan):
-        return [3, 99, 0, 3, -1]
-
-class Broken(Policy):
-    def choose(self, plan):
-        raise KeyError("x")
-
-    def is_due(self, now):
-        raise KeyError("x")
-
-class Fractions(Policy):
-    def choose(self, plan):
-        return np.array([0.5])
 """
 
 
@@ -181,27 +148,3 @@ def test_an_objective_from_outside_has_no_kl_unless_asked_for_and_all_settings_a
     assert recipe(objective={"preset": "m:f", "beta": 0.1}).objective.used_anchor == "fixed"
     alone = {"group_size": 1, "min_distinct": 1}
     assert recipe(objective={"preset": "m:f"}, sampling=alone).sampling.group_size == 1
-
-
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (["my_plugins:function"], "made None, which lacks members of tba_buffer.eviction.policies.EvictionPolicy"),
-        (["my_plugins:Taken"], "has the reason 'max_bytes'; it must be a name in lower case that no other policy has"),
-        (["my_plugins:Spoken"], "has the reason 'Too long!'"),
-        (["my_plugins:Policy", "my_plugins:Wild"], "'my_plugins:Wild' has the reason 'mine'"),
-    ],
-)
-def test_an_eviction_policy_that_cannot_be_used_is_named(names: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        load_policies(names)
-
-
-@pytest.mark.parametrize(("policy", "gone"), [("Wild", [0, 3]), ("Broken", []), ("Fractions", [])])
-def test_a_wrong_eviction_policy_drops_no_other_rows_and_the_caps_hold(policy: str, gone: list[int]) -> None:
-    settings = EvictionSettings(max_rollouts=3, max_bytes=10**9, eviction_policies=[f"my_plugins:{policy}"])
-    planner, index = EvictionPlanner(settings), index_of([[1.0, 0.0, 1.0, 0.0]])
-    plan = {reason: rows.tolist() for reason, rows in planner.plan(index, LineageTree({}), START)}
-    assert plan == ({"mine": gone} if gone else {"max_rollouts": [0]})
-    assert not planner.is_due(START)
-    assert np.array_equal(index.live_rows(), [0, 1, 2, 3])

@@ -1,1 +1,1 @@
-"""Eviction: the policies that choose rollouts to drop, the plan they make, and the task that carries it out."""
+"""Eviction: which rollouts go and why, and the task that deletes them."""

@@ -1,238 +1,196 @@
-"""The eviction policies: each one chooses rollouts to drop, all of them for one reason. No I/O.
+"""Which rollouts go, and for which reason. No I/O.
 
 | reason             | drops                                                                                      |
 |--------------------|--------------------------------------------------------------------------------------------|
 | `duplicate_tokens` | all but the newest of the rollouts of one prompt with the same response tokens             |
 | `near_duplicate`   | rollouts that are nearly the same as a better one of their prompt (near_duplicates.py)     |
 | `policy_age`       | rollouts older than `max_policy_age_steps` for the active lineage                          |
-| `prompt_cap`       | of a prompt with more than `max_rollouts_per_prompt`: the first in the order of eviction   |
-| its own            | policies from outside: `buffer.eviction_policies` (custom.py)                              |
-| `max_rollouts`     | beyond the cap in items: the first in the order of eviction                                |
-| `max_bytes`        | beyond the cap in bytes: the first in the order of eviction                                |
+| `prompt_cap`       | of a prompt with more than `max_rollouts_per_prompt`: the oldest                           |
+| `max_rollouts`     | beyond the cap in items: the oldest                                                        |
+| `max_bytes`        | beyond the cap in bytes: the oldest                                                        |
 
-The order of eviction (`EvictionOrder`) is the order of arrival. With `lowest_reward` it is: failed rollouts, then
-scored ones by ascending reward (equal rewards: the older first), then pending ones.
+They are asked in this order, and a rollout goes for the first reason that applies to it. The caps are last: they count
+what the others have left.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tba.config import Recipe
 from tba.versions import LineageTree, PolicyVersion
-from tba_buffer.index.log import FAILED, PENDING
 from tba_buffer.index.rollout_index import Index, Rows
 
 EXACT_BELOW = 1024
 SLACK = 64
 MOST_SLACK_ROLLOUTS = 2048
-MERGE_ABOVE = 4096
-GROWTH = 8
 NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
 
 
-class EvictionPlan:
-    """Everything that a policy may look at, and the rows that the policies before it have chosen.
+@dataclass(frozen=True, slots=True)
+class EvictionSettings:
+    """The limits of a recipe's `[buffer]` section."""
+
+    max_rollouts: int
+    max_bytes: int
+    max_rollouts_per_prompt: int | None = None
+    max_policy_age_steps: int | None = None
+    deduplicate: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> EvictionSettings:
+        """Return the limits that a recipe asks for."""
+        return cls(**{name: getattr(recipe.buffer, name) for name in cls.__slots__})
+
+
+class EvictionPlanner:
+    """Plans evictions. It remembers what it has seen, so a plan costs what is new and what goes.
+
+    Args:
+        settings: the limits.
+    """
+
+    def __init__(self, settings: EvictionSettings) -> None:
+        self._settings = settings
+        self._index: Index | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        settings = self._settings
+        self._seen_position = 0
+        self._duplicates = _DuplicateTokens() if settings.deduplicate else None
+        age_limit = settings.max_policy_age_steps
+        self._ages = None if age_limit is None else _PolicyAge(age_limit)
+
+    @property
+    def needs_new_rows(self) -> bool:
+        """Whether a push that fits under both global caps may still make something go."""
+        settings = self._settings
+        limits = (settings.max_rollouts_per_prompt, settings.max_policy_age_steps)
+        return settings.deduplicate or any(limit is not None for limit in limits)
+
+    def is_due(self, now: PolicyVersion) -> bool:
+        """Return whether a trainer at `now` can make something go that an earlier plan has kept."""
+        return self._ages is not None and self._ages.is_due(now)
+
+    def plan(
+        self, index: Index, tree: LineageTree, now: PolicyVersion | None, near_duplicates: Rows = NO_ROWS
+    ) -> list[tuple[str, Rows]]:
+        """Return (reason, rows) of everything that must go, by reason in the order above; empty when nothing must.
+
+        Args:
+            index: level with the log.
+            tree: every lineage that made rollouts.
+            now: where the trainer stands; None when that is not known, and no age is looked at.
+            near_duplicates: rows that are near duplicates of better ones.
+        """
+        if index is not self._index:  # a rebuilt index gives positions to other rollouts: nothing seen holds any more
+            self._index = index
+            self._forget()
+        new, plan, cap = self._new_rows(index), _Plan(index), self._settings.max_rollouts_per_prompt
+        if self._duplicates is not None:
+            plan.drop("duplicate_tokens", self._duplicates.replaced(index, new))
+        plan.drop("near_duplicate", near_duplicates)
+        if self._ages is not None and now is not None:
+            plan.drop("policy_age", self._ages.too_old(index, new, tree, now))
+        if cap is not None:
+            plan.drop("prompt_cap", _over_prompt_cap(plan, new, cap))
+        plan.drop("max_rollouts", _over_max_rollouts(plan, self._settings.max_rollouts))
+        plan.drop("max_bytes", _over_max_bytes(plan, self._settings.max_bytes))
+        if self._duplicates is not None:
+            self._duplicates.remove(index, plan.dropped)
+        return plan.chosen
+
+    def _new_rows(self, index: Index) -> Rows:
+        """Return the live rows that no plan has seen, ascending; none where no limit asks for them."""
+        if not self.needs_new_rows:
+            return NO_ROWS
+        rows = index.live_rows(newest=min(index.num_live, index.position - self._seen_position))
+        new = rows[index.column("position", rows) > self._seen_position]
+        self._seen_position = index.position
+        return new
+
+
+class _Plan:
+    """The rows that are chosen so far.
 
     Args:
         index: level with the log.
-        new_rows: live rows that no plan has seen, ascending; empty unless a policy `needs_new_rows`.
-        tree: every lineage that made rollouts.
-        now: where the trainer stands; None when that is not known.
-        near_duplicates: rows that are near duplicates of better ones.
     """
 
-    def __init__(
-        self, index: Index, *, new_rows: Rows, tree: LineageTree, now: PolicyVersion | None, near_duplicates: Rows
-    ) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
-        self.new_rows = new_rows
-        self.tree = tree
-        self.now = now
-        self.near_duplicates = near_duplicates
         self.chosen: list[tuple[str, Rows]] = []
-        """(reason, rows) in the order of the policies; each row once, no rows empty."""
+        """(reason, rows); each row once, no rows empty."""
         self.dropped = NO_ROWS
         """All chosen rows, ascending."""
-        self._num_bytes_dropped = 0
-
-    @property
-    def num_left(self) -> int:
-        """Live rollouts without the dropped ones."""
-        return self.index.num_live - len(self.dropped)
-
-    @property
-    def num_bytes_left(self) -> int:
-        """Payload bytes of the live rollouts without the dropped ones."""
-        return self.index.payload_bytes - self._num_bytes_dropped
+        self.num_left, self.num_bytes_left = index.num_live, index.payload_bytes
+        """Live rollouts and their payload bytes without the dropped ones."""
 
     def drop(self, reason: str, rows: Rows) -> None:
-        """Add the rows that no policy before has chosen."""
+        """Add the rows that are not chosen yet."""
         rows = _without(rows, self.dropped)
         if len(rows):
             self.chosen.append((reason, rows))
             self.dropped = np.sort(np.concatenate([self.dropped, rows]))
-            self._num_bytes_dropped += int(self.index.column("num_bytes", rows).sum(dtype=np.int64))
+            self.num_left -= len(rows)
+            self.num_bytes_left -= int(self.index.column("num_bytes", rows).sum(dtype=np.int64))
+
+    def oldest_left(self, num: int) -> Rows:
+        """Return the `num` oldest rows without the dropped ones."""
+        return _without(self.index.oldest_rows(num + len(self.dropped)), self.dropped)[:num]
 
 
-@runtime_checkable
-class EvictionPolicy(Protocol):
-    """Chooses stored rollouts to drop, all of them for one reason.
+def _slack(num_rows: int, cap: int) -> int:
+    """Return how far below a `cap` (in any unit) over `num_rows` rows an enforcement goes.
 
-    A policy from outside is a subclass that the recipe names (`buffer.eviction_policies`, custom.py); one of the
-    product has a line in `make_policies` (evictor.py). It may remember what it has seen: every row is in
-    `EvictionPlan.new_rows` of exactly one plan, and a rebuilt index gets new policies. It runs on the event loop of the
-    buffer, so every push waits for it.
+    One enforcement then serves many pushes, which otherwise would each wait for one.
     """
-
-    reason: ClassVar[str]
-    """The reason under which the log, the counters and the metrics name what this policy drops."""
-    needs_new_rows: ClassVar[bool] = True
-    """Whether a push can make this policy drop rollouts although it fits under both global caps."""
-
-    def choose(self, plan: EvictionPlan) -> Rows:
-        """Return the live rows to drop. Rows of `plan.dropped` among them keep their earlier reason."""
-        ...
-
-    def is_due(self, now: PolicyVersion) -> bool:
-        """Return whether a trainer at `now` can make this policy drop rollouts that an earlier plan has kept."""
-        return False
+    return 0 if num_rows < EXACT_BELOW else int(min(1 / SLACK, MOST_SLACK_ROLLOUTS / num_rows) * cap)
 
 
-class EvictionOrder:
-    """The order in which rollouts go when a cap is exceeded.
-
-    Args:
-        evict: `oldest`, or `lowest_reward`.
-    """
-
-    def __init__(self, evict: Literal["oldest", "lowest_reward"]) -> None:
-        self._evict = evict
-
-    def first(self, index: Index, rows: Rows, num: int) -> Rows:
-        """Return the first `num` of `rows` (ascending) in the order of eviction."""
-        if self._evict == "oldest":
-            return rows[:num]
-        status = index.column("status", rows)
-        worth = np.where(status == FAILED, -np.inf, np.where(status == PENDING, np.inf, index.column("reward", rows)))
-        if num < len(rows):
-            # partition instead of sorting everything: O(live rollouts) for the few that go
-            highest = np.partition(worth, num - 1)[num - 1]
-            lower, equal = np.flatnonzero(worth < highest), np.flatnonzero(worth == highest)
-            taken = np.concatenate([lower, equal[: num - len(lower)]])
-            rows, worth = rows[taken], worth[taken]
-        return rows[np.lexsort((rows, worth))]
-
-    def first_left(self, plan: EvictionPlan) -> Callable[[int], Rows]:
-        """Return a function: num -> the first `num` rows in the order of eviction, without the dropped ones."""
-        index, dropped = plan.index, plan.dropped
-        if self._evict == "oldest":
-            return lambda num: _without(index.oldest_rows(num + len(dropped)), dropped)[:num]
-        rows = _without(index.live_rows(), dropped)
-        return lambda num: self.first(index, rows, num)
-
-    def slack(self, num_rows: int, cap: int) -> int:
-        """Return how far below a `cap` (in any unit) over `num_rows` rows an enforcement goes.
-
-        One enforcement then serves many pushes, which otherwise would each wait for one, and with `lowest_reward` for
-        a look at all rewards.
-        """
-        if num_rows < EXACT_BELOW:
-            return 0
-        share = 1 / SLACK
-        if self._evict == "oldest":
-            # there are no rewards to look at, so a small step is cheap and no push waits long for it
-            share = min(share, MOST_SLACK_ROLLOUTS / num_rows)
-        return int(share * cap)
+def _over_prompt_cap(plan: _Plan, new: Rows, cap: int) -> Rows:
+    """Return the oldest rows above the cap, of the prompts that have new rows."""
+    index, over = plan.index, []
+    for prompt in np.unique(index.column("prompt", new)):
+        if index.live_counts[prompt] > cap:
+            # `live_counts` still holds the rows that are dropped for another reason
+            rows = _without(index.prompt_rows(int(prompt), scored_only=False), plan.dropped)
+            if len(rows) > cap:
+                over.append(rows[: len(rows) - cap + _slack(len(rows), cap)])
+    return np.sort(np.concatenate(over)) if over else NO_ROWS
 
 
-class NearDuplicate(EvictionPolicy):
-    """Drops the near duplicates that the evictor has found: finding them needs tokens, which only Redis has."""
-
-    reason = "near_duplicate"
-    needs_new_rows = False
-
-    def choose(self, plan: EvictionPlan) -> Rows:
-        """Return the rows that were found."""
-        return plan.near_duplicates
+def _over_max_rollouts(plan: _Plan, cap: int) -> Rows:
+    """Return the oldest rows above the cap in items."""
+    too_many = plan.num_left - cap
+    return NO_ROWS if too_many <= 0 else plan.oldest_left(too_many + _slack(plan.num_left, cap))
 
 
-class PromptCap(EvictionPolicy):
-    """Keeps at most `cap` rollouts of every prompt."""
-
-    reason = "prompt_cap"
-
-    def __init__(self, cap: int, order: EvictionOrder) -> None:
-        self._cap, self._order = cap, order
-
-    def choose(self, plan: EvictionPlan) -> Rows:
-        """Return the rows above the cap, of the prompts that have new rows."""
-        index, cap, over = plan.index, self._cap, []
-        for prompt in np.unique(index.column("prompt", plan.new_rows)):
-            if index.live_counts[prompt] > cap:
-                rows = index.prompt_rows(int(prompt), scored_only=False)
-                # `live_counts` still holds the rows that earlier policies drop
-                rows = np.setdiff1d(rows, plan.dropped, assume_unique=True)
-                if len(rows) > cap:
-                    over.append(self._order.first(index, rows, len(rows) - cap + self._order.slack(len(rows), cap)))
-        return np.sort(np.concatenate(over)) if over else NO_ROWS
+def _over_max_bytes(plan: _Plan, cap: int) -> Rows:
+    """Return the oldest rows that free the bytes above the cap."""
+    num_left, num_bytes = plan.num_left, plan.num_bytes_left
+    if num_bytes <= cap:
+        return NO_ROWS
+    too_much = num_bytes - cap + _slack(num_left, cap)
+    # sizes differ: guess a number of rows by the mean size, and double it until they free enough
+    num = min(num_left, 16 + int(1.2 * too_much * num_left / num_bytes))
+    while True:
+        rows = plan.oldest_left(num)
+        freed = np.cumsum(plan.index.column("num_bytes", rows), dtype=np.int64)
+        if freed[-1] >= too_much or num == num_left:
+            return rows[: int(np.searchsorted(freed, too_much)) + 1]
+        num = min(num_left, 2 * num)
 
 
-class MaxRollouts(EvictionPolicy):
-    """Keeps at most `cap` rollouts."""
-
-    reason = "max_rollouts"
-    needs_new_rows = False
-
-    def __init__(self, cap: int, order: EvictionOrder) -> None:
-        self._cap, self._order = cap, order
-
-    def choose(self, plan: EvictionPlan) -> Rows:
-        """Return the rows above the cap."""
-        num_left, cap = plan.num_left, self._cap
-        if num_left <= cap:
-            return NO_ROWS
-        return self._order.first_left(plan)(num_left - cap + self._order.slack(num_left, cap))
-
-
-class MaxBytes(EvictionPolicy):
-    """Keeps at most `cap` bytes of payloads."""
-
-    reason = "max_bytes"
-    needs_new_rows = False
-
-    def __init__(self, cap: int, order: EvictionOrder) -> None:
-        self._cap, self._order = cap, order
-
-    def choose(self, plan: EvictionPlan) -> Rows:
-        """Return the rows that free the bytes above the cap."""
-        num_left, num_bytes, cap = plan.num_left, plan.num_bytes_left, self._cap
-        if num_bytes <= cap:
-            return NO_ROWS
-        too_much = num_bytes - cap + self._order.slack(num_left, cap)
-        first = self._order.first_left(plan)
-        # sizes differ: guess a number of rows by the mean size, and double it until they free enough
-        num = min(num_left, 16 + int(1.2 * too_much * num_left / num_bytes))
-        while True:
-            rows = first(num)
-            freed = np.cumsum(plan.index.column("num_bytes", rows), dtype=np.int64)
-            if freed[-1] >= too_much or num == num_left:
-                return rows[: int(np.searchsorted(freed, too_much)) + 1]
-            num = min(num_left, 2 * num)
-
-
-class PolicyAge(EvictionPolicy):
-    """Drops rollouts that have become too old. While nothing is due, a plan looks at the new rollouts only.
+class _PolicyAge:
+    """Finds rollouts that have become too old. While nothing is due, it looks at the new rollouts only.
 
     Args:
         max_age_steps: in optimizer steps.
     """
-
-    reason = "policy_age"
 
     def __init__(self, max_age_steps: int) -> None:
         self._max_age_steps = max_age_steps
@@ -244,11 +202,9 @@ class PolicyAge(EvictionPolicy):
         """Return whether something that was seen may be too old for a trainer at `now`."""
         return now.lineage != self._lineage or now.step >= self._due_step
 
-    def choose(self, plan: EvictionPlan) -> Rows:
-        """Return the live rows above the limit; none when it is not known where the trainer stands."""
-        index, new, now, limit = plan.index, plan.new_rows, plan.now, self._max_age_steps
-        if now is None:
-            return NO_ROWS
+    def too_old(self, index: Index, new: Rows, tree: LineageTree, now: PolicyVersion) -> Rows:
+        """Return the live rows above the limit."""
+        limit = self._max_age_steps
         # of another lineage, or at the step when seen rollouts become too old: look at everything again
         if full := self.is_due(now):
             self._lineage, self._due_step = now.lineage, now.step + limit + 1
@@ -256,7 +212,7 @@ class PolicyAge(EvictionPolicy):
         else:
             pairs = zip(index.column("lineage", new).tolist(), index.column("step", new).tolist(), strict=True)
             versions = [PolicyVersion(lineage, step) for lineage, step in set(pairs)]
-        ages = {version: plan.tree.policy_age(version, now) for version in versions}
+        ages = {version: tree.policy_age(version, now) for version in versions}
         old = [version for version, age in ages.items() if age > limit]
         self._due_step = min([self._due_step, *(now.step + limit - age + 1 for age in ages.values() if age <= limit)])
         if not old:
@@ -267,83 +223,35 @@ class PolicyAge(EvictionPolicy):
         return looked_at[chosen]
 
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-Keys = NDArray[np.uint64]
-
-
-class DuplicateTokens(EvictionPolicy):
-    """Drops rollouts that a newer one with the same prompt and response tokens replaces.
-
-    It remembers the newest rollout of every (prompt, response tokens) in 16 bytes, in two sorted levels: a small one
-    takes the new rollouts, and is merged into the large one of n keys when it has grown to GROWTH sqrt(n). So a look-up
-    is two binary searches, and adding a push of 64 copies some 16 sqrt(n) keys in all, however many rollouts one prompt
-    has.
-    """
-
-    reason = "duplicate_tokens"
+class _DuplicateTokens:
+    """Knows the newest live rollout of every (prompt, response tokens), in about 120 bytes each."""
 
     def __init__(self) -> None:
-        self._large = _SortedKeys()
-        self._small = _SortedKeys()
+        self._newest: dict[int, int] = {}
+        """Key -> log position."""
 
-    def choose(self, plan: EvictionPlan) -> Rows:
-        """Return the live rows that the new rows replace."""
-        index, new = plan.index, plan.new_rows
-        hashes = index.column("token_hash", new)
-        # 0 means not hashed
-        new, hashes = new[hashes != 0], hashes[hashes != 0]
-        if not len(new):
-            return new
-        # 64 bits for both: among a million answers, two share a key by chance with a probability of 3e-8
-        keys = (index.column("prompt", new).astype(np.uint64) + np.uint64(1)) * _MIX ^ hashes
-        order = np.argsort(keys, kind="stable")
-        keys, rows = keys[order], new[order]
-        # the sort is stable and rows ascend, so the last of equal keys is the newest
-        newest = np.append(keys[1:] != keys[:-1], True)
-        gone = [rows[~newest]]
-        keys, rows = keys[newest], rows[newest]
-        for level in (self._small, self._large):
-            old = index.rows_at(level.find(keys))
-            gone.append(old[old >= 0])
-        self._small = self._small.with_newer(keys, index.column("position", rows))
-        if len(self._small.keys) > max(MERGE_ABOVE, GROWTH * math.isqrt(len(self._large.keys))):
-            self._large = self._large.with_newer(self._small.keys, self._small.positions)
-            self._small = _SortedKeys()
-            if len(self._large.keys) > 2 * index.num_live:  # evicted rollouts make up half: forget them
-                self._large = self._large.only(index.column("position", index.live_rows()))
-        return np.unique(np.concatenate(gone))
+    def replaced(self, index: Index, new: Rows) -> Rows:
+        """Return the live rows that the new rows replace, and remember the new rows."""
+        gone = []
+        for key, position in _keys(index, new):
+            if (older := self._newest.get(key)) is not None:
+                gone.append(older)
+            self._newest[key] = position
+        rows = index.rows_at(np.array(gone, dtype=np.uint64))
+        return rows[rows >= 0]
+
+    def remove(self, index: Index, rows: Rows) -> None:
+        """Forget rows that go, for any reason."""
+        for key, position in _keys(index, rows):
+            if self._newest.get(key) == position:
+                del self._newest[key]
 
 
-class _SortedKeys:
-    """Sorted keys [N], each once, and the position of each [N]."""
-
-    def __init__(self, keys: Keys | None = None, positions: Keys | None = None) -> None:
-        self.keys = np.zeros(0, dtype=np.uint64) if keys is None else keys
-        self.positions = np.zeros(0, dtype=np.uint64) if positions is None else positions
-
-    def find(self, keys: Keys) -> Keys:
-        """Return the position of each key; 0, which no rollout has, where the key is unknown."""
-        if not len(self.keys):
-            return np.zeros(len(keys), dtype=np.uint64)
-        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        return np.where(self.keys[at] == keys, self.positions[at], np.uint64(0))
-
-    def with_newer(self, keys: Keys, positions: Keys) -> _SortedKeys:
-        """Return these keys merged with sorted `keys`; where both have a key, the new position holds."""
-        at = np.searchsorted(self.keys, keys)
-        known = np.zeros(len(keys), dtype=np.bool_)
-        inside = at < len(self.keys)
-        known[inside] = self.keys[at[inside]] == keys[inside]
-        positions, own = positions.astype(np.uint64), self.positions.copy()
-        own[at[known]] = positions[known]
-        return _SortedKeys(
-            np.insert(self.keys, at[~known], keys[~known]), np.insert(own, at[~known], positions[~known])
-        )
-
-    def only(self, positions: Keys) -> _SortedKeys:
-        """Return the keys that have one of `positions`."""
-        kept = np.isin(self.positions, positions)
-        return _SortedKeys(self.keys[kept], self.positions[kept])
+def _keys(index: Index, rows: Rows) -> list[tuple[int, int]]:
+    """Return (key of prompt and response tokens, log position) of the rows whose tokens are hashed."""
+    columns = [index.column(name, rows).tolist() for name in ("prompt", "token_hash", "position")]
+    # 0 means not hashed
+    return [(prompt << 64 | hashed, position) for prompt, hashed, position in zip(*columns, strict=True) if hashed]
 
 
 def _without(rows: Rows, dropped: Rows) -> Rows:

@@ -62,14 +62,14 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 
 # lock-step trains on one batch, so a version comes every step; at this pace four searchers and the services fit on two cores
 overlap: $(VENV)/.run  ## what asynchrony gains at the pace of GPUs: searchers against lock-step (an hour; restartable)
-	$(BIN)/python studies/overlap.py run --kinds searchers --slowdown 20 --set trainer.sync_interval=1 --set sampling.samples_per_insert_error=128
+	$(BIN)/python studies/overlap.py run --slowdown 20 --set trainer.sync_interval=1 --set sampling.samples_per_insert_error=128
 	$(BIN)/python studies/overlap.py report
 
 paper: $(VENV)/.studies  ## the paper's claims in small: every arm of the small recipes, three seeds (15 hours or more; restartable)
 	$(BIN)/python studies/paper.py run
 	$(BIN)/python studies/paper.py report
 
-study: $(VENV)/.studies  ## the studies of docs/results.md: every objective at every lag, replay, the smaller questions (6 hours or more; restartable)
+study: $(VENV)/.studies  ## the study of asynchrony: which objective at which lag (hours; restartable)
 	OMP_NUM_THREADS=1 $(BIN)/python studies/asynchrony.py run --workers $(WORKERS)
 	$(BIN)/python studies/asynchrony.py report
 

@@ -1,4 +1,4 @@
-"""The studies: which objective at which lag, whether replay pays, and the smaller questions of docs/results.md.
+"""The study of asynchrony: which objective at which lag.
 
     python studies/asynchrony.py plan   [--json FILE] [--cells TEXT]           what can be run now, best first
     python studies/asynchrony.py run    [--json FILE] [--cells TEXT] [--max-minutes N] [--workers N]
@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "services" / "buffer"), str(ROOT / "services" / "trainer")]
 
-from studies.study.data import read_lines, sources_digest  # noqa: E402
-from studies.study.plan import plan  # noqa: E402
+from studies.study.data import read_cells, sources_digest  # noqa: E402
+from studies.study.plan import Study  # noqa: E402
 
 DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DATA.parent, help="folder of tables and plots")
     args = parser.parse_args()
     if args.command == "plan":
-        for cell in plan(read_lines(args.json, sources_digest())):
+        for cell in Study(read_cells(args.json, sources_digest())).plan():
             if args.cells in cell.key:
                 print(cell.key)
     elif args.command == "run" and args.workers > 1:

@@ -1,6 +1,6 @@
-"""What asynchrony is for: time to a target against searchers, lock-step, replay and k, at the pace of GPUs.
+"""What asynchrony is for: time to a target against searchers and lock-step, at the pace of GPUs.
 
-    python studies/overlap.py run    [--kinds searchers,replay,sync] [--seeds 3] [--cells TEXT] [--max-minutes N]
+    python studies/overlap.py run    [--seeds 3] [--cells TEXT] [--max-minutes N]
     python studies/overlap.py report [--target 0.75]
 
 A rehearsal (`searcher.pace_tokens_per_s`, `trainer.pace_step_s`): engines, model, learning and services are real,
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "services" / name) for name in ("buffer", "reward", "searcher", "trainer"))]
 
 from studies.data_file import PRODUCT, append_line, read_lines, source_digest  # noqa: E402
-from studies.overlap_bench.cells import KINDS, Cell, cells  # noqa: E402
+from studies.overlap_bench.cells import Cell, cells  # noqa: E402
 from studies.overlap_bench.runs import WARM_STEPS, Pace, measure_pace, run_cell  # noqa: E402
 from studies.overlap_bench.tables import NOTES, reached_s, table  # noqa: E402
 from tba.config import load_recipe  # noqa: E402
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         pace = Pace(**data.settings["pace"])
     print(f"rehearsal: {pace.tokens_per_s:.0f} tokens/s a searcher, {pace.step_s:.3f} s a step", flush=True)
     began_s = time.monotonic()
-    for cell in cells(args.kinds.split(","), range(args.seeds)):
+    for cell in cells(range(args.seeds)):
         if cell.key in data.lines or args.cells not in cell.key:
             continue
         if args.max_minutes is not None and time.monotonic() - began_s > 60 * args.max_minutes:
@@ -128,10 +128,7 @@ def report(args: argparse.Namespace) -> None:
         f"searcher ({pace.num_slots} slots), {pace.step_s:.3f} s a step; one makes a batch in {pace.ratio:g} steps. "
         f"Source {data.source}; {data.num_other} cells of other sources are left out."
     )
-    for kind in KINDS:
-        if rows := table(kind, data.lines, args.target):
-            print("\n".join(["", *rows]))
-    print(f"\n{NOTES}")
+    print(f"\n{table(data.lines, args.target)}\n\n{NOTES}")
 
 
 def main() -> None:
@@ -140,7 +137,6 @@ def main() -> None:
     parser.add_argument("command", choices=["run", "report"])
     parser.add_argument("--json", type=Path, default=DATA, help="the data file")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.toml")
-    parser.add_argument("--kinds", default="searchers", help=f"of {', '.join(KINDS)}, with commas")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cells", default="", help="only cells whose key contains this")
     parser.add_argument("--steps", type=int, default=45)

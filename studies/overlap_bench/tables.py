@@ -10,10 +10,12 @@ from tba_buffer.sampling.draw import RETRY_S
 from tba_searcher.loop import TICK_S
 
 from studies.accuracy import ratio_of, reached
+from studies.markdown import markdown
 from studies.overlap_bench.cells import Cell, cells
 from tba.config import MAX_LATE_SHARE
 
 Result = Mapping[str, Any]
+RATIO_HEADS = ("lock-step, same searchers / this", "lock-step, one searcher / this")
 NOTES = f"""\
 Medians over seeds; ratios also with their range. A target that was never reached counts as infinitely late, also in \
 ratios (two that never did have none). A cell with more than {100 * MAX_LATE_SHARE:g} % late engines or trainer \
@@ -47,19 +49,17 @@ def border_share(result: Result) -> float:
     return (TICK_S + RETRY_S) / pair_s
 
 
-def table(kind: str, lines: Mapping[str, tuple[Cell, Result]], target: float) -> list[str]:
-    """Return the lines of the table of one kind, cells in the order of the plan."""
+def table(lines: Mapping[str, tuple[Cell, Result]], target: float) -> str:
+    """Return the table, cells in the order of the plan."""
     found_names: dict[str, dict[int, tuple[Cell, Result]]] = {}
     for cell, result in lines.values():
         found_names.setdefault(cell.name, {})[cell.seed] = (cell, result)
-    by_name = {cell.name: found_names[cell.name] for cell in cells([kind], [0]) if cell.name in found_names}
-    if not by_name:
-        return []
+    by_name = {cell.name: found_names[cell.name] for cell in cells([0]) if cell.name in found_names}
     times = {
         name: {seed: reached_s(result, target) for seed, (_, result) in found.items() if is_usable(result)}
         for name, found in found_names.items()
     }
-    heads = ["rehearsal", "seeds", f"s to {target:g}", "s per step", *_ratio_heads(kind)]
+    heads = ["rehearsal", "seeds", f"s to {target:g}", "s per step", *RATIO_HEADS]
     heads += [
         "trainer idle",
         "policy age",
@@ -71,7 +71,7 @@ def table(kind: str, lines: Mapping[str, tuple[Cell, Result]], target: float) ->
         "borders",
         "pass@1 at the end",
     ]
-    rows = [heads, ["---"] * len(heads)]
+    rows = []
     for name, found in by_name.items():
         results = [result for _, result in found.values()]
         cell = next(iter(found.values()))[0]
@@ -96,22 +96,12 @@ def table(kind: str, lines: Mapping[str, tuple[Cell, Result]], target: float) ->
                 f"{statistics.median(r['curve'][-1][2] for r in results):.3f}",
             ]
         )
-    return ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def _ratio_heads(kind: str) -> list[str]:
-    if kind == "searchers":
-        return ["lock-step, same searchers / this", "lock-step, one searcher / this"]
-    return ["without replay / this" if kind == "replay" else "first row of its kind / this"]
+    return markdown(heads, rows)
 
 
 def _bases(cell: Cell) -> list[str]:
-    if cell.kind == "searchers":
-        same, one = (Cell(kind="searchers", seed=0, searchers=n, lock_step=True) for n in (cell.searchers, 1))
-        return [same.name, one.name]
-    if cell.kind == "replay":
-        return [Cell(kind="searchers", seed=0, searchers=cell.searchers).name]
-    return [Cell(kind="sync", seed=0, searchers=cell.searchers, sync_interval=1).name]
+    """Return the names of the cells that `RATIO_HEADS` compares a cell with."""
+    return [Cell(seed=0, searchers=searchers, lock_step=True).name for searchers in (cell.searchers, 1)]
 
 
 def _paired(base: Mapping[int, float | None] | None, mine: Mapping[int, float | None]) -> list[float]:

@@ -1,7 +1,6 @@
 """Worlds and arms: which runs there are, what each changes in the recipe of its world, and their order.
 
-An arm that a claim needs, with three seeds, comes before one that only fills a table. Rivals have one setting each,
-their own KL weight (two strengths on TL;DR), and are not tuned: the study (studies/study) tunes, on smaller tasks.
+Rivals have one setting each, their own KL weight, and are not tuned: the study (studies/study) tunes, on smaller tasks.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Arm:
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     """New values of the recipe by dotted key, whole sections too; None removes the key."""
-    is_first_rank: bool = False
 
     @property
     def lag_steps(self) -> int | None:
@@ -152,40 +150,16 @@ def _redteam() -> Iterator[Arm]:
         "eval.every_steps": 1_000_000,
         "eval.num_samples": 4,
     }
-    first: dict[str, dict[str, Any]] = {
+    arms: dict[str, dict[str, Any]] = {
         "tb": {},
         "control": CONTROL,
         "reinforce": {**maximiser, "objective": {"preset": "reinforce"}},
         "grpo": {**maximiser, "objective": {"preset": "grpo"}},
         "uniform": {"sampling.reward_inverse_temperature": 0.0},
+        "no-filter": {"buffer.near_duplicate_share": None},
         **{f"paced-{number}": {**paced, "searcher.num_searchers": number} for number in (1, 4)},
     }
-    second: dict[str, dict[str, Any]] = {
-        "m0": {"sampling.most_on_policy_prob": 0.0},
-        "m1": {"sampling.most_on_policy_prob": 1.0},
-        "paced-2": {**paced, "searcher.num_searchers": 2},
-        # the same maximiser, every rollout trained once instead of four times
-        "reinforce-once": {
-            **maximiser,
-            "objective": {"preset": "reinforce"},
-            "sampling.samples_per_insert": 1.0,
-        },
-        "no-filter": {"buffer.near_duplicate_share": None},
-        "log-reward": _log_reward(),
-    }
-    yield from _arms("redteam", first, second)
-
-
-def _log_reward() -> dict[str, Any]:
-    """Return the changes for the reward of the published code; evaluations take the recipe's, as for other arms."""
-    (scorer,) = read_document(WORLDS["redteam"].recipe)["reward"]["tasks"]["redteam"]["scorers"]
-    return {
-        "reward.tasks.redteam_log": {"scorers": [{**scorer, "output": "log_toxicity"}]},
-        "searcher.tasks.redteam_log": {"min_response_tokens": 5},
-        "data.train.task": "redteam_log",
-        "data.heldout.task": "redteam_log",
-        "eval.published.tasks": ["redteam"],
-    }
+    yield from _arms("redteam", arms)
 
 
 PACE_TOKENS_PER_S, PACE_STEP_S = 100.0, 1.5
@@ -195,51 +169,34 @@ rollout about four times, as the recipe does. So slow that four searchers and th
 
 
 def _tldr() -> Iterator[Arm]:
-    rivals = {"ppo_clip": 0.05, "rloo": 0.05, "proximal_rloo": 0.05, "online_dpo": 0.1, "grpo": 0.05}
-
-    def beta(final: float) -> dict[str, Any]:
-        return {"objective.beta.final": final}
-
-    def rival(preset: str, kl: float, lag: int) -> dict[str, Any]:
-        return {"objective": {"preset": preset, "beta": kl}, **constant_lag(lag, 160)}
-
-    main = ("rloo", "online_dpo", "ppo_clip")
-    first: dict[str, dict[str, Any]] = {"tb": {}, "control": CONTROL}
-    first |= {f"{name}-lag{lag}": rival(name, rivals[name], lag) for lag in (15, 1) for name in main}
-    first |= {f"tb-beta{final:g}": beta(final) for final in (0.2, 0.0125)}
-    second = {
-        f"{name}-lag{lag}": rival(name, kl, lag) for lag in (15, 1) for name, kl in rivals.items() if name not in main
+    rivals = {"rloo": 0.05, "online_dpo": 0.1, "ppo_clip": 0.05}
+    arms: dict[str, dict[str, Any]] = {"tb": {}, "control": CONTROL}
+    arms |= {
+        f"{name}-lag{lag}": {"objective": {"preset": name, "beta": kl}, **constant_lag(lag, 160)}
+        for lag in (15, 1)
+        for name, kl in rivals.items()
     }
-    second |= {
-        "m0.2": {"sampling.most_on_policy_prob": 0.2},
-        "m0.8": {"sampling.most_on_policy_prob": 0.8},
-        "k2": {"trainer.sync_interval": 2},
-        "tb-lag15": constant_lag(15, 160),
-    }
-    second |= {f"{name}-lag15-kl4": rival(name, 4 * kl, 15) for name, kl in rivals.items()}
-    yield from _arms("tldr", first, second)
+    arms |= {f"tb-beta{final:g}": {"objective.beta.final": final} for final in (0.2, 0.0125)}
+    yield from _arms("tldr", arms)
 
 
 def _math() -> Iterator[Arm]:
-    def published(lag: int) -> dict[str, Any]:
-        return {
-            "objective.preset": "tba_prime_published",
-            # the trainer keeps the weights that the oldest rollouts were made with
-            "objective.old_policy_versions": lag + 2,
-            **constant_lag(lag, 128),
-        }
-
     dr_grpo = {"objective": {"preset": "dr_grpo"}}
-    first: dict[str, dict[str, Any]] = {
+    arms: dict[str, dict[str, Any]] = {
         "tba_prime": {},
         "control": CONTROL,
         "dr_grpo-lag0": {**dr_grpo, **constant_lag(0, 128)},
         "tba_prime-lag10": constant_lag(10, 128),
         "dr_grpo-lag10": {**dr_grpo, **constant_lag(10, 128)},
-        "tba_prime_published-lag10": published(10),
+        "tba_prime-lag2": constant_lag(2, 128),
+        "tba_prime_published-lag10": {
+            "objective.preset": "tba_prime_published",
+            # the trainer keeps the weights that the oldest rollouts were made with
+            "objective.old_policy_versions": 12,
+            **constant_lag(10, 128),
+        },
     }
-    second = {"tba_prime-lag2": constant_lag(2, 128), "tba_prime_published-lag2": published(2)}
-    yield from _arms("math", first, second)
+    yield from _arms("math", arms)
 
 
 def _gsm8k() -> Iterator[Arm]:
@@ -254,25 +211,18 @@ def _gsm8k() -> Iterator[Arm]:
         "trainer.prefetch_batches": 0,
     }
     published = {"kind": "linear", "value": 0.012, "final": 0.004, "steps": 75}
-    first: dict[str, dict[str, Any]] = {
+    arms: dict[str, dict[str, Any]] = {
         "tba_prime": {},
         "control": CONTROL,
         "grpo-lockstep": lock_step,
         "tb-published-beta": {"objective": {"preset": "tb", "beta": published}},
-    }
-    second: dict[str, dict[str, Any]] = {
-        "beta-low": {"objective.beta": 0.0125},
-        "beta-high": {"objective.beta": 0.2},
-        "k8": {"trainer.sync_interval": 8},
         "m0.5": {"sampling.most_on_policy_prob": 0.5},
     }
-    yield from _arms("gsm8k", first, second)
+    yield from _arms("gsm8k", arms)
 
 
-def _arms(world: str, first: Mapping[str, Mapping[str, Any]], second: Mapping[str, Mapping[str, Any]]) -> Iterator[Arm]:
-    for name, changes in first.items():
-        yield Arm(world=world, name=name, changes=changes, is_first_rank=True)
-    for name, changes in second.items():
+def _arms(world: str, arms: Mapping[str, Mapping[str, Any]]) -> Iterator[Arm]:
+    for name, changes in arms.items():
         yield Arm(world=world, name=name, changes=changes)
 
 
@@ -281,11 +231,8 @@ STARTS = {name: Arm(world=name, name=START) for name in WORLDS}
 
 
 def plan(worlds: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
-    """Yield all cells: the starting models, then the first seed of every arm of the first rank, its other seeds, the
-    second rank."""
+    """Yield all cells: the starting models, then the first seed of every arm, its other seeds."""
     for world in worlds:
         yield Cell(arm=STARTS[world], seed=0)
-    mine = [arm for arm in ARMS if arm.world in worlds]
-    for is_first in (True, False):
-        for seed in seeds:
-            yield from (Cell(arm=arm, seed=seed) for arm in mine if arm.is_first_rank == is_first)
+    for seed in seeds:
+        yield from (Cell(arm=arm, seed=seed) for arm in ARMS if arm.world in worlds)

@@ -9,7 +9,6 @@ from studies.paper_bench.arms import ROOT, WORLDS
 from studies.paper_bench.data import Done
 from studies.paper_bench.evidence import (
     OVERLAP_TARGET,
-    REPLAY_TARGET,
     TLDR_KL,
     Evidence,
     bound_of_test,
@@ -163,13 +162,6 @@ def _frontier() -> Iterator[Claim]:
         pairs=lambda evidence: evidence.lost_with_lag(),
         why="one KL weight each, the recipe's rate, not tuned",
     )
-    yield Claim(
-        about="off-policyness (C3): TBA keeps",
-        paper="TL;DR, 410M: win rate 0.86; at lag 16 RLOO 0.77, PPO 0.76",
-        figure="tldr: win rate at the end, `tb` at lag 15 against the rivals at lag 15, mean of the rivals",
-        pairs=lambda evidence: evidence.at_lag(15),
-        why="one KL weight each, the recipe's rate, not tuned",
-    )
     yield from _kept()
     yield Claim(
         about="off-policyness (C3): TBA keeps",
@@ -181,22 +173,14 @@ def _frontier() -> Iterator[Claim]:
     )
     yield Claim(
         about="age of the data (C4)",
-        paper=AGES_OF_PAPER,
+        paper="constant in TBA'",
         figure="share of rollouts at exactly the age of the constant lag, against 0.99; mean of the arms",
         pairs=lambda evidence: evidence.exact_ages(),
         why="what is older than the run is taken from the first version",
     )
-    yield Claim(
-        about="age of the data (C4)",
-        paper=AGES_OF_PAPER,
-        figure="redteam, streaming, `m1` (recent data alone): mean age under a barrier, (3k - 1) / 2, against ours",
-        pairs=lambda evidence: evidence.streaming_age("redteam", "m1"),
-        why="a rollout is trained four times, and is as old as this machine's cores are slow",
-    )
 
 
 LAGS_OF_PAPER = "TBA' trains at constant lag 2 and 10 (curves)"
-AGES_OF_PAPER = "recent data: age k to 2k - 1 under a barrier; constant in TBA'"
 
 
 def _kept() -> Iterator[Claim]:
@@ -223,99 +207,19 @@ def _kept() -> Iterator[Claim]:
 
 
 def _settings() -> Iterator[Claim]:
-    for world, ours, theirs, paper in (
-        ("tldr", "tb", "m0.2", "m 0.4 drops TL;DR's win rate from 0.82 to 0.67"),
-        ("redteam", "tb", "m0", "published m 0.5"),
-        ("redteam", "tb", "m1", "published m 0.5"),
-        ("gsm8k", "tba_prime", "m0.5", "published m 0.95"),
-    ):
-        yield Claim(
-            about="m (C5)",
-            paper=paper,
-            figure=f"{world}: the recipe (`{ours}`) against `{theirs}`, metric at the end",
-            pairs=_gap(world, ours, theirs),
-            why="equal training",
-        )
-    for about, paper, ours, theirs, words in (
-        ("m (C5)", "published m 0.5 to 0.95", (0.5, 4), (0.0, 4), "m 0.5 against m 0"),
-        ("k", "too large a k hurts GSM8K", (0.5, 1), (0.5, 16), "k 1 against k 16"),
-    ):
-        yield Claim(
-            about=about,
-            paper=paper,
-            figure=f"area of `tba_prime`, {words}; {STUDY_LINK}",
-            pairs=lambda evidence, ours=ours, theirs=theirs: evidence.study_replay(ours, theirs),
-            why="scratchpad addition, not word problems",
-        )
     yield Claim(
-        about="k",
-        paper="too large a k hurts GSM8K",
-        figure="gsm8k: accuracy, k 2 against k 8",
-        pairs=_gap("gsm8k", "tba_prime", "k8"),
-        why="`tba_prime`, the paper's is `tb`",
+        about="m (C5)",
+        paper="published m 0.95",
+        figure="gsm8k: the recipe (`tba_prime`) against `m0.5`, metric at the end",
+        pairs=_gap("gsm8k", "tba_prime", "m0.5"),
+        why="equal training",
     )
-    yield Claim(
-        about="k",
-        paper="TL;DR: 0.86 at k = 10",
-        figure="tldr: win rate, k 10 against k 2",
-        pairs=_gap("tldr", "tb", "k2"),
-        margin=KEEPS_UP,
-        why=f"the claim is that k 10 keeps up, within {KEEPS_UP:g}",
-    )
-    yield from _replay_and_beta()
-
-
-def _replay_and_beta() -> Iterator[Claim]:
     yield Claim(
         about="buffer prioritisation (C8)",
         paper="replay by reward (inverse temperature 1)",
         figure="redteam: success, replay by reward against uniform, mean of steps 40, 80, 120",
         pairs=_gap("redteam", "tb", "uniform", mean_success),
         why="equal training",
-    )
-    yield Claim(
-        about="buffer prioritisation (C8)",
-        paper="the published code's reward is the logarithm of the toxicity",
-        figure="redteam: success, log reward against reward, mean of steps 40, 80, 120",
-        pairs=_gap("redteam", "log-reward", "tb", mean_success),
-        why="the same beta: the objective is sharper too, not the replay alone",
-    )
-    yield Claim(
-        about="buffer prioritisation (C8)",
-        paper="replay by reward (inverse temperature 1)",
-        figure=f"area of `tba_prime`, by reward against none; {STUDY_LINK}",
-        pairs=lambda evidence: evidence.study_priority(),
-        why="a slot has little to choose from: few rollouts of a prompt are stored",
-    )
-    yield Claim(
-        about="buffer prioritisation (C8)",
-        paper="replay by reward (inverse temperature 1)",
-        figure=f"seconds to {REPLAY_TARGET:g}, replay drawn across prompts, uniformly over by reward; "
-        "[overlap](../results.md#overlap), rehearsed at the pace of GPUs",
-        pairs=lambda evidence: evidence.overlap_replay(),
-        is_ratio=True,
-        why="the quickstart, `tb_positive`, m 0.2, each trained four times; inverse temperature 2",
-    )
-    yield Claim(
-        about="beta (C7)",
-        paper="too small a beta diverges (GSM8K near 0.003)",
-        figure="gsm8k: accuracy, the recipe's beta against a quarter of it",
-        pairs=_gap("gsm8k", "tba_prime", "beta-low"),
-        why="`tba_prime` has a moving reference, the paper's `tb` a fixed one",
-    )
-    yield Claim(
-        about="beta (C7)",
-        paper="too small a beta diverges (GSM8K near 0.003)",
-        figure=f"area of `tb`, the tuned beta against a sixteenth of it; {STUDY_LINK}",
-        pairs=lambda evidence: evidence.study_beta(),
-        why="scratchpad addition, lag 4; what is compared is the area, not how many runs diverge",
-    )
-    yield Claim(
-        about="beta (C7)",
-        paper="ours: the loss scaled to the A-form, so that a falling beta is no growing gradient",
-        figure=f"area of `tb`, A-form against the published scale, beta falls 16 times, no clip; {STUDY_LINK}",
-        pairs=lambda evidence: evidence.study_scale(),
-        why="Adam divides most of a scale out",
     )
     yield Claim(
         about="beta (C7)",
@@ -336,7 +240,7 @@ def _search() -> Iterator[Claim]:
         ("diversity", "effective families of attacks among the successes", lambda done: done.attacks("num_effective"),
          f"seven families can succeed; {collapse}"),
     ):  # fmt: skip
-        for rival in ("reinforce", "reinforce-once", "grpo"):
+        for rival in ("reinforce", "grpo"):
             yield Claim(
                 about=f"red-team search: {about}",
                 paper=paper,
@@ -388,22 +292,7 @@ def _tba_prime() -> Iterator[Claim]:
     )
 
 
-def _others() -> Iterator[Claim]:
-    yield Claim(
-        about="gradient variance and K (C6)",
-        paper="the variance falls as K grows",
-        figure=f"relative variance at K = 2 against K = 32, 128 rollouts; {STUDY_LINK}",
-        pairs=lambda evidence: evidence.study_noise(),
-        why="at a fixed batch a larger K means fewer prompts; the claim holds at a fixed number of prompts",
-    )
-    for replay_m, words in ((None, "without a buffer"), (0.5, "with a buffer")):
-        yield Claim(
-            about="wrong rewards (C12)",
-            paper="asked for by reviewers; no number",
-            figure=f"area kept with a fifth of the rewards wrong, `tba_prime` against `grpo`, {words}; {STUDY_LINK}",
-            pairs=lambda evidence, replay_m=replay_m: evidence.study_flips(replay_m),
-            why="what learns from old data learns from old mistakes",
-        )
+def _controls() -> Iterator[Claim]:
     for name, world in WORLDS.items():
         recipe = "tba_prime" if name in ("gsm8k", "math") else "tb"
         yield Claim(
@@ -415,7 +304,7 @@ def _others() -> Iterator[Claim]:
         )
 
 
-CLAIMS = (*_speed(), *_frontier(), *_settings(), *_search(), *_tba_prime(), *_others())
+CLAIMS = (*_speed(), *_frontier(), *_settings(), *_search(), *_tba_prime(), *_controls())
 _OBJECTIVE, _OPTIMUM = (f"tests/unit/trainer/test_trainer_{name}.py" for name in ("objective", "optimum"))
 PROOFS = (
     Proof(

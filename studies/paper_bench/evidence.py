@@ -15,9 +15,8 @@ from studies.overlap_bench.tables import is_usable, reached_s
 from studies.paper_bench.arms import ARMS, ROOT, START, WORLDS
 from studies.paper_bench.data import Done, Unit, read_cells
 from studies.paper_bench.verdicts import Pairs
-from studies.study import plan as study_plan
 from studies.study.cells import Line
-from studies.study.plan import Study
+from studies.study.plan import Study, at_lag
 from studies.study.report import newest_study
 from studies.time_to_target_bench.cells import read_results
 from studies.time_to_target_bench.report import SIDES, best_rate, one_source
@@ -26,10 +25,6 @@ from studies.time_to_target_bench.workloads import WORKLOADS
 Figure = Callable[[Done], float | None]
 STUDY_DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 OVERLAP_TARGET = 0.75
-REPLAY_DATA = tuple(ROOT / "docs" / "overlap" / name for name in ("replay_uniform.jsonl", "replay.jsonl"))
-REPLAY_ARM, REPLAY_TARGET = (4.0, 0.2, "reward"), 0.8
-"""Trained per generated, m, and the priority of the cell, which the first file's settings switch off. All runs reach
-this target; at 0.9 one that draws uniformly does not, and a pair without it would be left out."""
 TLDR_KL, TLDR_WIN = "sampled.perplexity.per_token", WORLDS["tldr"].metric
 TB_FRONT = ("tb", "tb-beta0.2", "tb-beta0.0125")
 
@@ -103,21 +98,6 @@ class Evidence:
         names = self._rivals(1)
         return _mean_of([self.pairs("tldr", name, f"{name}5", lambda done: done.value(TLDR_WIN)) for name in names])
 
-    def at_lag(self, lag: int) -> Pairs:
-        """Return the win rate of `tb` and of its rivals at a constant lag, TL;DR, mean over the rivals."""
-        names = [name.partition("-")[0] for name in self._rivals(lag) if name.endswith(f"-lag{lag}")]
-        by_rival = [
-            self.pairs("tldr", f"tb-lag{lag}", f"{name}-lag{lag}", lambda done: done.value(TLDR_WIN)) for name in names
-        ]
-        return _mean_of(by_rival)
-
-    def streaming_age(self, world: str, name: str) -> Pairs:
-        """Return the mean age of recent data under a barrier, (3k - 1) / 2 steps, and that of a streaming arm."""
-        arm = next(arm for arm in ARMS if (arm.world, arm.name) == (world, name))
-        barrier = (3 * arm.recipe().trainer.sync_interval - 1) / 2
-        ages = {unit: done.result["mean_policy_age"] for unit, done in sorted(self.arm(world, name).items())}
-        return {unit: (barrier, age) for unit, age in ages.items() if age is not None}
-
     def _rivals(self, lag: int) -> list[str]:
         return [arm.name for arm in ARMS if arm.world == "tldr" and arm.lag_steps == lag and arm.name[:2] != "tb"]
 
@@ -160,59 +140,8 @@ class Evidence:
         return _shares(self._at_lag(method, lag), self._at_lag(method, 0))
 
     def _at_lag(self, method: str, lag: int) -> Mapping[int, Line]:
-        arms = (arm for arm in self.study[0].at_lag("addition", lag) if arm.method == method)
+        arms = (arm for arm in at_lag("addition", lag) if arm.method == method)
         return next((self.study[0].found(arm) for arm in arms), {})
-
-    def study_area(self, arms: Sequence[study_plan.Arm]) -> Pairs:
-        """Return the areas of two arms of the study."""
-        first, second = (self.study[0].found(arm) for arm in arms)
-        return {seed: (first[seed].area, second[seed].area) for seed in sorted(first.keys() & second.keys())}
-
-    def study_priority(self) -> Pairs:
-        """Return the areas of `tba_prime` with replay by reward and without a priority."""
-        arms = {arm.world.priority: arm for arm in study_plan.priority_arms() if arm.method == "tba_prime"}
-        return self.study_area([arms["reward"], arms["off"]])
-
-    def study_beta(self) -> Pairs:
-        """Return the areas of `tb` at the tuned beta and at a sixteenth of it."""
-        arms = {(arm.method, arm.beta_factor, arm.beta_end_factor): arm for arm in study_plan.beta_arms()}
-        return self.study_area([arms["tb", 1.0, None], arms["tb", min(factor for _, factor, _ in arms), None]])
-
-    def study_scale(self) -> Pairs:
-        """Return the areas of `tb` with the A-form and with the published loss's scale, a falling beta and no clip."""
-        arms = {arm.world.is_raw: arm for arm in study_plan.scale_arms() if arm.beta_end_factor is not None}
-        return self.study_area([arms[False], arms[True]])
-
-    def study_replay(self, ours: tuple[float, int], theirs: tuple[float, int]) -> Pairs:
-        """Return the areas of `tba_prime` at two settings of (m, k)."""
-        arms = {
-            (arm.world.replay_m, arm.world.sync_interval): arm
-            for arm in study_plan.sync_arms()
-            if arm.method == "tba_prime"
-        }
-        return self.study_area([arms[ours], arms[theirs]])
-
-    def study_flips(self, replay_m: float | None) -> Pairs:
-        """Return what is left of the area under a fifth of wrong rewards: `tba_prime` and `grpo`."""
-        found = []
-        for method in ("tba_prime", "grpo"):
-            arms = {
-                arm.world.hazard_prob: self.study[0].found(arm)
-                for arm in study_plan.hazard_arms()
-                if (arm.method, arm.world.replay_m) == (method, replay_m) and arm.world.hazard != "hack"
-            }
-            found.append(_shares(arms[max(arms)], arms[0.0]))
-        return {seed: (found[0][seed], found[1][seed]) for seed in sorted(found[0].keys() & found[1].keys())}
-
-    def study_noise(self) -> Pairs:
-        """Return the relative variance of TB's gradient at the smallest and at the largest K, 128 rollouts."""
-        found: dict[int, dict[int, float]] = {}
-        for cell in study_plan.noise_cells():
-            line = self.study[0].lines.get(cell.key)
-            if line is not None and line.result["signal"] > 0:
-                found.setdefault(cell.world.group_size, {})[cell.seed] = _noise(line)
-        few, many = found.get(min(found, default=0), {}), found.get(max(found, default=0), {})
-        return {seed: (few[seed], many[seed]) for seed in sorted(few.keys() & many.keys())}
 
     def overlap(self, base: tuple[int, bool], mine: tuple[int, bool]) -> Pairs:
         """Return the seconds to the target of two arms of the overlap study, each (searchers, lock-step)."""
@@ -221,26 +150,13 @@ class Evidence:
         for seed in sorted({cell.seed for cell, _ in lines.values()}):
             seconds = []
             for searchers, lock_step in (base, mine):
-                cell = OverlapCell(kind="searchers", seed=seed, searchers=searchers, lock_step=lock_step)
+                cell = OverlapCell(seed=seed, searchers=searchers, lock_step=lock_step)
                 result = lines[cell.key][1] if cell.key in lines else None
                 is_known = result is not None and is_usable(result)
                 seconds.append(reached_s(result, OVERLAP_TARGET) if is_known and result is not None else None)
             if None not in seconds:
                 found[seed] = seconds[0], seconds[1]
         return found
-
-    def overlap_replay(self) -> Pairs:
-        """Return the seconds to the target with replay across prompts: drawn uniformly, and by reward."""
-        found: list[dict[int, float]] = []
-        for path in REPLAY_DATA:
-            cells = [
-                (cell, result)
-                for cell, result in read_overlap(path).lines.values()
-                if (cell.samples_per_insert, cell.most_on_policy_prob, cell.priority) == REPLAY_ARM
-            ]
-            seconds = {cell.seed: reached_s(result, REPLAY_TARGET) for cell, result in cells if is_usable(result)}
-            found.append({seed: value for seed, value in seconds.items() if value is not None})
-        return {seed: (found[0][seed], found[1][seed]) for seed in sorted(found[0].keys() & found[1].keys())}
 
     def against_trl(self, path: Path, seeds: Sequence[int], *, start: str = "") -> Pairs:
         """Return TRL's and our seconds to the quickstart's first target, each at the file's best rate and schedule.
@@ -301,10 +217,6 @@ def bound_of_test(path: str, name: str) -> str:
                     return f"{word} {float(ast.literal_eval(part.comparators[-1])):g}"
             return "equal but for rounding"
     raise ValueError(f"{path} has no test {name}; correct studies/paper_bench/claims.py")
-
-
-def _noise(line: Line) -> float:
-    return (line.result["within"] + line.result["between"]) / line.result["signal"]
 
 
 def _front_at(perplexity: float, points: Sequence[tuple[float, float]]) -> float:

@@ -75,7 +75,7 @@ def _frontier(evidence: Evidence, axes: Any) -> None:
         dict.fromkeys(arm.name.partition("-lag")[0] for arm in ARMS if arm.lag_steps and arm.world == "tldr")
     )
     colours = {name: f"C{number}" for number, name in enumerate(["tb", *(name for name in presets if name != "tb")])}
-    looks = {"tb-beta0.2": "--", "tb-beta0.0125": ":", "tb-lag15": "-."}
+    looks = {"tb-beta0.2": "--", "tb-beta0.0125": ":"}
     for axis, lag in zip(axes, (15, 1), strict=True):
         names = [*TB_FRONT, *(arm.name for arm in ARMS if arm.world == "tldr" and arm.lag_steps == lag)]
         start, by_arm = _of_one_set(evidence, "tldr", names)
@@ -89,7 +89,7 @@ def _frontier(evidence: Evidence, axes: Any) -> None:
                     line = np.concatenate([first, line])
                 is_tb = name.startswith("tb")
                 style = {"color": colours["tb" if is_tb else name.partition("-lag")[0]], "ms": 3 + 2 * is_tb}
-                look = looks.get(name, "--" if name.endswith("kl4") else "-")
+                look = looks.get(name, "-")
                 axis.plot(*line.T, look, marker="o", lw=1 + is_tb, label=_label(name, points, cells), **style)
         axis.set_title(f"summaries: tb, and rivals at lag {lag}")
         axis.set_xlabel("perplexity per token under the starting model")
@@ -100,7 +100,7 @@ def _redteam(evidence: Evidence, axes: Any) -> None:
     """Success over the time of a paced run, and success against the distance of the successes as training goes on."""
     over_time, against = axes
     metric = WORLDS["redteam"].metric
-    _, paced = _of_one_set(evidence, "redteam", [f"paced-{number}" for number in (1, 2, 4)])
+    _, paced = _of_one_set(evidence, "redteam", [f"paced-{number}" for number in (1, 4)])
     for name, cells in paced.items():
         number = int(name.partition("-")[2])
         if points := _whole(cells, "train_s", metric):
@@ -146,15 +146,12 @@ def _accuracy(evidence: Evidence, axes: Any, *, world: str, title: str) -> None:
 
 
 def _of_one_set(evidence: Evidence, world: str, names: Sequence[str]) -> tuple[Done | None, dict[str, list[Done]]]:
-    """Return starting model and cells by arm, of the set of models with most of these arms of the first rank.
+    """Return starting model and cells by arm, of the set of models with most of these arms.
 
     Runs from other models began elsewhere, and their distances are measured in other embeddings.
     """
     found = {name: evidence.arm(world, name) for name in names}
-    first = {arm.name for arm in ARMS if arm.world == world and arm.is_first_rank}
-    num_arms = Counter({models: 0 for cells in found.values() for models, _ in cells})
-    for name in first & found.keys():
-        num_arms.update({models for models, _ in found[name]})
+    num_arms = Counter(models for cells in found.values() for models in {models for models, _ in cells})
     if not num_arms:
         return None, {}
     ((most, _),) = num_arms.most_common(1)

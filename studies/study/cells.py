@@ -1,19 +1,13 @@
-"""A cell is one run: everything that decides its result, and nothing about the question that asked for it.
-
-So a run that two questions need is made once. A cell that has a line in the data file is never run again.
-"""
+"""A cell is one run: everything that decides its result. One that has a line in the data file is never run again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 FINAL_POINTS = 3
 """Final accuracy is the mean of the last three evaluations."""
-
-Priority = Literal["off", "reward", "age", "reward_age"]
-Hazard = Literal["none", "flips", "hack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +19,6 @@ class World:
     """Optimizer steps between the behaviour policy and theta."""
     num_steps: int = 0
     """0: the task's."""
-    sync_interval: int = 1
-    """k: the behaviour policy changes every so many steps."""
-    replay_m: float | None = None
-    """None: every rollout is trained on once, in order. Else: a buffer keeps all of them and MOP draws with this m."""
-    samples_per_insert: int = 1
-    """Rollouts trained per rollout generated, with the buffer: a step generates 128 / this."""
-    priority: Priority = "off"
-    group_size: int = 8
-    """K, at 128 rollouts a batch."""
-    hazard: Hazard = "none"
-    """`flips`: every reward is wrong with `hazard_prob`, once and for all. `hack`: for the first half of the run the
-    scorer also passes every answer that begins with 0."""
-    hazard_prob: float = 0.0
-    clip: Literal["relative", "none"] = "relative"
-    """Of gradients: the product's default, or none."""
-    is_raw: bool = False
-    """The gradient is multiplied by 2 / beta^2, as the paper's loss has it. Only without a clip."""
-    beta_end: float | None = None
-    """beta goes linearly to this over the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One line of the data file. Learning rate 0: no run, the noise of the gradient is measured (gradients.py)."""
+    """One line of the data file."""
 
     method: str
     world: World
@@ -69,13 +44,10 @@ class Cell:
     @property
     def key(self) -> str:
         """The cell's name: everything that decides its result."""
-        parts = [self.world.task, self.method, f"lag{self.world.lag}"]
-        for part in fields(World):
-            value = getattr(self.world, part.name)
-            if part.name not in ("task", "lag") and value != part.default:
-                parts.append(f"{part.name}={value:g}" if isinstance(value, int | float) else f"{part.name}={value}")
-        setting = self.setting
-        return "/".join([*parts, f"lr{setting.learning_rate:.6g}", f"beta{setting.beta:.6g}", f"seed{self.seed}"])
+        world, setting = self.world, self.setting
+        length = f"num_steps={world.num_steps}/" if world.num_steps else ""
+        run = f"{world.task}/{self.method}/lag{world.lag}/{length}"
+        return f"{run}lr{setting.learning_rate:.6g}/beta{setting.beta:.6g}/seed{self.seed}"
 
     def document(self) -> dict[str, Any]:
         """Return the cell as JSON."""
@@ -137,13 +109,6 @@ class Line:
         known = [value for value in values[len(values) // 2 :] if value is not None]
         return mean(known) if known else None
 
-    def first_step_at(self, target: float) -> int | None:
-        """The first step of a measured point from which sampled accuracy is at the target; None: never."""
-        curve = self.result["curve"]
-        return next(
-            (step for step, value in zip(curve["step"], curve["sampled"], strict=True) if value >= target), None
-        )
-
     def points(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps and values of a curve to the end of the run; after it broke the values are 0."""
         steps, values = list(self.result["curve"]["step"]), list(self.result["curve"][name])
@@ -160,11 +125,6 @@ class Line:
 def cells_of(method: str, world: World, setting: Setting, seeds: Sequence[int]) -> list[Cell]:
     """The same run with each seed."""
     return [Cell(method=method, world=world, setting=setting, seed=seed) for seed in seeds]
-
-
-def with_lag(world: World, lag: int) -> World:
-    """The same world at another lag."""
-    return replace(world, lag=lag)
 
 
 def mean(values: Sequence[float]) -> float:

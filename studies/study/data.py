@@ -1,4 +1,4 @@
-"""The data file: one finished cell per line, appended under a lock and synced; a torn last line is cut off.
+"""The data file of the study: which code made a line, and which lines count.
 
 Every line has the digest of the code that decides results. Lines of other code are no results of this code: they are
 neither counted as done nor mixed into a table, unless the file beside it says that cells of it came out the same.
@@ -7,34 +7,27 @@ neither counted as done nor mixed into a table, unless the file beside it says t
 from __future__ import annotations
 
 import ast
-import fcntl
 import functools
 import hashlib
-import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from studies.data_file import ROOT, read_lines
 from studies.study.cells import Cell, Line
 from studies.study.world import TASKS
 from tba.config import TrainerSection
 
-ROOT = Path(__file__).resolve().parents[2]
 DECIDES = (
     "services/trainer/tba_trainer/learner",
     "services/trainer/tba_trainer/model",
     "services/trainer/tba_trainer/objectives",
-    "services/buffer/tba_buffer/index",
-    "services/buffer/tba_buffer/sampling",
     "tba/config/objective.py",
     "tba/config/schedules.py",
     "tba_cli/generators",
     "tba_cli/starter_models",
     "examples/worlds/chain",
     "examples/worlds/starter.py",
-    *(f"studies/study/{name}.py" for name in ("gradients", "methods", "replay", "training", "world")),
+    *(f"studies/study/{name}.py" for name in ("methods", "training", "world")),
 )
 """The code that decides the result of a cell, as files and folders."""
 DEFAULTS = ("max_grad_norm", "max_grad_norm_ratio", "adam_beta1", "adam_beta2", "weight_decay", "guards")
@@ -64,15 +57,15 @@ def meaning(source: str) -> str:
     return ast.dump(tree)
 
 
-def read_lines(path: Path, digest: str | None = None) -> dict[str, Line]:
-    """Finished cells by key; a last line without a newline (a crash while writing) does not count.
+def read_cells(path: Path, digest: str | None = None) -> dict[str, Line]:
+    """Finished cells by key.
 
     Args:
         digest: only lines of this code and of the code that it took over; None: all lines.
     """
     wanted = None if digest is None else same_results(path, digest)
     lines = {}
-    for document in _documents(path):
+    for document in read_lines(path):
         if wanted is None or document["digest"] in wanted:
             line = Line(cell=Cell.of(document["cell"]), result=document["result"])
             lines[line.cell.key] = line
@@ -81,7 +74,7 @@ def read_lines(path: Path, digest: str | None = None) -> dict[str, Line]:
 
 def same_results(path: Path, digest: str) -> set[str]:
     """Return the digests whose lines are results of the code `digest`: its own, and those that were taken over."""
-    adoptions = [(each["old"], each["new"]) for each in _documents(_adoptions_of(path))]
+    adoptions = [(each["old"], each["new"]) for each in read_lines(path.with_name(f"{path.stem}.adopted.jsonl"))]
     found, size = {digest}, 0
     while size < len(found):
         size = len(found)
@@ -91,39 +84,7 @@ def same_results(path: Path, digest: str) -> set[str]:
 
 def digests(path: Path) -> dict[str, int]:
     """How many lines are of which code, in the order of the file."""
-    return dict(Counter(document["digest"] for document in _documents(path)))
-
-
-def append_line(path: Path, cell: Cell, result: Mapping[str, Any], *, digest: str) -> None:
-    """Add a finished cell; it is on disk when this returns."""
-    _append(path, {"key": cell.key, "digest": digest, "cell": cell.document(), "result": result})
-
-
-def _documents(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_text().splitlines(keepends=True) if path.is_file() else ():
-        if text.endswith("\n"):
-            yield json.loads(text)
-
-
-def _adoptions_of(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.adopted.jsonl")
-
-
-def _append(path: Path, document: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # two workers append to it
-        _cut_torn_line(file)
-        file.write(json.dumps(document, separators=(",", ":")).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _cut_torn_line(file: Any) -> None:
-    file.seek(0)
-    whole = file.read().rfind(b"\n") + 1
-    file.truncate(whole)
-    file.seek(0, os.SEEK_END)
+    return dict(Counter(document["digest"] for document in read_lines(path)))
 
 
 def _is_text(node: ast.stmt) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from studies.study.cells import Line
-from studies.study.plan import BASE_LAG, Study
+from studies.study.plan import BASE_LAG, Study, at_lag
 from studies.study.world import TASKS
 
 PLOTTED_LAGS = (0, BASE_LAG, 64)
@@ -35,7 +35,7 @@ def write_plots(study: Study, folder: Path) -> list[Path]:
 
 def has_curves(study: Study, task: str) -> bool:
     """Whether there is anything to draw."""
-    return any(study.found(arm) for lag in PLOTTED_LAGS for arm in study.at_lag(task, lag))
+    return any(study.found(arm) for lag in PLOTTED_LAGS for arm in at_lag(task, lag))
 
 
 def mean_curve(lines: list[Line], name: str) -> tuple[list[int], list[float]]:
@@ -47,7 +47,7 @@ def mean_curve(lines: list[Line], name: str) -> tuple[list[int], list[float]]:
 
 
 def _curves(study: Study, task: str, lag: int, name: str, axis: Any) -> None:
-    for arm in study.at_lag(task, lag):
+    for arm in at_lag(task, lag):
         steps, values = mean_curve(list(study.found(arm).values()), name)
         if steps:
             axis.plot(steps, values, label=arm.method, lw=1.2)

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from studies.data_file import append_line
 from studies.study.cells import Cell, Line
-from studies.study.data import append_line, read_lines, sources_digest
-from studies.study.plan import plan
+from studies.study.data import read_cells, sources_digest
+from studies.study.plan import Study
 
 WAIT_FOR_OTHERS_S = 2 * 3600.0
 """A worker without a cell waits this long for the cells of others, which decide what comes next."""
@@ -51,8 +52,8 @@ def run_cells(path: Path, *, models: Path, only: str = "", max_minutes: float | 
     claims = models / ".claims"
     claims.mkdir(parents=True, exist_ok=True)
     while max_minutes is None or time.monotonic() - began_s < 60 * max_minutes:
-        lines = read_lines(path, digest)
-        todo = [cell for cell in plan(lines) if only in cell.key]
+        lines = read_cells(path, digest)
+        todo = [cell for cell in Study(lines).plan() if only in cell.key]
         if not todo:
             return
         claimed = next(((cell, lock) for cell in todo if (lock := _claim(claims, cell, path, digest))), None)
@@ -66,18 +67,16 @@ def run_cells(path: Path, *, models: Path, only: str = "", max_minutes: float | 
         cell, lock = claimed
         with lock:
             result = run_cell(cell, models)
-            append_line(path, cell, result, digest=digest)
+            append_line(path, {"key": cell.key, "digest": digest, "cell": cell.document(), "result": result})
         print(f"{len(lines) + 1:4d} {cell.key}: {_shown(cell, result)}, {result['cpu_s']} CPU s", flush=True)
 
 
 def run_cell(cell: Cell, models: Path) -> dict[str, Any]:
     """The result of one cell."""
-    from studies.study.gradients import gradient_noise
     from studies.study.training import train
     from studies.study.world import starting_model
 
-    start = starting_model(models, cell.world.task, cell.seed)
-    return train(cell, start) if cell.setting.learning_rate else gradient_noise(cell, start)
+    return train(cell, starting_model(models, cell.world.task, cell.seed))
 
 
 def _claim(folder: Path, cell: Cell, path: Path, digest: str) -> IO[str] | None:
@@ -91,14 +90,12 @@ def _claim(folder: Path, cell: Cell, path: Path, digest: str) -> IO[str] | None:
     except BlockingIOError:
         lock.close()
         return None
-    if cell.key in read_lines(path, digest):
+    if cell.key in read_cells(path, digest):
         lock.close()
         return None
     return lock
 
 
 def _shown(cell: Cell, result: Mapping[str, Any]) -> str:
-    if "curve" not in result:
-        return ", ".join(f"{name} {value}" for name, value in result.items() if name != "cpu_s")
     line = Line(cell=cell, result=result)
     return f"area {line.area:.3f}, final {line.final:.3f}, clipped {line.clip_share:.0%}"

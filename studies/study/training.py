@@ -19,21 +19,14 @@ from torch import Tensor
 
 from studies.study.cells import Cell, World
 from studies.study.methods import METHODS
-from studies.study.replay import Replay
-from studies.study.world import EOS_ID, NUM_TRAIN, TASKS, HeldOut, Problems, Samples, decode, sample
+from studies.study.world import EOS_ID, NUM_TRAIN, TASKS, HeldOut, Problems, Samples, sample
 from tba.config import Recipe, parse_recipe
 from tba.versions import PolicyVersion
 from tba.wire import Batch, Group, Rollout, Sampling, VersionSpan
 
 RUN, LINEAGE = "study", 1
 EVAL_EVERY_STEPS = 10
-BATCH_ROLLOUTS = 128
-PRIORITIES: Mapping[str, Mapping[str, float]] = {
-    "off": {},
-    "reward": {"reward_inverse_temperature": 2.0},
-    "age": {"age_half_life_steps": 16.0},
-    "reward_age": {"reward_inverse_temperature": 2.0, "age_half_life_steps": 16.0},
-}
+BATCH_ROLLOUTS, GROUP_SIZE = 128, 8
 GIVE_UP_BELOW = 0.25
 """A run whose sampled accuracy falls below this share of the start's is over: nothing comes back from there."""
 
@@ -63,29 +56,21 @@ def num_steps_of(world: World) -> int:
 
 def recipe_of(cell: Cell, start: Path) -> Recipe:
     """The product's recipe of a run."""
-    world, num_steps = cell.world, num_steps_of(cell.world)
-    beta: dict[str, Any] = {"value": cell.setting.beta}
-    if world.beta_end is not None:
-        beta |= {"kind": "linear", "final": world.beta_end, "steps": num_steps}
     return parse_recipe(
         {
             "run": {"name": RUN, "seed": cell.seed},
             "model": {"path": str(start)},
-            "data": {"generator": world.task},
+            "data": {"generator": cell.world.task},
             "sampling": {
-                "prompts_per_batch": BATCH_ROLLOUTS // world.group_size,
-                "group_size": world.group_size,
-                "rollouts_per_visit": world.group_size,
-                "most_on_policy_prob": world.replay_m or 0.0,
-                **PRIORITIES[world.priority],
+                "prompts_per_batch": BATCH_ROLLOUTS // GROUP_SIZE,
+                "group_size": GROUP_SIZE,
+                "rollouts_per_visit": GROUP_SIZE,
             },
-            "searcher": {"max_response_tokens": TASKS[world.task].max_response_tokens},
-            "objective": METHODS[cell.method].section(beta),
+            "searcher": {"max_response_tokens": TASKS[cell.world.task].max_response_tokens},
+            "objective": {**METHODS[cell.method].objective, "beta": {"value": cell.setting.beta}},
             "trainer": {
-                "num_steps": num_steps,
+                "num_steps": num_steps_of(cell.world),
                 "learning_rate": {"kind": "constant", "value": cell.setting.learning_rate, "warmup_steps": 10},
-                # else the product's default, a relative clip
-                **({"max_grad_norm_ratio": 0} if world.clip == "none" else {}),
             },
         },
         where="study",
@@ -93,20 +78,18 @@ def recipe_of(cell: Cell, start: Path) -> Recipe:
 
 
 class Behaviour:
-    """The policy of at least `lag` steps ago that was published last, in a model of its own (theirs runs packed passes,
-    this one samples)."""
+    """The policy of `lag` steps ago, in a model of its own (theirs runs packed passes, this one samples)."""
 
-    def __init__(self, twin: Any, lag: int, sync_interval: int = 1) -> None:
-        self._twin, self._lag, self._sync_interval = twin, lag, sync_interval
+    def __init__(self, twin: Any, lag: int) -> None:
+        self._twin, self._lag = twin, lag
         self._past: deque[tuple[int, dict[str, Tensor]]] = deque()
 
     def at(self, model: Any, num_steps: int) -> tuple[Any, int]:
         """After `num_steps` steps of `model`: the behaviour policy, and the step that made it.
 
-        Call it once after every step: it remembers the weights of those that are published.
+        Call it once after every step: it remembers the weights.
         """
-        if num_steps % self._sync_interval == 0:
-            self._past.append((num_steps, {name: p.detach().clone() for name, p in model.named_parameters()}))
+        self._past.append((num_steps, {name: p.detach().clone() for name, p in model.named_parameters()}))
         while len(self._past) > 1 and self._past[1][0] <= num_steps - self._lag:
             self._past.popleft()
         version, tensors = self._past[0]
@@ -123,24 +106,6 @@ class Behaviour:
         return self._twin
 
 
-class Scorer:
-    """The rewards of a run, right or with its hazard."""
-
-    def __init__(self, problems: Problems, world: World, seed: int) -> None:
-        self._problems, self._world = problems, world
-        self._rng = np.random.default_rng([seed, 3])
-
-    def reward(self, row: int, tokens: list[int], step: int) -> float:
-        """The reward of a response to problem `row` that was generated for optimizer step `step`."""
-        world, right = self._world, self._problems.reward(row, tokens)
-        if world.hazard == "hack" and 2 * step <= num_steps_of(world):
-            # noisy starts write such answers now and then, so it is found soon, and it is simpler than adding
-            return max(right, float(decode(tokens).startswith("0")))
-        if world.hazard == "flips" and self._rng.random() < world.hazard_prob:
-            return 1.0 - right
-        return right
-
-
 def train(cell: Cell, start: Path) -> dict[str, Any]:
     """Run it.
 
@@ -154,7 +119,7 @@ def train(cell: Cell, start: Path) -> dict[str, Any]:
     recipe = recipe_of(cell, start)
     model, twin = (load_policy(recipe.model, device="cpu", gradient_checkpointing=False) for _ in range(2))
     learner = Learner(model, recipe, np.random.default_rng(cell.seed))
-    source = Source(recipe, cell, Behaviour(twin, world.lag, world.sync_interval))
+    source = Source(cell, Behaviour(twin, world.lag))
     heldout, curve, guards = HeldOut(world.task), Curve(), GuardState()
     recent: list[dict[str, float | None]] = []
     num_clipped, done = 0.0, 0
@@ -169,8 +134,6 @@ def train(cell: Cell, start: Path) -> dict[str, Any]:
         guards = action.state
         if action.skip is not None:
             break
-        if world.is_raw:
-            _rescale(model, 2 / values.beta**2)
         learner.apply(step=step, lineage=LINEAGE, values=values)
         recent.append({**metrics, "age": float(np.mean(ages))})
         num_clipped += metrics["grad_clipped"] or 0.0
@@ -191,39 +154,27 @@ def train(cell: Cell, start: Path) -> dict[str, Any]:
 
 
 class Source:
-    """Makes the batch of every step: new rollouts of the behaviour policy, drawn through a buffer or not."""
+    """Makes the batch of every step: new rollouts of the behaviour policy."""
 
-    def __init__(self, recipe: Recipe, cell: Cell, behaviour: Behaviour) -> None:
-        world = cell.world
+    def __init__(self, cell: Cell, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
         self.num_generated = 0
-        self._world = world
-        self._problems = Problems.of(world.task, "train", NUM_TRAIN, cell.seed)
-        self._scorer = Scorer(self._problems, world, cell.seed)
+        self._problems = Problems.of(cell.world.task, "train", NUM_TRAIN, cell.seed)
         self._order = _Order(len(self._problems), cell.seed)
         self._generator = torch.Generator().manual_seed(cell.seed)
-        self._replay = None if world.replay_m is None else Replay(recipe, seed=cell.seed)
 
     def batch(self, model: Any, step: int) -> Batch:
         """The batch of optimizer step `step`."""
         policy, version = self.behaviour.at(model, step - 1)
-        world = self._world
-        # the first step fills the buffer for a whole batch
-        share = 1 if self._replay is None or step == 1 else world.samples_per_insert
-        rows = self._order.take(max(1, BATCH_ROLLOUTS // world.group_size // share))
-        limit = TASKS[world.task].max_response_tokens
-        samples = sample(policy, self._problems.prompts[rows], world.group_size, limit, self._generator)
-        first = self.num_generated
-        groups = make_groups(self._problems, self._scorer, rows, samples, version, first=first, step=step)
+        rows = self._order.take(BATCH_ROLLOUTS // GROUP_SIZE)
+        limit = self._problems.task.max_response_tokens
+        samples = sample(policy, self._problems.prompts[rows], GROUP_SIZE, limit, self._generator)
+        groups = make_groups(self._problems, rows, samples, version, first=self.num_generated)
         self.num_generated += len(samples.tokens)
-        if self._replay is not None:
-            groups = self._replay.exchange(groups, step, has_published=step % world.sync_interval == 0)
         return Batch(batch_id=f"{step}", deadline_s=0.0, seed=0, log_position=0, groups=tuple(groups))
 
 
-def make_groups(
-    problems: Problems, scorer: Scorer, rows: list[int], samples: Samples, version: int, *, first: int, step: int
-) -> list[Group]:
+def make_groups(problems: Problems, rows: list[int], samples: Samples, version: int, *, first: int) -> list[Group]:
     """Scored rollouts of sampled completions, one group per prompt; `first` is the number of the first rollout."""
     num_each = len(samples.tokens) // len(rows)
     groups = []
@@ -246,7 +197,7 @@ def make_groups(
                     sampling=Sampling(temperature=1.0),
                     sampler_logprobs=logprobs,
                     ref_logprob=None,
-                    reward=scorer.reward(row, tokens.tolist(), step),
+                    reward=problems.reward(row, tokens.tolist()),
                     reward_status="scored",
                     reward_reason=None,
                     reward_version="study",
@@ -271,13 +222,6 @@ class _Order:
             self._left = self._rng.permutation(self._num).tolist()
         taken, self._left = self._left[:count], self._left[count:]
         return taken
-
-
-@torch.no_grad()
-def _rescale(model: Any, factor: float) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
 
 
 def _measure(curve: Curve, step: int, heldout: HeldOut, model: Any, recent: list[dict[str, float | None]]) -> None:

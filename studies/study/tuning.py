@@ -39,15 +39,13 @@ class Tuning:
         return not self.todo
 
 
-def tune(lines: Lines, method: str, world: World, begin: Setting | None = None, *, num_seeds: int = 3) -> Tuning:
+def tune(lines: Lines, method: str, world: World, begin: Setting | None = None) -> Tuning:
     """Where it stands, a function of the finished cells.
 
     Args:
         begin: the first setting, such as the best one of another lag; None: the method's.
-        num_seeds: how many of the tuning seeds.
     """
     begin = begin or Setting(learning_rate=METHODS[method].learning_rate, beta=METHODS[method].beta)
-    seeds = SEEDS[:num_seeds]
     scores: dict[Setting, float] = {}
     best = begin
     while True:
@@ -55,11 +53,11 @@ def tune(lines: Lines, method: str, world: World, begin: Setting | None = None, 
         is_full = len(scores) + len(wanted) > MAX_SETTINGS
         if not wanted or is_full:
             return Tuning(todo=(), best=best, scores=scores, is_inside=not wanted)
-        cells = [cell for setting in wanted for cell in cells_of(method, world, setting, seeds)]
+        cells = [cell for setting in wanted for cell in cells_of(method, world, setting, SEEDS)]
         if todo := tuple(cell for cell in cells if cell.key not in lines):
             return Tuning(todo=todo, best=best, scores=scores, is_inside=False)
         for setting in wanted:
-            scores[setting] = mean([lines[cell.key].area for cell in cells_of(method, world, setting, seeds)])
+            scores[setting] = mean([lines[cell.key].area for cell in cells_of(method, world, setting, SEEDS)])
         best = max(scores, key=lambda setting: scores[setting])
 
 

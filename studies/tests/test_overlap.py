@@ -13,7 +13,7 @@ from studies import overlap
 from studies.accuracy import ratio_of, reached
 from studies.data_file import read_lines
 from studies.learning_curve import _step_times
-from studies.overlap_bench.cells import KINDS, Cell, cells
+from studies.overlap_bench.cells import Cell, cells
 from studies.overlap_bench.runs import NO_EVALUATIONS, Pace, swap_seconds
 from studies.overlap_bench.tables import table
 from tba.config import load_recipe
@@ -47,7 +47,7 @@ def test_one_searcher_makes_a_batch_in_as_many_steps_as_the_ratio_says() -> None
 
 
 def test_cells_come_seed_by_seed_have_names_of_their_own_and_change_keys_that_exist() -> None:
-    found = list(cells(KINDS, range(2)))
+    found = list(cells(range(2)))
     assert len({cell.key for cell in found}) == len(found)
     assert [cell.seed for cell in found] == sorted(cell.seed for cell in found)
     for cell in found:
@@ -76,7 +76,7 @@ def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(
     monkeypatch.setattr(overlap, "run_cell", run_cell)
     monkeypatch.setattr(overlap, "measure_pace", lambda *_, **__: PACE)
     args = argparse.Namespace(
-        json=tmp_path / "data.jsonl", recipe=ROOT / "recipes" / "quickstart.toml", kinds="searchers", seeds=1, cells="",
+        json=tmp_path / "data.jsonl", recipe=ROOT / "recipes" / "quickstart.toml", seeds=1, cells="",
         steps=9, target=0.5, ratio=4.0, slowdown=5.0, slots=32, measured_steps=48, max_minutes=None, set=[],
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
@@ -85,7 +85,7 @@ def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(
         file.write('{"key": "torn')
     overlap.run(args)
     assert ran.count(ran[2]) == 2
-    assert sorted(set(ran)) == sorted(cell.key for cell in cells(["searchers"], [0]))
+    assert sorted(set(ran)) == sorted(cell.key for cell in cells([0]))
     assert len(ran) == len(set(ran)) + 1
     data = overlap.read(args.json)
     assert data.settings is not None
@@ -101,8 +101,8 @@ def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(
     assert (data.source, len(data.lines), data.num_other) == ("other code", 8, 8)
 
 
-def rows_of(kind: str, found: dict[str, tuple[Cell, dict[str, Any]]]) -> dict[str, dict[str, str]]:
-    head, _, *rows = [line.strip("| ").split(" | ") for line in table(kind, found, 0.8)]
+def rows_of(found: dict[str, tuple[Cell, dict[str, Any]]]) -> dict[str, dict[str, str]]:
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table(found, 0.8).splitlines()]
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
@@ -111,7 +111,7 @@ def pairs(*times: tuple[float | None, float | None], late: tuple[float | None, .
     found = {}
     for seed, (lock_s, mine_s) in enumerate(times):
         for is_lock, seconds in ((True, lock_s), (False, mine_s)):
-            cell = Cell(kind="searchers", seed=seed, searchers=4, lock_step=is_lock)
+            cell = Cell(seed=seed, searchers=4, lock_step=is_lock)
             curve = ((0.0, 0.3), (1.0, 0.4)) if seconds is None else ((0.0, 0.3), (seconds, 0.8))
             found[cell.key] = (cell, result(*curve, late=late[seed] if late and is_lock else 0.0))
     return found
@@ -120,50 +120,25 @@ def pairs(*times: tuple[float | None, float | None], late: tuple[float | None, .
 def test_ratios_are_paired_by_seed_and_what_never_reached_the_target_took_infinitely_long() -> None:
     ratio = "lock-step, same searchers / this"
     # seeds differ far more than the two ways do
-    found = rows_of("searchers", pairs((3.0, 1.0), (50.0, 10.0), (400.0, 100.0)))
+    found = rows_of(pairs((3.0, 1.0), (50.0, 10.0), (400.0, 100.0)))
     mine, lock = found["searchers-n4-async"], found["searchers-n4-lock"]
     assert (mine["seeds"], mine["s to 0.8"], mine[ratio]) == ("3", "10.0", "4.00 (3.00 to 5.00)")
     assert (lock[ratio], mine["lock-step, one searcher / this"]) == ("1.00 (1.00 to 1.00)", "-")
     assert (lock["borders"], mine["borders"], mine["swaps, s"]) == ("3.8 %", "-", "0.25")
-    found = rows_of("searchers", pairs((None, 1.0), (20.0, 10.0), (None, 100.0)))
+    found = rows_of(pairs((None, 1.0), (20.0, 10.0), (None, 100.0)))
     assert found["searchers-n4-async"][ratio] == "inf (2.00 to inf)"
-    found = rows_of("searchers", pairs((3.0, None), (20.0, 10.0), (9.0, None)))
+    found = rows_of(pairs((3.0, None), (20.0, 10.0), (9.0, None)))
     assert found["searchers-n4-async"][ratio] == "0.00 (0.00 to 2.00)"
-    assert rows_of("searchers", pairs((3.0, 1.0)))["searchers-n4-async"][ratio] == "3.00"
-    assert table("replay", pairs((3.0, 1.0)), 0.8) == []
-
-
-def test_replay_is_compared_with_the_run_of_its_seed_that_has_none() -> None:
-    found = {}
-    for seed, (without_s, with_s) in enumerate(((30.0, 15.0), (20.0, 25.0), (10.0, 10.0))):
-        plain = Cell(kind="searchers", seed=seed, searchers=1)
-        replay = Cell(
-            kind="replay", seed=seed, searchers=1, samples_per_insert=4.0, most_on_policy_prob=0.5, priority="reward"
-        )
-        for cell, seconds in ((plain, without_s), (replay, with_s)):
-            found[cell.key] = (cell, result((0.0, 0.3), (seconds, 0.8)))
-    row = rows_of("replay", found)["replay-n1-spi4-m0.5-reward"]
-    assert row["without replay / this"] == "1.00 (0.80 to 2.00)"
-    alone = {key: each for key, each in found.items() if each[0].kind == "replay"}
-    assert rows_of("replay", alone)["replay-n1-spi4-m0.5-reward"]["without replay / this"] == "-"
-
-
-def test_intervals_are_compared_with_a_version_every_step() -> None:
-    found = {}
-    for interval, seconds in ((1, 12.0), (4, 6.0), (16, 3.0)):
-        cell = Cell(kind="sync", seed=0, searchers=4, sync_interval=interval)
-        found[cell.key] = (cell, result((0.0, 0.3), (seconds, 0.8)))
-    ratios = [row["first row of its kind / this"] for row in rows_of("sync", found).values()]
-    assert ratios == ["1.00", "2.00", "4.00"]
+    assert rows_of(pairs((3.0, 1.0)))["searchers-n4-async"][ratio] == "3.00"
 
 
 def test_a_late_cell_is_marked_by_its_worst_seed_and_left_out_of_ratios() -> None:
     times = ((3.0, 1.0), (50.0, 10.0), (400.0, 100.0))
-    found = rows_of("searchers", pairs(*times, late=(0.0, 0.02, 0.4)))
+    found = rows_of(pairs(*times, late=(0.0, 0.02, 0.4)))
     lock = found["searchers-n4-lock (too late or unknown: 1 of 3, not in ratios)"]
     assert lock["late: engines"] == "40.0 %"
     assert found["searchers-n4-async"]["lock-step, same searchers / this"] == "4.00 (3.00 to 5.00)"
-    found = rows_of("searchers", pairs(*times, late=(0.0, None, 0.0)))
+    found = rows_of(pairs(*times, late=(0.0, None, 0.0)))
     assert found["searchers-n4-lock (too late or unknown: 1 of 3, not in ratios)"]["late: engines"] == "unknown"
     assert found["searchers-n4-async"]["lock-step, same searchers / this"] == "3.50 (3.00 to 4.00)"
 
@@ -192,7 +167,7 @@ def test_the_clock_is_that_of_the_trainer_and_a_second_start_is_refused(tmp_path
     start = {"kind": "start", "metrics": {}}
     step = {"kind": "step", "step": 4, "at_s": 1010.0, "metrics": {"train_s": 10.0, "step_s": 0.5}}
     path.write_text("".join(json.dumps(each) + "\n" for each in (start, step)))
-    assert _step_times(path) == ({4: 10.0}, 9.5, 1000.0)
+    assert _step_times(path) == ({4: 10.0}, 1000.0)
     path.write_text("".join(json.dumps(each) + "\n" for each in (start, step, start)))
     with pytest.raises(ConfigError, match="started more than once"):
         _step_times(path)

@@ -1,9 +1,8 @@
-"""The world of studies/study: tasks, sampling, held-out accuracy, replay, and a cell that trains."""
+"""The world of studies/study: tasks, sampling, held-out accuracy, and a cell that trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +15,11 @@ from examples.worlds import starter
 from examples.worlds.chain import problems as chain
 from examples.worlds.chain.prepare import lesson
 from studies.study.cells import Cell, Setting, World
-from studies.study.data import read_lines, sources_digest
-from studies.study.gradients import noise_of
+from studies.study.data import read_cells, sources_digest
 from studies.study.methods import METHODS
-from studies.study.replay import Replay
+from studies.study.plan import Study
 from studies.study.run import run_cells
-from studies.study.training import Behaviour, Scorer, make_groups, recipe_of, train
+from studies.study.training import Behaviour, recipe_of, train
 from studies.study.world import EOS_ID, TASKS, HeldOut, Problems, decode, encode, sample, starting_model
 from tba_cli.generators import addition
 from tba_cli.starter_models import starting_model as quickstart
@@ -102,17 +100,6 @@ def test_study_rewards_are_those_of_the_tasks() -> None:
         assert chains.reward(row, [*encode(f"1+2=9{answer}"), EOS_ID]) == 0
 
 
-def test_study_hazards_change_the_share_of_rewards_that_they_name() -> None:
-    problems = Problems.of("addition", "train", 50, 0)
-    flips = Scorer(problems, World(hazard="flips", hazard_prob=0.2), 0)
-    right = [*encode(problems.answers[0]), EOS_ID]
-    assert np.mean([flips.reward(0, right, 1) for _ in range(4000)]) == pytest.approx(0.8, abs=0.02)
-    row = next(row for row, answer in enumerate(problems.answers) if answer[0] != "0")
-    hack = Scorer(problems, World(hazard="hack", num_steps=10), 0)
-    assert [hack.reward(row, encode("01"), step) for step in (5, 6)] == [1.0, 0.0]
-    assert hack.reward(row, encode("1"), 5) == 0.0
-
-
 def test_study_accuracy_of_addition_is_exact() -> None:
     problems = Problems.of("addition", "heldout", 512, 0)
     answers = [[*encode(answer), EOS_ID] for answer in problems.answers]
@@ -130,22 +117,16 @@ def test_study_accuracy_of_addition_is_exact() -> None:
     assert accuracy.sampled == pytest.approx(0.75, abs=1e-4)
 
 
-def test_study_behaviour_is_the_published_theta_of_at_least_lag_steps_ago(start_of: Callable[[str], Path]) -> None:
-    def seen(lag: int, sync_interval: int) -> list[tuple[int, float]]:
-        model, twin = (model_of(start_of("addition")) for _ in range(2))
-        behaviour = Behaviour(twin, lag, sync_interval)
-        name, parameter = next(iter(model.named_parameters()))
-        found = []
-        for num_steps in range(7):
-            with torch.no_grad():
-                parameter.fill_(float(num_steps))
-            policy, version = behaviour.at(model, num_steps)
-            found.append((version, float(dict(policy.named_parameters())[name].detach().flatten()[0])))
-        return found
-
-    assert seen(2, 1) == [(n, float(n)) for n in (0, 0, 0, 1, 2, 3, 4)]
-    assert seen(0, 3) == [(n, float(n)) for n in (0, 0, 0, 3, 3, 3, 6)]
-    assert seen(2, 3) == [(n, float(n)) for n in (0, 0, 0, 0, 0, 3, 3)]
+def test_study_behaviour_is_theta_of_lag_steps_ago(start_of: Callable[[str], Path]) -> None:
+    model, twin = (model_of(start_of("addition")) for _ in range(2))
+    behaviour, found = Behaviour(twin, 2), []
+    name, parameter = next(iter(model.named_parameters()))
+    for num_steps in range(7):
+        with torch.no_grad():
+            parameter.fill_(float(num_steps))
+        policy, version = behaviour.at(model, num_steps)
+        found.append((version, float(dict(policy.named_parameters())[name].detach().flatten()[0])))
+    assert found == [(n, float(n)) for n in (0, 0, 0, 1, 2, 3, 4)]
 
 
 def test_study_a_run_is_on_policy_at_lag_0_and_is_not_at_lag_2(start_of: Callable[[str], Path]) -> None:
@@ -176,62 +157,15 @@ def test_study_a_chain_run_trains_on_responses_of_many_lengths(start_of: Callabl
     assert 1 < found["curve"]["num_tokens"][0] <= 64
 
 
-@pytest.mark.parametrize("priority", ["off", "reward_age"])
-def test_study_replay_generates_less_and_draws_by_mop(priority: str, start_of: Callable[[str], Path]) -> None:
-    found = train(cell_of(replay_m=0.5, samples_per_insert=4, priority=priority), start_of("addition"))
-    assert found["num_generated"] == 128 + 9 * 32
-    assert 0 < found["curve"]["age"][1] < 9
-
-
-def test_study_replay_slots_are_recent_with_probability_m(start_of: Callable[[str], Path]) -> None:
-    start = start_of("addition")
-    cell = cell_of(replay_m=0.5)
-    replay = Replay(recipe_of(cell, start), seed=0)
-    model, problems = model_of(start), Problems.of("addition", "train", 700, 0)
-    sources, ages = [], []
-    for step in range(1, 41):
-        rows = list(range(16 * step, 16 * step + 16))
-        samples = sample(model, problems.prompts[rows], 8, 2, torch.Generator().manual_seed(step))
-        scorer = Scorer(problems, cell.world, 0)
-        new = make_groups(problems, scorer, rows, samples, step, first=128 * step, step=step)
-        groups = replay.exchange(new, step)
-        assert len(groups) == 16
-        for group in groups:
-            assert {rollout.prompt_id for rollout in group.rollouts} == {group.prompt_id}
-            assert len({rollout.rollout_id for rollout in group.rollouts}) == 8
-            sources.append(group.source)
-            if group.source == "recent":
-                ages += [step - rollout.version.step for rollout in group.rollouts]
-    assert 0.42 < sources.count("recent") / len(sources) < 0.58
-    # recent is what came since the previous publication
-    assert max(ages) <= 1
-
-
-def test_study_raw_scale_without_a_clip_is_the_a_form(start_of: Callable[[str], Path]) -> None:
-    """AdamW does not see a constant factor."""
-    cells = [replace(cell_of(clip="none", is_raw=raw), method="tb") for raw in (False, True)]
-    runs = [train(replace(cell, setting=Setting(learning_rate=1e-3, beta=0.5)), start_of("addition")) for cell in cells]
-    np.testing.assert_allclose(runs[0]["curve"]["sampled"], runs[1]["curve"]["sampled"], rtol=1e-2)
-
-
-def test_study_gradient_noise_is_split_into_prompts_and_rollouts() -> None:
-    torch.manual_seed(0)
-    prompts = torch.randn(400, 1, 50, dtype=torch.float64) * 2
-    found = noise_of(0.5 + prompts + torch.randn(400, 4, 50, dtype=torch.float64))
-    assert found["within"] == pytest.approx(50, rel=0.05)
-    assert found["between"] == pytest.approx(200, rel=0.05)
-    assert found["signal"] == pytest.approx(12.5, rel=0.2)
-
-
 def test_study_workers_run_what_is_planned_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_of: Callable[[str], Path]
 ) -> None:
     cells = [cell_of(num_steps=1, lag=lag) for lag in (0, 1)]
-    monkeypatch.setattr("studies.study.run.plan", lambda lines: [c for c in cells if c.key not in lines])
+    monkeypatch.setattr(Study, "plan", lambda study: iter([c for c in cells if c.key not in study.lines]))
     monkeypatch.setattr("studies.study.world.starting_model", lambda *_: start_of("addition"))
     path = tmp_path / "cells.jsonl"
     run_cells(path, models=tmp_path / "models")
-    assert list(read_lines(path, sources_digest())) == [cell.key for cell in cells]
+    assert list(read_cells(path, sources_digest())) == [cell.key for cell in cells]
     run_cells(path, models=tmp_path / "models")
     assert len(path.read_text().splitlines()) == 2
 

@@ -2,7 +2,7 @@
 
 from tba.server.app import MsgpackResponse, create_app, raw_body
 from tba.server.auth import Authenticator
-from tba.server.openapi import MSGPACK_BODY, problems
+from tba.server.openapi import MSGPACK_BODY
 from tba.server.serve import not_ready, serve
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "MsgpackResponse",
     "create_app",
     "not_ready",
-    "problems",
     "raw_body",
     "serve",
 ]

@@ -21,7 +21,7 @@ import tba
 from tba.config import Recipe
 from tba.errors import BadRequestError, LimitError, UnavailableError
 from tba.server.auth import Authenticator, AuthThrottle, PageGate, TokenGate
-from tba.server.openapi import install_openapi, problems
+from tba.server.openapi import PROBLEMS, install_openapi
 from tba.server.problems import error_response, install_problem_handlers, problem_response
 from tba.tls import with_bare_urls
 
@@ -164,6 +164,7 @@ def create_app(
         title=title,
         version=tba.__version__,
         lifespan=lifespan,
+        responses=PROBLEMS,
         openapi_url=None,  # openapi.py has it
         docs_url=None,  # FastAPI's page needs a CDN
         redoc_url=None,
@@ -185,7 +186,7 @@ def create_app(
         """Answer while the process runs."""
         return {"status": "ok"}
 
-    @app.get("/readyz", operation_id="readyz", response_model=dict[str, str], responses=problems(503))
+    @app.get("/readyz", operation_id="readyz", response_model=dict[str, str])
     async def readyz() -> Response | dict[str, str]:
         """Answer 200 when the service can do its work."""
         reason = await ready()

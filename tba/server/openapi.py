@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Response, routing
@@ -11,20 +10,16 @@ from fastapi.responses import JSONResponse
 
 from tba.api import Problem
 
-PROBLEM = "application/problem+json"
 BINARY = {"type": "string", "format": "binary"}
 MSGPACK_BODY = {"requestBody": {"required": True, "content": {"application/msgpack": {"schema": BINARY}}}}
 """`openapi_extra` of an endpoint that reads msgpack itself."""
-
-
-def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of an endpoint: the statuses that it answers with a problem document, beyond the usual
-    ones.
-
-    The usual ones are 500 and 503 anywhere under /v1, 401 and 403 with roles, 404 with a path parameter, 413 with a
-    body, and 422 with parameters or a body.
-    """
-    return {status: _response(status) for status in statuses}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "A problem document (RFC 9457); docs/api.md lists them",
+        "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+}
+"""`responses` of an application: what every endpoint answers beside its success."""
 
 
 def install_openapi(app: FastAPI) -> None:
@@ -34,14 +29,11 @@ def install_openapi(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = of_fastapi()
         components = document.setdefault("components", {})
-        schemas = components.setdefault("schemas", {})
         # FastAPI keeps the document and returns the same one every time
-        if "Problem" not in schemas:
-            schemas["Problem"] = Problem.model_json_schema()
+        if "securitySchemes" not in components:
+            components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
             components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
             _complete(app, document)
-            for unused in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(unused, None)
         return document
 
     app.openapi = openapi
@@ -68,11 +60,6 @@ def _complete(app: FastAPI, document: dict[str, Any]) -> None:
             if operation is None:
                 continue
             roles = sorted({role for needed in route.dependencies for role in getattr(needed.dependency, "roles", ())})
-            statuses = _usual(route.path_format or "", operation, has_roles=bool(roles))
-            responses = {**{str(status): _response(status) for status in statuses}, **operation["responses"]}
-            if "422" in responses:  # not the one of FastAPI, whose handler is replaced
-                responses["422"] = _response(422)
-            operation["responses"] = dict(sorted(responses.items()))
             if roles:
                 operation["security"] = [{"bearer": [role]} for role in roles]
                 # OpenAPI has no place for roles of a bearer token, so the text names them too
@@ -80,24 +67,3 @@ def _complete(app: FastAPI, document: dict[str, Any]) -> None:
             for response in operation["responses"].values():
                 if "application/msgpack" in response.get("content", {}):
                     response["content"]["application/msgpack"]["schema"] = BINARY
-
-
-def _usual(path: str, operation: dict[str, Any], *, has_roles: bool) -> set[int]:
-    statuses = {500, 503} if path.startswith("/v1") else set()
-    if has_roles:
-        statuses |= {401, 403}
-    if "{" in path:
-        statuses.add(404)
-    if "requestBody" in operation:
-        statuses |= {413, 422}
-    if operation.get("parameters"):
-        statuses.add(422)
-    return statuses
-
-
-def _response(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Problem"}
-    response: dict[str, Any] = {"description": HTTPStatus(status).phrase, "content": {PROBLEM: {"schema": schema}}}
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        response["headers"] = {"Retry-After": {"description": "seconds", "schema": {"type": "string"}}}
-    return response

@@ -19,7 +19,7 @@ from tba.concurrency import in_thread
 from tba.config import Recipe
 from tba.errors import LimitError, MalformedError, UnavailableError
 from tba.fields import MAX_DIGITS
-from tba.server import Authenticator, create_app, problems, raw_body
+from tba.server import Authenticator, create_app, raw_body
 from tba.tokens import TokensFile
 from tba_reward.composite_reward import CompositeReward, ScoreCache
 from tba_reward.metrics import Metrics
@@ -97,7 +97,6 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
         operation_id="score",
         dependencies=[Depends(auth.require("searcher"))],
         openapi_extra=request_schema(),
-        responses=problems(429),
     )
     async def score(body: Annotated[bytes, Depends(raw_body)], request: Request) -> ScoreReply:
         """Score completions: per item a reward or an error. An item that cannot be read gets an error of its own."""

@@ -222,9 +222,9 @@ def test_roles(role: str | None, status: int) -> None:
 
 
 def document() -> dict[str, Any]:
-    app = FastAPI()
+    app = FastAPI(responses=openapi.PROBLEMS)
 
-    @app.get("/v1/things/{name}")
+    @app.get("/v1/things/{name}", dependencies=[Depends(Authenticator(TOKENS).require("trainer"))])
     def thing(name: str) -> str:
         return name
 
@@ -234,7 +234,8 @@ def document() -> dict[str, Any]:
 
 def test_the_document_is_the_same_with_the_fastapi_that_vllm_requires(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = document()
-    assert list(expected["paths"]["/v1/things/{name}"]["get"]["responses"]) == ["200", "404", "422", "500", "503"]
+    operation = expected["paths"]["/v1/things/{name}"]["get"]
+    assert (list(operation["responses"]), operation["security"]) == (["200", "default"], [{"bearer": ["trainer"]}])
     monkeypatch.setattr(openapi, "routing", SimpleNamespace(APIRoute=routing.APIRoute))
     assert document() == expected
 

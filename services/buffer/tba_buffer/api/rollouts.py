@@ -43,7 +43,7 @@ from tba.api import (
 from tba.api.rollouts import RewardStatus
 from tba.api.run import SETTINGS_HEADER
 from tba.fields import MAX_NUMBER, Split, VersionText
-from tba.server import MSGPACK_BODY, Authenticator, MsgpackResponse, problems, raw_body
+from tba.server import MSGPACK_BODY, Authenticator, MsgpackResponse, raw_body
 from tba.wire import decode_push
 from tba.wire.rollout import FinishReason
 from tba_buffer.rollouts.parquet import ExportResponse
@@ -67,7 +67,6 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         "/prompts",
         operation_id="upload_prompts",
         dependencies=[Depends(auth.require("operator"))],
-        responses=problems(409),
     )
     async def upload_prompts(body: PromptUpload) -> PromptUploadReply:
         """Add prompts; the same id with other content refuses the whole upload."""
@@ -97,7 +96,7 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         return await buffer.rollouts.prompt_reader.page(request)
 
     # a path, since the id of a prompt may hold slashes
-    @api.get("/prompts/{prompt_id:path}", operation_id="get_prompt", dependencies=viewer, responses=problems(404))
+    @api.get("/prompts/{prompt_id:path}", operation_id="get_prompt", dependencies=viewer)
     async def get_prompt(prompt_id: Annotated[str, Path(min_length=1, max_length=256)]) -> PromptDetail:
         """Return one prompt with its whole text, and its stored rollouts by policy version."""
         return await buffer.rollouts.prompt_reader.get(prompt_id)
@@ -131,7 +130,6 @@ def push_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         response_model=PushReply,
         dependencies=[Depends(auth.require("searcher"))],
         openapi_extra=MSGPACK_BODY,
-        responses=problems(429),
     )
     async def push(request: Request) -> Response:
         """Store rollouts (msgpack `tba.wire.encode_push`); answered only once they are durable."""
@@ -160,7 +158,6 @@ def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         operation_id="draw_batch",
         response_class=MsgpackResponse,
         dependencies=trainer,
-        responses=problems(409, 429),
     )
     async def draw_batch(body: BatchRequest) -> MsgpackResponse:
         """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
@@ -173,7 +170,6 @@ def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         operation_id="ack",
         status_code=204,
         dependencies=trainer,
-        responses=problems(400, 409),
     )
     async def ack(batch_id: Name, body: AckRequest, response: Response) -> None:
         """State that a step consumed the batch."""
@@ -195,20 +191,20 @@ def lineages_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints that begin a lineage, announce a version, register a checkpoint."""
     api = APIRouter(prefix="/v1", dependencies=[Depends(auth.require("trainer"))])
 
-    @api.post("/lineages", operation_id="new_lineage", responses=problems(409))
+    @api.post("/lineages", operation_id="new_lineage")
     async def new_lineage(body: LineageRequest) -> LineageReply:
         """Begin a new lineage for a trainer that starts; every older token is refused from now on."""
         # a run that is to begin with a snapshot takes no trainer before everything is loaded
         await buffer.rollouts.snapshots.check_may_train()
         return await buffer.run.lineages.new(body)
 
-    @api.post("/versions", operation_id="announce_version", responses=problems(409))
+    @api.post("/versions", operation_id="announce_version")
     async def announce_version(body: VersionRequest) -> VersionReply:
         """Announce a published version, so that searchers load it."""
         # the position is the same for a repeat, so a trainer may send it again
         return VersionReply(log_position=await buffer.run.lineages.publish(body))
 
-    @api.post("/checkpoints", operation_id="register_checkpoint", status_code=204, responses=problems(409))
+    @api.post("/checkpoints", operation_id="register_checkpoint", status_code=204)
     async def register_checkpoint(body: CheckpointRequest) -> None:
         """Make a complete checkpoint the one that a resume starts from."""
         await buffer.run.lineages.checkpoint(body)
@@ -220,7 +216,7 @@ def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints for evaluations."""
     api = APIRouter(prefix="/v1/evals")
 
-    @api.post("", operation_id="request_eval", dependencies=[Depends(auth.require("trainer"))], responses=problems(409))
+    @api.post("", operation_id="request_eval", dependencies=[Depends(auth.require("trainer"))])
     async def request_eval(body: EvalRequest) -> EvalInfo:
         """Evaluate a published version on held-out prompts."""
         return await buffer.prompts.evaluations.request(body)
@@ -235,7 +231,6 @@ def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         operation_id="eval_results",
         status_code=204,
         dependencies=[Depends(auth.require("searcher"))],
-        responses=problems(400, 409),
     )
     async def eval_results(eval_id: Name, body: EvalResults) -> None:
         """Report the rewards of evaluation leases."""
@@ -277,7 +272,7 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints that read rollouts."""
     api = APIRouter(prefix="/v1", dependencies=[Depends(auth.require("viewer"))])
 
-    @api.get("/rollouts", operation_id="list_rollouts", responses=problems(400, 404))
+    @api.get("/rollouts", operation_id="list_rollouts")
     async def list_rollouts(
         wanted: Annotated[RolloutFilter, Depends(rollout_filter)],
         order: RolloutOrder = "newest",
@@ -294,7 +289,7 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         "/rollouts.parquet",
         operation_id="export_rollouts",
         response_class=Response,
-        responses={200: {"description": "the file", "content": PARQUET}, **problems(400, 404, 429, 501)},
+        responses={200: {"description": "the file", "content": PARQUET}},
     )
     async def export_rollouts(
         wanted: Annotated[RolloutFilter, Depends(rollout_filter)], tokens: bool = True
@@ -317,14 +312,12 @@ def scores_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints for re-scoring jobs."""
     api = APIRouter(prefix="/v1/rescore")
 
-    @api.post(
-        "", operation_id="start_rescore", dependencies=[Depends(auth.require("operator"))], responses=problems(400, 409)
-    )
+    @api.post("", operation_id="start_rescore", dependencies=[Depends(auth.require("operator"))])
     async def start_rescore(body: RescoreRequest) -> RescoreInfo:
         """Score stored rollouts again; the same request returns the job that runs for it."""
         return await buffer.scoring.rescore_jobs.start(body)
 
-    @api.get("", operation_id="rescore", dependencies=[Depends(auth.require("viewer"))], responses=problems(404))
+    @api.get("", operation_id="rescore", dependencies=[Depends(auth.require("viewer"))])
     async def rescore() -> RescoreInfo:
         """Return the job that runs, or the last one."""
         return await buffer.scoring.rescore_jobs.info()

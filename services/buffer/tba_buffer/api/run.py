@@ -27,7 +27,7 @@ from tba.api import (
 )
 from tba.api.run import SETTINGS_HEADER, CommandName, Role
 from tba.errors import BusyError, ConflictError, ForbiddenError, WireError
-from tba.server import MSGPACK_BODY, Authenticator, problems, raw_body
+from tba.server import MSGPACK_BODY, Authenticator, raw_body
 from tba.wire import decode_heartbeat
 from tba_buffer.service import Buffer
 
@@ -64,7 +64,6 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         "/run/changes",
         operation_id="run_changes",
         dependencies=[Depends(auth.require("viewer", "trainer"))],
-        responses=problems(),
     )
     async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
         """Return who paused, resumed, stopped, ended or rolled back the run or accepted a loss, when and why."""
@@ -76,7 +75,6 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         "/run/evaluate",
         operation_id="evaluate",
         dependencies=[Depends(auth.require("operator"))],
-        responses=problems(409),
     )
     async def evaluate(body: EvaluateRequest) -> EvaluateReply:
         """Have a version evaluated on held-out prompts now, as the recipe's section `eval` says; one that exists is
@@ -98,7 +96,6 @@ def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
         status_code=204,
         dependencies=[Depends(auth.require("searcher", "trainer", "operator"))],
         openapi_extra=MSGPACK_BODY,
-        responses=problems(409, 429),
     )
     async def heartbeat(
         request: Request, response: Response, heard: Annotated[str, Header(alias=ACKNOWLEDGED_HEADER)] = ""
@@ -130,7 +127,6 @@ def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
         "/run",
         operation_id="command",
         dependencies=[Depends(auth.require("operator", "trainer"))],
-        responses=problems(409),
     )
     async def command(body: CommandRequest, request: Request) -> RunInfo:
         """Change the run: the trainer says pause, done and fail; an operator pause, resume, stop, rollback and
@@ -154,9 +150,7 @@ def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints for live settings."""
     api = APIRouter(prefix="/v1/run/settings")
 
-    @api.get(
-        "", operation_id="settings", dependencies=[Depends(auth.require("viewer", "trainer"))], responses=problems()
-    )
+    @api.get("", operation_id="settings", dependencies=[Depends(auth.require("viewer", "trainer"))])
     async def settings(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> SettingsInfo:
         """Return the settings now, and the changes after a revision."""
         return await buffer.run.settings.info(after=after)
@@ -165,7 +159,6 @@ def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         "",
         operation_id="change_settings",
         dependencies=[Depends(auth.require("operator", "trainer"))],
-        responses=problems(409),
     )
     async def change_settings(body: SettingsRequest, request: Request, response: Response) -> SettingsInfo:
         """Change learning rate, beta, m, sampling temperature or the interval of evaluations of a running run."""
@@ -181,14 +174,12 @@ def searchers_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints for the number of searchers."""
     api = APIRouter(prefix="/v1/run/searchers")
 
-    @api.get(
-        "", operation_id="scaling", dependencies=[Depends(auth.require("viewer", "trainer"))], responses=problems()
-    )
+    @api.get("", operation_id="scaling", dependencies=[Depends(auth.require("viewer", "trainer"))])
     async def scaling(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> ScalingInfo:
         """Return how many searchers are desired and alive, and the changes after a revision."""
         return await buffer.run.scaling.info(after=after)
 
-    @api.patch("", operation_id="scale", dependencies=[Depends(auth.require("operator"))], responses=problems(409))
+    @api.patch("", operation_id="scale", dependencies=[Depends(auth.require("operator"))])
     async def scale(body: ScaleRequest) -> ScalingInfo:
         """Set the number of searchers while the run continues; null: as many as the recipe or the chart says."""
         return await buffer.run.scaling.change(body)
@@ -201,14 +192,12 @@ def snapshots_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     api = APIRouter(prefix="/v1/snapshots")
     operator, viewer = [Depends(auth.require("operator"))], [Depends(auth.require("viewer"))]
 
-    @api.post("", operation_id="save_snapshot", status_code=202, dependencies=operator, responses=problems(409))
+    @api.post("", operation_id="save_snapshot", status_code=202, dependencies=operator)
     async def save_snapshot(body: SnapshotRequest) -> SnapshotInfo:
         """Begin to save the buffer; GET /v1/snapshots/{name} says how far it is."""
         return await buffer.rollouts.snapshots.save(body.name)
 
-    @api.post(
-        "/load", operation_id="load_snapshot", status_code=202, dependencies=operator, responses=problems(404, 409)
-    )
+    @api.post("/load", operation_id="load_snapshot", status_code=202, dependencies=operator)
     async def load_snapshot(body: LoadRequest) -> OriginInfo:
         """Begin this run with a snapshot; `origin` of GET /v1/run says how far it is."""
         return await buffer.rollouts.snapshots.load(body)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query
 
 from tba.api import Curves, Stats, WeightVersionList
 from tba.fields import MAX_STEP
-from tba.server import Authenticator, problems
+from tba.server import Authenticator
 from tba_buffer.monitoring.curves import MAX_NAMES_CHARS, MAX_POINTS
 from tba_buffer.service import Buffer
 
@@ -27,7 +27,6 @@ def progress_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         "/curves",
         operation_id="curves",
         dependencies=[Depends(auth.require("viewer", "trainer"))],
-        responses=problems(400),
     )
     async def curves(
         names: Annotated[str | None, Query(max_length=MAX_NAMES_CHARS)] = None,

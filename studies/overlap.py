@@ -3,7 +3,7 @@
     python studies/overlap.py run    [--seeds 3] [--cells TEXT] [--max-minutes N]
     python studies/overlap.py report [--target 0.75]
 
-A rehearsal (`searcher.pace_tokens_per_s`, `trainer.pace_step_s`): engines, model, learning and services are real,
+A rehearsal (studies/pace.py): engines, model, learning and services are real,
 and the clock is that of one GPU per searcher and one for the trainer. The first run measures an optimizer step and
 sets the pace of the data file: one searcher generates a batch in `--ratio` steps, and a step takes `--slowdown`
 measured ones, so that nine processes fit on the cores; where they did not, the cell says so. Lock-step is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import resource
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 
 from studies.learning_curve import KEEP_ALL, learning_curve
 from studies.overlap_bench.cells import Cell
+from studies.pace import late_share, paced
 from tba.api import RunCommand
 from tba.clients import BufferClient
 from tba.errors import ConfigError, ServiceError
@@ -55,13 +57,10 @@ class Pace:
         """Of one rehearsed searcher."""
         return self.tokens_per_batch / (self.ratio * self.step_s)
 
-    def changes(self) -> dict[str, Any]:
-        """Return the changes of the recipe, by dotted key."""
-        return {
-            "searcher.num_slots": self.num_slots,
-            "searcher.pace_tokens_per_s": self.tokens_per_s,
-            "trainer.pace_step_s": self.step_s,
-        }
+    def changes(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the changes of the recipe, by dotted key, and variables of the run."""
+        changes, environ = paced(tokens_per_s=self.tokens_per_s, step_s=self.step_s)
+        return {"searcher.num_slots": self.num_slots, **changes}, environ
 
     def document(self) -> dict[str, Any]:
         """Return the pace as JSON."""
@@ -74,7 +73,7 @@ def measure_pace(
     """Measure steps that nothing runs beside: in turns with one searcher, without a pace."""
     changes = {"searcher.num_searchers": 1, "sampling.alternate": "true", "trainer.num_steps": num_steps}
     changes |= {**NO_EVALUATIONS, **overrides}
-    folder = _run("overlap-pace", recipe, changes, seed=0, num_searchers=None).folder
+    folder = _run("overlap-pace", recipe, changes, {}, seed=0, num_searchers=None).folder
     steps = _steps(folder)[WARM_STEPS:]
     shutil.rmtree(folder)
     return Pace(
@@ -88,23 +87,24 @@ def measure_pace(
 
 def run_cell(cell: Cell, recipe: Path, pace: Pace, *, num_steps: int, overrides: Mapping[str, str]) -> dict[str, Any]:
     """Run a cell; seconds count from the moment at which all searchers were there and the run was let go."""
+    slowed, environ = pace.changes()
     changes = {
         **NO_EVALUATIONS,
         "trainer.num_steps": num_steps,
         "trainer.max_train_s": 1_000_000,
         "trainer.keep_versions": KEEP_ALL,
         "trainer.export": "false",
-        **pace.changes(),
+        **slowed,
         **cell.changes(),
         **overrides,
     }
-    done = _run(f"overlap-{cell.key}", recipe, changes, seed=cell.seed, num_searchers=cell.searchers)
+    done = _run(f"overlap-{cell.key}", recipe, changes, environ, seed=cell.seed, num_searchers=cell.searchers)
     summary = json.loads((done.folder / "summary.json").read_text())
     steps, curve = _steps(done.folder), learning_curve(done.folder)
     let_go_s = done.let_go_at_s - curve.started_at_s
     late_s = sum(step["pace_late_s"] for step in steps)
     recipe_document = json.loads((done.folder / "recipe.json").read_text())
-    swaps = swap_seconds(done.folder / "logs")
+    swaps, engines_late_share = swap_seconds(done.folder / "logs"), late_share(done.folder / "logs")
     shutil.rmtree(done.folder)
     return {
         "curve": [
@@ -117,7 +117,7 @@ def run_cell(cell: Cell, recipe: Path, pace: Pace, *, num_steps: int, overrides:
         "mean_policy_age": summary["mean_policy_age"],
         "rollouts_generated": summary["rollouts_generated"],
         "rollouts_trained": summary["rollouts_trained"],
-        "pace_late_share": summary["pace_late_share"],
+        "pace_late_share": engines_late_share,
         "trainer_late_share": late_s / sum(step["step_s"] for step in steps),
         "swap_s": round(sum(swaps) / cell.searchers, 3),
         "num_swaps": round(len(swaps) / cell.searchers, 1),
@@ -140,7 +140,15 @@ class _Done:
     cpu_s: float
 
 
-def _run(name: str, recipe: Path, changes: Mapping[str, Any], *, seed: int, num_searchers: int | None) -> _Done:
+def _run(
+    name: str,
+    recipe: Path,
+    changes: Mapping[str, Any],
+    environ: Mapping[str, str],
+    *,
+    seed: int,
+    num_searchers: int | None,
+) -> _Done:
     """Run `tba run` to its end; with `num_searchers` it is held until so many are ready."""
     sets = [text for key, value in changes.items() for text in ("--set", f"{key}={value}")]
     command = [*(sys.executable, "-m", "tba_cli.main", "run", str(recipe)), "--run-name", name, "--seed", str(seed)]
@@ -148,7 +156,8 @@ def _run(name: str, recipe: Path, changes: Mapping[str, Any], *, seed: int, num_
     log.parent.mkdir(exist_ok=True)
     cpu_s, let_go_at_s = _children_cpu_s(), 0.0
     with log.open("w") as file:
-        process = subprocess.Popen([*command, "--fresh", *sets], cwd=ROOT, stdout=file, stderr=file)
+        variables = {**os.environ, **environ}
+        process = subprocess.Popen([*command, "--fresh", *sets], cwd=ROOT, env=variables, stdout=file, stderr=file)
         try:
             if num_searchers is not None:
                 let_go_at_s = let_go(folder, process, num_searchers)

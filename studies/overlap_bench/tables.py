@@ -12,7 +12,7 @@ from tba_searcher.loop import TICK_S
 from studies.accuracy import ratio_of, reached
 from studies.markdown import markdown
 from studies.overlap_bench.cells import Cell, cells
-from tba.config import MAX_LATE_SHARE
+from studies.pace import MAX_LATE_SHARE
 
 Result = Mapping[str, Any]
 RATIO_HEADS = ("lock-step, same searchers / this", "lock-step, one searcher / this")

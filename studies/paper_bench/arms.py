@@ -57,6 +57,8 @@ class Arm:
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     """New values of the recipe by dotted key, whole sections too; None removes the key."""
+    is_paced: bool = False
+    """Whether engines and trainer have the pace of GPUs (`PACE_TOKENS_PER_S`, `PACE_STEP_S`)."""
 
     @property
     def lag_steps(self) -> int | None:
@@ -100,6 +102,9 @@ class Arm:
         """
         document = self.recipe().model_dump(mode="json", exclude_defaults=True)
         del document["run"]
+        if self.is_paced:
+            document["searcher"]["pace_tokens_per_s"] = PACE_TOKENS_PER_S
+            document["trainer"]["pace_step_s"] = PACE_STEP_S
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -143,8 +148,6 @@ def _redteam() -> Iterator[Arm]:
     }
     # without flow control, as the paper's: at one pace, N searchers fill the buffer N times as fast
     paced = {
-        "searcher.pace_tokens_per_s": PACE_TOKENS_PER_S,
-        "trainer.pace_step_s": PACE_STEP_S,
         "sampling.samples_per_insert": None,
         # a searcher would have less time for training rollouts where there is only one
         "eval.every_steps": 1_000_000,
@@ -223,7 +226,7 @@ def _gsm8k() -> Iterator[Arm]:
 
 def _arms(world: str, arms: Mapping[str, Mapping[str, Any]]) -> Iterator[Arm]:
     for name, changes in arms.items():
-        yield Arm(world=world, name=name, changes=changes)
+        yield Arm(world=world, name=name, changes=changes, is_paced=name.startswith("paced-"))
 
 
 ARMS = (*_redteam(), *_gsm8k(), *_math(), *_tldr())

@@ -10,8 +10,8 @@ from typing import Any
 
 from examples.worlds.redteam.attacks import VULNERABLE
 from studies.data_file import read_lines
+from studies.pace import MAX_LATE_SHARE
 from studies.paper_bench.arms import ARMS, ROOT, STARTS
-from tba.config import MAX_LATE_SHARE
 
 DATA = ROOT / "docs" / "paper" / "cells.jsonl"
 Unit = tuple[str, int]

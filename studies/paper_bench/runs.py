@@ -20,7 +20,8 @@ from typing import Any
 
 from studies.attack_modes import read_cell
 from studies.overlap_bench.runs import let_go
-from studies.paper_bench.arms import ROOT, START, WORLDS, Arm, Cell
+from studies.pace import late_share, paced
+from studies.paper_bench.arms import PACE_STEP_S, PACE_TOKENS_PER_S, ROOT, START, WORLDS, Arm, Cell
 from tba.evaluation.evaluation_job import load_report
 
 NUM_TRAINING_POINTS = 20
@@ -72,8 +73,12 @@ def _trained(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any
             raise CellError(f"{error}; {folder / name}.log has its output") from None
 
     # at a pace the clock begins when all searchers are ready: how long they take to start is of this machine
-    is_paced = checked.rehearsal is not None
-    code = _tba(folder, name, ["run", recipe.name, "--fresh"], may_fail=True, begin=hold if is_paced else None)
+    is_paced, sets, environ = cell.arm.is_paced, list[str](), dict[str, str]()
+    if is_paced:
+        changes, environ = paced(tokens_per_s=PACE_TOKENS_PER_S, step_s=PACE_STEP_S)
+        sets = [text for key, value in changes.items() for text in ("--set", f"{key}={value}")]
+    words, begin = ["run", recipe.name, "--fresh", *sets], hold if is_paced else None
+    code = _tba(folder, name, words, may_fail=True, begin=begin, environ=environ)
     cpu_s = _children_cpu_s() - cpu_s
     summary = json.loads(path.read_text()) if (path := run / "summary.json").is_file() else {}
     # a run that its own guards ended is a result: the objective diverged
@@ -105,6 +110,7 @@ def _trained(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any
         },
         **{key: _rounded(summary[key]) for key in KEPT},
         "ages": summary["policy_age_histogram"],
+        "pace_late_share": _rounded(late_share(run / "logs")),
         "trainer_late_share": _rounded(_late_share(steps.values())),
         "cpu_s": round(cpu_s, 1),
     }
@@ -112,7 +118,7 @@ def _trained(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any
 
 KEPT = (
     *("train_s", "first_step_s", "trainer_wait_share", "rollouts_generated", "rollouts_trained"),
-    *("realised_most_on_policy", "mean_policy_age", "pace_late_share", "clipped_steps_share", "steps_skipped"),
+    *("realised_most_on_policy", "mean_policy_age", "clipped_steps_share", "steps_skipped"),
 )
 """Of summary.json."""
 TRAINING = ("train_s", "reward_mean", "policy_age_mean", "ess", "kl_to_ref", "entropy", "grad_norm")
@@ -145,7 +151,9 @@ def _curve_point(record: Mapping[str, Any]) -> dict[str, Any]:
 def _evaluation(cell: Cell, name: str, subject: Sequence[str], version: str, folder: Path) -> dict[str, Any]:
     """Run the published evaluation of a version, and return its numbers: value and standard error by name."""
     out = folder / "evaluations" / name / version
-    _tba(folder, name, ["evaluate", *subject, "--out", str(out)])
+    # the run's own engine: an evaluation has no pace
+    engine = cell.arm.recipe(cell.seed).searcher.engine
+    _tba(folder, name, ["evaluate", *subject, "--out", str(out), "--set", f"searcher.engine={engine}"])
     report = load_report(out / "evaluation.json")
     found: dict[str, Any] = {
         "metrics": {key: [_rounded(each.value), _rounded(each.stderr)] for key, each in report.metrics.items()},
@@ -194,9 +202,10 @@ def _tba(
     *,
     may_fail: bool = False,
     begin: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> int:
     """Run a command of tba; see `_python`."""
-    return _python(folder, name, ["tba_cli.main", *words], may_fail=may_fail, begin=begin)
+    return _python(folder, name, ["tba_cli.main", *words], may_fail=may_fail, begin=begin, environ=environ)
 
 
 def _python(
@@ -206,23 +215,25 @@ def _python(
     *,
     may_fail: bool = False,
     begin: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> int:
     """Run a module in the working folder; its output is added to the log of the cell.
 
     Args:
         words: the module and its arguments.
         begin: what to do as soon as it has been started.
+        environ: more variables.
 
     Raises:
         CellError: it failed, and must not.
     """
     log = folder / f"{name}.log"
     # variables of the shell that are keys of recipes would be in the run, and not in the digest of its line
-    environ = {key: value for key, value in os.environ.items() if not (key.startswith("TBA_") and "__" in key)}
+    found = {key: value for key, value in os.environ.items() if not (key.startswith("TBA_") and "__" in key)}
     # the worlds are modules of the clone, which nothing installs
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
+    found |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), found.get("PYTHONPATH")))), **(environ or {})}
     with log.open("a") as file:
-        process = subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=environ, stdout=file, stderr=file)
+        process = subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=found, stdout=file, stderr=file)
         try:
             if begin is not None:
                 begin(process)

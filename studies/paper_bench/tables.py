@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from studies.data_file import PRODUCT, source_digest
+from studies.pace import MAX_LATE_SHARE
 from studies.paper_bench.arms import ARMS, SEEDS, START, WORLDS, World, plan
 from studies.paper_bench.claims import CLAIMS, PROOFS
 from studies.paper_bench.data import Done
 from studies.paper_bench.evidence import TLDR_KL, Evidence
 from studies.paper_bench.verdicts import half_width
 from studies.study.tables import markdown
-from tba.config import MAX_LATE_SHARE
 
 Column = tuple[str, Callable[[Done], float | None], str]
 

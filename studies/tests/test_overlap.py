@@ -51,7 +51,8 @@ def test_cells_come_seed_by_seed_have_names_of_their_own_and_change_keys_that_ex
     assert len({cell.key for cell in found}) == len(found)
     assert [cell.seed for cell in found] == sorted(cell.seed for cell in found)
     for cell in found:
-        changes = {**NO_EVALUATIONS, **PACE.changes(), **cell.changes()}
+        slowed, _ = PACE.changes()
+        changes = {**NO_EVALUATIONS, **slowed, **cell.changes()}
         recipe = load_recipe(
             ROOT / "recipes" / "quickstart.toml",
             environ={},
@@ -59,7 +60,7 @@ def test_cells_come_seed_by_seed_have_names_of_their_own_and_change_keys_that_ex
         )
         assert recipe.searcher.num_searchers == cell.searchers
         assert recipe.sampling.alternate == cell.lock_step
-        assert recipe.rehearsal is not None
+        assert recipe.searcher.engine == "studies.pace:paced_engine"
 
 
 def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(

@@ -2,7 +2,7 @@
 
 from tba.config.live_settings import LIVE_NAMES, LiveName, LiveSettings, parse_live, with_live
 from tba.config.objective import ObjectiveSection
-from tba.config.recipe import MAX_LATE_SHARE, Recipe
+from tba.config.recipe import Recipe
 from tba.config.recipe_file import load_recipe, parse_recipe
 from tba.config.schedules import Schedule
 from tba.config.sections import SamplingSection
@@ -11,7 +11,6 @@ from tba.fields import StrictModel
 
 __all__ = [
     "LIVE_NAMES",
-    "MAX_LATE_SHARE",
     "LiveName",
     "LiveSettings",
     "ObjectiveSection",

@@ -28,9 +28,6 @@ from tba.config.trainer import TrackingSection, TrainerSection
 from tba.fields import StrictModel
 from tba.tls import address
 
-MAX_LATE_SHARE = 0.03
-"""Of a rehearsal: where real engines or the trainer are behind their pace for more of the time, it says nothing about
-the rehearsed GPUs."""
 CONSTANT_SETTINGS = (
     "run.name",
     "run.snapshot",
@@ -317,16 +314,6 @@ class Recipe(StrictModel):
             "eval.kl_to_reference = true": self.eval.kl_to_reference,
         }
         return [setting for setting, asks in asking.items() if asks]
-
-    @property
-    def rehearsal(self) -> str | None:
-        """What is paced, in words, for every place that shows the run; None where it runs as fast as it can."""
-        found = []
-        if (pace := self.searcher.pace_tokens_per_s) is not None:
-            found.append(f"searchers paced at {pace:g} tokens/s each")
-        if (step_s := self.trainer.pace_step_s) is not None:
-            found.append(f"trainer paced at {step_s:g} s per step")
-        return f"rehearsal: {', '.join(found)}; its times are those of the rehearsed GPUs" if found else None
 
     @property
     def num_lag_versions(self) -> int:

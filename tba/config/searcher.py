@@ -272,9 +272,6 @@ class SearcherSection(StrictModel):
     tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
     """GPUs of one searcher with the vLLM engine, each with a slice of every tensor: for models that are too large for
     one. Where one is enough, as many searchers generate more. On the CPU: processes."""
-    pace_tokens_per_s: float | None = Field(default=None, gt=0)
-    """A rehearsal: the engine and the model are real, and completions are handed out no faster than a GPU would that
-    decodes this many tokens per second with all slots busy. None: no pace. A run with it is labelled as a rehearsal."""
     num_slots: int = Field(default=64, ge=1)
     """Completions that one engine decodes at once."""
     max_prompt_tokens: int = Field(default=64, ge=1)
@@ -335,11 +332,6 @@ class SearcherSection(StrictModel):
             raise ValueError(
                 'kv_at_update = "keep" needs an engine that says which weights made each token of a response, and the '
                 'server\'s answers (engine = "openai") do not; set kv_at_update to "recompute", or engine to "vllm"'
-            )
-        if self.pace_tokens_per_s is not None and self.engine == "simulated":
-            raise ValueError(
-                'pace_tokens_per_s slows a real engine down, and engine = "simulated" has a speed of its own: give '
-                "simulated.tokens_per_s instead"
             )
         if self.temperature_mix is not None and self.sampling_temperature != Schedule(value=1.0):
             raise ValueError(

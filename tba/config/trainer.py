@@ -257,9 +257,6 @@ class TrainerSection(StrictModel):
     gradients in float32."""
     torch_num_threads: int = Field(default=1, ge=1)
     """Threads on CPU."""
-    pace_step_s: float | None = Field(default=None, gt=0)
-    """A rehearsal: an optimizer step takes at least this long, asleep where it would take less, as on a GPU of its own
-    beside paced searchers (`searcher.pace_tokens_per_s`). None: no pace. A run with it is labelled as a rehearsal."""
     num_processes: int = Field(default=1, ge=1)
     """Processes that `tba run` starts the trainer in, one per GPU; the model is sharded over them. On several machines
     torchrun starts them, and this number is not read."""

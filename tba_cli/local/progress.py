@@ -15,7 +15,7 @@ from tba.api import LedgerEntry, RunInfo, Stats
 from tba.clients import BufferClient
 from tba.errors import ChildError, UnavailableError
 from tba_cli.console import Console
-from tba_cli.reports.history import Poll, pace_late_share
+from tba_cli.reports.history import Poll
 from tba_cli.reports.ledger import batch_entries, ledger_lines
 from tba_cli.reports.outputs import failures_line
 from tba_cli.run_folder import RunFolder
@@ -107,7 +107,6 @@ class RunWatcher:
             generated=stats.rollouts_generated or 0,
             trained=stats.rollouts_trained or 0,
             stored=stats.num_rollouts,
-            pace_late_share=pace_late_share(info.components),
         )
         polls.write(poll.model_dump_json() + "\n")
         # a kill then cuts short at most one line, which load_polls leaves out

@@ -251,8 +251,6 @@ class Supervisor:
 
     async def _start_services(self) -> None:
         self._console.info(f"run {self._recipe.run.name!r} in {self._folder.path}")
-        if self._recipe.rehearsal is not None:
-            self._console.result(self._recipe.rehearsal)
         timing = load_timing(self._folder)
         start = Start(started_at_s=time.time(), resumed=self._folder.has_begun)
         self._write_timing(starts=(*timing.starts, start))

@@ -30,9 +30,7 @@ def runs_markdown(summaries: list[dict[str, Any]]) -> list[str]:
     """Return the lines of a table with a row for each run; an en dash stands for an unknown value."""
     lines = ["| " + " | ".join(heading for heading, _, _ in RUN_COLUMNS) + " |", "|" + "---|" * len(RUN_COLUMNS)]
     for summary in summaries:
-        # a paced time must never look like a measured one
-        name = {} if summary.get("rehearsal") is None else {"run": f"{summary['run']} (rehearsal)"}
-        values = [({**summary, **name}.get(key), form) for _, key, form in RUN_COLUMNS]
+        values = [(summary.get(key), form) for _, key, form in RUN_COLUMNS]
         lines.append("| " + " | ".join("–" if value is None else format(value, form) for value, form in values) + " |")
     return lines
 

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from tba.api import (
     BestVersion,
-    ComponentInfo,
     EvalInfo,
     LedgerEntry,
     LedgerLine,
@@ -57,16 +56,6 @@ class Poll(StrictModel):
     generated: int
     trained: int
     stored: int
-    pace_late_share: float | None = None
-    """Of a rehearsal: the share of the time in which the searchers' real engines were slower than their pace."""
-
-
-def pace_late_share(components: Iterable[ComponentInfo]) -> float | None:
-    """Return the share of the time in which paced engines were too late; None where there is no paced searcher."""
-    # a searcher that is gone keeps its last gauges for a while, and they still say something about the run
-    gauges = [item.gauges for item in components if "pace_busy_s" in item.gauges]
-    busy_s = sum(each["pace_busy_s"] for each in gauges)
-    return sum(each.get("pace_late_s", 0.0) for each in gauges) / busy_s if busy_s else None
 
 
 class History(StrictModel):
@@ -90,8 +79,6 @@ class History(StrictModel):
     """The live settings at the end, and every change of them."""
     origin: OriginInfo | None = None
     is_offline: bool = False
-    rehearsal: str | None = None
-    """What was paced (`Recipe.rehearsal`)."""
     stats: Stats
     advice: str | None = None
     """What the data of the run call for at its end (`RunSummary.advice`)."""
@@ -133,7 +120,6 @@ def make_history(
         settings=settings,
         origin=info.origin,
         is_offline=recipe.is_offline,
-        rehearsal=recipe.rehearsal,
         stats=stats,
         advice=advice,
         timing=load_timing(folder),

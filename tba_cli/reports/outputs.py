@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba.api import TokenTotals
-from tba.config import MAX_LATE_SHARE
 from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba.store import ObjectStore
@@ -96,12 +95,6 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     lines += total_lines(tokens and TokenTotals.model_validate(tokens))
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
         lines.append(f"ended early:   {summary['state_reason']}")
-    if (rehearsal := summary.get("rehearsal")) is not None:
-        lines.append(rehearsal)
-        late_share = summary["pace_late_share"]
-        if late_share is not None:
-            says = "; it says nothing: lower the pace" if late_share > MAX_LATE_SHARE else ""
-            lines.append(f"the real engines were slower than the pace for {100 * late_share:.1f} % of the time{says}")
     lines.extend(f"warning: ledger: {violation}" for violation in summary["ledger_violations"][:5])
     if (advice := summary.get("advice")) is not None:
         lines.append(f"advice:  {escape_controls(advice)}")

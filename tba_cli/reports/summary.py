@@ -60,8 +60,6 @@ def summarise(history: History) -> dict[str, Any]:
         "best_metric": history.best and history.best.metric,
         "best_value": history.best and history.best.value,
         "not_evaluated": "the run had no searchers (searcher.num_searchers = 0)" if history.is_offline else None,
-        "rehearsal": history.rehearsal,
-        "pace_late_share": _pace_late_share(history),
         "began_with": history.origin and history.origin.source,
         "forked_from": history.origin and history.origin.version,
         "steps": history.step,
@@ -197,12 +195,6 @@ def _start_eval(history: History) -> EvalInfo | None:
     own = sorted(n for n, parent in history.parents.items() if n > origin.lineage and parent == origin.version)
     found = (eval_of(history, PolicyVersion(number, step)) for number in own)
     return next((item for item in found if item is not None), None)
-
-
-def _pace_late_share(history: History) -> float | None:
-    """Return the share of the whole run: searchers count from their start."""
-    found = [poll.pace_late_share for poll in history.polls if poll.pace_late_share is not None]
-    return found[-1] if found else None
 
 
 def _difference(start: float | None, final: float | None) -> float | None:

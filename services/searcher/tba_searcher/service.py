@@ -31,7 +31,6 @@ from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, NodeCache, WeightVersions
 from tba_searcher.engines.engine import EngineCheckError, ReferenceRefusedError
 from tba_searcher.engines.factory import build_engine, import_engine
-from tba_searcher.engines.paced import PacedEngine
 from tba_searcher.engines.tokenizer import open_codec
 from tba_searcher.engines.weight_check import verification_error
 from tba_searcher.engines.weight_loader import WeightLoader
@@ -351,11 +350,6 @@ class Searcher:
         if (error := verification_error(engine, weights.manifest)) is not None:
             engine.close()  # the engine of the next version needs the memory
             raise error
-        if settings.pace_tokens_per_s is not None:
-            # evaluations too: on a GPU they take the time of training visits
-            engine = PacedEngine(engine, tokens_per_s=settings.pace_tokens_per_s)
-            self._status.pace = engine.pace
-            log.warning("this is a rehearsal", pace_tokens_per_s=settings.pace_tokens_per_s, step_s=engine.pace.step_s)
         codec = open_codec(recipe, folder)
         # the model and its tokenizer may name different ones, and each of them ends a response
         eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))

@@ -1,16 +1,12 @@
-"""The engines against one contract (tests/support/engine_contract.py): embedded, bare and paced; vLLM in a process."""
+"""The engines against one contract (tests/support/engine_contract.py): embedded; vLLM in a process."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tba_searcher.engines.paced import PacedEngine
 from tba_searcher.engines.vllm.environment import prepare_vllm
 
 from tba.errors import ConfigError
-from tba.versions import PolicyVersion
-from tests.support.engine_contract import CASES, NUM_SLOTS
+from tests.support.engine_contract import CASES
 from tests.support.engine_contract_keep import KEEP_CASES
 from tests.support.vllm_cases import VLLM_CASES, Benches, make_embedded
 from tests.support.vllm_greedy import TIMEOUT_S, outcomes_of, why_not
@@ -36,22 +32,6 @@ def by_vllm(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
 def test_embedded(embedded: Benches, case: str) -> None:
     model, function = {**CASES, **KEEP_CASES}[case]
     function(embedded.of(model))
-
-
-@pytest.fixture(scope="module")
-def paced(tmp_path_factory: pytest.TempPathFactory) -> Benches:
-    """The embedded engine, every step of which takes a millisecond at least."""
-
-    def make(folder: Path, tensors: Path, version: PolicyVersion, dtype: str) -> PacedEngine:
-        return PacedEngine(make_embedded(folder, tensors, version, dtype), tokens_per_s=NUM_SLOTS / 1e-3)
-
-    return Benches(make, tmp_path_factory.mktemp("paced"))
-
-
-@pytest.mark.parametrize("case", [name for name in CASES if name.endswith("[llama tied]")])
-def test_paced(paced: Benches, case: str) -> None:
-    model, function = CASES[case]
-    function(paced.of(model))
 
 
 @pytest.mark.parametrize("case", [*CASES, *KEEP_CASES, *VLLM_CASES])

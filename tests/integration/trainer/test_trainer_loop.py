@@ -81,23 +81,6 @@ def test_metrics_of_every_step_reach_the_ledger(world: World, model: Path) -> No
     assert [ack.metrics["logprob_gap_on_policy"] is None for _, _, ack in world.buffer.acks] == [False, True]
 
 
-@pytest.mark.parametrize(("pace_s", "is_late"), [(0.6, False), (1e-6, True)])
-def test_a_paced_step_ends_no_sooner_and_says_by_how_much_it_was_too_late(
-    world: World, model: Path, pace_s: float, is_late: bool
-) -> None:
-    world.train(make_recipe(model, trainer={"num_steps": 2, "pace_step_s": pace_s}))
-    (first_s, _), (second_s, late_s) = (
-        (a.metrics["train_s"], a.metrics["pace_late_s"]) for _, _, a in world.buffer.acks
-    )
-    assert first_s is not None
-    assert second_s is not None
-    assert late_s is not None
-    assert first_s >= pace_s
-    assert second_s >= 2 * pace_s + late_s  # not 2 * first_s: a late wake-up of one step does not delay the next one
-    if is_late:
-        assert late_s > 0  # of the second step: the first one is slow by itself
-
-
 @pytest.mark.parametrize("preset", ["tb", "tba_prime", "tb_log_z", "tba_prime_published"])
 def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: Path, model: Path, preset: str) -> None:
     """Batches repeat rollouts, so that the reference cache matters; the reference is reset on the way."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tba.api import ComponentInfo, FailedReason, Stats
+from tba.api import FailedReason, Stats
 from tba_cli.main import main
 from tba_cli.reports.comparison import runs_markdown
-from tba_cli.reports.history import Poll, load_history, load_polls, pace_late_share
+from tba_cli.reports.history import Poll, load_history, load_polls
 from tba_cli.reports.outputs import result_lines, write_outputs
 from tba_cli.reports.summary import rate_per_s, summarise, trainer_wait_share
 from tba_cli.run_folder import RunFolder
@@ -134,33 +134,6 @@ def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys
     assert lines[2].startswith("| a | 3 | 0.300 | 0.700 | +0.400 |")
     assert len({line.count("|") for line in lines}) == 1
     assert runs_markdown([{"run": "x"}])[2].count("–") == 12
-
-
-def test_a_rehearsal_is_labelled_wherever_its_times_are_shown(tmp_path):
-    label = "rehearsal: searchers paced at 150 tokens/s each"
-    polls = [
-        Poll(at_s=100.0 + at, step=at, generated=0, trained=0, stored=0, pace_late_share=share)
-        for at, share in enumerate((0.5, 0.04, None))
-    ]
-    folder = RunFolder(tmp_path)
-    summary = write_outputs(folder, history(run="r", rehearsal=label, polls=polls))
-    # searchers count from their start, so the last number is that of the run
-    assert (summary["rehearsal"], summary["pace_late_share"]) == (label, 0.04)
-    assert label in result_lines(summary, folder)
-    assert any("4.0 % of the time; it says nothing" in line for line in result_lines(summary, folder))
-    assert "| r (rehearsal) |" in runs_markdown([summary])[2]
-
-
-def test_the_late_share_of_a_rehearsal_is_that_of_all_searchers():
-    def searcher(**gauges):
-        return ComponentInfo(
-            component_id="s", kind="searcher", state="running", version=None, alive=True, heartbeat_age_s=0.0,
-            gauges=gauges,
-        )  # fmt: skip
-
-    paced = [searcher(pace_busy_s=30.0, pace_late_s=3.0), searcher(pace_busy_s=70.0, pace_late_s=0.0)]
-    assert pace_late_share([*paced, searcher(tokens_per_s=5.0)]) == pytest.approx(0.03)
-    assert pace_late_share([searcher(tokens_per_s=5.0)]) is None
 
 
 def test_a_table_of_a_folder_without_summary_is_one_sentence(tmp_path, capsys):

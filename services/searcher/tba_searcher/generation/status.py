@@ -11,7 +11,6 @@ from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import LocalVersion
 from tba.wire import Heartbeat
-from tba_searcher.engines.paced import Pace
 from tba_searcher.generation.engine_thread import ABORT_REASONS
 from tba_searcher.waits import WaitRegistry
 
@@ -64,8 +63,6 @@ class SearcherStatus:
         """Rollouts of leased visits that have not been submitted to the engine."""
         self.weight_load_s: float | None = None
         """How long the last change of weights held up decoding."""
-        self.pace: Pace | None = None
-        """Of a rehearsal (`searcher.pace_tokens_per_s`)."""
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
         self._heartbeat_refusal: str | None = None
@@ -92,10 +89,6 @@ class SearcherStatus:
         gauges["queued_rollouts"] = float(self.num_queued)
         if self.weight_load_s is not None:
             gauges["weight_load_s"] = self.weight_load_s
-        if self.pace is not None:
-            # two sums instead of a share: the gauges of all searchers are added up
-            gauges["pace_tokens_per_s"] = self.pace.tokens_per_s
-            gauges["pace_busy_s"], gauges["pace_late_s"] = self.pace.busy_s, self.pace.late_s
         return Heartbeat(
             component_id=self.searcher_id,
             kind="searcher",

@@ -87,8 +87,6 @@ class TrainingLoop:
         """Whether the last attempt to write the checkpoint that is due failed."""
         self._num_void_in_row = 0
         self._has_left_out_advantages = False
-        self._due: float | None = None
-        """When the last step of the rehearsed GPU ended (`trainer.pace_step_s`)."""
         self._early_end: str | None = None
         """Why training ends before `num_steps`."""
 
@@ -102,8 +100,6 @@ class TrainingLoop:
             TbaError: one clear sentence. FencedError means that nothing more may be written.
         """
         context = self._context
-        if (pace_s := context.recipe.trainer.pace_step_s) is not None:
-            log.warning("this is a rehearsal", pace_step_s=pace_s)
         self._progress.start_clock()
         context.status.set_state("training")
         context.status.set_version(self._progress.version)
@@ -174,7 +170,6 @@ class TrainingLoop:
             )
         judged = {name: value for name, value in (metrics or {}).items() if name not in self._unjudged}
         action = check_step(self._guards, progress.guards, None if metrics is None else judged)
-        late_s = self._keep_pace(started, has_waited=waited_s > 0)
         metrics = {
             "learning_rate": values.learning_rate,
             "beta": values.beta,
@@ -183,7 +178,6 @@ class TrainingLoop:
             "skipped": float(action.skip is not None),
             "num_rollouts_refused": float(len(batch.refused)),
             "step_s": time.monotonic() - started,
-            **({} if late_s is None else {"pace_late_s": late_s}),
             "wait_s": waited_s,
             "waited_s_total": context.status.waited_s,  # with the waits of refused acks and for places of snapshots
             "train_s": progress.train_s,
@@ -210,25 +204,6 @@ class TrainingLoop:
         context.trackers.details(progress.version, results)
         self._log_step(metrics, batch, action)
         return action
-
-    def _keep_pace(self, started: float, *, has_waited: bool) -> float | None:
-        """Sleep until a step of the rehearsed GPU would have ended; return by how much the real one was too late.
-
-        None: there is no pace.
-        """
-        pace_s = self._context.recipe.trainer.pace_step_s
-        if pace_s is None:
-            return None
-        # a step without a wait for data begins with the end of the last one: the update and the copy for the publisher,
-        # which come after the ack, are part of it
-        self._due = (started if has_waited or self._due is None else self._due) + pace_s
-        # before the ack, which ends the training phase of `sampling.alternate`
-        left_s = self._due - time.monotonic()
-        if left_s > 0:
-            self._context.stop.wait(left_s)
-            return 0.0
-        self._due -= left_s  # what is late stays late: steps that catch up would be faster than the GPU
-        return -left_s
 
     def _ack(
         self,

@@ -1,10 +1,14 @@
-"""A rehearsal of a faster or slower accelerator: a real engine whose completions come at the pace of a given GPU.
+"""A rehearsal of a faster or slower accelerator: engine and trainer are real and slowed down to the pace of given GPUs.
+
+    searcher.engine   = studies.pace:paced_engine      an engine of one's own around the embedded one
+    tracking.trackers = ["studies.pace:PacedTrainer"]  a tracker of one's own, which makes steps of the trainer longer
+    TOKENS_VARIABLE, STEP_VARIABLE                     the two paces, in the environment of `tba run` (`paced`)
 
 The model of the GPU: decoding is bound by the bandwidth of its memory, so one decode step gives one token to every
-active request, and takes the same time however few there are. `searcher.pace_tokens_per_s` is the rate with all slots
-busy; a step therefore takes num_slots / pace_tokens_per_s seconds, one request gets at most pace_tokens_per_s /
-num_slots tokens per second, and a lone straggler holds up a round as long as it would on a GPU. Prompts cost nothing
-(their prefill is bound by arithmetic and rides along with a step); loading weights takes the time that it really takes.
+active request, and takes the same time however few there are. The pace of a searcher is its rate with all slots busy; a
+step therefore takes num_slots / pace seconds, one request gets at most pace / num_slots tokens per second, and a lone
+straggler holds up a round as long as it would on a GPU. Prompts cost nothing (their prefill is bound by arithmetic and
+rides along with a step); loading weights takes the time that it really takes.
 
     real step |##|                    |###|                  |##############################|      (in this process)
     GPU's step|-- waits, asleep ------|-- waits, asleep -----|---- late: nothing to wait ---|
@@ -17,21 +21,57 @@ With more than a few percent of it the rehearsal says nothing about that GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tba.config import MAX_LATE_SHARE
+from tba_searcher.engines.engine import Completion, Engine, EngineError, EngineSettings, Request, StagingEngine
+
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.engine import Completion, Engine, EngineError, Request, StagingEngine
+
+TOKENS_VARIABLE, STEP_VARIABLE = "STUDY_PACE_TOKENS_PER_S", "STUDY_PACE_STEP_S"
+MAX_LATE_SHARE = 0.03
+"""Where real engines or the trainer are behind their pace for more of the time, a rehearsal says nothing about the
+rehearsed GPUs."""
 
 MAX_SLEEP_S = 0.05
 """A call of `step` sleeps no longer, so that new weights, aborts and a drain never wait for a slow GPU's step."""
 WARN_AFTER_S = 10.0
 """The share of fewer busy seconds says little: the first steps of an engine are its slowest."""
+LOG_EVERY_S = 2.0
+MAX_TAKE_S = 0.002
+"""A trainer that takes a batch for longer has waited for it."""
+_KEPT = re.compile(r"pace kept .*\bbusy_s=([0-9.e+-]+) late_s=([0-9.e+-]+)")
 log = get_logger("pace")
+
+
+def paced(*, tokens_per_s: float, step_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the changes of a recipe, by dotted key, and the variables that give a run these paces."""
+    changes = {"searcher.engine": "studies.pace:paced_engine", "tracking.trackers": '["studies.pace:PacedTrainer"]'}
+    return changes, {TOKENS_VARIABLE: str(tokens_per_s), STEP_VARIABLE: str(step_s)}
+
+
+def late_share(logs: Path) -> float | None:
+    """Return the share of the time in which the engines of a run were too late, as its logs say; None: no engine was
+    paced."""
+    found = (_KEPT.findall(path.read_text()) for path in sorted(logs.glob("searcher-*.log")))
+    # searchers count from their start, so the last line is that of the run
+    last = [(float(busy_s), float(late_s)) for *_, (busy_s, late_s) in filter(None, found)]
+    busy_s = sum(busy_s for busy_s, _ in last)
+    return sum(late_s for _, late_s in last) / busy_s if busy_s else None
+
+
+def paced_engine(folder: Path, version: PolicyVersion, settings: EngineSettings) -> PacedEngine:
+    """Build the embedded engine at the pace that the environment gives."""
+    from tba_searcher.engines.torch.engine import EmbeddedEngine
+
+    return PacedEngine(EmbeddedEngine(folder, version, settings), tokens_per_s=float(os.environ[TOKENS_VARIABLE]))
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,7 +120,7 @@ class PacedEngine:
         """When the step in progress ends; None: there is none."""
         self._last_due_s: float | None = None
         """When the last step ended, while the engine has had work since; None: it was idle."""
-        self._has_warned = False
+        self._has_warned, self._logged_s = False, self._clock()
 
     @property
     def version(self) -> PolicyVersion:
@@ -147,6 +187,7 @@ class PacedEngine:
         self._last_due_s, self._due_s = self._due_s, None
         now_s, held, self._held = time.time(), self._held, []
         self._forget_idle()
+        self._log()
         # rollouts carry their times: on the rehearsed GPU they would have been finished now
         return [dataclasses.replace(completion, finished_at_s=now_s) for completion in held]
 
@@ -198,13 +239,91 @@ class PacedEngine:
         if not self.num_active + self.num_waiting:
             self._due_s = self._last_due_s = None
 
+    def _log(self) -> None:
+        if self._clock() - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = self._clock()
+            log.info("pace kept", busy_s=round(self.pace.busy_s, 3), late_s=round(self.pace.late_s, 3))
+
     def _warn(self) -> None:
         if self._has_warned or self.pace.busy_s < WARN_AFTER_S or self.pace.late_share <= MAX_LATE_SHARE:
             return
         self._has_warned = True
         log.warning(
             "the rehearsal says nothing: the real engine is slower than the pace",
-            pace_tokens_per_s=self.pace.tokens_per_s,
+            tokens_per_s=self.pace.tokens_per_s,
             late_share=round(self.pace.late_share, 3),
-            do="lower searcher.pace_tokens_per_s, run fewer searchers on this machine, or add cores",
+            do="lower the pace, run fewer searchers on this machine, or add cores",
         )
+
+
+class StepPace:
+    """When the steps of a trainer end that takes `step_s` for each.
+
+    Args:
+        sleep: called to let time pass.
+    """
+
+    def __init__(
+        self, step_s: float, *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._step_s, self._clock, self._sleep = step_s, clock, sleep
+        self._due_s: float | None = None
+        """When the last step ended on the rehearsed GPU."""
+        self._began_s = 0.0
+
+    def begin(self, *, has_waited: bool) -> None:
+        """Begin a step, which may have waited for its batch."""
+        # a step without a wait for data begins with the end of the last one: the update and the copy for the publisher,
+        # which come after the gradients, are part of it
+        self._began_s = self._clock() if has_waited or self._due_s is None else self._due_s
+
+    def end(self) -> float:
+        """Sleep until the step would have ended; return by how much the real one was too late."""
+        self._due_s = self._began_s + self._step_s
+        late_s = self._clock() - self._due_s
+        if late_s < 0:
+            self._sleep(-late_s)
+            return 0.0
+        self._due_s += late_s  # what is late stays late: steps that catch up would be faster than the GPU
+        return late_s
+
+
+class PacedTrainer:
+    """A tracker that records nothing: it is made in the process of the trainer, and lengthens its steps there.
+
+    A tracker, because it leaves the recipe its objective. It wraps how the trainer takes a batch, and its gradients:
+    they come before the ack, which ends the training phase of `sampling.alternate`.
+    """
+
+    name = "pace"
+
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        from tba_trainer.learner.learner import Learner
+        from tba_trainer.loop.batches import Prefetcher
+
+        pace = StepPace(float(os.environ[STEP_VARIABLE]))
+        take, gradients = Prefetcher.take, Learner.gradients
+
+        @functools.wraps(take)
+        def paced_take(prefetcher: Prefetcher, step: int) -> Any:
+            asked_s = time.monotonic()
+            batch = take(prefetcher, step)
+            pace.begin(has_waited=time.monotonic() - asked_s > MAX_TAKE_S)
+            return batch
+
+        @functools.wraps(gradients)
+        def paced_gradients(learner: Learner, *args: Any, **keywords: Any) -> dict[str, float | None]:
+            metrics = gradients(learner, *args, **keywords)
+            return {**metrics, "pace_late_s": pace.end()}
+
+        Prefetcher.take, Learner.gradients = paced_take, paced_gradients
+        log.warning("this is a rehearsal", step_s=os.environ[STEP_VARIABLE])
+
+    def start(self, record: Any) -> None:
+        """Do nothing."""
+
+    def log(self, record: Any) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""

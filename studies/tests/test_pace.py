@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tba_searcher.engines.engine import Completion, Engine, EngineError, Request
-from tba_searcher.engines.paced import MAX_SLEEP_S, PacedEngine
-from tba_searcher.generation.status import SearcherStatus
-from tba_searcher.waits import WaitRegistry
 
-from tba.config import parse_recipe
-from tba.errors import ConfigError
+from studies.pace import MAX_SLEEP_S, PacedEngine, StepPace, late_share
 from tba.versions import START, PolicyVersion
 from tba.wire import Manifest, Sampling, VersionSpan
 
@@ -209,27 +204,27 @@ def test_a_real_engine_that_is_too_slow_is_counted_and_warned_about(capsys: pyte
     assert capsys.readouterr().out.count("the rehearsal says nothing") == 1
 
 
-def test_the_heartbeat_shows_it() -> None:
-    status = SearcherStatus(searcher_id="s", run="r", waits=WaitRegistry())
-    assert not any(name.startswith("pace") for name in status.heartbeat().gauges)
+def test_the_logs_of_searchers_say_how_late_they_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert late_share(tmp_path) is None
     engine, _, clock = make(work_s=3 * STEP_S)
-    engine.submit(request("a", num_tokens=10))
+    engine.submit(request("a", num_tokens=30))
     run(engine, clock)
-    status.pace = engine.pace
-    gauges = status.heartbeat().gauges
-    assert gauges["pace_tokens_per_s"] == 10
-    assert 0 < gauges["pace_late_s"] < gauges["pace_busy_s"]
+    (tmp_path / "searcher-0.log").write_text(capsys.readouterr().out)
+    assert late_share(tmp_path) == pytest.approx(engine.pace.late_share, abs=0.01)
+    line = "2026-11-23T21:52:43.712542Z [info     ] pace kept        [pace] busy_s={} late_s={}\n"
+    (tmp_path / "searcher-0.log").write_text(line.format(10.0, 9.0) + line.format(30.0, 3.0))
+    (tmp_path / "searcher-1.log").write_text(line.format(70.0, 0.0))
+    assert late_share(tmp_path) == pytest.approx(0.03)
 
 
-def recipe(**searcher: Any) -> Any:
-    return parse_recipe(
-        {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}, "searcher": searcher},
-        where="test",
-    )
-
-
-def test_the_recipe_says_that_it_is_a_rehearsal() -> None:
-    assert recipe().rehearsal is None
-    assert "searchers paced at 250 tokens/s each" in recipe(pace_tokens_per_s=250).rehearsal
-    with pytest.raises(ConfigError, match="speed of its own"):
-        recipe(pace_tokens_per_s=250, engine="simulated")
+def test_a_step_of_the_trainer_ends_no_sooner_and_what_is_late_stays_late() -> None:
+    clock = Clock()
+    pace, late_s = StepPace(STEP_S, clock=clock, sleep=clock.sleep), []
+    for work_s, waits in ((0.1, True), (0.1, False), (0.6, False), (0.1, False), (0.1, True)):
+        pace.begin(has_waited=waits)
+        clock.now_s += work_s
+        late_s.append(pace.end())
+        clock.now_s += 0.05  # the update, which is part of the next step unless that waits for data
+    assert late_s == pytest.approx([0, 0, 0.25, 0, 0])
+    # four steps, of which one is late, and one that begins when its data has come
+    assert clock.now_s - 100.0 == pytest.approx(4 * STEP_S + 0.25 + 0.05 + STEP_S + 0.05)

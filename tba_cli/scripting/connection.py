@@ -7,22 +7,12 @@ import json
 import os
 import threading
 import weakref
-from dataclasses import dataclass
 from urllib.parse import unquote
 
 from tba.clients import BufferClient
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import RETRY_S, TOKEN_MARK, endpoints_of, open_target, page_url, run_folder
 from tba_cli.scripting.command import Command
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Which start of a run its files are from; a client of another one is of no use."""
-
-    is_over: bool
-    locked_at_ns: int
-    """When the lock was last taken."""
 
 
 class Connection:
@@ -33,7 +23,6 @@ class Connection:
         url: of a buffer service elsewhere, instead of a name.
         token: for `url`.
         ca_file: PEM file of the authorities that are trusted for an https URL.
-        snapshot: read this snapshot of a local run, by a view.
 
     Raises:
         ConfigError: there is no such run.
@@ -46,19 +35,19 @@ class Connection:
         url: str | None,
         token: str | None,
         ca_file: str | None,
-        snapshot: str | None,
     ) -> None:
         run = None if name is None else os.fspath(name)
         target = argparse.Namespace(run=run, run_dir=None, url=url, token_file=None, ca_file=ca_file)
         self.folder: RunFolder | None = None if url else run_folder(target)
-        self.url, self._token, self.snapshot = url, token, snapshot
+        self.url, self._token = url, token
         if self.folder is not None:
             if not self.folder.has_begun:
                 endpoints_of(self.folder)  # says what is wrong
             target.run, target.run_dir = None, str(self.folder.path)
         self._target = target
         self._lock = threading.Lock()
-        self._start: _Start | None = None
+        self._start = (False, 0)
+        """Which start of the run the client is for: a client of another one is of no use."""
         self._client: BufferClient | None = None
         self._page = ""
         self._view: Command | None = None
@@ -66,9 +55,7 @@ class Connection:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is a local run that is over, or was killed, or a snapshot."""
-        if self.snapshot is not None:
-            return True
+        """Whether it is a local run that is over, or was killed."""
         return self.folder is not None and self.folder.has_begun and not self.folder.is_in_use
 
     def client(self) -> BufferClient:
@@ -93,18 +80,13 @@ class Connection:
             self._close()
 
     def _opened(self) -> BufferClient:
-        start = self._start_now()
+        start = is_over, _ = self.is_over, 0 if self.folder is None else self.folder.locked_at_ns
         view_died = self._view is not None and not self._view.is_running
         if self._client is None or start != self._start or view_died:
             self._close()
-            self._client, self._page = self._open_view() if start.is_over else self._open_service()
+            self._client, self._page = self._open_view() if is_over else self._open_service()
             self._start = start
         return self._client
-
-    def _start_now(self) -> _Start:
-        if self.folder is None or self.snapshot is not None:
-            return _Start(is_over=self.is_over, locked_at_ns=0)
-        return _Start(is_over=self.is_over, locked_at_ns=self.folder.locked_at_ns)
 
     def _open_service(self) -> tuple[BufferClient, str]:
         if self.url is None:
@@ -114,8 +96,7 @@ class Connection:
 
     def _open_view(self) -> tuple[BufferClient, str]:
         assert self.folder is not None, "only a local run is over"
-        words = [] if self.snapshot is None else ["--snapshot", self.snapshot]
-        view = Command(["--json", "view", str(self.folder.path), "--no-open", *words])
+        view = Command(["--json", "view", str(self.folder.path), "--no-open"])
         try:
             line = view.next_line()
             if not line:

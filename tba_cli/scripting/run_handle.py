@@ -41,7 +41,7 @@ OVER = ("done", "failed")
 
 
 class Run:
-    """A run in progress, one that is over, or a snapshot; the latter two are read through a view that changes nothing.
+    """A run in progress, or one that is over, which is read through a view that changes nothing.
 
     The first call that needs the view starts it (seconds), later calls share it, and `close()`, the end of a `with`
     block or of the interpreter ends it. Every call raises ServiceError subclasses where the service says no or is away.
@@ -51,17 +51,14 @@ class Run:
         url: of the buffer service of a run elsewhere, instead of a name.
         token: of the operator or a viewer, with `url`.
         ca_file: PEM file of the authorities that are trusted for an https URL.
-        snapshot: a snapshot of a run here (`tba buffer save NAME`) to read instead of what is stored now; it holds
-            rollouts and prompts, and no metrics, evaluations or ledger.
 
     Raises:
-        ConfigError: there is no such run; the first call that needs it: there is no such snapshot.
+        ConfigError: there is no such run.
 
     Examples:
         >>> with tba.Run("quickstart-seed0") as run:
         ...     frame = run.metrics().to_pandas()
         >>> live = tba.Run(url="https://buffer:8700", token=token)
-        >>> saved = tba.Run("quickstart-seed0", snapshot="end")
     """
 
     def __init__(
@@ -71,15 +68,12 @@ class Run:
         url: str | None = None,
         token: str | None = None,
         ca_file: str | None = None,
-        snapshot: str | None = None,
     ) -> None:
         if name is not None and url is not None:
             raise ConfigError(f"give either the name of a run here ({os.fspath(name)!r}) or url={url!r}, not both")
         if url is None and token is not None:
             raise ConfigError("token goes with url: a run here has its tokens in its folder")
-        if url is not None and snapshot is not None:
-            raise ConfigError(f"snapshot={snapshot!r} is read from the store of a run here: give its name and no url")
-        self._connection = Connection(name, url=url, token=token, ca_file=ca_file, snapshot=snapshot)
+        self._connection = Connection(name, url=url, token=token, ca_file=ca_file)
 
     def __enter__(self) -> Run:
         """Return itself."""
@@ -95,9 +89,7 @@ class Run:
         """Return which run it is; nothing is asked."""
         if self.path is None:
             return f"tba.Run(url={self._connection.url!r})"
-        snapshot = self._connection.snapshot
-        state = "over" if self.is_over else "in progress"
-        return f"<tba.Run {self.path.name!r} in {self.path.parent}, {f'snapshot {snapshot!r}' if snapshot else state}>"
+        return f"<tba.Run {self.path.name!r} in {self.path.parent}, {'over' if self.is_over else 'in progress'}>"
 
     def close(self) -> None:
         """End the view and the connections; a later call opens them again."""
@@ -113,7 +105,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing works on it any more: it is done, has failed, was stopped or killed, or is a snapshot."""
+        """Whether nothing works on it any more: it is done, has failed, was stopped or killed."""
         if self._connection.folder is not None:
             return self._connection.is_over
         return self.info.state in OVER

@@ -90,14 +90,6 @@ class Table:
         """
         return optional("pandas", needed_by="to_pandas()").DataFrame(self._columns)
 
-    def to_arrow(self) -> pyarrow.Table:
-        """Return a table of Arrow.
-
-        Raises:
-            ConfigError: pyarrow is not installed.
-        """
-        return optional("pyarrow", needed_by="to_arrow()").table(self._columns)
-
 
 class Listing(Generic[M]):
     """Items that are read from the run, page by page, each time that it is iterated; it knows no length.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import tba
-from tba_cli.parser_help import TARGET, add_help, add_json, global_options, take
+from tba_cli.parser_help import TARGET, add_help, global_options, take
 from tba_cli.parser_tasks import (
     add_init,
     add_overrides,
@@ -140,7 +140,6 @@ def _add_control(commands: Subparsers) -> None:
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
         add_target(command)
-        add_json(command)
         if name == "status":
             command.add_argument(
                 "--follow", action="store_true", help="show what happens, line by line, until the run is over or Ctrl-C"
@@ -172,7 +171,6 @@ def _add_set(commands: Subparsers) -> None:
     )
     add_target(command, with_run=False)
     command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
-    add_json(command)
     command.set_defaults(command="tba_cli.commands.control:set_command")
 
 
@@ -188,11 +186,6 @@ def _add_scale(commands: Subparsers) -> None:
     )
     add_target(command)
     command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
-    command.add_argument("--wait", action="store_true", help="wait until that many searchers are alive")
-    command.add_argument(
-        "--timeout-s", type=float, default=600.0, metavar="S", help="--wait gives up after this many seconds (600)"
-    )
-    add_json(command)
     command.set_defaults(command="tba_cli.commands.control:scale_command")
 
 
@@ -203,7 +196,6 @@ def _add_config(commands: Subparsers) -> None:
     add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
     check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")
-    add_json(check)
     check.set_defaults(command="tba_cli.commands.config:check_command")
     show = kinds.add_parser("show", help="print the resolved recipe as JSON")
     add_recipe(show)
@@ -218,7 +210,6 @@ def _add_sizing(commands: Subparsers) -> None:
     sizing.add_argument("--model", metavar="SIZE", help="such as 7b or qwen2.5-1.5b, instead of the recipe's model")
     card_help = "memory of each GPU of the layout (79, which an 80 GB card has)"
     sizing.add_argument("--gpu-memory-gib", type=float, metavar="G", help=card_help)
-    add_json(sizing)
     sizing.set_defaults(command="tba_cli.commands.sizing:sizing_command")
 
 
@@ -290,7 +281,6 @@ def _add_doctor(commands: Subparsers) -> None:
     )
     doctor.add_argument("--check", action="append", default=[], metavar="NAME", help="only this one: gpu, disk, ...")
     doctor.add_argument("--gpus", type=int, metavar="N", help="how many GPUs should be seen here, no more and no fewer")
-    add_json(doctor)
     doctor.set_defaults(command="tba_cli.commands.doctor:doctor_command")
 
 
@@ -328,7 +318,6 @@ def _add_prompts(commands: Subparsers) -> None:
     splits.add_argument("--heldout-every", type=int, metavar="N", help="hold one of N out, by the digest of its id")
     splits.add_argument("--num-heldout", type=int, metavar="N", help="hold N out, by the digest of their ids")
     add_target(upload)
-    add_json(upload)
     upload.set_defaults(command="tba_cli.commands.prompts:upload_command")
     add_prompt_views(kinds)
 
@@ -338,7 +327,6 @@ def _add_ledger(commands: Subparsers) -> None:
     kinds = ledger.add_subparsers(metavar="WHAT", required=True)
     check = kinds.add_parser("check", help="check that the active lineage has every step exactly once")
     add_target(check)
-    add_json(check)
     check.set_defaults(command="tba_cli.commands.report:check_command")
 
 
@@ -348,18 +336,15 @@ def _add_buffer(commands: Subparsers) -> None:
     save = kinds.add_parser("save", help="save what is stored; the run may be in progress or over")
     save.add_argument("name", metavar="NAME", help="name of the snapshot; no other of this run may have it")
     add_target(save)
-    add_json(save)
     save.set_defaults(command="tba_cli.commands.buffer:save_command")
     load = kinds.add_parser("load", help="begin a run that stores nothing yet with a snapshot")
     load.add_argument("source", metavar="RUN/NAME", help="the snapshot, in the store of the run")
     load.add_argument("--version", metavar="VERSION", help="fork: rollouts up to the publication of this version")
     add_target(load)
-    add_json(load)
     load.set_defaults(command="tba_cli.commands.buffer:load_command")
     accept = kinds.add_parser("accept-loss", help="continue without the acknowledged changes that Redis has lost")
     add_target(accept)
     accept.add_argument("--reason", metavar="TEXT", help="kept in the audit")
-    add_json(accept)
     accept.set_defaults(command="tba_cli.commands.buffer:accept_loss_command")
 
 
@@ -381,7 +366,6 @@ def _add_export(commands: Subparsers) -> None:
         "HF_TOKEN, or `hf auth login`",
     )
     export.add_argument("--public", action="store_true", help="with --push-to-hub: everybody may read the repository")
-    add_json(export)
     export.set_defaults(command="tba_cli.commands.export:export_command")
 
 
@@ -411,7 +395,6 @@ def _add_evaluate(commands: Subparsers) -> None:
         "--reward-url", metavar="URL", help="address of the reward service (default: reward.url, or one that it starts)"
     )
     evaluate.add_argument("--out", metavar="DIR", help="where to write (default: evaluations/RUN/VERSION or the like)")
-    add_json(evaluate)
     evaluate.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"
     )
@@ -423,5 +406,4 @@ def _add_evaluate(commands: Subparsers) -> None:
 def _add_reports(commands: Subparsers) -> None:
     table = commands.add_parser("table", help="compare finished runs in a Markdown table")
     table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
-    add_json(table)
     table.set_defaults(command="tba_cli.commands.report:table_command")

@@ -50,11 +50,8 @@ tba set learning_rate=1e-4 --reason "spikes"
 tba set 'beta={kind="linear", value=0.1, final=0.01, steps=400}' quickstart-seed0""",
         "scale": """\
 tba scale                         # show how many there are
-tba scale 4 --wait
+tba scale 4 --reason "the night is cheap"
 tba scale recipe quickstart-seed0""",
-        "config": """\
-tba config check my.toml
-tba config show my.toml --set trainer.num_steps=50""",
         "config check": """\
 tba config check my.toml
 tba config check my.toml --offline --json""",
@@ -67,17 +64,12 @@ tba config schema > recipe.schema.json""",
 tba sizing my.toml
 tba sizing gsm8k --model 7b
 tba sizing tldr --gpu-memory-gib 40              # who is on which GPU, and whether it fits there""",
-        "data": """\
-tba data prepare my.toml""",
         "data prepare": """\
 tba data prepare quickstart
 tba data prepare my.toml --set model.path=models/small""",
         "setup": """\
 tba setup --config recipe.toml --create-bucket --prepare
 tba setup --config recipe.toml --only models --pull""",
-        "model": """\
-tba model push --config recipe.toml
-tba model pull --config recipe.toml --for trainer""",
         "model push": """\
 tba model push --config recipe.toml
 tba model push models/judge --config recipe.toml --replace""",
@@ -88,9 +80,6 @@ tba model pull --config recipe.toml --for searcher --wait-s 60""",
 tba doctor                        # this machine alone
 tba doctor --config recipe.toml --for searcher --gpus 1
 tba doctor --config recipe.toml --check disk --json""",
-        "prompts": """\
-tba prompts upload prompts.jsonl
-tba prompts list --order worst""",
         "prompts upload": """\
 tba prompts upload prompts.jsonl
 tba prompts upload hf:openai/gsm8k:main --task gsm8k --text question --data answer=answer --dry-run
@@ -99,8 +88,6 @@ tba prompts upload more.parquet quickstart-seed0 --task exact --text question --
 tba prompts list --order worst    # which prompts fail
 tba prompts list quickstart-seed0 --split train --contains "47+" --limit 50
 tba prompts list --id addition-58-25""",
-        "ledger": """\
-tba ledger check""",
         "ledger check": """\
 tba ledger check
 tba ledger check quickstart-seed0 --json""",
@@ -108,9 +95,6 @@ tba ledger check quickstart-seed0 --json""",
 tba view seed0 seed1              # two pages; without a name: that of the newest run under runs/
 tba view seed0 --snapshot end     # what `tba buffer save end` has saved
 tba view --url https://buffer:8700 --token-file operator.token""",
-        "rollouts": """\
-tba rollouts list --order best
-tba rollouts export --out rollouts.parquet""",
         "rollouts list": """\
 tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don't know" --limit 20
 tba rollouts list --recipe recipe.toml --snapshot end --order best    # without a run folder, from its store
@@ -122,9 +106,6 @@ tba rollouts export quickstart-seed0 --out all.parquet""",
 tba rescore --wait
 tba rescore quickstart-seed0 --only failed
 tba rescore --show --json""",
-        "buffer": """\
-tba buffer save before-change
-tba buffer load quickstart/before-change new-run""",
         "buffer save": """\
 tba buffer save before-change
 tba buffer save end quickstart-seed0""",
@@ -134,9 +115,6 @@ tba buffer load quickstart/before-change --version 1-40""",
         "buffer accept-loss": """\
 tba buffer accept-loss
 tba buffer accept-loss --reason "the disk was replaced" quickstart-seed0""",
-        "weights": """\
-tba weights list
-tba weights verify --all""",
         "weights list": """\
 tba weights list quickstart-seed0
 tba weights list --url https://buffer:8700 --token-file operator.token --recipe recipe.toml
@@ -162,6 +140,15 @@ tba table runs/quickstart-seed0 runs/quickstart-seed1""",
     }
 )
 """The words of a command -> one to three examples, a line each."""
+WITHOUT_JSON = frozenset(
+    {
+        # their results are files of the run or evaluation, which they name; what they print is progress
+        *("run", "demo", "data prepare", "setup", "model push", "model pull"),
+        # JSON in any case
+        *("config show", "config schema"),
+    }
+)
+"""The commands that do not take --json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,26 +211,29 @@ def take(parser: argparse.ArgumentParser, *names: str) -> None:
     parser.set_defaults(takes=(*(parser.get_default("takes") or ()), *names))
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Let a command take --json."""
-    take(parser, "json")
-
-
 def flags_taken(parser: argparse.ArgumentParser) -> list[str]:
     """Return the options of tba itself that a command takes, but for --debug."""
     return [f"--{name.replace('_', '-')}" for name in parser.get_default("takes") or ()]
 
 
 def add_help(parser: argparse.ArgumentParser) -> None:
-    """Let the --help of every command begin with what it does and end with its examples.
+    """Let the --help of every command begin with what it does and end with its examples, and most take --json.
 
     Raises:
         KeyError: a command has no examples.
     """
     for command in commands_of(parser):
+        if not (command.is_group or command.words in WITHOUT_JSON):
+            take(command.parser, "json")
         command.parser.formatter_class = _Formatter
         command.parser.description = command.help
-        lines = EXAMPLES[command.words].splitlines()
         taken = flags_taken(command.parser)
         also = [f"also {' '.join(taken)} (tba --help)", ""] if taken else []
-        command.parser.epilog = "\n".join([*also, "examples:", *(f"  {line}" for line in lines)])
+        command.parser.epilog = "\n".join([*also, "examples:", *(f"  {line}" for line in examples_of(command))])
+
+
+def examples_of(command: Command) -> list[str]:
+    """Return the examples of a command; of a group of commands, the first one of each."""
+    if command.is_group and command.words:
+        return [EXAMPLES[each.words].splitlines()[0] for each in _below(command) if each is not command]
+    return EXAMPLES[command.words].splitlines()

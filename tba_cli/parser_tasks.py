@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tba_cli.parser_help import add_json
-
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -21,7 +19,6 @@ def add_init(commands: Subparsers) -> None:
     )
     init.add_argument("task", metavar="TASK", help="name of the task, of small letters, digits, - and _")
     init.add_argument("--folder", metavar="DIR", help="where to write; default: a new folder with the name of the task")
-    add_json(init)
     init.set_defaults(command="tba_cli.commands.init:init_command")
 
 
@@ -46,7 +43,6 @@ def add_score(commands: Subparsers) -> None:
     score.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example reward.num_workers=4"
     )
-    add_json(score)
     score.set_defaults(command="tba_cli.commands.score:score_command")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tba_cli.parser_help import TARGET, add_json, take
+from tba_cli.parser_help import TARGET, take
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -40,7 +40,6 @@ def add_view(commands: Subparsers) -> None:
     )
     view.add_argument("--no-open", action="store_true", help="only print the address")
     view.add_argument("--show-token", action="store_true", help="print the address with the token of the operator")
-    add_json(view)
     view.set_defaults(command="tba_cli.commands.view:view_command")
 
 
@@ -69,11 +68,7 @@ def _add_rollouts_list(kinds: Subparsers) -> None:
     where = listed.add_mutually_exclusive_group()
     where.add_argument("--id", metavar="ROLLOUT_ID", help=f"show all of this one, without filters; {ROLLOUT_ID_HELP}")
     where.add_argument("--cursor", metavar="CURSOR", help="continue after the last answer, which names it")
-    where.add_argument(
-        "--follow", action="store_true", help="then show new ones as they come, until the run is over or Ctrl-C"
-    )
     listed.add_argument("--tokens", action="store_true", help="with --id: also its response tokens with log-probs")
-    add_json(listed)
     listed.set_defaults(command="tba_cli.commands.rollouts:list_command")
 
 
@@ -87,7 +82,6 @@ def _add_rollouts_export(kinds: Subparsers) -> None:
     export.add_argument("--out", metavar="FILE", required=True, help="a file that ends with .parquet")
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
     _add_filters(export)
-    add_json(export)
     export.set_defaults(command="tba_cli.commands.rollouts:export_command")
 
 
@@ -108,7 +102,6 @@ def add_weights(commands: Subparsers) -> None:
             metavar="RECIPE",
             help="recipe of the run; needed with --url. Alone: its store is read, and no service is asked",
         )
-        add_json(command)
         command.set_defaults(command=f"tba_cli.commands.weights:{name}_command")
     which = kinds.choices["verify"].add_mutually_exclusive_group()
     which.add_argument("--version", default="last", metavar="VERSION", help=f"{VERSION_HELP} (default: last)")
@@ -171,7 +164,6 @@ def add_prompt_views(kinds: Subparsers) -> None:
     listed.add_argument(
         "--text-chars", type=int, default=60, metavar="N", help="how much of each text to show (default: 60)"
     )
-    add_json(listed)
     listed.set_defaults(command="tba_cli.commands.prompts:list_command")
 
 
@@ -188,5 +180,4 @@ def add_rescore(commands: Subparsers) -> None:
     what.add_argument(
         "--show", action="store_true", help="start nothing; show the progress of this one or the result of the last one"
     )
-    add_json(rescore)
     rescore.set_defaults(command="tba_cli.commands.rescore:rescore_command")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 from tba.api import (
@@ -20,11 +19,10 @@ from tba.clients import BufferClient
 from tba.config import LIVE_NAMES, parse_live
 from tba.config.live_settings import AS_RECIPE, setting_text
 from tba.config.recipe_file import parse_toml_value
-from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
+from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba_cli.run_target import ask_for_rollback, ended_run, open_client
 
-POLL_S = 0.5
 SOURCES = {
     "operator": "asked for by the operator",
     "recipe": "as the recipe says",
@@ -93,8 +91,6 @@ def scale_command(args: argparse.Namespace) -> int:
             info = whole_scaling(client)
         else:
             info = client.scale(ScaleRequest(num_searchers=num, reason=args.reason))
-            if args.wait:
-                info = until_there(client, info, timeout_s=args.timeout_s)
     finally:
         client.close()
     print(
@@ -114,30 +110,6 @@ def whole_scaling(client: BufferClient) -> ScalingInfo:
         info = client.scaling(after=info.next)
         changes += info.changes
     return info.model_copy(update={"changes": changes})
-
-
-def until_there(client: BufferClient, info: ScalingInfo, *, timeout_s: float) -> ScalingInfo:
-    """Wait until the number of live searchers is the desired one.
-
-    Raises:
-        WaitTimeoutError: it is not, after `timeout_s`.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    # only the newest change is of interest now, not every page of them
-    after = max(0, info.searchers.revision - 1)
-    while info.searchers.desired is None or info.searchers.alive != info.searchers.desired:
-        if time.monotonic() > deadline_s:
-            raise WaitTimeoutError(
-                f"wait 'searchers': {info.searchers.alive} of {info.searchers.desired} searchers are alive after "
-                f"{timeout_s:g} s{f' ({info.searchers.note})' if info.searchers.note else ''}; look at their logs, or "
-                "wait longer with --timeout-s"
-            )
-        time.sleep(POLL_S)
-        try:
-            info = client.scaling(after=after)
-        except UnavailableError:  # the buffer may restart meanwhile; the deadline bounds the wait
-            continue
-    return info
 
 
 def scaling_lines(info: ScalingInfo) -> list[str]:

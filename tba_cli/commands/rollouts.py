@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -20,13 +18,7 @@ from tba.fields import escape_controls
 from tba_cli.run_target import ended_run, open_client, snapshot_name
 
 T = TypeVar("T")
-POLL_S = 1.0
-MAX_LOAD = 0.2
-"""A follower spends at most this share of its time with requests: some filters read many rollouts."""
 MAX_PER_PAGE = 100
-MAX_PAGES_PER_POLL = 10
-NUM_REMEMBERED = 2000
-OVER = ("done", "failed")
 FILTERS = {
     "prompt_id": "prompt_id",
     "task": "task",
@@ -65,16 +57,11 @@ def filters_of(args: argparse.Namespace) -> RolloutFilters:
 
 
 def list_command(args: argparse.Namespace) -> int:
-    """Print prompt, completion, reward, version and age of each; with --follow also of those that come; of one all."""
+    """Print prompt, completion, reward, version and age of each; of one all."""
     if args.id is not None:
         return _show(args)
     if args.tokens:
         raise ConfigError("--tokens shows those of one rollout; name it with --id")
-    if args.follow:
-        if args.order != "newest":
-            raise ConfigError(f"--follow shows new rollouts as they come; leave out --order {args.order}")
-        with_run(args, lambda client: _follow(client, args))
-        return 0
     page = with_run(args, lambda client: _found(client, args))
     if args.json:
         print(page.model_dump_json(indent=2, ensure_ascii=True))
@@ -104,42 +91,6 @@ def _found(client: BufferClient, args: argparse.Namespace) -> RolloutPage:
         cursor, num_read = page.next, num_read + page.num_read
         if cursor is None or len(rollouts) >= args.limit:
             return RolloutPage(rollouts=rollouts, next=cursor, num_read=num_read)
-
-
-def _follow(client: BufferClient, args: argparse.Namespace) -> None:
-    """Print the newest rollouts, then new ones as they come, until the run is over."""
-    shown: deque[str] = deque(maxlen=NUM_REMEMBERED)
-    is_first = True
-    while True:
-        began_s = time.monotonic()
-        # asked first: what came before the end is still shown
-        info = client.run()
-        found = list(_newer(client, args, shown, num_pages=1 if is_first else MAX_PAGES_PER_POLL))
-        for rollout in reversed(found[: args.limit] if is_first else found):
-            print(rollout.model_dump_json(ensure_ascii=True) if args.json else "\n".join(lines_of(rollout)), flush=True)
-        shown.extend(rollout.rollout_id for rollout in reversed(found))
-        if info.read_only or info.state in OVER:
-            return
-        is_first, took_s = False, time.monotonic() - began_s
-        time.sleep(max(POLL_S, took_s / MAX_LOAD - took_s))
-
-
-def _newer(
-    client: BufferClient, args: argparse.Namespace, shown: Iterable[str], *, num_pages: int
-) -> Iterator[RolloutInfo]:
-    """Yield the rollouts that are newer than those shown, newest first."""
-    known, cursor = set(shown), None
-    for _ in range(num_pages):
-        page = client.list_rollouts(limit=MAX_PER_PAGE, cursor=cursor, text_chars=args.text_chars, **filters_of(args))
-        for rollout in page.rollouts:
-            if rollout.rollout_id in known:
-                return
-            yield rollout
-        cursor = page.next
-        if cursor is None:
-            return
-    if num_pages > 1:
-        print(f"not all new rollouts are shown: more than {num_pages} pages came at once", file=sys.stderr, flush=True)
 
 
 def lines_of(rollout: RolloutInfo) -> list[str]:

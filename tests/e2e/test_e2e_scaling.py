@@ -19,13 +19,13 @@ def test_searchers_come_and_go_while_the_trainer_trains(make_place: MakePlace) -
     )
     started = place.start()
     place.until("the first one pushes", lambda info: info.step >= 2 and len(pushing(info)) == 1)
-    up = place.control("scale", "3", "--wait", "--reason", "night")
+    up = place.control("scale", "3", "--reason", "night")
     assert up.returncode == 0, up.stderr
-    assert "searchers: 3 desired (asked for by the operator), 3 alive, scaled by local" in up.stdout
+    assert "searchers: 3 desired (asked for by the operator), " in up.stdout
     place.until("all three push", lambda info: len(pushing(info)) == 3)
     before = stored_rollouts(place.redis_url())
 
-    down = place.control("scale", "1", "--wait")
+    down = place.control("scale", "1")
     assert down.returncode == 0, down.stderr
     step = place.until("searcher-0 alone is left", lambda info: pushing(info) == {"searcher-0"}).step
     place.until("training continues", lambda info: info.step >= step + 5)

@@ -139,7 +139,7 @@ def test_every_filter_reaches_the_service(run: FakeRun, tmp_path: Path) -> None:
         "finish_reason": "length",
         "contains": "Hello",
     }
-    for words in (["list"], ["list", "--follow"], ["export", "--out", "a.parquet"]):
+    for words in (["list"], ["export", "--out", "a.parquet"]):
         run.filters = {}
         words = [str(tmp_path / word) if word.startswith("a.") else word for word in words]
         assert main(["rollouts", *words, *FILTER_WORDS.split()]) == 0
@@ -175,48 +175,6 @@ def test_a_list_continues_over_pages_that_hold_fewer(run: FakeRun, capsys: pytes
 def test_a_list_shows_the_gold_data_where_there_is_some(changes: dict[str, Any], line: str | None) -> None:
     lines = rollouts.lines_of(info_of(0, **changes))
     assert lines[2:-1] == ([] if line is None else [line])
-
-
-def test_follow_shows_each_new_rollout_once_until_the_run_is_over(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run.states, run.stored = ["running", "running", "running", "done"], [info_of(number) for number in range(3)]
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        more = len(run.stored)
-        run.stored += [info_of(more), info_of(more + 1)]
-        # an eviction of what was shown must not bring older ones back
-        del run.stored[0]
-
-    monkeypatch.setattr(rollouts.time, "sleep", sleep)
-    assert main(["rollouts", "list", "--follow", "--limit", "2", "--json"]) == 0
-    ids = [int(json.loads(line)["rollout_id"], 16) for line in capsys.readouterr().out.splitlines()]
-    assert len(slept) == 3
-    assert min(slept) >= rollouts.POLL_S
-    assert len(set(ids)) == len(ids)
-    assert ids[:2] == [1, 2], "the newest, in the order in which they came"
-    assert set(ids) - {1, 2} == {int(item.rollout_id, 16) for item in run.stored} - {1, 2}
-
-
-def test_follow_says_when_it_could_not_show_all(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run.states, run.stored = ["running", "done"], [info_of(0)]
-    monkeypatch.setattr(rollouts, "MAX_PAGES_PER_POLL", 2)
-    monkeypatch.setattr(rollouts.time, "sleep", lambda _: run.stored.extend(info_of(n) for n in range(1, 300)))
-    assert main(["rollouts", "list", "--follow", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 201
-    assert err == "not all new rollouts are shown: more than 2 pages came at once\n"
-
-
-def test_follow_goes_with_no_other_order_and_no_cursor(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", "list", "--follow", "--order", "best"]) == 2
-    assert "leave out --order best" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["rollouts", "list", "--follow", "--cursor", "x"])
 
 
 def test_a_rollout_is_shown_with_all_that_is_known_of_it() -> None:
@@ -291,7 +249,6 @@ def test_json_that_is_printed_has_nothing_that_a_terminal_obeys(
     for words in (
         ["rollouts", "list", "--id", "0" * 32],
         ["rollouts", "list"],
-        ["rollouts", "list", "--follow"],
         ["prompts", "list"],
         ["prompts", "list", "--id", "p"],
     ):

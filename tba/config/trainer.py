@@ -205,10 +205,6 @@ class TrackingSection(StrictModel):
     relative path to be in the run folder."""
     wandb: WandbSection | None = None
     """Weights & Biases or trackio; none: off."""
-    histogram_interval: int = Field(default=10, ge=0)
-    """Steps between two histograms of policy age and reward in these trackers (not in metrics.jsonl); 0: none."""
-    sample_interval: int = Field(default=50, ge=0)
-    """Steps between two tables of sample rollouts in them, with texts of prompts and completions; 0: none."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers of your own: MODULE:NAME, or entry points of the group `tba.trackers` (docs/extending.md)."""
 

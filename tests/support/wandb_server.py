@@ -43,7 +43,6 @@ class WandbServer(ThreadingHTTPServer):
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         """Return the data that answers an operation of GraphQL."""
         words = query.replace("(", " ").split()
-        given = variables.get("input", variables)
         match words[1]:
             case "UpsertBucket":
                 self.runs.setdefault(variables["name"], {}).update(
@@ -61,26 +60,6 @@ class WandbServer(ThreadingHTTPServer):
             case "CreateRunFiles":
                 files = [{"name": name, "uploadUrl": self._upload(name)} for name in variables["files"]]
                 return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
-            case "ArtifactType":
-                return {"project": None}
-            case "CreateArtifact":
-                sequence = {"id": "sequence", "latestArtifact": None}
-                return {
-                    "createArtifact": {"artifact": {"id": "artifact", "state": "PENDING", "artifactSequence": sequence}}
-                }
-            case "CreateArtifactManifest":
-                file = {"id": "file", "name": "manifest", "uploadUrl": self._upload("manifest"), "uploadHeaders": []}
-                return {"createArtifactManifest": {"artifactManifest": {"id": "manifest", "file": file}}}
-            case "CreateArtifactFiles":
-                names = [file["name"] for file in given["artifactFiles"]]
-                nodes = [
-                    {"storagePath": name, "uploadUrl": self._upload(f"artifact/{name}"), "uploadHeaders": []}
-                    for name in names
-                ]
-                edges = [{"node": {**node, "artifact": {"id": "artifact"}}} for node in nodes]
-                return {"createArtifactFiles": {"files": {"edges": edges}}}
-            case "CommitArtifact":
-                return {"commitArtifact": {"artifact": {"id": "artifact", "digest": "digest"}}}
         self.unknown.append(words[1])
         return {}
 

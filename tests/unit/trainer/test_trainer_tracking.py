@@ -6,7 +6,9 @@ import json
 import math
 import sys
 import threading
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tba.versions import START, PolicyVersion
 from tests.support.trainer_values import RecordedBuffer, make_recipe
 from tests.support.waits import until
 from tests.support.wandb_files import history_of
+from tests.support.wandb_server import WandbServer
 
 
 def evaluation(version: str, **numbers: Any) -> EvalInfo:
@@ -188,18 +191,20 @@ def test_a_full_disk_is_a_failure_like_any_other() -> None:
 
 
 def test_evaluations_are_told_once_also_over_several_starts(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path / "model", tracking={"metrics_path": str(tmp_path / "metrics.jsonl")})
+    tracking = {"metrics_path": str(tmp_path / "metrics.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
+    recipe = make_recipe(tmp_path / "model", tracking=tracking)
     buffer = RecordedBuffer()
     states: list[tuple[str, str]] = [("0-0", "pending"), ("0-0", "done"), ("1-2", "done")]
     for lineage, (version, buffer.eval_state) in enumerate(states, start=1):
         buffer.lineage = lineage
         buffer.request_eval(evaluation_request(version, lineage))
-        tracking = open_trackers(recipe, buffer)  # pyright: ignore[reportArgumentType]
-        tracking.start(lineage, START)
-        tracking.close()
+        trackers = open_trackers(recipe, buffer)  # pyright: ignore[reportArgumentType]
+        trackers.start(lineage, START)
+        trackers.close()
     lines = lines_of(tmp_path / "metrics.jsonl")
     assert [line["eval_id"] for line in lines if line["kind"] == "evaluation"] == ["eval-0-0", "eval-1-2"]
     assert [line["lineage"] for line in lines if line["kind"] == "start"] == [1, 2, 3]
+    assert list((tmp_path / "events").glob("events.*"))
 
 
 def test_tensorboard_draws_one_curve_along_the_active_lineage(tmp_path: Path) -> None:
@@ -251,6 +256,66 @@ def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network
     assert second[:2] == ("demo", "demo-2")
     assert second[2][0].items() >= {"step": 2, "eval/accuracy": 0.25}.items()
     assert second[2][1:] == [{"step": 3, "train/loss": 3.0}]
+
+
+def test_weights_and_biases_gets_the_numbers_over_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    with WandbServer().running() as server:
+        environ = {"BASE_URL": server.url, "API_KEY": "0" * 40, "ERROR_REPORTING": "false"}
+        for name, value in environ.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
+        wandb.teardown()  # its process keeps the address that it began with
+        tracker = WandbTracker(WandbSection(), {"seed": 5}, folder=tmp_path)
+        tracker.start(start_record("demo", 1, START))
+        tracker.log(step(4, loss=2.0))
+        tracker.close()
+        wandb.teardown()
+    [run] = server.runs.values()
+    assert (run["project"], run["groupName"], run["displayName"]) == ("tba", "demo", "demo-1")
+    assert json.loads(run["config"])["seed"]["value"] == 5
+    [numbers] = server.history
+    assert (numbers["step"], numbers["train/loss"]) == (4, 2.0)
+    assert server.unknown == []
+
+
+class TrackioCalls(ModuleType):
+    """What trackio is asked for: its calls are those of W&B, its step is an argument."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.calls: list[tuple[Any, ...]] = []
+        self.__spec__ = ModuleSpec("trackio", None)
+
+    def init(self, *, project: str, group: str, name: str, **more: Any) -> TrackioCalls:
+        self.calls.append(("init", project, group, name, more["config"]["lineage"]))
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.calls.append(("log", step, sorted(values)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+def test_trackio_gets_the_calls_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackio = TrackioCalls()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    tracker = WandbTracker(WandbSection(project="sums", mode="trackio"), {}, folder=tmp_path / "wandb")
+    tracker.start(start_record("demo", 1, START))
+    tracker.log(step(4, loss=2.0, ess=None))
+    tracker.start(start_record("demo", 2, PolicyVersion(1, 4)))
+    tracker.log(step(5, lineage=2, loss=9.0))
+    tracker.close()
+    assert trackio.calls == [
+        ("init", "sums", "demo", "demo-1", 1),
+        ("log", 4, ["train/loss"]),
+        ("finish",),
+        ("init", "sums", "demo", "demo-2", 2),
+        ("log", 5, ["train/loss"]),
+        ("finish",),
+    ]
+    assert not (tmp_path / "wandb").exists()
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,6 @@ class TrainingLoop:
         progress.settings_revision = context.schedules.revision
         context.status.set_step(progress.version, metrics)
         context.trackers.step(progress.version, metrics, skipped=action.skip)
-        context.trackers.details(progress.version, results)
         self._log_step(metrics, batch, action)
         return action
 

@@ -3,8 +3,6 @@ r"""Trackers: where metrics go beside the ledger. metrics.jsonl always, and thos
     loop ------- step ------> TrackerGroup --> [thread] metrics.jsonl
     [thread] evaluations ---->            \--> [thread] TensorBoard, Weights & Biases or trackio: one thread each
 
-Every few steps the trackers that can draw them also get histograms and sample rollouts (`details`).
-
 Nothing here can stop or slow training: every tracker has a queue of bounded length and a thread. A record that does
 not fit is dropped and counted; a failure is logged once and counted.
 """

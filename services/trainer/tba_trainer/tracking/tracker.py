@@ -14,7 +14,6 @@ from tba.api import EvalInfo
 from tba.api.evaluations import EvalNumbers
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
-from tba_trainer.tracking.details import Details
 
 Metrics = Mapping[str, float | None]
 
@@ -39,15 +38,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write what is left."""
-        ...
-
-
-@runtime_checkable
-class DetailTracker(Tracker, Protocol):
-    """A tracker that draws histograms and tables too: only these get the details of a batch."""
-
-    def log_details(self, details: Details) -> None:
-        """Keep the histograms and samples of a step, as far as it has them."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from tba import plugins
@@ -14,25 +14,15 @@ from tba.config import Recipe
 from tba.errors import TbaError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
-from tba_trainer.learner.forward_backward import ForwardResult
-from tba_trainer.tracking.details import Details, DetailsMaker, PromptTexts
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
 from tba_trainer.tracking.tensorboard import TensorboardTracker
-from tba_trainer.tracking.tracker import (
-    DetailTracker,
-    Metrics,
-    Record,
-    Tracker,
-    evaluation_record,
-    start_record,
-    step_record,
-)
+from tba_trainer.tracking.tracker import Metrics, Record, Tracker, evaluation_record, start_record, step_record
 from tba_trainer.tracking.wandb import WandbTracker
 
 EVALUATIONS_INTERVAL_S = 2.0
 """Seconds between two looks for finished evaluations."""
 MAX_PENDING = 1000
-"""Records and details that may wait for a slow tracker."""
+"""Records that may wait for a slow tracker."""
 CLOSE_S = 10.0
 _SHOWN_SECTIONS = {"run", "model", "data", "sampling", "searcher", "objective", "trainer", "eval"}
 """Sections of the recipe that trackers show. Addresses and files with tokens stay here."""
@@ -46,7 +36,6 @@ class TrackerGroup:
 
     Args:
         run: name of the run.
-        details: makes the details of steps.
         known: evaluations that earlier starts recorded.
         close_s: how long `close` waits for trackers to write what they have.
     """
@@ -57,15 +46,12 @@ class TrackerGroup:
         trackers: Iterable[Tracker],
         *,
         buffer: BufferClient,
-        details: DetailsMaker | None = None,
         known: Iterable[str] = (),
         max_pending: int,
         close_s: float,
     ) -> None:
         self._run, self._buffer, self._known, self._close_s = run, buffer, set(known), close_s
         self._threads = [TrackerThread(tracker, max_pending=max_pending) for tracker in trackers]
-        self._details = details if any(thread.takes_details for thread in self._threads) else None
-        self._num_details_failed = 0
         self._closed = threading.Event()
         self._evaluations = threading.Thread(target=self._watch, name="tracking-evaluations", daemon=True)
 
@@ -79,30 +65,11 @@ class TrackerGroup:
         """Record a step; `skipped` says why its batch was not applied."""
         self._submit(step_record(self._run, version, metrics, skipped=skipped))
 
-    def details(self, version: PolicyVersion, results: Sequence[ForwardResult]) -> None:
-        """Record the histograms and sample rollouts of a step, where they are due.
-
-        Args:
-            results: what the step found of each rollout.
-        """
-        if self._details is None:
-            return
-        try:
-            details = self._details.make(version, results)
-        except Exception as error:  # what is only for people must not end a run
-            self._num_details_failed += 1
-            if self._num_details_failed == 1:
-                log.warning("details_failed", error=f"{type(error).__name__}: {error}")
-            return
-        for thread in self._threads:
-            if details is not None and thread.takes_details:
-                thread.submit(details)
-
     def gauges(self) -> dict[str, float]:
         """Return the counts of lost records."""
         return {
             "num_tracking_dropped": float(sum(thread.num_dropped for thread in self._threads)),
-            "num_tracking_failed": float(sum(thread.num_failed for thread in self._threads) + self._num_details_failed),
+            "num_tracking_failed": float(sum(thread.num_failed for thread in self._threads)),
         }
 
     def close(self) -> None:
@@ -146,23 +113,17 @@ class TrackerThread:
 
     def __init__(self, tracker: Tracker, *, max_pending: int) -> None:
         self._tracker = tracker
-        self._log_details = tracker.log_details if isinstance(tracker, DetailTracker) else None
-        self._queue: queue.Queue[Record | Details] = queue.Queue(max_pending)
+        self._queue: queue.Queue[Record] = queue.Queue(max_pending)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{tracker.name}", daemon=True)
         self.num_dropped = 0
-        """Records and details that found the queue full."""
+        """Records that found the queue full."""
         self.num_failed = 0
-        """Records and details that the tracker could not keep."""
+        """Records that the tracker could not keep."""
         self._thread.start()
 
-    @property
-    def takes_details(self) -> bool:
-        """Whether the tracker draws histograms and tables."""
-        return self._log_details is not None
-
-    def submit(self, record: Record | Details) -> None:
-        """Hand over a record; details only where it takes them."""
+    def submit(self, record: Record) -> None:
+        """Hand over a record."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -187,22 +148,13 @@ class TrackerThread:
             except queue.Empty:
                 continue
             try:
-                self._hand_over(record)
+                (self._tracker.start if record.kind == "start" else self._tracker.log)(record)
             except Exception as error:
                 self._count_failure(error)
         try:
             self._tracker.close()
         except Exception as error:
             self._count_failure(error)
-
-    def _hand_over(self, record: Record | Details) -> None:
-        if isinstance(record, Details):
-            assert self._log_details is not None
-            self._log_details(record)
-        elif record.kind == "start":
-            self._tracker.start(record)
-        else:
-            self._tracker.log(record)
 
     def _count_failure(self, error: Exception) -> None:
         self.num_failed += 1
@@ -230,11 +182,6 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
         recipe.run.name,
         [JsonlTracker(path), *trackers],
         buffer=buffer,
-        details=DetailsMaker(
-            texts=PromptTexts(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code),
-            histogram_interval=section.histogram_interval,
-            sample_interval=section.sample_interval,
-        ),
         known=known_evaluations(path, recipe.run.name),
         max_pending=MAX_PENDING,
         close_s=CLOSE_S,

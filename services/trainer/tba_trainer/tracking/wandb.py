@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tba.config.trainer import WandbSection
-from tba_trainer.tracking.details import COLUMNS, Details
 from tba_trainer.tracking.tracker import Record, require
 
 
@@ -42,32 +38,17 @@ class WandbTracker:
 
     def log(self, record: Record) -> None:
         """Add the numbers of a record."""
-        self._log(record.step, record.numbers)
-
-    def log_details(self, details: Details) -> None:
-        """Add the histograms and the table of a step."""
-        wandb = importlib.import_module(self._package)
-        found: dict[str, Any] = {
-            f"histogram/{name}": wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
-            for name, histogram in details.histograms.items()
-        }
-        if details.samples:
-            rows: list[Any] = details.rows()
-            found["samples"] = wandb.Table(columns=list(COLUMNS), data=rows)
-        self._log(details.version.step, found)
+        if self._package == "trackio":
+            self._opened().log(record.numbers, step=record.step)
+        else:
+            # steps are a metric of their own: W&B's step must grow, and an evaluation is of an earlier step
+            self._opened().log({"step": record.step, **record.numbers})
 
     def close(self) -> None:
         """Finish the run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._package == "trackio":
-            self._opened().log(dict(values), step=step)
-        else:
-            # steps are a metric of their own: W&B's step must grow, and an evaluation is of an earlier step
-            self._opened().log({"step": step, **values})
 
     def _opened(self) -> Any:
         """Return the run; begin it where there is none yet."""
@@ -87,8 +68,6 @@ class WandbTracker:
         if self._package == "trackio":
             return wandb.init(**shown, embed=False, auto_log_gpu=False, auto_log_cpu=False)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # a table is copied there first; W&B's own choice is the home folder, which a container may not be able to write
-        os.environ.setdefault("WANDB_DATA_DIR", str(self._folder.absolute()))
         settings = wandb.Settings(console="off", silent=True)
         run = wandb.init(**shown, mode=self._section.mode, dir=str(self._folder), settings=settings)
         run.define_metric("step", hidden=True)

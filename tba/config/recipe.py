@@ -337,8 +337,7 @@ class Recipe(StrictModel):
     @property
     def constants(self) -> dict[str, JsonValue]:
         """The settings that are constant within a run, as JSON: another value makes another run."""
-        # how versions are stored may change
-        document = self.model_dump(mode="json", exclude={"model": {"lora": {"publish"}}})
+        document = self.model_dump(mode="json")
         return {name: document[name.partition(".")[0]][name.partition(".")[2]] for name in CONSTANT_SETTINGS}
 
     @property

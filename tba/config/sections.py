@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability, Schedule
-from tba.config.trainer import PolicyLoraSection
+from tba.config.trainer import LoraSection
 from tba.errors import ConfigError
 from tba.fields import BareUrl, StrictModel
 
@@ -92,7 +92,7 @@ class ModelSection(StrictModel):
     """Run code that comes with the model. Off unless a recipe says otherwise."""
     warm_start: WarmStartSection | None = None
     """Make the model on this machine if `path` does not hold it yet."""
-    lora: PolicyLoraSection | None = None
+    lora: LoraSection | None = None
     """Train adapters of low rank; none: full fine-tuning."""
 
 

@@ -138,29 +138,6 @@ class LoraSection(StrictModel):
     target_modules: list[str] | None = Field(default=None, min_length=1)
     """Last parts of the names of the layers that get an adapter, for example `["q_proj", "v_proj"]`; none: every linear
     layer but the output head."""
-    dropout: float = 0.0
-    """Only 0: the log-probs of the trainer must be those of the policy that samples."""
-
-    @field_validator("dropout")
-    @classmethod
-    def _check_dropout(cls, value: float) -> float:
-        if value != 0:
-            raise ValueError("it must be 0: the log-probs of the trainer must be those of the policy that samples")
-        return value
-
-
-class PolicyLoraSection(LoraSection):
-    """The adapter of theta, and how its versions are stored. Searchers and the export see a plain model either way."""
-
-    publish: Literal["adapter", "merged"] = "adapter"
-    """What a version has in the store: the adapter alone, which whoever reads it merges into the starting model, to the
-    same bits everywhere; or the tensors of the merged model, as without LoRA. It may change with each start of the
-    trainer."""
-
-    @property
-    def constant(self) -> LoraSection:
-        """The part that is constant within a run."""
-        return LoraSection(**self.model_dump(exclude={"publish"}))
 
 
 class ShardingSection(StrictModel):
@@ -174,12 +151,6 @@ class ShardingSection(StrictModel):
     """Processes that follow one another and share every sequence (context parallelism): each keeps the activations of
     its part, and keys and values of a layer are gathered for attention. `micro_batch_tokens` is then of such a group.
     A divisor of `num_processes` / replicas."""
-    reduce_each_micro_batch: bool = True
-    """Sum gradients over the processes after each micro-batch. false: after the last one of a step, which sends less;
-    from the first to the last every process then holds whole gradients, 4 bytes per trained parameter."""
-    reshard_after_forward: bool = True
-    """Drop a gathered layer after its forward pass and gather it again for the backward pass. false: keep it, which
-    gathers once in place of twice and holds all gathered weights, 2 bytes per parameter in bfloat16, 4 in float32."""
     cpu_offload: bool = False
     """Keep weights, gradients, optimizer state and reference in the memory of the machine, and update the weights
     there: slow, for a model that fits in no other way."""

@@ -139,14 +139,14 @@ class RouteReader:
         """Write the file of a version that is an adapter to `path`, verified.
 
         Raises:
-            ObjectNotFoundError: the version was published merged, or the file is gone.
+            ObjectNotFoundError: the version is a whole model, or the file is gone.
             DigestError: the file is damaged.
             StoreUnavailableError
         """
         if target.adapter is None:
             raise ObjectNotFoundError(
                 f"weight version {target.version} of run {target.run} has no adapter: it was published as the tensors "
-                'of the whole model (the starting model, no [model.lora], or model.lora.publish = "merged")'
+                "of the whole model (the starting model, or no [model.lora])"
             )
         stored = target.adapter.stored
         self._get(stored, path)

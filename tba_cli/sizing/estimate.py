@@ -44,8 +44,7 @@ def estimate(recipe: Recipe, shape: ModelShape) -> Estimate:
     """Return the needs of a run of this recipe with a model of this shape."""
     section, searcher, b = recipe.trainer, recipe.searcher, DTYPE_BYTES[recipe.model.dtype]
     start_bytes, trained = shape.num_params * b, num_trained(recipe, shape)
-    is_adapter = recipe.model.lora is not None and recipe.model.lora.publish == "adapter"
-    version_bytes = F32 * trained if is_adapter else start_bytes
+    version_bytes = start_bytes if recipe.model.lora is None else F32 * trained
     checkpoint_bytes = 3 * F32 * trained
     longest = searcher.max_prompt_tokens + searcher.max_response_tokens
     # of each response token its id, its log-prob and its text

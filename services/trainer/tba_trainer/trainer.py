@@ -205,7 +205,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     context.trackers.start(session.lineage, session.parent)
     delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
     evaluations = _evaluations(context, session)
-    publishes_adapter = recipe.model.lora is not None and recipe.model.lora.publish == "adapter"
+    publishes_adapter = recipe.model.lora is not None
     lineage = LineageContext(
         **vars(context),
         session=session,

@@ -38,12 +38,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "experts": {"config": EXPERTS, "model": {"dtype": "bfloat16"}},
     "padded": {"config": PADDED, "trainer": {"gradient_checkpointing": True}},
     "sharded": {"trainer": {"num_processes": 4, "gradient_checkpointing": True}},
-    "sharded and kept": {
-        "trainer": {
-            "num_processes": 4,
-            "sharding": {"replicas": 2, "reduce_each_micro_batch": False, "reshard_after_forward": False},
-        }
-    },
+    "replicas": {"trainer": {"num_processes": 4, "sharding": {"replicas": 2}}},
     "shared sequences": {"trainer": {"num_processes": 4, "sharding": {"context": 2}, "gradient_checkpointing": True}},
     "sharded adapter": {"trainer": {"num_processes": 2}, "model": {"lora": {"rank": 4}}},
 }

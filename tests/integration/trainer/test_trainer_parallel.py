@@ -70,10 +70,8 @@ def test_two_processes_train_as_one_and_one_continues_from_their_checkpoint(tmp_
 
 
 def test_four_processes_with_every_setting_of_sharding_train_as_one(tmp_path: Path) -> None:
-    """Two replicas of two shards each, which share every sequence, gradients summed once a step, layers kept gathered,
-    shards offloaded."""
-    settings = {"replicas": 2, "context": 2}
-    settings |= {"reduce_each_micro_batch": False, "reshard_after_forward": False, "cpu_offload": True}
+    """Two replicas of two shards each, which share every sequence, shards offloaded."""
+    settings = {"replicas": 2, "context": 2, "cpu_offload": True}
     recipe = recipe_of(tmp_path, "qwen2", True, trainer={"sharding": settings})
     one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
     four = run_team(tmp_path / "four", recipe, num_ranks=4, num_steps=NUM_STEPS)

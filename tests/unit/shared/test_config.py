@@ -445,14 +445,13 @@ def test_a_schedule_that_makes_no_sense_is_refused(fields: dict, message: str) -
         parse_recipe(json.loads(json.dumps(document)), where="test")
 
 
-def test_an_adapter_without_layers_or_with_dropout_is_refused() -> None:
+def test_an_adapter_without_layers_is_refused() -> None:
     lora = {"rank": 8, "target_modules": ["q_proj"]}
     recipe = parse_recipe(MINIMAL | {"model": {"path": "m", "lora": lora}}, where="test")
     assert recipe.model.lora is not None
     assert (recipe.model.lora.rank, recipe.model.lora.alpha, recipe.model.lora.target_modules) == (8, 32, ["q_proj"])
     assert parse_recipe(recipe.model_dump(mode="json"), where="test") == recipe
     for key, value in (
-        ("dropout", 0.1),
         ("target_modules", []),
         ("rank", 0),
         ("rank", 2**16 + 1),

@@ -20,7 +20,7 @@ from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import full
 from tba_trainer.model.policy import frozen_copy
-from tba_trainer.model.sharding import before_backward, rounds_weights, run_as_forward, shard
+from tba_trainer.model.sharding import rounds_weights, run_as_forward, shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,8 +77,7 @@ def exchanges(**settings: Any) -> Counter[str]:
     model = sharded(**settings)
     policy = LogprobModel(model, temperature=1.0)
     with CountedExchanges() as counted:
-        for i in range(NUM_MICRO_BATCHES):
-            before_backward(model, is_last=i == NUM_MICRO_BATCHES - 1)
+        for _ in range(NUM_MICRO_BATCHES):
             train_pass(policy)
     assert all(parameter.grad is not None for parameter in model.parameters())
     return counted.counts
@@ -89,8 +88,6 @@ def test_settings_say_how_often_a_layer_is_sent() -> None:
     num_units = 1 + len(make_family_model("llama").model.layers)
     whole, layers = NUM_MICRO_BATCHES * num_units, NUM_MICRO_BATCHES * (num_units - 1)
     assert exchanges() == {GATHER: whole + layers, REDUCE: whole}
-    assert exchanges(reduce_each_micro_batch=False) == {GATHER: whole + layers, REDUCE: num_units}
-    assert exchanges(reshard_after_forward=False) == {GATHER: whole, REDUCE: whole}
     assert exchanges(replicas=2) == {GATHER: whole + layers, REDUCE: whole, ADD: whole}
     # keys and values of a layer, and the log-probs of a pass
     assert exchanges(context=2) == {GATHER: whole + 2 * layers, REDUCE: whole + layers, ADD: NUM_MICRO_BATCHES}
@@ -99,7 +96,7 @@ def test_settings_say_how_often_a_layer_is_sent() -> None:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])  # gpt2: tied, two embeddings; both: LayerNorm
 def test_weights_are_gathered_in_16_bits_and_updated_in_32(family: str, tmp_path: Path) -> None:
-    model = sharded(family, "bfloat16", reshard_after_forward=False)
+    model = sharded(family, "bfloat16")
     policy = LogprobModel(model, temperature=1.0, autocast_dtype=torch.bfloat16)
     layer = next(module for module in model.modules() if type(module).__name__.startswith("FSDP"))
     seen: list[Any] = []

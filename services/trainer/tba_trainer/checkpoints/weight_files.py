@@ -141,8 +141,7 @@ class WeightSnapshotWriter:
         same = same and not has_adapter(model) and not rounds_weights(model)
         self._published = model if same else frozen_copy(model, dtype)
         self._canary = CanaryMaker(model, self._published, recipe)
-        lora = recipe.model.lora
-        self._lora = lora if lora is not None and lora.publish == "adapter" else None
+        self._lora = recipe.model.lora
         self._is_transposed = self._lora is not None and has_transposed_weights(model)
         self._sizes = {name: dtype.itemsize * each.numel() for name, each in plain_parameters(model).items()}
         max_bytes = recipe.store.shard_bytes

@@ -141,7 +141,6 @@ class ForwardBackward:
         beta: KL coefficient of this step.
         micro_batch_tokens: upper bound of the tokens of one pass.
         ranks: the processes that share the batch; None: this one alone.
-        before_backward: called before each pass with gradient, with whether it is the last one.
     """
 
     def __init__(
@@ -157,10 +156,9 @@ class ForwardBackward:
         beta: float,
         micro_batch_tokens: int,
         ranks: Ranks | None = None,
-        before_backward: Callable[[bool], None] = lambda is_last: None,
     ) -> None:
         self._policy, self._objective, self._rollouts, self._beta = policy, objective, rollouts, beta
-        self._ranks, self._before_backward = ranks or Ranks(), before_backward
+        self._ranks = ranks or Ranks()
         self._ages, self._given = list(policy_ages), given
         self._token_clamp = objective.parts.log_ratio_token_clamp or math.inf
         num_tokens = torch.tensor([len(r.response_tokens) for r in rollouts])
@@ -315,7 +313,6 @@ class ForwardBackward:
             self._cut_second_moment()  # the first pass did it where there are several micro-batches
         self._logprob[rows] = self._sequences.logprob[rows]
         loss, metrics, weights = self._loss(tokens, rows)
-        self._before_backward(micro_batch is self._plan.rounds[-1][self._ranks.rank])
         loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
         num_tokens = self._sequences.num_tokens
         share = int(num_tokens[rows].sum()) / max(1, int(num_tokens[self._passed].sum()))

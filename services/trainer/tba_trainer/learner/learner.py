@@ -33,7 +33,7 @@ from tba_trainer.learner.schedules import StepValues, scheduled
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.parameters import assign, full, has_adapter, trainable
 from tba_trainer.model.policy import compile_layers, load_tensors
-from tba_trainer.model.sharding import before_backward, device_of
+from tba_trainer.model.sharding import device_of
 from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_bytes, written_slices
 from tba_trainer.objectives import resolve
 
@@ -124,7 +124,6 @@ class Learner:
             beta=values.beta,
             micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
             ranks=self._ranks,
-            before_backward=lambda is_last: before_backward(self.model, is_last=is_last),
         )
         self.optimizer.discard()  # `backward` adds to the gradients that are there
         loss_metrics = forward_backward.backward()

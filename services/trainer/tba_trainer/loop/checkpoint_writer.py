@@ -249,7 +249,7 @@ class CheckpointWriter:
             config_sha256=config_sha256(recipe),
             model_config_sha256=context.model_config_sha256,
             policy_temperature=recipe.model.policy_temperature,
-            lora=None if recipe.model.lora is None else recipe.model.lora.constant,
+            lora=recipe.model.lora,
             guards=progress.guards,
             previous=self._saved_checkpoint and str(self._saved_checkpoint),
             settings_revision=progress.settings_revision,

@@ -464,10 +464,9 @@ def _check_same_run(checkpoint: Checkpoint, recipe: Recipe, model_config_sha256:
             f"model.policy_temperature is {recipe.model.policy_temperature:g}, but this run has trained with "
             f"{state.policy_temperature:g}; it is constant within a run: set it back, or choose another run.name"
         )
-    lora = None if recipe.model.lora is None else recipe.model.lora.constant
-    if state.lora != lora:
+    if state.lora != recipe.model.lora:
         raise ConfigError(
-            f"[model.lora] is {_lora_text(lora)}, but this run has trained with {_lora_text(state.lora)}; "
+            f"[model.lora] is {_lora_text(recipe.model.lora)}, but this run has trained with {_lora_text(state.lora)}; "
             "it is constant within a run: set it back, or choose another run.name"
         )
     if state.model_config_sha256 != model_config_sha256:

@@ -88,16 +88,6 @@ def _has_gradient(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def before_backward(model: nn.Module, *, is_last: bool) -> None:
-    """Say whether the next backward pass is the last one before an update, so that gradients must be summed then.
-
-    Every process calls it with the same value.
-    """
-    root = _root_of(model)
-    if root is not None and not root.section.reduce_each_micro_batch:
-        root.set_requires_gradient_sync(is_last)
-
-
 def shard(
     model: Any,
     mesh: DeviceMesh,
@@ -197,7 +187,7 @@ def _fully_shard(root: _Root, unit: nn.Module) -> FSDPModule:
         unit,
         mesh=root.mesh,
         # the root stays gathered (None): its backward pass comes first
-        reshard_after_forward=None if unit is root else section.reshard_after_forward,
+        reshard_after_forward=None if unit is root else True,
         mp_policy=precision,
         offload_policy=offload,
     )

@@ -149,11 +149,6 @@ class Recipe(StrictModel):
                 'objective.reference_placement = "searcher" leaves ref log-probs to searchers, and '
                 'searcher.num_searchers is 0; choose "trainer"'
             )
-        if self.trainer.export_version == "best":
-            raise ValueError(
-                'trainer.export_version = "best" needs evaluations, which searchers make, and searcher.num_searchers '
-                'is 0; choose "last"'
-            )
 
     def _check_shared_server(self) -> None:
         num = self.scaling.num_searchers
@@ -218,11 +213,6 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"model.policy_temperature is {temperature:g}, and vLLM samples at most at {VLLM_MAX_TEMPERATURE:g}: "
                 "no evaluation would be possible; lower it"
-            )
-        if self.trainer.export_version == "best" and not self.trainer.export:
-            raise ValueError(
-                'trainer.export_version = "best" says which version is exported, and trainer.export is false; remove '
-                "one of them"
             )
 
     def _check_objective(self) -> None:

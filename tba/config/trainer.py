@@ -266,9 +266,7 @@ class TrainerSection(StrictModel):
     shuffle_rewards: bool = False
     """Control experiment: rewards are shuffled among the rollouts of a batch, so nothing can be learned."""
     export: bool = True
-    """At the end, write a Hugging Face folder to the store and, in local mode, to the run folder."""
-    export_version: Literal["last", "best"] = "last"
-    """The version that is exported: the last one, or the best by `eval.best_metric`."""
+    """At the end, write the last version as a Hugging Face folder to the store and, with `tba run`, the run folder."""
     guards: GuardsSection = GuardsSection()
     """Alarms, and what they do."""
 

@@ -154,44 +154,34 @@ def test_a_damaged_version_is_not_exported(models: dict[str, Path], tmp_path: Pa
     assert not (tmp_path / "export" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("which", "best", "exported"),
-    [("last", BEST, "1-8"), ("best", BEST, "1-4"), ("best", None, "1-8"), ("best", "gone", "1-8")],
-)
-def test_the_trainer_uploads_the_last_or_the_best_version_with_its_card_and_leaves_nothing_older(
-    models: dict[str, Path], tmp_path: Path, which: str, best: Any, exported: str
+def test_the_trainer_uploads_the_last_version_with_its_card_and_leaves_nothing_older(
+    models: dict[str, Path], tmp_path: Path
 ) -> None:
     store, _, recipe = published(tmp_path, {"1-4": models["tied"], "1-8": models["untied"]})
     store.put("runs/demo/export/model-00001-of-00002.safetensors", b"of an earlier export")
-    document = recipe.model_dump()
-    document["trainer"]["export_version"] = which
-    chosen = BEST.model_copy(update={"version": "1-2"}) if best == "gone" else best
-    facts = make_facts(recipe)
-    info = run_info(evals=list(facts.evals), best=chosen)
-    prefix = upload_export(Recipe.model_validate(document), info, store, last=PolicyVersion(1, 8), changes=())
+    info = run_info(evals=list(make_facts(recipe).evals), best=BEST)
+    prefix = upload_export(recipe, info, store, last=PolicyVersion(1, 8), changes=())
     names = {key.removeprefix(prefix) for key in store.list(prefix)}
     assert names == {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert f"# demo, version {exported}" in store.get(prefix + "README.md").decode()
-    source = models["tied" if exported == "1-4" else "untied"]
+    assert "# demo, version 1-8" in store.get(prefix + "README.md").decode()
     store.get_file(prefix + "model.safetensors", tmp_path / "found.safetensors")
-    found, expected = load_file(tmp_path / "found.safetensors"), load_file(source / "model.safetensors")
+    found, expected = load_file(tmp_path / "found.safetensors"), load_file(models["untied"] / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_trainer_keeps_the_best_version_and_exports_it_at_the_end(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_trainer_keeps_the_best_version_and_exports_the_last_at_the_end(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     store, buffer, section = FileStore(tmp_path / "store"), RecordedBuffer(), {"num_steps": 12, "sync_interval": 2}
-    recipe = make_recipe(
-        models["tied"],
-        trainer={**section, "keep_versions": 2, "export_version": "best"},
-    )
+    recipe = make_recipe(models["tied"], trainer={**section, "keep_versions": 2})
     buffer.best = BEST
     train(recipe, buffer=buffer, store=store, stop=threading.Event())  # pyright: ignore[reportArgumentType]
     versions = WeightVersions(store, "demo")
     assert [str(version) for version in versions.versions()] == ["0-0", "1-4", "1-10", "1-12"]
     card = store.get("runs/demo/export/README.md").decode()
-    assert "# demo, version 1-4" in card
-    assert "| this version | 1-4 | " in card
+    assert "# demo, version 1-12" in card
+    assert "| best version | 1-4 | " in card
 
 
 @pytest.fixture

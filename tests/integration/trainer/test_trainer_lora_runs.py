@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.api import OriginInfo
 from tba.errors import ConfigError, ObjectNotFoundError
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights.export import RunFacts, write_adapter
 from tests.support.stored_checkpoint import section_tensors
 from tests.support.tiny_model import make_tiny_model
@@ -102,7 +102,7 @@ def test_versions_of_a_run_are_adapters_and_peft_reads_an_exported_adapter(
         world.stop_after(step)
         world.train(recipe)
     manifests = [world.versions.manifest(version) for version in world.versions.versions()]
-    assert [m.version for m in manifests][0] == "0-0"
+    assert manifests[0].version == "0-0"
     assert [m.adapter is not None for m in manifests] == [False, *[True] * (len(manifests) - 1)]
     gauges = world.buffer.beats[-1].gauges
     assert gauges["published_adapter_bytes_total"] == sum(m.adapter_bytes for m in manifests if m.version[0] == "2")

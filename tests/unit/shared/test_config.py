@@ -199,14 +199,6 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
             r"rollouts of run\.snapshot = 'old/end' have none .*; choose \"trainer\"",
         ),
         (
-            {**MINIMAL, "searcher": {"num_searchers": 0}, "trainer": {"export_version": "best"}},
-            r'trainer\.export_version = "best" needs evaluations',
-        ),
-        (
-            {**MINIMAL, "trainer": {"export_version": "best", "export": False}},
-            r'trainer\.export_version = "best" says which version is exported, and trainer\.export is false',
-        ),
-        (
             {**MINIMAL, "buffer": {"max_rollouts": 63}},
             r"sampling\.min_size_to_sample 64 is above buffer\.max_rollouts 63: no batch could ever be drawn",
         ),

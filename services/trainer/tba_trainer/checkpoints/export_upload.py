@@ -1,11 +1,10 @@
-"""The export of a run in the object store, under runs/<run>/export/: a published version with its model card."""
+"""The export of a run in the object store, under runs/<run>/export/: the last version with its model card."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from tba.api import RunInfo, SettingsAudit
 from tba.config import Recipe
@@ -32,32 +31,15 @@ def upload_export(
         StoreError: the store is away, or its copy of the version is damaged.
     """
     prefix, versions = f"runs/{recipe.run.name}/export/", WeightVersions(store, recipe.run.name)
-    version = _choose_version(recipe.trainer.export_version, info, versions, last)
     facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, parents=info.parents, changes=changes)
     # Written to this machine first: a version that turns out to be damaged leaves the old export as it was.
     with tempfile.TemporaryDirectory(prefix="tba-export-") as name:
-        write_export(versions, version, Path(name), facts)
+        write_export(versions, last, Path(name), facts)
         paths = {prefix + path.name: path for path in sorted(Path(name).iterdir())}
         for key, path in paths.items():
             store.put_file(key, path)
     # only now: until the new files are there, the old export is a whole one
     for key in set(store.list(prefix)) - paths.keys():
         store.delete(key)
-    log.info("exported", version=str(version), prefix=prefix, store=store.url)
+    log.info("exported", version=str(last), prefix=prefix, store=store.url)
     return prefix
-
-
-def _choose_version(
-    which: Literal["last", "best"], info: RunInfo, versions: WeightVersions, last: PolicyVersion
-) -> PolicyVersion:
-    if which == "last":
-        return last
-    if info.best is None:
-        log.warning("no_best_version", exported=str(last), hint="no evaluation of this run has eval.best_metric")
-        return last
-    best = PolicyVersion.parse(info.best.version)
-    # it is never deleted by a trainer of this run, but an operator may have emptied a part of the store
-    if not versions.exists(best):
-        log.warning("best_version_is_gone", version=str(best), exported=str(last))
-        return last
-    return best

@@ -223,11 +223,6 @@ class Recipe(StrictModel):
                 f"sampling.group_size is 1, and {self.objective.preset} compares the rollouts of a group; raise it to "
                 'at least 2, or choose objective.preset = "reinforce"'
             )
-        if sampling.min_distinct > num_group:
-            raise ValueError(
-                f"sampling.min_distinct is {sampling.min_distinct}, more than the {num_group} rollouts of a group "
-                "(sampling.group_size); lower it"
-            )
         if sampling.skip_tied_groups and num_group == 1:
             raise ValueError(
                 "sampling.skip_tied_groups leaves groups out whose rewards are all equal, as those of every group are "

@@ -156,6 +156,10 @@ class BufferSection(StrictModel):
         return self
 
 
+MIN_DISTINCT = 2
+"""A group of one rollout, repeated, has nothing to compare."""
+
+
 class SamplingSection(StrictModel):
     """The composition of a batch, and flow control (docs/algorithm.md: MOP)."""
 
@@ -166,13 +170,8 @@ class SamplingSection(StrictModel):
     rollouts_per_visit: int = Field(default=8, ge=1)
     """S: completions per visit of a prompt."""
     most_on_policy_prob: Probability = Schedule(value=0.5)
-    """m: probability that a slot draws from rollouts that arrived since the previous publication; a number or a
-    schedule."""
-    recent_window: Literal["arrival", "version"] = "arrival"
-    """Recent rollouts arrived since the previous publication (with `alternate`: since the last one), or were made by
-    one of the last `recent_versions` versions."""
-    recent_versions: int = Field(default=2, ge=1)
-    """w: with `recent_window = "version"`, how many publications back still count as recent."""
+    """m: probability that a slot draws from rollouts that arrived since the previous publication (with `alternate`:
+    since the last one); a number or a schedule."""
     reward_inverse_temperature: float = Field(default=0.0, ge=0)
     """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""
     uniform_share: float = Field(default=0.0, ge=0, le=1)
@@ -190,8 +189,6 @@ class SamplingSection(StrictModel):
     """Leave a group out whose rewards are all equal, and draw another prompt in its place, up to 8 times for each slot
     (dynamic sampling, arXiv 2503.14476). Most objectives learn nothing from such a group. It does not count as trained
     (`samples_per_insert`), so the others are trained on more often."""
-    min_distinct: int = Field(default=2, ge=1)
-    """A prompt can fill a slot once it has this many rollouts there; with fewer than K, some are drawn repeatedly."""
     max_uses: int | None = Field(default=None, ge=1, le=65_535)
     """A rollout that was in this many batches is not drawn again; batches that nobody has trained on yet count too,
     void ones do not. A resume over more than 1,024 batches leaves the older ones counted. None: no bound."""
@@ -209,14 +206,10 @@ class SamplingSection(StrictModel):
     `alternate` and `trainer.sync_interval` 1, rollouts are trained on at the age L exactly (docs/trainer.md,
     Constant lag)."""
 
-    @model_validator(mode="after")
-    def _check_lag(self) -> SamplingSection:
-        if self.lag_steps and self.recent_window == "version":
-            raise ValueError(
-                f'recent_window = "version" counts the newest versions as recent, and with lag_steps = '
-                f'{self.lag_steps} nobody samples with those; choose recent_window = "arrival"'
-            )
-        return self
+    @property
+    def min_distinct(self) -> int:
+        """How many rollouts a prompt needs to fill a slot; with fewer than K, some are drawn repeatedly."""
+        return min(MIN_DISTINCT, self.group_size)
 
 
 class AuthSection(StrictModel):

@@ -74,9 +74,7 @@ def test_a_batch_has_k_rollouts_of_one_prompt_per_slot(serve_buffer: ServeBuffer
 
 
 def test_a_group_may_be_one_rollout_for_reinforce(serve_buffer: ServeBuffer) -> None:
-    client, lineage = filled(
-        serve_buffer, sampling={"group_size": 1, "min_distinct": 1}, objective={"preset": "reinforce"}
-    )
+    client, lineage = filled(serve_buffer, sampling={"group_size": 1}, objective={"preset": "reinforce"})
     assert [len(group.rollouts) for group in draw(client, lineage, 1).groups] == [1, 1, 1, 1]
 
 

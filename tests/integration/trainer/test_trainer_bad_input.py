@@ -63,7 +63,7 @@ def damages(good: Rollout) -> dict[str, bytes]:
 
 @pytest.fixture
 def buffer(serve_buffer: ServeBuffer) -> BufferThread:
-    return serve_buffer(sampling={"prompts_per_batch": 8, "group_size": 4, "min_distinct": 4})
+    return serve_buffer(sampling={"prompts_per_batch": 8, "group_size": 4})
 
 
 def settings_of(buffer: BufferThread, folder: Path, **trainer: Any) -> Recipe:

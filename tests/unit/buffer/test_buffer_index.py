@@ -48,8 +48,6 @@ steps = st.one_of(
 index_settings = st.builds(
     IndexSettings,
     num_publications_kept=st.just(4),
-    recent_window=st.sampled_from(["arrival", "version"]),
-    recent_versions=st.integers(1, 2),
     alternate=st.booleans(),
     min_distinct=st.integers(1, 3),
     max_uses=st.sampled_from([None, 1, 2]),
@@ -158,14 +156,9 @@ class Model:
 
     def recent(self) -> list[int]:
         """Positions of drawable rollouts that are recent."""
-        if self.settings.recent_window == "arrival":
-            windows = self.publications[-1:] if self.settings.alternate else self.publications[-2:-1]
-            after = windows[0].position if windows else 0
-            return [at for at in self.drawable() if at > after]
-        newest = list(dict.fromkeys(publication.version for publication in reversed(self.publications)))[
-            : self.settings.recent_versions
-        ]
-        return [at for at in self.drawable() if not self.publications or self.stored[at].version in newest]
+        windows = self.publications[-1:] if self.settings.alternate else self.publications[-2:-1]
+        after = windows[0].position if windows else 0
+        return [at for at in self.drawable() if at > after]
 
 
 def check_counts(index: Index, model: Model) -> None:
@@ -339,20 +332,6 @@ def test_taking_turns_recent_is_what_arrived_since_the_newest_mark() -> None:
     events = [make_added(1, [Item(prompt=0)]), Publication(2, PolicyVersion(1, 0)), make_added(3, [Item(prompt=1)])]
     index = make_index(*events, alternate=True)
     assert index.column("prompt", index.recent_rows()).tolist() == [1]
-
-
-def test_recent_by_version_is_what_the_last_publications_made() -> None:
-    old, new = PolicyVersion(1, 0), PolicyVersion(1, 4)
-    events = [
-        Publication(1, old),
-        make_added(2, [Item(prompt=0, version=old)]),
-        Publication(3, new),
-        make_added(4, [Item(prompt=1, version=old), Item(prompt=2, version=new)]),
-        Publication(6, PolicyVersion(1, 8)),
-    ]
-    for num_versions, expected in ((1, []), (2, [2]), (3, [0, 1, 2])):
-        index = make_index(*events, recent_window="version", recent_versions=num_versions)
-        assert index.column("prompt", index.recent_rows()).tolist() == expected
 
 
 def test_a_pending_rollout_takes_its_place_by_arrival_once_it_is_scored() -> None:

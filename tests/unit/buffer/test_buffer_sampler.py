@@ -354,28 +354,6 @@ def test_recent_by_arrival_is_uniform_whatever_the_reward(replacement: bool, big
     assert set(np.unique(rows)) == {2, 4, 5, 6}
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("num_old", [3, 200])
-def test_recent_by_version_is_uniform_among_what_the_last_versions_made(num_old: int, big_prompt: int) -> None:
-    """With 200 old ones in between, the recent ones are too thin to be found by trying."""
-    made = [V2, *[V1] * num_old, V2, V3, V1, V3]
-    index = make_index(
-        Publication(1, V1),
-        make_added(2, [Item(reward=float(at), version=version) for at, version in enumerate(made)]),
-        Publication(2 + len(made), V2),
-        Publication(3 + len(made), V3),
-        recent_window="version",
-        recent_versions=2,
-        big_prompt=big_prompt,
-    )
-    recent = [at for at, version in enumerate(made) if version in (V2, V3)]
-    assert index.recent_rows().tolist() == recent
-    rows = draw_groups(index, 3000, most_on_policy_prob=1.0, inverse_temperature=1.0)
-    assert set(np.unique(rows)) == set(recent)
-    numbers = np.searchsorted(recent, rows)
-    assert_groups_follow(numbers, sequence_probabilities(np.full(4, 0.25), 2, replacement=False))
-
-
 def test_recent_prompts_are_uniform_among_those_with_enough_recent_rollouts() -> None:
     old = [Item(prompt=prompt) for prompt in range(8) for _ in range(5)]
     new = [Item(prompt=prompt) for prompt in (1, 2, 2, 5, 5, 6, 6, 6)]

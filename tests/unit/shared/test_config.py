@@ -207,10 +207,6 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
             r"sampling\.samples_per_insert is 2\.5, and no rollout is in more than 2 batches \(sampling\.max_uses\)",
         ),
         (
-            {**MINIMAL, "sampling": {"lag_steps": 5, "recent_window": "version"}},
-            r'recent_window = "version" counts the newest .*, and with lag_steps = 5 nobody samples with those',
-        ),
-        (
             {**MINIMAL, "sampling": {"lag_steps": 1}, "searcher": {"num_searchers": 0}},
             r"sampling\.lag_steps is 1, how old the weights of searchers are, and searcher\.num_searchers is 0",
         ),

@@ -125,12 +125,11 @@ def test_a_number_of_recomputed_layers_is_never_taken_for_true(value: Any) -> No
         ({"preset": "rloo"}, {"sampling": {"group_size": 1}}, "group_size is 1, and rloo compares"),
         (
             {"preset": "m:f", "mask_tied": True},
-            {"sampling": {"group_size": 1, "min_distinct": 1}},
+            {"sampling": {"group_size": 1}},
             r"objective\.mask_tied leaves groups out .* set it to false, or raise group_size",
         ),
         ({"preset": "reinforce", "mask_tied": True}, {}, "reinforce compares rewards with the batch, .* = false"),
         ({"preset": "tb_log_z", "mask_tied": True}, {}, "tb_log_z compares rewards with the log Z of the prompt"),
-        ({"preset": "tb"}, {"sampling": {"group_size": 4, "min_distinct": 5}}, "min_distinct is 5, more than the 4"),
         ({"preset": "tb", "reference_reset_steps": 5}, {}, r"reference_reset_steps = 5 belongs .* the anchor is fixed"),
         ({"preset": "rloo", "reference_reset_steps": 5}, {}, r"rloo has no KL here \(beta is 0\)"),
         ({"preset": "tb", "age_scaled": True}, {}, "age_scaled .* but the anchor is fixed"),
@@ -195,7 +194,7 @@ def test_a_number_of_recomputed_layers_is_never_taken_for_true(value: Any) -> No
         ({"preset": "grpo", "importance_clamp": 4.0}, {}, "importance_clamp = 4 belongs"),
         (
             {"preset": "reinforce"},
-            {"sampling": {"group_size": 1, "min_distinct": 1, "prompts_per_batch": 1}},
+            {"sampling": {"group_size": 1, "prompts_per_batch": 1}},
             "reinforce compares the rollouts of a batch",
         ),
         (
@@ -232,7 +231,7 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("objective", "sections"),
     [
-        ({"preset": "reinforce"}, {"sampling": {"group_size": 1, "min_distinct": 1}}),
+        ({"preset": "reinforce"}, {"sampling": {"group_size": 1}}),
         ({"preset": "tb", "beta": {"kind": "linear", "value": 0.1, "steps": 100}}, {"trainer": {"num_steps": 100}}),
         ({"preset": "grpo", "beta": 0.04, "anchor": "reset", "reference_reset_steps": 20}, {}),
         ({"preset": "tba_prime", "anchor": "fixed", "reference_placement": "searcher"}, {}),
@@ -245,7 +244,7 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
         ({"preset": "tb", "importance_weight": "clamp", "importance_clamp": 4.0}, {}),
         *[({"preset": preset, "negative_weight": 0.0}, {}) for preset in ("tba_prime", "grpo", "online_dpo")],
         ({"preset": "raft", "negative_weight": 0.2, "beta": 0.01}, {}),
-        ({"preset": "reinforce"}, {"sampling": {"group_size": 1, "min_distinct": 1, "prompts_per_batch": 2}}),
+        ({"preset": "reinforce"}, {"sampling": {"group_size": 1, "prompts_per_batch": 2}}),
         *[({"preset": preset}, {"searcher": {"sampling_temperature": 0.7}}) for preset in ("tb", "grpo", "online_dpo")],
         ({"preset": "tba_prime", "centre": "theta"}, {"searcher": {"sampling_temperature": 0.7}}),
         *[({"preset": "tb"}, {"searcher": searcher}) for searcher, _ in DISTORTED],
@@ -266,7 +265,7 @@ def test_an_alarm_that_can_never_act_is_refused() -> None:
 
     def with_guard(min_ess: float, action: str) -> Recipe:
         guards = {"ess_collapse": {"min_ess": min_ess, "action": action}}
-        sampling = {"prompts_per_batch": 2, "group_size": 4, "min_distinct": 1}
+        sampling = {"prompts_per_batch": 2, "group_size": 4}
         return recipe({"preset": "tb"}, trainer={"guards": guards}, sampling=sampling)
 
     with pytest.raises(ConfigError, match=r"ess_collapse.action is \"skip\" and can never be taken: min_ess is 0\.125"):

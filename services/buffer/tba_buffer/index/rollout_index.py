@@ -64,8 +64,6 @@ class IndexSettings:
     """
 
     num_publications_kept: int = 8
-    recent_window: str = "arrival"
-    recent_versions: int = 2
     alternate: bool = False
     min_distinct: int = 2
     max_uses: int | None = None
@@ -77,10 +75,6 @@ class IndexSettings:
         """Return the settings of a run."""
         sampling = recipe.sampling
         return cls(
-            # versions may be announced more than once; the newest distinct ones must be among the publications kept
-            num_publications_kept=max(2, 4 * sampling.recent_versions),
-            recent_window=sampling.recent_window,
-            recent_versions=sampling.recent_versions,
             alternate=sampling.alternate,
             min_distinct=sampling.min_distinct,
             max_uses=sampling.max_uses,
@@ -357,55 +351,36 @@ class Index:
         self._find_recent()
 
     def _find_recent(self) -> None:
-        """Find the recent rollouts again. O(recent), by version O(n).
+        """Find the recent rollouts again. O(recent).
 
-        With `arrival`, those after the last publication but one; before the second publication, all. With `alternate`,
-        those after the last one: the rollouts of a phase are there before it draws, and what an earlier phase left
-        behind (after a kill of the trainer) is of another age. With `version`, those of the versions of the last
-        `recent_versions` publications; before the first one, all.
+        Those after the last publication but one; before the second publication, all. With `alternate`, those after the
+        last one: the rollouts of a phase are there before it draws, and what an earlier phase left behind (after a kill
+        of the trainer) is of another age.
         """
-        table, settings, num_back = self.columns, self.settings, 1 if self.settings.alternate else 2
+        table, num_back = self.columns, 1 if self.settings.alternate else 2
         self._recent_from = table.first
-        if settings.recent_window == "arrival" and len(self.publications) >= num_back:
+        if len(self.publications) >= num_back:
             self._recent_from = table.row_after(self.publications[-num_back].position)
-        elif settings.recent_window == "version" and self.publications:
-            newest_first = dict.fromkeys(publication.version for publication in reversed(self.publications))
-            self._versions.set_recent(set(list(newest_first)[: settings.recent_versions]))
         recent = self.recent_rows()
         self._per_prompt[3] = np.bincount(table.get("prompt", recent), minlength=self._per_prompt.shape[1])
-        members = self._per_prompt[3] >= settings.min_distinct
+        members = self._per_prompt[3] >= self.settings.min_distinct
         self.drawable[RECENT].put_all(members)
         self.due[RECENT].put_all(members & self.draws.is_due(RECENT, np.arange(len(members))))
 
     def first_recent(self) -> int:
-        """Return the first live row that is recent, whatever its status; the end if there is none. O(1) amortised.
-
-        By arrival it may be a dead row before that one, since all rows from there on are recent.
-        """
-        table = self.columns
-        self._recent_from = max(self._recent_from, table.first)
-        while self.settings.recent_window == "version" and self._recent_from < table.end:
-            end = min(table.end, self._recent_from + 65_536)
-            rows = np.arange(self._recent_from, end)
-            found = np.flatnonzero(self._is_live(rows) & self.is_recent(rows))
-            self._recent_from += int(found[0]) if len(found) else len(rows)
-            if len(found):
-                break
+        """Return the row from which on all are recent; it may be dead."""
+        self._recent_from = max(self._recent_from, self.columns.first)
         return self._recent_from
 
     def is_recent(self, rows: Rows) -> NDArray[np.bool_]:
         """Return whether rows [n] are recent, whatever their status. [n]"""
-        if self.settings.recent_window == "arrival":
-            return rows >= self._recent_from
-        return self._versions.recent[self.columns.get("version", rows)]
+        return rows >= self._recent_from
 
     def recent_rows(self) -> Rows:
         """Return the rows that are recent and may be drawn, ascending."""
         first = self.first_recent()
         rows = np.flatnonzero(self.columns.scan("status", first, self.columns.end) == SCORED) + first
-        if self.settings.max_uses is not None:
-            rows = rows[self.is_drawable(rows)]
-        return rows if self.settings.recent_window == "arrival" else rows[self.is_recent(rows)]
+        return rows if self.settings.max_uses is None else rows[self.is_drawable(rows)]
 
     # ---- counts -----------------------------------------------------------------------------------------------
 

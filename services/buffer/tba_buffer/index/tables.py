@@ -193,12 +193,10 @@ class VersionNumbers:
     def __init__(self) -> None:
         self._numbers: dict[PolicyVersion, int] = {}
         self._free: list[int] = []
-        self._recent: set[PolicyVersion] | None = None
         self.lineages = np.zeros(16, dtype=np.uint32)
         self.steps = np.zeros(16, dtype=np.uint64)
         self.counts = np.zeros(16, dtype=np.int64)
-        self.recent = np.ones(16, dtype=bool)
-        """[V] by number: lineage, step, live rollouts, and whether it is recent."""
+        """[V] by number: lineage, step, and live rollouts."""
 
     def number_of(self, lineages: NDArray[np.uint32], steps: NDArray[np.uint64]) -> NDArray[np.int32]:
         """Return the number of each version (lineages [n], steps [n]); unknown ones get one. [n]"""
@@ -218,12 +216,11 @@ class VersionNumbers:
             # numbers are reused, so that the arrays grow with the live versions and not with all that ever were
             number = self._free.pop() if self._free else len(self._numbers)
             if number >= len(self.counts):
-                for name in ("lineages", "steps", "counts", "recent"):
+                for name in ("lineages", "steps", "counts"):
                     column = getattr(self, name)
                     setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
             self._numbers[version] = number
             self.lineages[number], self.steps[number] = lineage, step
-            self.recent[number] = self._recent is None or version in self._recent
         return number
 
     def count(self, numbers: NDArray[np.int32], sign: int) -> None:
@@ -238,14 +235,6 @@ class VersionNumbers:
     def live(self) -> dict[PolicyVersion, int]:
         """Return the live rollouts per version, versions ascending."""
         return {version: int(self.counts[number]) for version, number in sorted(self._numbers.items())}
-
-    def set_recent(self, versions: set[PolicyVersion] | None) -> None:
-        """Set which versions are recent from now on; None: all."""
-        self._recent = versions
-        self.recent[:] = versions is None
-        for version in versions or ():
-            if (number := self._numbers.get(version)) is not None:
-                self.recent[number] = True
 
 
 class PromptRows:

@@ -437,29 +437,12 @@ def _recent_draws(index: Index, tree: Priorities, prompt: int, rng: np.random.Ge
     """Return the functions that draw uniformly from the recent rollouts of a prompt that has many of them."""
     block = index.rows_by_prompt.rows(prompt)
     first = tree.num_before(int(np.searchsorted(block, index.first_recent())))
-    by_version = index.settings.recent_window == "version"
-
-    def everything() -> NDArray[np.int64]:
-        leaves = tree.by_rank(np.arange(first, tree.num))
-        return leaves[index.is_recent(block[leaves])]
 
     def weigh() -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
-        leaves = everything()
+        leaves = tree.by_rank(np.arange(first, tree.num))
         return leaves, np.zeros(len(leaves)), 1.0
 
-    # by version the recent rows may lie thinly among the rest, and rejection would draw many times for each
-    if by_version and 16 * index.recent_counts[prompt] < tree.num - first:
-        recent = everything()
-        return (lambda num: recent[rng.integers(0, len(recent), num)]), weigh
-
-    def draw(num: int) -> NDArray[np.int64]:
-        drawn = np.zeros(0, dtype=np.int64)
-        while len(drawn) < num:
-            leaves = tree.by_rank(rng.integers(first, tree.num, num))
-            drawn = np.concatenate([drawn, leaves[index.is_recent(block[leaves])]])
-        return drawn[:num]
-
-    return draw, weigh
+    return (lambda num: tree.by_rank(rng.integers(first, tree.num, num))), weigh
 
 
 def draw_rollouts(index: Index, settings: DrawSettings, num: int, seed: int) -> Rows:

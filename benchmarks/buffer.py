@@ -55,7 +55,6 @@ TARGETS = (
     Target("... draw, p99", "mixed", "draw_p99_ms", 50, at_least=False, unit="ms"),
     Target("... one trainer, drawing and acking in turn", "mixed", "one_trainer_batches_per_s", 0.0, unit="batches/s"),
     Target("draw of 512 of 1,000,000, groups", "index", "draw_groups_ms", 1, at_least=False, unit="ms"),
-    Target("draw of 512 of 1,000,000, flat", "index", "draw_flat_ms", 1, at_least=False, unit="ms"),
     Target("draw of 512 of one prompt's 1,000,000", "index", "draw_one_prompt_ms", 1, at_least=False, unit="ms"),
     Target("index memory", "index", "bytes_per_rollout", 200, at_least=False, unit="bytes/rollout"),
     Target("restart with 1,000,000 rollouts", "restart", "restart_s", 5, at_least=False, unit="s"),

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 from tba_buffer.index.log import CHECKPOINT_DTYPE, LogCheckpoint, Publication
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
+from tba_buffer.sampling.mop import DrawSettings, draw_slots
 
 from benchmarks.buffer_bench.crowd import SPAWN
 from benchmarks.buffer_bench.world import SAMPLING, rss_bytes
@@ -30,7 +30,6 @@ def index_alone(num_rollouts: int = 1_000_000) -> dict[str, float]:
         one = pool.submit(_measure, num_rollouts, 1).result()
     return {
         "draw_groups_ms": many["groups_ms"],
-        "draw_flat_ms": many["flat_ms"],
         "draw_one_prompt_ms": one["groups_ms"],
         "bytes_per_rollout": max(many["bytes_per_rollout"], one["bytes_per_rollout"]),
         "restore_s": many["restore_s"],
@@ -51,12 +50,10 @@ def _measure(num_rollouts: int, num_prompts: int) -> dict[str, float]:
     restore_s = time.perf_counter() - began_s
     settings = DrawSettings.of(recipe)
     groups_ms = _median_ms(lambda seed: draw_slots(index, settings, seed))
-    flat_ms = _median_ms(lambda seed: draw_rollouts(index, settings, 512, seed))
     del records
     gc.collect()
     return {
         "groups_ms": groups_ms,
-        "flat_ms": flat_ms,
         "bytes_per_rollout": (rss_bytes(os.getpid()) - before) / num_rollouts,
         "restore_s": restore_s,
     }

@@ -14,7 +14,7 @@ from tba_buffer.index.log import SLOT_DTYPE, Drawn, Event, Publication, Resumed,
 from tba_buffer.index.priorities import SumTree
 from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
 from tba_buffer.index.tables import PromptSet, csr_indices, group_by
-from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
+from tba_buffer.sampling.mop import DrawSettings, draw_slots
 
 from tba.versions import PolicyVersion
 from tests.support.index_values import Item, make_added, make_evicted, make_index, make_rescored, rollout_id_at
@@ -229,8 +229,6 @@ def drawn(index: Index, min_distinct: int) -> list[object]:
             if index.num_drawable:
                 slots = draw_slots(index, draw, seed)
                 results += [(slot.prompt, slot.source, index.rollout_ids(slot.rows)) for slot in slots]
-            if index.num_scored:
-                results.append(index.rollout_ids(draw_rollouts(index, draw, 3, seed)))
     return results
 
 

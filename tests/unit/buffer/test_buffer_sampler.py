@@ -15,7 +15,7 @@ from tba_buffer.index.log import Publication
 from tba_buffer.index.priorities import log_probabilities
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.sampling import prompt_choice
-from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
+from tba_buffer.sampling.mop import DrawSettings, draw_slots
 
 from tba.versions import PolicyVersion
 from tests.support.chi_square import assert_follows
@@ -390,36 +390,7 @@ def test_fewer_recent_rollouts_than_min_distinct_are_not_a_group() -> None:
     assert (slots[0].source, slots[0].rows.tolist(), slots[0].num_distinct) == ("recent", [4, 4], 1)
 
 
-# ---- the flat draw, and what a seed promises ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_the_flat_draw_follows_the_mixture_over_everything(replacement: bool) -> None:
-    items = [Item(prompt=at % 3, reward=at / 4) for at in range(5)]
-    index = make_index(make_added(1, [*items, Item(status="failed")]))
-    settings = make_settings(inverse_temperature=1.0, uniform_share=0.1, replacement=replacement)
-    rows = np.array([draw_rollouts(index, settings, 2, seed) for seed in range(3000)])
-    p = softmax([item.reward for item in items], 1.0, 0.1)
-    assert_groups_follow(rows, sequence_probabilities(p, 2, replacement=replacement))
-    assert len(draw_rollouts(index, settings, 9, 0)) == 9
-    with pytest.raises(ValueError, match="no scored rollout"):
-        draw_rollouts(make_index(), settings, 1, 0)
-
-
-def test_the_flat_draw_stays_exact_when_the_ring_has_turned() -> None:
-    index, number = make_index(), 0
-    settings = make_settings(inverse_temperature=1.0)
-    while index.columns.end < 2 * index.columns.capacity + 5:
-        items = [Item(prompt=at, reward=(number + at) % 4) for at in range(60)]
-        index.apply(make_added(index.position + 1, items))
-        gone = index.column("position", index.live_rows())[: index.num_live - 20]
-        index.apply(make_evicted(index.position + 1, gone.tolist()))
-        draw_rollouts(index, settings, 1, 0)
-        number += 1
-    live = index.live_rows()
-    drawn = np.concatenate([draw_rollouts(index, settings, 1, seed) for seed in range(3000)])
-    p = softmax(index.column("reward", live), 1.0)
-    assert_follows(np.bincount(np.searchsorted(live, drawn), minlength=20), p)
+# ---- what a seed promises ---------------------------------------------------------------------
 
 
 def test_the_same_seed_draws_the_same_batch_and_another_seed_another_one() -> None:

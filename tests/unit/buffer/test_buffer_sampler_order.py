@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tba_buffer.index.log import Event, Publication, Resumed, Voided
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.sampling.mop import MAX_REDRAWS, DrawSettings, Slot, draw_rollouts, draw_slots, drawn_event
+from tba_buffer.sampling.mop import MAX_REDRAWS, DrawSettings, Slot, draw_slots, drawn_event
 
 from tba.versions import START, LineageTree, PolicyVersion
 from tests.support.chi_square import assert_follows
@@ -270,7 +270,6 @@ def test_no_rollout_is_in_more_batches_than_allowed_and_all_uses_are_spent(
     assert uses == dict.fromkeys(range(20), max_uses)
     with pytest.raises(ValueError, match="no prompt has"):
         draw_slots(run.index, draw, 0)
-    assert len(draw_rollouts(run.index, draw, 5, 0)) == 5  # what is read beside training is bounded by nothing
 
 
 @BOTH_WAYS
@@ -334,8 +333,6 @@ def test_weights_halve_with_every_half_life(
     assert_follows(np.array([pairs[cell] for cell in cells]), expected)
     repeated = draw_slots(index, make_settings(prompts_per_batch=5000, replacement=True, **weights), seed=2)
     assert_follows(np.bincount([slot.rows[1] for slot in repeated], minlength=5), p)
-    flat = [int(draw_rollouts(index, make_settings(**weights), 1, seed)[0]) for seed in range(2000)]
-    assert_follows(np.bincount(flat, minlength=5), p)
 
 
 @BOTH_WAYS

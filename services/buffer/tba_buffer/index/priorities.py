@@ -141,8 +141,6 @@ class Priorities:
 
     def __init__(self, values: NDArray[np.float64], members: NDArray[np.bool_], inverse_temperature: float) -> None:
         self.inverse_temperature = inverse_temperature
-        self.origin = 0
-        """Ranks are counted from this leaf on, and around."""
         self._num_leaves = len(members)
         self._ones = SumTree(len(members), np.int32)
         self._ones.build(members)
@@ -205,8 +203,8 @@ class Priorities:
             self._weights.set(leaves, np.where(members, np.ceil(self._weight(values)), 0))
 
     def by_rank(self, ranks: NDArray[np.int64]) -> Leaves:
-        """Return the members of these ranks [k], 0 <= rank < num, counted from `origin`."""
-        return self._ones.find(_around(ranks, self._ones, self.origin))[0]
+        """Return the members of these ranks [k], 0 <= rank < num."""
+        return self._ones.find(ranks)[0]
 
     def num_before(self, leaf: int) -> int:
         """Return the number of members before `leaf`."""
@@ -242,7 +240,7 @@ class Priorities:
         """Return `num` leaves drawn by W, and which of them are kept."""
         assert self._weights is not None
         targets = rng.integers(0, self._weights.total, num)
-        leaves, depth = self._weights.find(_around(targets, self._weights, self.origin))
+        leaves, depth = self._weights.find(targets)
         return leaves, depth + rng.random(num) < self._weight(self._values[leaves])
 
     def log_mass(self) -> float:
@@ -263,8 +261,6 @@ class Priorities:
             revalue: returns other values for members [n] with these values [n].
         """
         members = np.flatnonzero(self._ones.leaves(self._num_leaves))
-        # from `origin` on and around, as ranks are counted
-        members = np.roll(members, -int(np.searchsorted(members, self.origin)))
         values = np.zeros(len(members)) if self._weights is None else self._values[members]
         terms, scale = gumbel_terms(
             revalue(members, values) if revalue else values,
@@ -289,10 +285,6 @@ class Priorities:
         with np.errstate(over="ignore"):
             logits = self.inverse_temperature * (np.minimum(values, self._reference) - self._reference)
         return np.maximum(np.exp(np.maximum(logits, -700.0)) * _SCALE, 1e-290)
-
-
-def _around(targets: NDArray[np.int64], tree: SumTree, origin: int) -> NDArray[np.int64]:
-    return (targets + tree.before(origin)) % tree.total if origin else targets
 
 
 def _reference(top: float, inverse_temperature: float) -> float:

@@ -1,7 +1,6 @@
 """The weights of rollouts, and trees of them over the index, for draws from many rollouts.
 
 of_prompt   one prompt with many rollouts; leaf = place in its block
-of_all      every rollout; leaf = slot of the ring of columns
 of_prompts  prompts by the total weight of their rollouts (prioritise = "across"); leaf = prompt number
 """
 
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tba_buffer.index.log import SCORED
 from tba_buffer.index.priorities import LOWEST, Priorities
 from tba_buffer.index.tables import Columns, Groups, PromptRows, Prompts, Rows, VersionNumbers
 
@@ -97,14 +95,13 @@ class RewardTrees:
         self._versions = versions
         self._is_drawable = is_drawable
         self._of_prompt: dict[int, _Tree] = {}
-        self._of_all: _Tree | None = None
         self._of_prompts: _Tree | None = None
         self._across_min_distinct = 0
 
     @property
     def num_bytes(self) -> int:
         """Memory."""
-        others = [tree for tree in (self._of_all, self._of_prompts) if tree]
+        others = [self._of_prompts] if self._of_prompts else []
         return sum(tree.priorities.num_bytes for tree in [*others, *self._of_prompt.values()])
 
     def note_added(self, prompts: Prompts) -> None:
@@ -114,8 +111,6 @@ class RewardTrees:
 
     def note_changed(self, rows: Rows, by_prompt: Groups) -> None:
         """Note that the status or the reward of rows changed."""
-        if self._of_all:
-            self._of_all.note(rows)
         if self._of_prompts:
             self._of_prompts.note(by_prompt.keys)
         if self._of_prompt:
@@ -155,29 +150,6 @@ class RewardTrees:
         leaves = np.concatenate([old[old < tree.end], np.arange(tree.end, len(rows))])
         tree.priorities.set(leaves, *self._drawable(rows[leaves], weights))
         tree.end = len(rows)
-        return tree.priorities
-
-    def of_all(self, weights: Weights) -> Priorities:
-        """Return all scored rollouts by weight, used up or not; leaf = slot of the row."""
-        columns, tree = self._columns, self._of_all
-        fits = (
-            tree is not None and tree.capacity == columns.capacity and 4 * (columns.end - tree.end) < columns.capacity
-        )
-        if tree is None or not fits or tree.weights != weights:
-            values, members = np.zeros(columns.capacity), np.zeros(columns.capacity, dtype=bool)
-            rows = np.arange(columns.first, columns.end)
-            values[rows % columns.capacity] = self.values(rows, weights)
-            members[rows % columns.capacity] = columns.status(rows) == SCORED
-            priorities = Priorities(values, members, weights.scale)
-            tree = self._of_all = _Tree(priorities, weights, columns.end, columns.capacity)
-        else:
-            rows = np.concatenate([tree.take_changed(), np.arange(tree.end, columns.end)])
-            slots = np.unique(rows % columns.capacity)
-            # a slot has the state of the newest row that was ever in it
-            members = columns.get("status", slots) == SCORED
-            tree.priorities.set(slots, self.values(slots, weights), members)
-            tree.end = columns.end
-        tree.priorities.origin = columns.first % columns.capacity
         return tree.priorities
 
     def of_prompts(self, counts: NDArray[np.int64], min_distinct: int, weights: Weights) -> Priorities:

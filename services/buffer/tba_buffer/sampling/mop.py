@@ -443,21 +443,3 @@ def _recent_draws(index: Index, tree: Priorities, prompt: int, rng: np.random.Ge
         return leaves, np.zeros(len(leaves)), 1.0
 
     return (lambda num: tree.by_rank(rng.integers(first, tree.num, num))), weigh
-
-
-def draw_rollouts(index: Index, settings: DrawSettings, num: int, seed: int) -> Rows:
-    """Draw `num` rollouts of all there are, whatever their prompt: p as in a replay slot, over everything. [num]
-
-    Raises:
-        ValueError: there is no scored rollout.
-    """
-    if not index.num_scored:
-        raise ValueError("there is no scored rollout to draw")
-    rng = np.random.default_rng(seed)
-    tree, table = index.trees.of_all(settings.weights), index.columns
-    draw, weigh = _replay_draws(tree, settings, rng)
-    # with fewer than `num` rollouts, with replacement
-    leaves = draw(num) if settings.replacement or tree.num < num else _distinct(draw, weigh, 1, num, rng)[0]
-    # leaves are slots of the ring that holds the columns
-    first_slot = table.first % table.capacity
-    return table.first + (leaves - first_slot) % table.capacity

@@ -177,7 +177,7 @@ class Buffer:
     def draw(self, step: int) -> Batch:
         """Draw a batch by MOP: K recent rollouts of a prompt with probability m, else K of any age."""
         seed, position, groups = self._recipe.run.seed * 1_000_000 + step, self._index.position, []
-        slots = draw_slots(self._index, DrawSettings.of(self._recipe, step=step), seed)
+        slots = draw_slots(self._index, DrawSettings.of(self._recipe), seed)
         for slot in slots:
             rollouts = tuple(self._rollouts[rollout_id] for rollout_id in self._index.rollout_ids(slot.rows))
             prompt_id = rollouts[0].prompt_id

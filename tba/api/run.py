@@ -47,8 +47,8 @@ class SettingsRequest(StrictModel):
 class SettingChange(StrictModel):
     """One setting, before and after; null: as the recipe says."""
 
-    old: Schedule | int | None
-    new: Schedule | int | None
+    old: Schedule | int | float | None
+    new: Schedule | int | float | None
 
 
 class SettingEffect(StrictModel):

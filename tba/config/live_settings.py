@@ -30,7 +30,8 @@ AS_RECIPE = "recipe"
 class LiveSettings(StrictModel):
     """Settings that may change during a run; None: as the recipe says.
 
-    A number is a constant schedule. Steps of a schedule are optimizer steps of the run, as in the recipe.
+    Learning rate and beta are schedules; a number is a constant one. Steps of a schedule are optimizer steps of the
+    run, as in the recipe.
     """
 
     learning_rate: LearningRate | None = None
@@ -61,7 +62,7 @@ class LiveSettings(StrictModel):
         values = {name: getattr(getattr(recipe, section), key) for name, (section, key) in RECIPE_KEYS.items()}
         return cls(**values)
 
-    def changed(self) -> dict[LiveName, Schedule | int]:
+    def changed(self) -> dict[LiveName, Schedule | float]:
         """Return those that differ from the recipe."""
         return {name: value for name in LIVE_NAMES if (value := getattr(self, name)) is not None}
 
@@ -114,12 +115,12 @@ def with_live(recipe: Recipe, settings: LiveSettings) -> Recipe:
     return live
 
 
-def setting_text(value: Schedule | int | None) -> str:
+def setting_text(value: Schedule | float | None) -> str:
     """Return a live setting in a few words, for people."""
     if value is None:
         return AS_RECIPE
     if not isinstance(value, Schedule):
-        return str(value)
+        return f"{value:.15g}"
     text = f"{value.value:g}"
     if value.kind != "constant":
         text = f"{value.kind} {text} to {value.final:g} over {value.steps} steps"

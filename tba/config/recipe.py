@@ -12,7 +12,6 @@ from tba.config.data import DataSection, PrepareItem
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
 from tba.config.reward import BUILT_IN_TASKS, RewardSection
-from tba.config.schedules import Schedule
 from tba.config.searcher import VLLM_ENGINES, VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSection
 from tba.config.sections import (
     AuthSection,
@@ -70,7 +69,7 @@ class Recipe(StrictModel):
         """Give searchers the policy temperature where the recipe names none."""
         given = self.searcher.model_fields_set
         if "sampling_temperature" not in given and self.searcher.temperature_mix is None:
-            default = Schedule(value=self.model.policy_temperature)
+            default = self.model.policy_temperature
             # the only way into a frozen model
             object.__setattr__(self, "searcher", self.searcher.model_copy(update={"sampling_temperature": default}))
         return self
@@ -254,33 +253,27 @@ class Recipe(StrictModel):
                 f"sampled for an earlier theta, but searcher.{self.searcher.distortions[0]} makes it another "
                 f"distribution; remove that setting or choose another {part}"
             )
-        found = self.searcher.sampling_temperature
-        for value in (found.lowest(self.trainer.num_steps), found.highest):
-            if value != wanted:
-                raise ValueError(
-                    f'objective.{part} is "{value_of}" (preset {self.objective.preset}), which takes the policy that '
-                    f"sampled for an earlier theta, but searcher.sampling_temperature is {value:g} at some step and "
-                    f"model.policy_temperature is {wanted:g}, so theta would be pulled towards a distorted copy of "
-                    f"itself; make the temperatures equal or choose another {part}"
-                )
+        if (value := self.searcher.sampling_temperature) != wanted:
+            raise ValueError(
+                f'objective.{part} is "{value_of}" (preset {self.objective.preset}), which takes the policy that '
+                f"sampled for an earlier theta, but searcher.sampling_temperature is {value:g} and "
+                f"model.policy_temperature is {wanted:g}, so theta would be pulled towards a distorted copy of "
+                f"itself; make the temperatures equal or choose another {part}"
+            )
 
     @property
     def samples_at_other_temperatures(self) -> bool:
         """Whether searchers sample at other temperatures than the policy's: not even new rollouts are of theta then."""
-        if self.searcher.temperature_mix is not None:
-            return True
-        found = self.searcher.sampling_temperature
-        return {found.lowest(self.trainer.num_steps), found.highest} != {self.model.policy_temperature}
+        is_mixed = self.searcher.temperature_mix is not None
+        return is_mixed or self.searcher.sampling_temperature != self.model.policy_temperature
 
     @property
     def temperature_warning(self) -> str | None:
         """What to say before a start where all training is off-policy and no mix says so; behind the ; what to do."""
         if self.searcher.temperature_mix is not None or self.is_offline or not self.samples_at_other_temperatures:
             return None
-        found = self.searcher.sampling_temperature
-        values = sorted({found.lowest(self.trainer.num_steps), found.highest})
         return (
-            f"searcher.sampling_temperature is {' to '.join(f'{value:g}' for value in values)}, and "
+            f"searcher.sampling_temperature is {self.searcher.sampling_temperature:g}, and "
             f"model.policy_temperature is {self.model.policy_temperature:g}: searchers sample from another policy than "
             "the one that is trained, so even new rollouts are off-policy; remove searcher.sampling_temperature, "
             "whose default is the policy temperature, unless you mean it"

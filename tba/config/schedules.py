@@ -108,10 +108,6 @@ class Schedule(StrictModel):
         return self.final + (self.value - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _ends(schedule: Schedule) -> list[float]:
-    return [schedule.value] if schedule.kind == "constant" else [schedule.value, schedule.final]
-
-
 MAX_RATE, MAX_COEFFICIENT = 1e3, 1e6
 """More than any run uses, and far below where AdamW or the loss overflow."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
@@ -131,28 +127,9 @@ def _coefficient(schedule: Schedule) -> Schedule:
     return _at_most(MAX_COEFFICIENT, "a KL coefficient", schedule)
 
 
-def _at_most_one(schedule: Schedule) -> Schedule:
-    if max(_ends(schedule)) > 1:
-        raise ValueError(f"a probability is at most 1 at every step, and this schedule reaches {max(_ends(schedule))}")
-    return schedule
-
-
-def _above_zero(schedule: Schedule) -> Schedule:
-    if min(_ends(schedule)) <= 0:
-        raise ValueError("a temperature is above 0 at every step, and this schedule reaches 0")
-    lowest = min(*_ends(schedule), schedule.at(0))  # a warm-up begins below both ends
-    for value in (lowest, schedule.highest):
-        if not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"a temperature is from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} at every step, and this one "
-                f"reaches {value:g}"
-            )
-    return schedule
-
-
-Probability = Annotated[Schedule, AfterValidator(_at_most_one)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 """From 0 to 1."""
-Temperature = Annotated[Schedule, AfterValidator(_above_zero)]
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
 """From MIN_TEMPERATURE to MAX_TEMPERATURE."""
 LearningRate = Annotated[Schedule, AfterValidator(_rate)]
 """At most MAX_RATE."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from tba import plugins
-from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Schedule, Temperature
+from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Temperature
 from tba.errors import ConfigError
 from tba.fields import BareUrl, StrictModel
 from tba.tls import is_loopback
@@ -284,9 +284,8 @@ class SearcherSection(StrictModel):
     with new weights upon old keys and values, and their log-probs say so. Not with `engine = "openai"`."""
     tasks: dict[str, TaskSampling] = Field(default_factory=dict)
     """Per task: lengths and stop strings. Tasks without an entry end at end of sequence or `max_response_tokens`."""
-    sampling_temperature: Temperature = Schedule(value=1.0)
-    """Temperature of the behaviour policy, a number or a schedule. Where the recipe names none, it is
-    `model.policy_temperature`."""
+    sampling_temperature: Temperature = 1.0
+    """Temperature of the behaviour policy. Where the recipe names none, it is `model.policy_temperature`."""
     temperature_mix: TemperatureMix | None = None
     """Instead of `sampling_temperature`: each training rollout draws its own from { low, high }."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -333,14 +332,14 @@ class SearcherSection(StrictModel):
                 'kv_at_update = "keep" needs an engine that says which weights made each token of a response, and the '
                 'server\'s answers (engine = "openai") do not; set kv_at_update to "recompute", or engine to "vllm"'
             )
-        if self.temperature_mix is not None and self.sampling_temperature != Schedule(value=1.0):
+        if self.temperature_mix is not None and self.sampling_temperature != 1.0:
             raise ValueError(
                 "temperature_mix takes the place of sampling_temperature, and both are given; remove one of them"
             )
         mix = self.temperature_mix
         # vLLM refuses single requests, so that without this check every visit would be refused and nobody would know
         # why
-        hottest = self.sampling_temperature.highest if mix is None else mix.high
+        hottest = self.sampling_temperature if mix is None else mix.high
         if self.engine in VLLM_ENGINES and hottest > VLLM_MAX_TEMPERATURE:
             name = "sampling_temperature" if mix is None else "temperature_mix"
             raise ValueError(

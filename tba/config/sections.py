@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability, Schedule
+from tba.config.schedules import Probability, Temperature
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError
 from tba.fields import BareUrl, StrictModel
@@ -85,7 +85,7 @@ class ModelSection(StrictModel):
     """Commit, branch or tag of ORG/NAME on the hub; none: the newest. The commit that was fetched is written down."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of published weights and of the searchers' engines."""
-    policy_temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
+    policy_temperature: Temperature = 1.0
     """Divides the logits of policy and reference: the trained policy is the model at this temperature. Constant within
     a run."""
     trust_remote_code: bool = False
@@ -169,9 +169,9 @@ class SamplingSection(StrictModel):
     """K: rollouts per slot. 1 is allowed only with `objective.preset = "reinforce"` or an objective of your own."""
     rollouts_per_visit: int = Field(default=8, ge=1)
     """S: completions per visit of a prompt."""
-    most_on_policy_prob: Probability = Schedule(value=0.5)
+    most_on_policy_prob: Probability = 0.5
     """m: probability that a slot draws from rollouts that arrived since the previous publication (with `alternate`:
-    since the last one); a number or a schedule."""
+    since the last one)."""
     reward_inverse_temperature: float = Field(default=0.0, ge=0)
     """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""
     uniform_share: float = Field(default=0.0, ge=0, le=1)

@@ -170,7 +170,7 @@ def _training(manifest: Manifest, recipe: Recipe, *, is_adapter: bool) -> str:
             f"* {manifest.policy_version.step} optimizer steps of {sampling.prompts_per_batch} prompts with "
             f"{sampling.group_size} rollouts each: up to {num_rollouts} rollouts trained",
             f"* asynchronous: weights published every {trainer.sync_interval} steps, share of recent rollouts "
-            f"{_schedule(sampling.most_on_policy_prob)}, the rest from the replay buffer",
+            f"{sampling.most_on_policy_prob:g}, the rest from the replay buffer",
             f"* trained: {what}; seed {recipe.run.seed}",
         ]
     )

@@ -128,7 +128,7 @@ def test_a_rebuilt_index_draws_what_one_that_never_stopped_draws(
             assert await live.context.redis.hget(live.context.keys.log_checkpoint, "num_draw_pieces") == b"1"
             other = await rebuilt.view.catch_up()
             assert other.fingerprint() == index.fingerprint()
-            draw_settings = DrawSettings.of(recipe, step=9)
+            draw_settings = DrawSettings.of(recipe)
             for seed in range(50):
                 one, two = draw_slots(index, draw_settings, seed), draw_slots(other, draw_settings, seed)
                 assert [s.prompt for s in one] == [s.prompt for s in two]

@@ -248,8 +248,7 @@ def test_live_actions_go_through_the_live_settings_with_the_token_and_the_batch_
     assert rate.token == m.token == "token-1"
     assert rate.reason is not None
     assert rate.reason.startswith("step 1-2: ess_collapse: ")
-    assert m.settings.most_on_policy_prob is not None
-    assert m.settings.most_on_policy_prob.at(0) == pytest.approx(0.6)
+    assert m.settings.most_on_policy_prob == pytest.approx(0.6)
 
 
 def test_a_lever_that_is_refused_is_logged_and_training_continues(

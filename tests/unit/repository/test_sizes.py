@@ -56,7 +56,7 @@ def test_what_a_user_meets_is_counted() -> None:
 def test_a_recipe_sets_the_keys_that_it_names_however_they_are_written() -> None:
     document = {
         "trainer": {"learning_rate": 1e-3, "num_steps": 5},
-        "sampling": {"most_on_policy_prob": {"kind": "linear", "value": 0.5, "steps": 10}},
+        "objective": {"beta": {"kind": "linear", "value": 0.5, "steps": 10}},
         "prepare": [{"path": "models/a", "kind": "model"}, {"path": "data/b", "manual": "c"}],
         "reward": {"tasks": {"mine": {"scorers": [{"kind": "exact"}]}}},
         "data": {"columns": {"data": {"answer": "gold", "steps": {"column": "s", "extract": "boxed"}}}},
@@ -66,7 +66,7 @@ def test_a_recipe_sets_the_keys_that_it_names_however_they_are_written() -> None
     assert found == {
         "trainer.learning_rate.value",
         "trainer.num_steps",
-        *(f"sampling.most_on_policy_prob.{name}" for name in ("kind", "value", "steps")),
+        *(f"objective.beta.{name}" for name in ("kind", "value", "steps")),
         *(f"prepare.{name}" for name in ("path", "kind", "manual")),
         "reward.tasks.scorers.kind",
         "data.columns.data.column",

@@ -6,7 +6,7 @@ import pytest
 from tba_trainer.learner.schedules import MAX_ATTEMPTS, Schedules, scheduled
 
 from tba.api import SettingsRequest
-from tba.config import Recipe, Schedule, parse_live
+from tba.config import Recipe, parse_live
 from tba.errors import ConfigError, ConflictError, FencedError
 from tests.support.trainer_values import RecordedBuffer, make_recipe
 
@@ -92,17 +92,6 @@ def test_a_step_that_a_resume_or_a_rollback_repeats_changes_nothing_more(
     assert values.at(7).learning_rate == pytest.approx(0.005)
 
 
-def test_a_schedule_of_m_is_raised_as_a_whole(recipe: Recipe, buffer: RecordedBuffer) -> None:
-    values = Schedules(recipe, buffer)
-    operator(buffer, most_on_policy_prob={"kind": "linear", "value": 0.9, "final": 0.5, "steps": 8})
-    values.at(4)
-    assert values.raise_most_on_policy_prob(0.2, token="token-1", reason="ess_collapse") == pytest.approx(
-        0.85
-    )  # 1 to 0.7, half way
-    raised = buffer.changes[-1].settings.most_on_policy_prob
-    assert raised == Schedule(kind="linear", value=1.0, final=0.7, steps=8)
-
-
 def test_a_change_that_comes_between_is_not_overwritten(recipe: Recipe, buffer: RecordedBuffer) -> None:
     values, num_left = Schedules(recipe, buffer), [3]
     values.at(2)
@@ -145,7 +134,7 @@ def test_raising_m_starts_from_what_others_have_set_and_ends_at_1(recipe: Recipe
         values.at(step)
         assert values.raise_most_on_policy_prob(0.15, token="token-1", reason="ess_collapse") == pytest.approx(expected)
     assert len(buffer.changes) == 3  # the operator's, and two that changed something
-    assert buffer.changes[-1].settings.most_on_policy_prob == Schedule(value=1.0)
+    assert buffer.changes[-1].settings.most_on_policy_prob == 1.0
 
 
 def test_a_trainer_of_a_dead_lineage_changes_nothing(recipe: Recipe, buffer: RecordedBuffer) -> None:

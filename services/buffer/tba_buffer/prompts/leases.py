@@ -248,7 +248,7 @@ class Leases:
                 ],
             )
             if flat or not moved:
-                sampling_temperature = snapshot.settings.recipe.searcher.sampling_temperature.at(snapshot.step)
+                sampling_temperature = snapshot.settings.recipe.searcher.sampling_temperature
                 return await self._leases(flat, lease_s, sampling_temperature)
         return []
 

@@ -17,7 +17,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from tba.api import MAX_CHANGES_PER_PAGE, SettingsAudit, SettingsInfo, SettingsRequest
 from tba.api.run import Role, SettingEffect
@@ -233,5 +233,5 @@ def _audit(line: dict[str, Any], effects: dict[int, list[SettingEffect]]) -> Set
     return SettingsAudit(**line, effects=effects.get(line["revision"], []))
 
 
-def _json(value: Schedule | int | None) -> str:
-    return json.dumps(value.model_dump() if isinstance(value, Schedule) else cast(int | None, value))
+def _json(value: Schedule | float | None) -> str:
+    return json.dumps(value.model_dump() if isinstance(value, Schedule) else value)

@@ -243,7 +243,7 @@ class BatchDrawer:
         """
         seed, index = secrets.randbits(63), snapshot.index
         recipe, tree = snapshot.settings.recipe, self._lineages.tree
-        settings = DrawSettings.of(recipe, step=request.step, lineages=tree, lineage=request.lineage)
+        settings = DrawSettings.of(recipe, lineages=tree, lineage=request.lineage)
         drawn = draw_slots(index, settings, seed)
         slots = [slot for slot in drawn if not slot.left_out]
         rows = np.concatenate([slot.rows for slot in slots])

@@ -79,14 +79,11 @@ class DrawSettings:
         )
 
     @classmethod
-    def of(
-        cls, recipe: Recipe, *, step: int = 1, lineages: LineageTree | None = None, lineage: int = 0
-    ) -> DrawSettings:
+    def of(cls, recipe: Recipe, *, lineages: LineageTree | None = None, lineage: int = 0) -> DrawSettings:
         """Return the settings of a run.
 
         Args:
             recipe: the run.
-            step: the optimizer step of the batch (1 is the first).
             lineages: what `lineage`, the trainer's, shares with the others; None: there is one.
             lineage: of the trainer.
         """
@@ -95,7 +92,7 @@ class DrawSettings:
         return cls(
             prompts_per_batch=sampling.prompts_per_batch,
             group_size=sampling.group_size,
-            most_on_policy_prob=sampling.most_on_policy_prob.at(step - 1),
+            most_on_policy_prob=sampling.most_on_policy_prob,
             inverse_temperature=sampling.reward_inverse_temperature,
             uniform_share=sampling.uniform_share,
             prioritise=sampling.prioritise,

@@ -121,23 +121,21 @@ class Schedules:
         return self._change("guard-lower_rate", lowered, token, reason).trainer.learning_rate.at(self._step)
 
     def raise_most_on_policy_prob(self, by: float, *, token: str, reason: str) -> float:
-        """Raise the whole schedule of the most-on-policy probability by `by`, to 1 at most, from the next draw on.
+        """Raise the most-on-policy probability by `by`, to 1 at most, from the next draw on.
 
         This happens once for the step in progress, with the arguments and errors of `lower_learning_rate`.
 
         Returns:
-            The probability at the next step.
+            The probability from now on.
         """
 
         def raised(recipe: Recipe) -> LiveSettings | None:
             m = recipe.sampling.most_on_policy_prob
-            # a constant schedule must not have another `final`: the config model refuses that
-            ends = ("value",) if m.kind == "constant" else ("value", "final")
-            higher = m.model_copy(update={end: min(1.0, getattr(m, end) + by) for end in ends})
+            higher = min(1.0, m + by)
             # at 1 already: an empty change would still be an entry of the audit
             return None if higher == m else LiveSettings(most_on_policy_prob=higher)
 
-        return self._change("guard-raise_m", raised, token, reason).sampling.most_on_policy_prob.at(self._step)
+        return self._change("guard-raise_m", raised, token, reason).sampling.most_on_policy_prob
 
     def _change(self, action: str, change: Callable[[Recipe], LiveSettings | None], token: str, reason: str) -> Recipe:
         """Change the current settings, which others may have changed since the step in progress began.

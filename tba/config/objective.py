@@ -47,7 +47,6 @@ class Parts:
     negative_weight: float = 1.0
     aggregation: Aggregation = "rollouts"
     old_policy: OldPolicy = "sampler"
-    length_normalise: bool = False
     age_scaled: bool = False
     clip_range: float = 0.2
     clip_range_high: float = 0.2
@@ -113,9 +112,6 @@ FAMILY = tuple(name for name, parts in PRESETS.items() if parts.kind == "traject
 BASELINES = tuple(name for name in PRESETS if name not in FAMILY)
 
 DEFAULT_RESET_STEPS = 50
-DEFAULT_MISMATCH_RANGE = (0.5, 5.0)
-"""IcePop's bounds; a truncation has the upper one alone, by default 2 (TIS)."""
-DEFAULT_TRUNCATION = 2.0
 
 
 def _known_preset(preset: str) -> str:
@@ -148,15 +144,6 @@ class ObjectiveSection(StrictModel):
     """The term that is subtracted from a rollout's log-ratio: the group mean under theta (VarGrad), the group mean
     under the behaviour policy (up to an age of 32 steps), -log Z of the prompt, kept as a running estimate
     (`log_z`), or nothing. Family only."""
-    reward_baseline: RewardBaseline | None = None
-    """The term that is subtracted from a rollout's reward: the group mean, or beta log mean exp(r / beta) of the
-    group. Family only."""
-    length_normalise: bool | None = None
-    """Divide every sequence's log-ratio by its number of tokens; `aggregation` is then `sequence_mean` unless it is
-    named. Family only."""
-    age_scaled: bool | None = None
-    """With the anchor `behaviour`: clamp the log-ratio to +-10 nats and divide it by the policy age (at
-    least 1). Family only."""
     importance_weight: ImportanceWeight | None = None
     """Token weight from rho = pi_theta / pi_old: none; rho up to `importance_clamp` (`clamp`),
     or 0 above it (`mask`); PPO's clip per token, per rollout (their product) or per rollout (their geometric
@@ -166,15 +153,11 @@ class ObjectiveSection(StrictModel):
     clip_range: float | None = Field(default=None, gt=0, lt=1)
     """PPO's clip: rho is clipped at 1 - this, and at 1 + this (default 0.2). `dapo` and `gspo` have another
     clip above 1."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """With PPO's clip: where A is negative, no gradient beyond this rho (arXiv 1912.09729). None: no such limit."""
     second_moment_limit: float | None = Field(default=None, gt=0)
     """With `second_moment`: largest mean of (log rho)^2 over the tokens that are kept (default 0.04)."""
     negative_weight: float | None = Field(default=None, ge=0, le=1)
     """Factor on every A_j below 0 (default 1). At 0 the rollouts below the baseline pull at nothing: what is left
     imitates the better ones of a group."""
-    log_ratio_penalty: float = Field(default=0.0, ge=0)
-    """Weight of (log rho)^2 / 2 per token in the loss, in units of the reward."""
     aggregation: Aggregation | None = None
     """The divisor of a token's term: `rollouts` or `groups` of the batch; its response `tokens`; rollouts times the
     rollout's own response tokens (`sequence_mean`) or prompt and response tokens (`whole_sequence_mean`); rollouts
@@ -195,12 +178,7 @@ class ObjectiveSection(StrictModel):
     (`old_policy_missing_tokens`)."""
     mismatch_weight: MismatchWeight = "none"
     """A second token weight pi_old / pi_sampler, for what sampler and trainer compute differently: cut at
-    `mismatch_max` (`truncate`), or 0 outside of [`mismatch_min`, `mismatch_max`] (`mask`). Not with the old policy
-    `sampler`."""
-    mismatch_min: float | None = Field(default=None, ge=0)
-    """Lower bound of the mismatch `mask` (default 0.5)."""
-    mismatch_max: float | None = Field(default=None, gt=0)
-    """Upper bound of the mismatch weight (default 2 for `truncate`, 5 for `mask`)."""
+    2 (`truncate`, TIS), or 0 outside of [0.5, 5] (`mask`, IcePop). Not with the old policy `sampler`."""
     reference_placement: Literal["trainer", "searcher"] = "trainer"
     """The service that computes ref log-probs: `trainer`, which holds the reference model, or `searcher`: the searchers
     send them with their rollouts (the paper's way: no reference model in the trainer; anchor `fixed` only)."""
@@ -239,8 +217,8 @@ class ObjectiveSection(StrictModel):
         if parts is None or parts.centre != "log_z":
             return
         clamp = parts.log_ratio_token_clamp
-        if self.used_anchor != "fixed" or clamp is not None or self.reward_baseline is not None:
-            name = "reward_baseline" if self.reward_baseline else "anchor" if clamp is None else "the clamp of tokens"
+        if self.used_anchor != "fixed" or clamp is not None:
+            name = "anchor" if clamp is None else "the clamp of tokens"
             raise ValueError(
                 f'centre = "log_z" keeps a log Z for each prompt, which is that of the starting model\'s whole '
                 f'log-probs and takes the place of a baseline: {name} does not go with it; remove it (anchor "fixed")'
@@ -262,8 +240,8 @@ class ObjectiveSection(StrictModel):
         anchor, parts = self.used_anchor, self.parts
         if parts is not None and parts.age_scaled and anchor != "behaviour":
             raise ValueError(
-                f"age_scaled scales the log-ratio to the behaviour policy, but the anchor is {anchor}; set "
-                'anchor = "behaviour" or age_scaled = false'
+                f"{self.preset} divides the log-ratio to the behaviour policy by the age, but the anchor is {anchor}; "
+                'set anchor = "behaviour"'
             )
         # a setting without effect is a misunderstanding: better refused at the start than found after the run
         if anchor != "reset" and self.reference_reset_steps is not None:
@@ -296,14 +274,6 @@ class ObjectiveSection(StrictModel):
                 f'mismatch_weight = "{self.mismatch_weight}" compares the old policy with the sampler, and the old '
                 'policy is the sampler; set old_policy = "trainer" or "theta"'
             )
-        if self.dual_clip is not None and parts is not None and self.dual_clip <= 1 + parts.clip_range_high:
-            raise ValueError(
-                f"dual_clip = {self.dual_clip:g} is inside the clip, which ends at {1 + parts.clip_range_high:g}; "
-                "raise it"
-            )
-        low, high = self.mismatch_range
-        if low >= high:
-            raise ValueError(f"mismatch_min = {low:g} is not below mismatch_max = {high:g}; lower it")
 
     def _check_unused(self) -> None:
         """Refuse a setting that nothing here uses."""
@@ -312,23 +282,19 @@ class ObjectiveSection(StrictModel):
         weight = parts.importance_weight
         bounded = weight in ("clamp", "mask"), 'importance_weight = "clamp" or "mask"'
         clips = weight in CLIPS, "a clip (importance_weight = " + ", ".join(f'"{name}"' for name in CLIPS) + ")"
-        reads_ratio = weight != "none" or self.log_ratio_penalty > 0 or self.mismatch_weight != "none"
+        reads_ratio = weight != "none" or self.mismatch_weight != "none"
         reads_behaviour = parts.anchor == "behaviour" or parts.centre == "behaviour"
-        moving = parts.old_policy != "theta", 'old_policy = "sampler" or "trainer"'
-        if weight == "second_moment" and not moving[0]:
+        if weight == "second_moment" and parts.old_policy == "theta":
             raise ValueError(
-                f'importance_weight = "second_moment" belongs to {moving[1]}, and with "theta" every ratio is 1'
+                'importance_weight = "second_moment" belongs to old_policy = "sampler" or "trainer", and with "theta" '
+                "every ratio is 1"
             )
         used = {
             "old_policy": (reads_ratio or (reads_behaviour and self.old_policy != "theta"), "an importance weight"),
             "negative_weight": (parts.kind != "best" or self.used_anchor is not None, "an objective with A < 0"),
-            "log_ratio_penalty": moving,
             "importance_clamp": bounded,
             "clip_range": clips,
-            "dual_clip": clips,
             "second_moment_limit": (weight == "second_moment", 'importance_weight = "second_moment"'),
-            "mismatch_min": (self.mismatch_weight == "mask", 'mismatch_weight = "mask"'),
-            "mismatch_max": (self.mismatch_weight != "none", 'mismatch_weight = "truncate" or "mask"'),
             "old_policy_versions": (parts.old_policy == "trainer", 'old_policy = "trainer"'),
         }
         for name, (is_used, needed) in used.items():
@@ -344,12 +310,11 @@ class ObjectiveSection(StrictModel):
     def _check_family_only(self) -> None:
         if self.preset in FAMILY:
             return
-        for name in ("centre", "reward_baseline", "length_normalise", "age_scaled"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r} belongs to the family ({', '.join(FAMILY)}); {self._kind} "
-                    f"{self.preset} does not have this setting: remove it"
-                )
+        if self.centre is not None:
+            raise ValueError(
+                f"centre = {self.centre!r} belongs to the family ({', '.join(FAMILY)}); {self._kind} {self.preset} "
+                "does not have this setting: remove it"
+            )
         if self.anchor == "behaviour":
             raise ValueError(
                 f'anchor = "behaviour" belongs to the family ({", ".join(FAMILY)}); the KL of {self._kind} '
@@ -387,20 +352,7 @@ class ObjectiveSection(StrictModel):
         preset = PRESETS.get(self.preset, Parts())
         if self.clip_range is not None and preset.clip_range == preset.clip_range_high:
             named["clip_range_high"] = self.clip_range
-        if self.length_normalise and self.aggregation is None:
-            named["aggregation"] = "sequence_mean"
         return named
-
-    @property
-    def mismatch_range(self) -> tuple[float, float]:
-        """Bounds of the mismatch weight."""
-        low, high = DEFAULT_MISMATCH_RANGE
-        if self.mismatch_weight != "mask":
-            low, high = 0.0, DEFAULT_TRUNCATION
-        return (
-            low if self.mismatch_min is None else self.mismatch_min,
-            high if self.mismatch_max is None else self.mismatch_max,
-        )
 
     @property
     def used_anchor(self) -> Anchor | None:

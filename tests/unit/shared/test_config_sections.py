@@ -88,7 +88,9 @@ def test_overrides_name_every_member_of_the_family(anchor: Anchor, centre: Centr
     """From any preset: what is not overridden stays as the preset says."""
     for preset in FAMILY:
         named = PRESETS[preset]
-        overrides = {"anchor": anchor, "centre": centre, "age_scaled": named.age_scaled and anchor == "behaviour"}
+        if named.age_scaled and anchor != "behaviour":
+            continue
+        overrides = {"anchor": anchor, "centre": centre}
         if anchor == "behaviour" or centre == "log_z":
             # a preset's clamp of tokens is of log-ratios to a reference, and goes with no log Z
             overrides["preset"] = preset if named.log_ratio_token_clamp is None else "tba_prime"
@@ -132,54 +134,38 @@ def test_a_number_of_recomputed_layers_is_never_taken_for_true(value: Any) -> No
         ({"preset": "tb_log_z", "mask_tied": True}, {}, "tb_log_z compares rewards with the log Z of the prompt"),
         ({"preset": "tb", "reference_reset_steps": 5}, {}, r"reference_reset_steps = 5 belongs .* the anchor is fixed"),
         ({"preset": "rloo", "reference_reset_steps": 5}, {}, r"rloo has no KL here \(beta is 0\)"),
-        ({"preset": "tb", "age_scaled": True}, {}, "age_scaled .* but the anchor is fixed"),
-        ({"preset": "tb_behaviour", "anchor": "fixed"}, {}, "age_scaled = false"),
+        ({"preset": "tb_behaviour", "anchor": "fixed"}, {}, "by the age, but the anchor is fixed; set anchor"),
         ({"preset": "tba_prime", "reference_placement": "searcher"}, {}, "searchers know only the starting model"),
         ({"preset": "kimi", "reference_placement": "searcher"}, {}, "the anchor is behaviour"),
         ({"preset": "grpo", "reference_placement": "searcher"}, {}, "grpo has no KL here"),
         ({"preset": "grpo", "centre": "theta"}, {}, "centre = 'theta' belongs to the family"),
-        ({"preset": "dr_grpo", "length_normalise": False}, {}, "length_normalise = False belongs to the family"),
         ({"preset": "grpo", "anchor": "reset"}, {}, 'anchor = "reset" is not used: grpo has beta 0'),
         ({"preset": "grpo", "anchor": "behaviour", "beta": 0.1}, {}, "the KL of the baseline grpo is to a reference"),
         ({"preset": "tb", "clip_range": 0.3}, {}, r"clip_range = 0\.3 belongs to a clip .* tb does not have it here"),
         ({"preset": "dr_grpo_clamp", "clip_range": 0.3}, {}, "clip_range = 0.3 belongs"),
         ({"preset": "dr_grpo", "importance_clamp": 8.0}, {}, 'had that name in 0.2 is preset = "dr_grpo_clamp"'),
-        ({"preset": "cispo", "dual_clip": 3.0}, {}, "dual_clip = 3 belongs to a clip"),
         ({"preset": "grpo", "second_moment_limit": 0.1}, {}, "second_moment_limit = 0.1 belongs"),
         ({"preset": "raft", "negative_weight": 0.0}, {}, "negative_weight = 0 belongs to an objective with A < 0"),
         ({"preset": "grpo", "negative_weight": 1.5}, {}, "less than or equal to 1"),
         ({"preset": "tb", "old_policy_versions": 3}, {}, "old_policy_versions = 3 belongs to old_policy"),
         ({"preset": "tb", "old_policy": "trainer"}, {}, "old_policy = trainer belongs to an importance weight"),
-        (
-            {"preset": "rloo", "old_policy": "theta", "log_ratio_penalty": 0.1},
-            {},
-            "log_ratio_penalty = 0.1 belongs to old_policy",
-        ),
         ({"preset": "m2po", "old_policy": "theta"}, {}, 'with "theta" every ratio is 1'),
         *[
             ({"preset": "tb_log_z", **fields}, {}, f"{name} does not go with it")
             for name, fields in (
                 ("anchor", {"anchor": "reset"}),
                 ("anchor", {"anchor": "behaviour"}),
-                ("reward_baseline", {"reward_baseline": "log_mean_exp"}),
             )
         ],
         *[
             ({"preset": "m:f", name: value}, {}, f"{name} = '{value}' is not used by an objective of your own")
             for name, value in (("importance_weight", "clamp"), ("aggregation", "tokens"), ("old_policy", "theta"))
         ],
-        ({"preset": "dapo", "dual_clip": 1.1}, {}, r"dual_clip = 1\.1 is inside the clip, which ends at 1\.28"),
         ({"preset": "tb"}, {"trainer": {"max_grad_norm": 1.0, "max_grad_norm_ratio": 3.0}}, "remove one of them"),
         ({"preset": "tb"}, {"trainer": {"max_grad_norm_ratio": 0.5}}, "would clip half of all steps or more"),
         ({"preset": "tb"}, {"trainer": {"gradient_checkpointing": 0}}, "0 is no number of layers; set it to 1 or more"),
         ({"preset": "tb"}, {"trainer": {"gradient_checkpointing": -3}}, "-3 is no number of layers"),
         ({"preset": "grpo", "mismatch_weight": "mask"}, {}, "the old policy is the sampler; set old_policy"),
-        ({"preset": "grpo", "mismatch_max": 3.0}, {}, "mismatch_max = 3 belongs to mismatch_weight"),
-        (
-            {"preset": "grpo", "old_policy": "theta", "mismatch_weight": "mask", "mismatch_min": 6.0},
-            {},
-            "mismatch_min = 6 is not below mismatch_max = 5",
-        ),
         (
             {"preset": "tba_prime_published", "anchor": "fixed", "reference_placement": "searcher"},
             {},
@@ -234,8 +220,8 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
         *[({"preset": preset, "importance_clamp": 4.0}, {}) for preset in ("tba_prime", "dr_grpo_clamp")],
         ({"preset": "dr_grpo", "importance_weight": "clamp", "importance_clamp": 4.0}, {}),
         ({"preset": "tb"}, {"trainer": {"max_grad_norm_ratio": 0}}),
-        ({"preset": "dapo", "dual_clip": 3.0, "clip_range": 0.1, "mask_truncated": True}, {}),
-        ({"preset": "grpo", "old_policy": "trainer", "mismatch_weight": "truncate", "mismatch_max": 2.0}, {}),
+        ({"preset": "dapo", "clip_range": 0.1, "mask_truncated": True}, {}),
+        ({"preset": "grpo", "old_policy": "trainer", "mismatch_weight": "truncate"}, {}),
         ({"preset": "tb", "importance_weight": "clamp", "importance_clamp": 4.0}, {}),
         *[({"preset": preset, "negative_weight": 0.0}, {}) for preset in ("tba_prime", "grpo", "online_dpo")],
         ({"preset": "raft", "negative_weight": 0.2, "beta": 0.01}, {}),

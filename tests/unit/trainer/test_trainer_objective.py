@@ -139,16 +139,6 @@ def test_tb_behaviour_is_tb_with_a_log_ratio_that_is_clamped_and_divided_by_the_
     assert float(raw.max()) > 10
 
 
-def test_length_normalisation_is_equation_5_with_mean_log_probs() -> None:
-    problem = make_problem(11)
-    assert len(problem.lengths.unique()) > 1
-    ratio = log_ratio(problem) / problem.lengths
-    log_z = (problem.reward / BETA - ratio).mean().detach()
-    literal = (log_z + ratio - problem.reward / BETA).square().mean()
-    found = problem.gradient(objective_of("tb", length_normalise=True), beta=BETA)
-    assert_same(found, BETA / 2 * problem.gradient_of(literal))
-
-
 def test_with_the_behaviour_as_anchor_the_behaviour_centre_is_none() -> None:
     problem = make_problem(12)
     kimi = advantages(problem.sequences(), objective_of("kimi"), beta=BETA)
@@ -170,8 +160,6 @@ def test_without_a_reference_its_log_probs_are_not_read(preset: str) -> None:
 BETA_OF_OBJECTIVE_PROPERTIES = 0.11
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{preset: (preset, {"beta": BETA_OF_OBJECTIVE_PROPERTIES}) for preset in PRESETS},
-    "tb, length-normalised": ("tb", {"length_normalise": True}),
-    "tba_prime, length-normalised": ("tba_prime", {"length_normalise": True}),
     "tba_prime, without negatives": ("tba_prime", {"negative_weight": 0.0}),
     "tb_behaviour, behaviour centre": ("tb_behaviour", {"centre": "behaviour"}),
 }
@@ -248,8 +236,6 @@ SHIFTABLE = [name for name in VARIANTS if named(name).needs_complete_groups and 
 @given(problem=problems, shift=st.floats(-50, 50))
 def test_one_constant_on_every_reference_log_prob_changes_nothing(name: str, problem: Any, shift: float) -> None:
     shifted = replace(problem, ref=problem.ref + shift)
-    if named(name).parts.length_normalise:  # there the constant is one per token
-        shifted = replace(problem, ref=problem.ref + shift * problem.lengths.double())
     torch.testing.assert_close(
         advantages(shifted.sequences(), named(name), beta=BETA_OF_OBJECTIVE_PROPERTIES),
         advantages(problem.sequences(), named(name), beta=BETA_OF_OBJECTIVE_PROPERTIES),

@@ -221,8 +221,8 @@ class ForwardBackward:
     def _rows_with_gradient(self) -> list[int]:
         """Return the rollouts that a pass is made for."""
         objective = self._objective
-        # A_j, or the gradient beside it, depends on theta: it is known only after the pass
-        if objective.reads_theta or objective.needs_all_tokens or objective.log_ratio_penalty:
+        # A_j depends on theta: it is known only after the pass
+        if objective.reads_theta or objective.needs_all_tokens:
             # one that was cut off has its pass: the others of its group are centred by it
             return np.flatnonzero(~self._unread).tolist()
         self._reward_advantage = advantages(self._sequences, objective, beta=self._beta)

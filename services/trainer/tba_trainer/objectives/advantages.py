@@ -203,7 +203,7 @@ def log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
     """Return l_j, the log-ratio of theta to the objective's anchor."""
     if objective.anchor == "behaviour":
         return behaviour_log_ratio(s, objective)
-    return _per_token(s.ref_log_ratio, s, objective)
+    return s.ref_log_ratio
 
 
 def behaviour_log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
@@ -215,7 +215,7 @@ def behaviour_log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N
         # of beta here. The clamp keeps one odd rollout from ruling a batch.
         limit = objective.log_ratio_clamp
         ratio = ratio.clamp(-limit, limit) / s.policy_age.clamp(min=1)
-    return _per_token(ratio, s, objective)
+    return ratio
 
 
 def _drift(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
@@ -223,11 +223,7 @@ def _drift(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
     if objective.anchor == "behaviour" or not objective.clamps_tokens:
         return behaviour_log_ratio(s, objective)
     # with clamped tokens the log-probs of the reference do not cancel
-    return _per_token(s.ref_log_ratio - s.sampler_ref_log_ratio, s, objective)
-
-
-def _per_token(ratio: Float[Tensor, " N"], s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
-    return ratio / s.num_tokens if objective.parts.length_normalise else ratio
+    return s.ref_log_ratio - s.sampler_ref_log_ratio
 
 
 def _kl(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:

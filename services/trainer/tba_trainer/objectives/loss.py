@@ -1,8 +1,8 @@
 """The loss of one micro-batch, from advantages and token log-probs.
 
-    loss = -sum_j sum_t stopgrad((A_j w_jt - lambda log rho_jt) / divisor_j) log pi_theta(y_jt)
+    loss = -sum_j sum_t stopgrad(A_j w_jt / divisor_j) log pi_theta(y_jt)
 
-with w from weights.py, lambda the `log_ratio_penalty`, and, in a batch of N rollouts with T response tokens in all:
+with w from weights.py and, in a batch of N rollouts with T response tokens in all:
 
     groups               their number           online DPO, arXiv 2402.04792; RAFT, arXiv 2304.06767
     rollouts             N                      the sum over the tokens of a rollout, as in Eq. 5 of arXiv 2503.18929
@@ -50,9 +50,6 @@ def objective_loss(
     token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
     weights = token_weights(tokens, token_advantage, objective, totals=totals)
     factor = token_advantage * weights.weight
-    if objective.log_ratio_penalty:
-        # the gradient of (lambda / 2) (log rho)^2
-        factor = factor - objective.log_ratio_penalty * weights.log_rho
     bounded = torch.stack([weights.low | weights.high, weights.high, weights.mismatch])  # [3, T]
     mean_weight = _row_means(weights.weight, tokens)  # [B]
     if tokens.kept is not None:
@@ -107,8 +104,7 @@ class ObjectiveFunction(Protocol):
       `objective.beta` is above 0 at some step; else its log-probs are zeros.
     * `tokens` holds the response tokens of the micro-batch: `tokens.logprobs` of theta, with gradient, and
       `tokens.sampler_logprobs`. `tokens.row` is the rollout of each token, as an index into `sequences`.
-    * `settings` holds the section `[objective]`: `clip_range`, `importance_clamp`, `importance_floor`,
-      `dual_clip`, `log_ratio_clamp`, `log_ratio_penalty` and `centre_max_age_steps` are free for any use.
+    * `settings` holds the section `[objective]`: `clip_range` and `importance_clamp` are free for any use.
     * `beta` is the KL coefficient of this step.
 
     The loss of a batch is the sum of all terms divided by the number of its rollouts; gradients flow through

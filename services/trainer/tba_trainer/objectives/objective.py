@@ -37,16 +37,13 @@ class Objective:
     """Formula of the advantage, token weight, divisor and their bounds; without meaning for a `function`."""
     anchor: Anchor | None
     """The policy that the KL pulls towards; None: there is no KL."""
-    dual_clip: float | None
     second_moment_limit: float
-    log_ratio_penalty: float
     log_ratio_clamp: float
     aggregation_tokens: int
     """Divisor of a rollout's tokens where the aggregation is `constant`."""
     mask_truncated: bool
     mask_tied: bool
     mismatch_weight: MismatchWeight
-    mismatch_range: tuple[float, float]
     log_z_rate: float | None
     """The share of a batch in the running log Z of its prompts; None: no log Z is kept."""
     reference_placement: Literal["trainer", "searcher"] | None
@@ -133,15 +130,12 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
         name=section.preset,
         parts=parts,
         anchor=anchor,
-        dual_clip=section.dual_clip,
         second_moment_limit=section.second_moment_limit or SECOND_MOMENT_LIMIT,
-        log_ratio_penalty=section.log_ratio_penalty,
         log_ratio_clamp=LOG_RATIO_CLAMP,
         aggregation_tokens=max_response_tokens or 1,
         mask_truncated=section.mask_truncated,
         mask_tied=section.mask_tied,
         mismatch_weight=section.mismatch_weight,
-        mismatch_range=section.mismatch_range,
         log_z_rate=LOG_Z_RATE if parts.centre == "log_z" and not function else None,
         reference_placement=section.reference_placement if section.needs_reference else None,
         reset_steps=(section.reference_reset_steps or DEFAULT_RESET_STEPS) if anchor == "reset" else None,

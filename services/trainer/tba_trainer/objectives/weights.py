@@ -26,9 +26,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tba.config.objective import CLIPS
+from tba.config.objective import CLIPS, MismatchWeight
 from tba_trainer.objectives.objective import Objective
 
+MISMATCH_RANGE: dict[MismatchWeight, tuple[float, float]] = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
+"""Bounds of the mismatch weight kappa, as TIS and IcePop publish them."""
 MAX_LOG_WEIGHT = 40.0
 """Cap on log rho, so that a product with 0 or another large number stays finite in float32; no sane step gets there."""
 
@@ -108,7 +110,7 @@ def token_weights(
         weight = rho.clamp(max=objective.importance_clamp) if kind == "clamp" else rho.masked_fill(high, 0.0)
     mismatch = nowhere
     if objective.mismatch_weight != "none":
-        kappa, (least, most) = _exp(log_kappa), objective.mismatch_range
+        kappa, (least, most) = _exp(log_kappa), MISMATCH_RANGE[objective.mismatch_weight]
         mismatch = (kappa < least) | (kappa > most)
         cut = kappa.clamp(max=most) if objective.mismatch_weight == "truncate" else kappa.masked_fill(mismatch, 0.0)
         weight = weight * cut
@@ -155,9 +157,6 @@ def _clipped(
     # clip is active where rho would take A further.
     low = (advantage < 0) & (rho < 1 - objective.clip_range)
     high = (advantage > 0) & (rho > 1 + objective.parts.clip_range_high)
-    if objective.dual_clip is not None:
-        # max(min(...), c A) for A < 0: a token that has become far more likely cannot pull without bound
-        high = high | ((advantage < 0) & (rho > objective.dual_clip))
     return rho.masked_fill(low | high, 0.0), low, high
 
 

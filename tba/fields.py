@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, Strict, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -35,6 +35,21 @@ MAX_SEED = 2**63 - 1
 """The largest integer that msgpack, numpy and torch all take."""
 MAX_DIGITS = 1000
 """Most digits of a whole number in a prompt's data; Python parses none of more than 4,300."""
+
+
+def first_problem(error: ValidationError, *, whole: str = "document") -> str:
+    """Return the first problem of a document as PLACE: MESSAGE.
+
+    Args:
+        whole: the name of the document, for a problem of no field.
+    """
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {own_words(first['msg'])}"
+
+
+def own_words(message: str) -> str:
+    """Return a message of pydantic without what it puts before those of our validators."""
+    return message.removeprefix("Value error, ")
 
 
 def is_bounded(value: float) -> bool:

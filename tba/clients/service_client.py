@@ -37,7 +37,7 @@ from tba.errors import (
     UnavailableError,
     VoidBatchError,
 )
-from tba.fields import StrictModel
+from tba.fields import StrictModel, first_problem
 from tba.tls import check_bare_url, check_ca_file, explain_missing_tls, explain_tls_error
 from tba.tokens import ClientToken
 
@@ -317,10 +317,8 @@ def parse_reply(response: Reply, reply: type[M]) -> M:
         # a newer release may say more; while an upgrade rolls, the two sides differ
         return reply.model_validate_json(response.content, extra="ignore")
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
         raise BadReplyError(
-            f"{response.url} sent an answer that is not a {reply.__name__}: {where}: {first['msg']}; "
+            f"{response.url} sent an answer that is not a {reply.__name__}: {first_problem(error, whole='body')}; "
             "run the same tba release on every service"
         ) from None
 

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,6 +21,7 @@ from tba.config.data import PrepareItem
 from tba.config.recipe import Recipe
 from tba.config.schedules import Schedule
 from tba.errors import ConfigError
+from tba.fields import own_words
 from tba.tls import with_bare_urls
 
 ENV_PREFIX = "TBA_"
@@ -172,27 +173,47 @@ def _set(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: st
 
 def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
     """Return what is wrong with a document of this model: the first key, its value and what to do."""
-    first = error.errors()[0]
-    loc = [str(part) for part in first["loc"]]
+    # a misspelt key may be missing under its right name, too
+    errors = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    first, loc = errors[0], [str(part) for part in errors[0]["loc"]]
     key = ".".join(loc)
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    message = own_words(first["msg"])
     if not loc:  # a rule between sections names its keys and values itself
         return f"{message}{more}"
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1], model), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
+        hint = _nearest(loc[-1], loc[:-1], model) or "; remove it or correct its name"
         # the message goes to logs, and a misspelt key may hold a secret
         is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
         return f"unknown key {key!r} (value {'not shown' if is_secret else _shown(first['input'])}){hint}{more}"
     if first["type"] == "missing":
         return f"key {key!r} is missing{more}"
-    if first["type"] == "value_error" and _model_at(loc, model) not in (
-        None,
-        Schedule,
-    ):  # so does the rule of a section
+    # so does the rule of a section
+    if first["type"] == "value_error" and _models_at(loc, model) not in ([], [Schedule]):
         return f"{key}: {message}{more}"
+    context = first.get("ctx", {})
+    if first["type"] == "union_tag_invalid":
+        message = f"kind is {context['tag']!r}, and it is one of {context['expected_tags']}"
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        message += _did_you_mean(first["input"], re.findall(r"'([^']+)'", context["expected"]))
     return f"key {key!r} has the value {_shown(first['input'])}: {message}{more}"
+
+
+def _nearest(name: str, section: Sequence[str], model: type[BaseModel]) -> str:
+    """Return a hint at the key that was meant: one of the section, or one of the same name in another section."""
+    if hint := _did_you_mean(name, [key for each in _models_at(section, model) for key in each.model_fields]):
+        return hint
+    others = [
+        f"{other}.{name}"
+        for other, field in model.model_fields.items()
+        if any(name in each.model_fields for each in _models_of(field.annotation))
+    ]
+    return f"; did you mean {others[0]!r}?" if len(others) == 1 else ""
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _shown(value: Any) -> str:
@@ -201,23 +222,17 @@ def _shown(value: Any) -> str:
     return "that is not shown, since it has an @" if "@" in text else text
 
 
-def _known_keys(path: Sequence[str], model: type[BaseModel]) -> list[str]:
-    at = _model_at(path, model)
-    return [] if at is None else list(at.model_fields)
-
-
-def _model_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the model of a section; None for a plain value."""
+def _models_at(path: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the models that may stand at a place; none for a plain value."""
+    at = [model]
     for part in path:
-        field = model.model_fields.get(part)
-        inner = None if field is None else _model_of(field.annotation)
-        if inner is None:
-            return None
-        model = inner
-    return model
+        found = [each.model_fields[part] for each in at if part in each.model_fields]
+        # the name in a map, the number in a list and the kind in a union stand for what is there already
+        at = [inner for field in found for inner in _models_of(field.annotation)] if found else at
+    return at
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
+def _models_of(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((m for m in map(_model_of, getattr(annotation, "__args__", ())) if m), None)
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_of(inner)]

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tba.errors import BusyError, LimitError, TbaError, UnauthorizedError
+from tba.fields import own_words
 from tba.logs import get_logger
 from tba.tls import with_bare_urls
 
@@ -70,7 +71,7 @@ def _invalid_field(error: dict[str, Any]) -> str:
         return f"{where}: not JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if error["type"] == "missing":
         return f"{where}: {error['msg']}"
-    return f"{where}: {error['msg']} (value {_short.repr(error.get('input'))})"
+    return f"{where}: {own_words(error['msg'])} (value {_short.repr(error.get('input'))})"
 
 
 def install_problem_handlers(app: FastAPI) -> None:

@@ -25,6 +25,7 @@ from typing import Unpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tba.errors import MalformedError, NewerManifestError, ObjectNotFoundError, OlderRedisError
+from tba.fields import first_problem
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
@@ -391,7 +392,7 @@ class WeightVersions:
         except ObjectNotFoundError:
             return None
         except ValidationError as error:
-            raise MalformedError(f"{self._latest_key} in {self._store.url}: {error.errors()[0]['msg']}") from None
+            raise MalformedError(f"{self._latest_key} in {self._store.url}: {first_problem(error)}") from None
 
     @property
     def _latest_key(self) -> str:

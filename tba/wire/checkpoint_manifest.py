@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from tba.errors import MalformedError
+from tba.fields import first_problem
 from tba.versions import PolicyVersion
 from tba.wire.weight_manifest import FileName, Many, Sha256, Xxh3
 
@@ -125,9 +126,7 @@ def decode_checkpoint_manifest(data: bytes, *, what: str) -> CheckpointManifest:
             )
         return CheckpointManifest.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "document"
-        raise MalformedError(f"{what} is not a checkpoint manifest: {where}: {first['msg']}") from None
+        raise MalformedError(f"{what} is not a checkpoint manifest: {first_problem(error)}") from None
     except (ValueError, TypeError) as error:
         if isinstance(error, MalformedError):
             raise

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from tba import __version__
 from tba.errors import ConfigError, MalformedError
-from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_STEP, StrictModel
+from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_STEP, StrictModel, first_problem
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
 from tba.wire.weight_manifest import Sha256, StoredObject
@@ -174,8 +174,7 @@ def decode_snapshot_manifest(data: bytes, *, key: str) -> SnapshotManifest:
                 f"snapshot manifest {key}: schema_version {first['input']!r:.20}, and this is tba {__version__}, "
                 "which reads schema_version 1; load it with the tba that saved it (tba_version in the manifest)"
             ) from None
-        where = ".".join(str(part) for part in first["loc"]) or "document"
-        raise MalformedError(f"snapshot manifest {key}: {where}: {first['msg']}") from None
+        raise MalformedError(f"snapshot manifest {key}: {first_problem(error)}") from None
     latest = PolicyVersion.parse(manifest.latest_version or str(START))
     if latest.lineage and latest.lineage not in manifest.lineages:
         raise MalformedError(f"snapshot manifest {key}: latest_version: {latest} is of no lineage that `lineages` has")

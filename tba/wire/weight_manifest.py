@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 from pydantic_core import from_json
 
 from tba.errors import MalformedError, NewerManifestError, StoreError
+from tba.fields import first_problem
 from tba.store.file import check_key
 from tba.versions import PolicyVersion
 
@@ -299,9 +300,7 @@ def decode_manifest(data: bytes) -> Manifest:
         _check_schema(document)
         return Manifest.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "document"
-        raise MalformedError(f"weight manifest: {where}: {first['msg']}") from None
+        raise MalformedError(f"weight manifest: {first_problem(error)}") from None
     except NewerManifestError:
         raise
     except (ValueError, TypeError) as error:

@@ -16,7 +16,7 @@ from tba.api import RolloutDetail, ScoreItem, ScoreResult
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, NotFoundError
-from tba.fields import StrictModel, escape_controls
+from tba.fields import StrictModel, escape_controls, first_problem
 from tba_cli.commands.rollouts import MAX_PER_PAGE, with_run
 from tba_cli.prompts.sources import open_file
 from tba_cli.resolve import with_absolute_paths
@@ -118,9 +118,8 @@ def _examples_of_file(path: Path) -> Iterator[tuple[str, Example]]:
         try:
             yield row.where, Example.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
             raise ConfigError(
-                f"{source.name}, {row.where}: {'.'.join(map(str, first['loc']))}: {first['msg']}; an example is "
+                f"{source.name}, {row.where}: {first_problem(error)}; an example is "
                 '{"task": TEXT, "prompt": TEXT, "response": TEXT, "data": {...}, "expected": NUMBER}, the last two '
                 "where there are any"
             ) from None
@@ -180,8 +179,7 @@ def _score(client: RewardClient, recipe: Recipe, name: str, example: Example) ->
             response_tokens=tokens if recipe.reward.takes_tokens(example.task) else None,
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg']}; correct the example") from None
+        raise ConfigError(f"{name}: {first_problem(error)}; correct the example") from None
     began_s = time.monotonic()
     (result,) = client.score([item]).results
     return Scored(

@@ -20,7 +20,7 @@ from tba.api import (
 )
 from tba.config import Recipe, StrictModel
 from tba.errors import ConfigError
-from tba.fields import Number
+from tba.fields import Number, first_problem
 from tba_cli.reports.ledger import batch_entries
 from tba_cli.run_folder import RunFolder
 
@@ -142,7 +142,7 @@ def load_history(path: Path) -> History:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); it is written when a run ends") from None
     except ValidationError as error:
-        raise ConfigError(f"{path} is not a history of this release of tba: {error.errors()[0]['msg']}") from None
+        raise ConfigError(f"{path} is not a history of this release of tba: {first_problem(error)}") from None
 
 
 def load_timing(folder: RunFolder) -> Timing:

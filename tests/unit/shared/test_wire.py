@@ -315,8 +315,8 @@ def test_a_manifest_names_the_first_field_that_is_wrong() -> None:
         ({"prompt_tokens": [2**31]}, r"canary\.prompt_tokens\.0"),
         ({"response_tokens": [True, 4]}, r"canary\.response_tokens\.0"),
         ({"prompt_tokens": [1] * 65}, r"canary\.prompt_tokens: List should have at most 64"),
-        ({"prompt_tokens": [1] * 63}, r"canary: Value error, a canary of 65 tokens; at most 64 are allowed"),
-        ({"logprobs": [-0.5]}, r"canary: Value error, 1 log-probs for 2 response tokens"),
+        ({"prompt_tokens": [1] * 63}, r"canary: a canary of 65 tokens; at most 64 are allowed"),
+        ({"logprobs": [-0.5]}, r"canary: 1 log-probs for 2 response tokens"),
         ({"tolerance": 1e999}, r"canary\.tolerance"),
     ],
 )

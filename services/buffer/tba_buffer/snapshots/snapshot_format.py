@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from tba.api import Prompt
 from tba.concurrency import in_thread
 from tba.errors import DigestError, MalformedError, NotFoundError, ObjectNotFoundError
+from tba.fields import first_problem
 from tba.store import ObjectStore
 from tba.wire import StoredObject
 from tba.wire.codec import Document, pack, unpack
@@ -204,7 +205,7 @@ class SnapshotReader:
                 yield [Prompt.model_validate_json(line) for line in lines]
             except ValidationError as error:
                 raise MalformedError(
-                    f"{stored.key} holds something that is not a prompt: {error.errors()[0]['msg']}"
+                    f"{stored.key} holds something that is not a prompt: {first_problem(error)}"
                 ) from None
 
     async def _object(self, number: int) -> bytes:

@@ -149,24 +149,21 @@ class DatasetSection(RowsSection):
     """
 
     dataset: str | None = None
-    """Name on the Hugging Face hub, or a folder with a data set in a format of the hub (`[[prepare]]` makes one)."""
+    """Name on the Hugging Face hub, or a folder with a data set in a format of the hub (`[[prepare]]` makes one, of a
+    revision if that is pinned)."""
     subset: str | None = None
     """Configuration of the data set, where it has several."""
     split: str = "train"
-    """Split of the data set, for example `test` or `train[:1000]`."""
-    revision: str | None = None
-    """Commit or tag on the hub; none: the newest. Folders have none."""
+    """Split of the data set, for example `test`, or `train[:1000]` for its first rows."""
     texts: list[str] | None = Field(default=None, min_length=1)
     """Instead of a data set: the prompts themselves."""
-    max_prompts: int | None = Field(default=None, ge=1)
-    """Only this many rows, from the first on; none: all of them."""
 
     @model_validator(mode="after")
     def _check(self) -> DatasetSection:
         if (self.dataset is None) == (self.texts is None):
             raise ValueError("give exactly one of `dataset` and `texts` (prompts written out in the recipe)")
         if self.texts is not None:
-            for name in ("subset", "revision", "column", "template", "max_prompts"):
+            for name in ("subset", "column", "template"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} belongs to a data set, and here the prompts are `texts`; remove it")
             for name in ("data", "chat_template_kwargs"):

@@ -137,8 +137,6 @@ class ScalingSection(StrictModel):
     (`pip install 'tba[kubernetes]'`)."""
     deployment: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
     """Name of the Deployment of the searchers."""
-    namespace: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)
-    """Its namespace; none: that of the buffer's own pod."""
     num_searchers: int | None = Field(default=None, ge=1, le=100_000)
     """With `kubernetes`: how many there are while no operator wants another number, for a Deployment that names none
     (the chart's, since two writers of `spec.replicas` would fight over it); none: what the Deployment says itself."""

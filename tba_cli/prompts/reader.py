@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,22 +95,22 @@ def _dataset_prompts(recipe: Recipe, split: Split) -> PromptReader:
     if section.dataset is None:
         source, text = TextsSource(f"{where}.texts", section.texts or []), TextColumn("text")
     else:
-        source = HubSource(section.dataset, section.split, subset=section.subset, revision=section.revision)
+        source = HubSource(section.dataset, section.split, subset=section.subset)
         source.name = f"{where}: {source.name}"
-        source, text = _with_text(recipe, section, source, where, max_rows=section.max_prompts)
+        source, text = _with_text(recipe, section, source, where)
     # a text that is in both splits gives two prompts
     prefix = section.task if split == "train" else f"{section.task}-{split}"
     columns = Columns(task=section.task, text=text, data=section.data, id_prefix=prefix)
-    return PromptReader(source, columns, SplitRule(split), gold=gold_keys(recipe), max_rows=section.max_prompts)
+    return PromptReader(source, columns, SplitRule(split), gold=gold_keys(recipe))
 
 
 def _with_text(
-    recipe: Recipe, section: RowsSection, source: Source, where: str, *, max_rows: int | None = None
+    recipe: Recipe, section: RowsSection, source: Source, where: str
 ) -> tuple[Source, TextColumn | TextTemplate]:
     if section.column is None:
         return source, TextTemplate(section.template or "", where=f"{where}.template")
     arguments = section.chat_template_kwargs
-    chats = ChatSource(source, section.column, _renderer(recipe), template_kwargs=arguments, max_rows=max_rows)
+    chats = ChatSource(source, section.column, _renderer(recipe), template_kwargs=arguments)
     return chats, TextColumn(section.column)
 
 
@@ -170,7 +169,6 @@ class PromptReader:
         columns: the meaning of the columns; None: they have the names of a prompt's fields.
         rule: which prompts of mapped rows are held out.
         gold: the data that a prompt needs.
-        max_rows: only the first rows are read.
 
     Raises:
         ConfigError: the source lacks a column, or the rule cannot be kept.
@@ -183,10 +181,9 @@ class PromptReader:
         rule: SplitRule | None = None,
         *,
         gold: Gold | None = None,
-        max_rows: int | None = None,
     ) -> None:
         self._source, self._columns, self._rule = source, columns, rule or SplitRule()
-        self._gold, self._max_rows = gold or {}, max_rows
+        self._gold = gold or {}
         self.num_repeated = 0
         """Number of rows that the last pass left out."""
         self._check_columns()
@@ -198,7 +195,7 @@ class PromptReader:
     def __iter__(self) -> Iterator[Prompt]:
         """Yield the prompts; raise ConfigError that names file, row, column and value, or where there is no prompt."""
         self.num_repeated, seen = 0, set()
-        for row in itertools.islice(self._source.rows(self._wanted), self._max_rows):
+        for row in self._source.rows(self._wanted):
             try:
                 prompt = self._prompt(row)
                 check_gold(prompt, self._gold)

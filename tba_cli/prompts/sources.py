@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,13 +245,12 @@ class HubSource(_DatasetSource):
         name: on the hub, or a folder.
         split: which split of it, for example train or train[:1000].
         subset: which configuration, where it has several; for example main of openai/gsm8k.
-        revision: commit or tag on the hub.
 
     Raises:
         ConfigError: the library is not installed, or cannot load it.
     """
 
-    def __init__(self, name: str, split: str, *, subset: str | None = None, revision: str | None = None) -> None:
+    def __init__(self, name: str, split: str, *, subset: str | None = None) -> None:
         self.name = f"data set {name if subset is None else f'{name}:{subset}'} (split {split})"
         datasets = _library("datasets", "a Hugging Face data set")
         datasets.disable_progress_bars()
@@ -261,7 +259,7 @@ class HubSource(_DatasetSource):
         cache = root / "tba-folders" / _folder_digest(Path(name)) if Path(name).is_dir() else None
         self._dataset = _loaded(
             self.name,
-            lambda: datasets.load_dataset(name, subset, split=split, revision=revision, cache_dir=cache and str(cache)),
+            lambda: datasets.load_dataset(name, subset, split=split, cache_dir=cache and str(cache)),
         )
 
 
@@ -300,7 +298,6 @@ class ChatSource:
         column: the column with a text or messages.
         render: makes texts of many conversations; called only if there is one.
         template_kwargs: arguments of the chat template.
-        max_rows: only the first rows are read.
     """
 
     def __init__(
@@ -310,9 +307,8 @@ class ChatSource:
         render: Render,
         *,
         template_kwargs: Mapping[str, Any],
-        max_rows: int | None = None,
     ) -> None:
-        self._source, self._column, self._render, self._max_rows = source, column, render, max_rows
+        self._source, self._column, self._render = source, column, render
         self._template_kwargs = template_kwargs
         self._rows: list[Row] | None = None
         self.name, self.columns, self.is_table = source.name, source.columns, source.is_table
@@ -324,7 +320,7 @@ class ChatSource:
             ConfigError: as the source raises it, or the messages of a row cannot be rendered.
         """
         if self._rows is None:
-            self._rows = self._rendered(list(itertools.islice(self._source.rows(columns), self._max_rows)))
+            self._rows = self._rendered(list(self._source.rows(columns)))
         yield from self._rows
 
     def _rendered(self, rows: list[Row]) -> list[Row]:

@@ -109,7 +109,7 @@ def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
 
 def test_the_first_rows_alone_may_be_taken(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
-    assert len(train_prompts(train_section(folder, max_prompts=1))) == 1
+    assert len(train_prompts(train_section(folder, split="train[:1]"))) == 1
 
 
 def test_texts_of_the_recipe_are_prompts(tmp_path):

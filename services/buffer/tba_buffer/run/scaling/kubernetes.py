@@ -68,7 +68,7 @@ class Deployment:
             )
         try:
             self._token()
-            self.namespace = section.namespace or (self._account / "namespace").read_text(encoding="utf-8").strip()
+            self.namespace = (self._account / "namespace").read_text(encoding="utf-8").strip()
             (self._account / "ca.crt").read_bytes()
         except (OSError, ScalingFailure) as error:
             raise ConfigError(
@@ -171,7 +171,7 @@ class Deployment:
                 )
             case 404:
                 return ScalingFailure(
-                    "not-found", f"there is no {self.where} (404: {message}); check scaling.deployment and .namespace"
+                    "not-found", f"there is no {self.where} (404: {message}); check scaling.deployment"
                 )
             case 409:
                 return ScalingFailure(

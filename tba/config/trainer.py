@@ -232,9 +232,6 @@ class TrainerSection(StrictModel):
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """With several processes: how long one waits for the others in an exchange, or several machines for each other at
     the start, before all give up."""
-    network_interface: str | None = Field(default=None, min_length=1)
-    """Network interface of each machine, for example `eth1`, for what several processes exchange (GLOO_SOCKET_IFNAME
-    and NCCL_SOCKET_IFNAME). None: these variables, else gloo and NCCL choose."""
     sync_interval: int = Field(default=4, ge=1)
     """k: publish a version and mark the buffer every k optimizer steps."""
     checkpoint_interval: int = Field(default=50, ge=1)

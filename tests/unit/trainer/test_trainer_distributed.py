@@ -123,15 +123,6 @@ def test_several_machines_must_know_where_they_meet(capsys: pytest.CaptureFixtur
     assert "--nodes and --rendezvous go together" in capsys.readouterr().err
 
 
-def test_a_network_interface_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.json"
-    path.write_text(make_recipe(tmp_path, trainer={"network_interface": "eth77"}).model_dump_json())
-    assert main(["2", "--config", str(path)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: trainer: trainer.network_interface is 'eth77', and this machine has ")
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("error", "code", "sentence"),
     [

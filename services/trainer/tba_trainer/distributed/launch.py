@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -25,8 +24,8 @@ from tba.early_signals import EXIT_STOPPED, quit_on_signals
 LOOPBACK = "127.0.0.1"
 LAUNCHER_VARIABLE = "TRAINER_LAUNCHER_PID"
 """Environment variable that tells the processes who started them. Names that begin with TBA_ are keys of the recipe."""
-INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""How gloo and NCCL are told the name of a network interface; NCCL would take `eth1` for `eth10` too without `=`."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""How gloo and NCCL are told the name of a network interface."""
 
 
 def launch(
@@ -37,7 +36,6 @@ def launch(
     collective_timeout_s: float = 600.0,
     num_nodes: int = 1,
     rendezvous: str | None = None,
-    network_interface: str | None = None,
 ) -> int:
     """Run `python -m tba_trainer` with `arguments` in several processes and return the exit code.
 
@@ -48,15 +46,10 @@ def launch(
         collective_timeout_s: seconds that the machines wait for each other at the start.
         num_nodes: machines; this is called on each of them.
         rendezvous: HOST:PORT where several machines meet; one of them must be HOST.
-        network_interface: of this machine, for all that the processes exchange; None: gloo and NCCL choose, or the
-            environment says it.
 
     Returns:
         0; or the code of the worker that failed first, 1 if a signal killed it; or 2 if the machines did not meet or
         lost each other; or 128 + the number of the signal that this process got.
-
-    Raises:
-        ConfigError: this machine has no such network interface.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -66,8 +59,6 @@ def launch(
 
     from tba.service_main import EXIT_ERROR
 
-    if network_interface is not None:
-        _use_interface(network_interface)
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     wait_s = math.ceil(collective_timeout_s)
     if rendezvous is None:
@@ -107,17 +98,6 @@ def launch(
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
-
-
-def _use_interface(name: str) -> None:
-    from tba.errors import ConfigError
-
-    known = [known for _, known in socket.if_nameindex()]
-    if name not in known:
-        raise ConfigError(
-            f"trainer.network_interface is {name!r}, and this machine has {', '.join(known)}; name one of them"
-        )
-    os.environ.update({variable: form.format(name) for variable, form in INTERFACE_VARIABLES.items()})
 
 
 def _say(sentence: str) -> None:
@@ -166,7 +146,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             collective_timeout_s=recipe.trainer.collective_timeout_s,
             num_nodes=args.nodes,
             rendezvous=args.rendezvous,
-            network_interface=recipe.trainer.network_interface,
         )
     except ConfigError as error:
         _say(str(error))

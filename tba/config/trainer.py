@@ -236,27 +236,15 @@ class TrainerSection(StrictModel):
     """k: publish a version and mark the buffer every k optimizer steps."""
     checkpoint_interval: int = Field(default=50, ge=1)
     """Steps between checkpoints; one more is written at the end."""
-    background_checkpoint_bytes: int = Field(default=64 * 1024**2, ge=0)
-    """Checkpoints of at least so many bytes are copied off the device and uploaded beside training; smaller ones,
-    and the last one, are uploaded before the next step."""
-    checkpoint_staging: Literal["auto", "memory", "disk"] = "auto"
-    """Where those are copied to: memory of the host, with which training goes on sooner (12 bytes for each trained
-    parameter in all, up to twice that on a GPU, where torch rounds pinned memory up and keeps it), or files on the
-    local disk. `auto`: memory where three quarters of what is free, within the limit of the container, hold the copies,
-    else disk. With either the disk takes what memory cannot."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
     keep_versions: int = Field(default=8, ge=2)
     """Older weight versions are deleted, except those that a component or an evaluation still holds. With
     `sampling.lag_steps` those since the version that searchers sample with are kept too."""
-    max_unpublished_versions: int = Field(default=4, ge=1)
-    """Training continues while publishing fails, until this many versions wait."""
     prefetch_batches: int = Field(default=1, ge=0)
     """Batches fetched ahead while a step runs."""
     batch_wait_s: float = Field(default=600.0, gt=0)
     """Deadline of the wait for a batch."""
-    retry_s: float = Field(default=120.0, gt=0)
-    """How long a call to another service is retried before the trainer gives up."""
     canary_tolerance: float = Field(default=2e-3, gt=0, le=2.0)
     """How far a searcher's canary log-probs may be from the published ones, in nats. A version in 16 bits allows more:
     four times what rounding changes in the trainer, within bounds."""

@@ -26,7 +26,7 @@ def test_searchers_compute_the_ref_log_probs_and_the_trainer_trains_with_them(
 ) -> None:
     place = make_place(
         objective={"preset": "tb", "beta": 0.1, "reference_placement": "searcher"},
-        trainer={"num_steps": 16, "sync_interval": 2, "checkpoint_interval": 4, "max_unpublished_versions": 1},
+        trainer={"num_steps": 16, "sync_interval": 2, "checkpoint_interval": 4},
         sampling={"samples_per_insert_error": 32},  # rollouts wait for training, so some are of later versions
     )
     started = place.start("--set", "model.policy_temperature=0.8")

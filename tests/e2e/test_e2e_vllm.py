@@ -25,7 +25,7 @@ def test_a_run_with_vllm_generates_updates_and_evaluates(tmp_path: Path, pytestc
         model,
         searcher={"engine": "vllm", "max_response_tokens": 12, "tasks": {REWARD: {"stop": STOPS}}},
         sampling={"samples_per_insert_error": 32},  # rollouts wait for training, so some are of later versions
-        trainer={"num_steps": NUM_STEPS, "sync_interval": 2, "max_unpublished_versions": 1},
+        trainer={"num_steps": NUM_STEPS, "sync_interval": 2},
         eval={"every_steps": 6, "num_prompts": 8, "num_prompts_final": 8},
     )
     cached = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider

@@ -120,6 +120,15 @@ def _reply(buffer: RecordedBuffer, path: str, body: bytes) -> bytes:
 DEADLINE_S = 240.0
 
 
+UPLOADS_BESIDE = """
+import runpy
+from tba_trainer.loop import limits
+limits.BACKGROUND_BYTES = 0
+runpy.run_module("tba_trainer", run_name="__main__", alter_sys=True)
+"""
+"""A trainer that uploads the smallest checkpoint beside training."""
+
+
 class TrainerProcesses:
     """One run, whose trainers start one after another; `close` ends what still runs."""
 
@@ -133,15 +142,20 @@ class TrainerProcesses:
         self.recipe_path.write_text(json.dumps(recipe.model_dump(mode="json")))
         self.versions = WeightVersions(FileStore(folder / "store"), "demo")
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.uploads_beside = False
         self.pace_s = 0.0
         """Duration of every ack after the action of `at_call`: a slow signal must not find the run done."""
 
     def start(self, *, num_processes: int = 1) -> subprocess.Popen[bytes]:
         """Start the trainer, in several processes by torchrun."""
-        module = ["tba_trainer"] if num_processes == 1 else ["tba_trainer.distributed.launch", str(num_processes)]
+        module = ["-m", "tba_trainer"]
+        if num_processes > 1:
+            module = ["-m", "tba_trainer.distributed.launch", str(num_processes)]
+        elif self.uploads_beside:
+            module = ["-c", UPLOADS_BESIDE]
         with self._log_path(len(self.processes)).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *module, "--config", str(self.recipe_path)],
+                [sys.executable, *module, "--config", str(self.recipe_path)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,

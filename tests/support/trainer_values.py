@@ -46,7 +46,7 @@ def make_recipe(path: Path | str, /, **sections: dict[str, Any]) -> Recipe:
         "objective": {"preset": "tb"},
         # the log-probs of `make_rollout` are no model's
         "searcher": {"engine": "simulated"},
-        "trainer": {"num_steps": 4, "retry_s": 60.0, "batch_wait_s": 60.0, "micro_batch_tokens": 4096},
+        "trainer": {"num_steps": 4, "batch_wait_s": 60.0, "micro_batch_tokens": 4096},
         "eval": {"every_steps": 2, "timeout_s": 5.0},
         "tracking": {"metrics_path": str(Path(path).parent / "metrics.jsonl")},
     }

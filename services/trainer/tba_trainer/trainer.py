@@ -31,6 +31,7 @@ from tba_trainer.distributed.leader import build
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.guards import Rollback
 from tba_trainer.learner.schedules import Schedules
+from tba_trainer.loop import limits
 from tba_trainer.loop.batches import Prefetcher, Requirements, draw_batch
 from tba_trainer.loop.evaluations import Evaluations
 from tba_trainer.loop.publisher import Publisher
@@ -82,7 +83,7 @@ def run_trainer(recipe: Recipe) -> int:
 def _lead(recipe: Recipe, team: Team) -> None:
     # the leader alone talks to the buffer: followers get batches and commands over the process group
     token = client_token(recipe.auth.tokens_file, "trainer")
-    buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s, ca_file=recipe.tls.ca_file)
+    buffer = BufferClient(recipe.buffer_url, token=token, retry_s=limits.RETRY_S, ca_file=recipe.tls.ca_file)
     stop = threading.Event()
     team.start_beats(on_loss=stop.set)
     try:
@@ -182,8 +183,8 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         max_bytes=recipe.store.shard_bytes,
         team=context.team,
         layout=learner.layout(),
-        staging=staging_of(recipe, context.team),
-        retry_s=recipe.trainer.retry_s,
+        staging=staging_of(context.team),
+        retry_s=limits.RETRY_S,
         named_wait=context.status.named_wait,
     )
     start = snapshots.take(START, None)  # before a checkpoint replaces the starting weights

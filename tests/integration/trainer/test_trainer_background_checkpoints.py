@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
-from tba_trainer.checkpoints.parts import Part
+from tba_trainer.checkpoints.parts import Part, Staging
+from tba_trainer.loop import limits
 
 from tba.errors import StoreUnavailableError, TbaError
 from tba.store import FileStore
@@ -21,7 +22,8 @@ from tests.support.waits import until
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(limits, "BACKGROUND_BYTES", 0)
     return World(tmp_path)
 
 
@@ -43,7 +45,7 @@ def at_upload(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None
 
 
 def recipe_of(model: Path, **trainer: Any) -> Any:
-    values = {"sync_interval": 1, "keep_checkpoints": 9, "background_checkpoint_bytes": 0, "export": False, **trainer}
+    values = {"sync_interval": 1, "keep_checkpoints": 9, "export": False, **trainer}
     return make_recipe(model, trainer={"num_steps": 9, "checkpoint_interval": 3, **values})
 
 
@@ -62,12 +64,13 @@ def registrations(world: World) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("staging", ["disk", "memory"])
 def test_steps_go_on_during_an_upload_and_the_checkpoint_holds_the_weights_of_its_own_step(
-    world: World, model: Path, at_upload: Callable[..., None], staging: str
+    world: World, model: Path, at_upload: Callable[..., None], staging: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The upload of 1-3 begins when step 5 is done, so a loop that waited for it would wait for ever."""
     at_upload(lambda version: until("step 5", lambda: version != "1-3" or world.buffer.step >= 5))
     found = registrations(world)
-    world.train(recipe_of(model, checkpoint_staging=staging))
+    monkeypatch.setattr("tba_trainer.trainer.staging_of", lambda team: Staging(place=staging))
+    world.train(recipe_of(model))
     assert found[0][0] == "1-3"
     assert found[0][1] >= 5
     assert found[-1] == ("1-9", 9)  # the last one is waited for

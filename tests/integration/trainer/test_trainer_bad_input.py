@@ -71,7 +71,7 @@ def settings_of(buffer: BufferThread, folder: Path, **trainer: Any) -> Recipe:
     document["searcher"]["engine"] = "simulated"  # the log-probs of `make_rollout` are no model's
     document["model"]["path"] = str(make_tiny_model(folder / "model", hidden_size=32))
     document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
-    document["trainer"] |= {"num_steps": 6, "retry_s": 60.0, "batch_wait_s": 60.0, "export": False, **trainer}
+    document["trainer"] |= {"num_steps": 6, "batch_wait_s": 60.0, "export": False, **trainer}
     return type(buffer.recipe).model_validate(document)
 
 

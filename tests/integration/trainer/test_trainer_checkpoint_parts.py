@@ -21,6 +21,7 @@ from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
 from tba_trainer.distributed.process_group import make_mesh
 from tba_trainer.learner.learner import TrainerState
+from tba_trainer.loop import limits
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.sharding import shard
@@ -426,8 +427,8 @@ def test_a_follower_that_does_not_store_its_part_in_time_is_named_and_there_is_n
 
     monkeypatch.setattr(FileStore, "put_file", hold)
     writer = CheckpointWriter.__new__(CheckpointWriter)
-    recipe = make_recipe(tmp_path, trainer={"retry_s": 0.05})
-    writer._context = cast(Any, SimpleNamespace(recipe=recipe, status=pair))
+    monkeypatch.setattr(limits, "RETRY_S", 0.05)
+    writer._context = cast(Any, SimpleNamespace(status=pair))
     rows = rows_of(pair.sections, Layout(0, 2))
     monkeypatch.setattr(
         writer, "_new", lambda in_background: pair.checkpoints.begin(

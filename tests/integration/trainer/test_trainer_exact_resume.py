@@ -88,7 +88,8 @@ def test_kills_at_random_moments_change_no_bit_of_any_version(start_run: Callabl
     """The killed one uploads its checkpoints beside training. Both run in processes of the same environment: the number
     of threads that OpenMP has may change the last bit."""
     chance = random.Random(7)
-    whole, run = start_run("whole"), start_run("killed", background_checkpoint_bytes=0)
+    whole, run = start_run("whole"), start_run("killed")
+    run.uploads_beside = True
     run.pace_s = 5 * MAX_DELAY_S  # between the call and the signal hardly a step is made, however fast the machine
     undisturbed = whole.start()
     for trial in range(NUM_KILLS):

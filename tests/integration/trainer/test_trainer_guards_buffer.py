@@ -60,7 +60,7 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
     document: dict[str, Any] = buffer.recipe.model_dump()
     document["model"]["path"] = str(make_tiny_model(tmp_path / "model", hidden_size=32))
     document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
-    document["trainer"] |= {"num_steps": 10, "checkpoint_interval": 5, "retry_s": 120.0, "batch_wait_s": 120.0}
+    document["trainer"] |= {"num_steps": 10, "checkpoint_interval": 5, "batch_wait_s": 120.0}
     document["trainer"] |= {"guards": make_guards(**GUARDS), "export": False, "learning_rate": {"value": 1e-3}}
     client, rng = buffer.client(), np.random.default_rng(0)
     client.upload_prompts(make_prompts(8, 4))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from botocore.exceptions import EndpointConnectionError
+from tba_trainer.loop import limits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.api import RunInfo
@@ -214,7 +215,7 @@ def test_a_stop_while_the_end_cannot_be_stored_says_what_is_kept_and_leaves_the_
             raise StoreUnavailableError("the store is away")
         put_file(self, key, path, create_only=create_only)
 
-    recipe = make_recipe(model, trainer={"checkpoint_interval": 3, "retry_s": 60.0})
+    recipe = make_recipe(model, trainer={"checkpoint_interval": 3})
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "put_file", never)
         if away == "checkpoints":
@@ -347,7 +348,9 @@ def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_
 
     monkeypatch.setattr(FileStore, "put_file", never)
     monkeypatch.setattr("tba_trainer.loop.status.HEARTBEAT_INTERVAL_S", 0.05)
-    trainer = {"num_steps": 50, "sync_interval": 1, "max_unpublished_versions": 2, "retry_s": 3.0}
+    monkeypatch.setattr(limits, "MAX_UNPUBLISHED_VERSIONS", 2)
+    monkeypatch.setattr(limits, "RETRY_S", 3.0)
+    trainer = {"num_steps": 50, "sync_interval": 1}
     with pytest.raises(WaitTimeoutError, match=r"2 weight versions .* within 3 s \(the store is away\)"):
         world.train(make_recipe(model, trainer=trainer))
     assert world.buffer.step == 3  # versions 1 and 2 wait, the third has no place
@@ -367,7 +370,7 @@ def test_a_version_is_announced_again_while_the_buffer_is_away_and_never_before_
         fail(method)
 
     world.buffer.before = before
-    world.train(make_recipe(model, trainer={"sync_interval": 2, "retry_s": 20.0}))
+    world.train(make_recipe(model, trainer={"sync_interval": 2}))
     assert world.buffer.marks == ["0-0", "1-2", "1-4"]
 
 

@@ -52,7 +52,6 @@ class Run:
             "num_steps": NUM_STEPS,
             "sync_interval": 4,
             "checkpoint_interval": 5,
-            "retry_s": 120.0,
             "batch_wait_s": 120.0,
         }
         self.recipe_path = write_recipe(folder / "trainer.json", type(stack.recipe).model_validate(document))
@@ -274,10 +273,6 @@ def test_the_wait_of_a_paused_run_shows_in_the_run_and_ends_when_the_trainer_is_
 # ---- A trainer that gets SIGTERM before it has anything to keep -----------------------------------------------------
 
 
-RETRY_S = 3600.0
-"""The trainer would wait for the buffer so long."""
-
-
 def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_143(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent_buffer:
         silent_buffer.settimeout(DEADLINE_S)
@@ -285,7 +280,6 @@ def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_1
             model={"path": str(make_tiny_model(tmp_path / "model", hidden_size=32))},
             buffer={"url": f"http://127.0.0.1:{silent_buffer.getsockname()[1]}"},
             store={"url": f"file://{tmp_path / 'store'}"},
-            trainer={"retry_s": RETRY_S},
         )
         scratch = tmp_path / "scratch"
         scratch.mkdir()

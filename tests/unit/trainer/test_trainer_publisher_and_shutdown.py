@@ -94,7 +94,7 @@ def test_a_snapshot_does_not_follow_later_updates_and_is_whole_after_a_full_disk
 
 
 def test_no_more_than_one_snapshot_is_in_memory_and_a_closed_publisher_holds_none_for_later(tmp_path: Path) -> None:
-    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32), trainer={"max_unpublished_versions": 3})
+    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
     snapshots = WeightSnapshotWriter(theta, recipe, folder=tmp_path / "snapshots")
     (tmp_path / "snapshots").mkdir()

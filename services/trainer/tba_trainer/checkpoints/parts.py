@@ -3,7 +3,7 @@
     rows on the device --copy--> memory --> files on the local disk --digest--> objects in the store, if they are
                                             not there
 
-Where a part is copied to before the next step is `trainer.checkpoint_staging`: memory of the host, or the files.
+Before the next step a part is copied to memory of the host where enough is free, else to the files (`Staging`).
 
 Files hold the rows of one section, at most `store.shard_bytes` of them. What other processes need as well, or what
 changes at another time, has files of its own: scalars of a sharded model, and each copy of the old policy.
@@ -162,7 +162,7 @@ class Staging:
     """Where parts that are uploaded beside training are copied to first."""
 
     place: Literal["auto", "memory", "disk"] = "disk"
-    """`trainer.checkpoint_staging`."""
+    """`auto`: memory where STAGING_FREE_SHARE of what is free, within the limit of the container, holds the copies."""
     num_sharers: int = 1
     """Processes of the trainer on this machine: they copy at the same time."""
 

@@ -40,9 +40,9 @@ _KINDS = (ObjectNotFoundError, DigestError, MalformedError)
 log = get_logger("checkpoint")
 
 
-def staging_of(recipe: Recipe, team: Team) -> Staging:
-    """Return where the checkpoints of a recipe are copied to first."""
-    return Staging(place=recipe.trainer.checkpoint_staging, num_sharers=team.num_local_ranks)
+def staging_of(team: Team) -> Staging:
+    """Return where checkpoints are copied to first: the processes of a machine share its memory."""
+    return Staging(place="auto", num_sharers=team.num_local_ranks)
 
 
 class TeamCheckpoints(CheckpointStore):
@@ -167,7 +167,7 @@ class TeamCheckpoints(CheckpointStore):
             self.drop(key)
             error = (
                 f"did not fetch its part of {key} within {wait_s:g} s, once that of process 0 was here "
-                "(trainer.retry_s, or as long as that took; the wait checkpoint-download)"
+                f"(as long as that took, {self._retry_s:g} s at least; the wait checkpoint-download)"
             )
             replies |= {rank: {"error": error, "kind": ""} for rank in late}
         return replies
@@ -399,6 +399,6 @@ class FollowerCheckpoints:
                 folder=self._folder,
                 max_bytes=recipe.store.shard_bytes,
                 layout=self._learner.layout(),
-                staging=staging_of(recipe, self._team),
+                staging=staging_of(self._team),
             )
         return self._store

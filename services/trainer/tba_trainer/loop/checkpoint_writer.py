@@ -1,7 +1,7 @@
 """Write checkpoints of one lineage to the store, and tell the buffer from which one a resume starts.
 
     small    loop     write    copy, upload, register
-    large    loop     write    copy to memory, or to the local disk (`trainer.checkpoint_staging`)
+    large    loop     write    copy to memory, or to the local disk (`checkpoints/parts.py`)
              thread            upload, manifest last
              loop     settle   after a later step: register it, delete old ones
 
@@ -25,6 +25,7 @@ from tba.versions import START, PolicyVersion
 from tba_trainer.checkpoints.choice import before_suspect
 from tba_trainer.distributed.checkpoints import Upload
 from tba_trainer.learner.learner import TrainerState, config_sha256, encode_torch_rng
+from tba_trainer.loop import limits
 from tba_trainer.loop.trainer_context import LineageContext
 from tba_trainer.model.parameters import trainable
 
@@ -60,8 +61,7 @@ class CheckpointWriter:
             FencedError: a newer lineage owns the run.
             OSError: the local disk is full.
         """
-        least_bytes = self._context.recipe.trainer.background_checkpoint_bytes
-        if checkpoint_bytes(self._context.learner.model) < least_bytes:
+        if checkpoint_bytes(self._context.learner.model) < limits.BACKGROUND_BYTES:
             self.save()
         else:
             self._begin()
@@ -102,14 +102,15 @@ class CheckpointWriter:
         begin = time.monotonic()
         upload = self._new(in_background=False)
         # the part of this process is stored; one as large, over a slower link, may take some time more
-        wait_s = max(self._context.recipe.trainer.retry_s, time.monotonic() - begin)
+        wait_s = max(limits.RETRY_S, time.monotonic() - begin)
         with self._context.status.named_wait("checkpoint-upload", wait_s):
             has_ended = upload.wait(wait_s)
         if not has_ended:
             upload.give_up()
             raise StoreUnavailableError(
                 f"{upload.missing()} did not store its part of checkpoint {upload.version} within {wait_s:g} s, once "
-                "that of process 0 was stored (trainer.retry_s, or as long as that took; the wait checkpoint-upload)"
+                f"that of process 0 was stored (as long as that took, {limits.RETRY_S:g} s at least; the wait "
+                "checkpoint-upload)"
             )
         if upload.error is not None:
             raise upload.error
@@ -155,14 +156,14 @@ class CheckpointWriter:
             self._register_saved(upload.version, upload.key)
 
     def complete_upload(self) -> None:
-        """Wait for the checkpoint that is being uploaded, `trainer.retry_s` at most, and register it; log why not.
+        """Wait for the checkpoint that is being uploaded, RETRY_S at most, and register it; log why not.
 
         Raises:
             FencedError: a newer lineage owns the run.
         """
         if self._upload is None:
             return
-        wait_s = self._context.recipe.trainer.retry_s
+        wait_s = limits.RETRY_S
         with self._context.status.named_wait("checkpoint-upload", wait_s):
             self._upload.wait(wait_s)
         try:

@@ -1,7 +1,7 @@
 """Publish weight versions in a background thread, ask searchers to evaluate some of them, and delete old ones.
 
-    loop     publish(version)   takes a snapshot, and waits for a free place while `max_unpublished_versions` snapshots
-                                are unpublished (wait "unpublished-versions", deadline `trainer.retry_s`)
+    loop     publish(version)   takes a snapshot, and waits for a free place while MAX_UNPUBLISHED_VERSIONS snapshots
+                                are unpublished (wait "unpublished-versions", deadline `limits.RETRY_S`)
     thread   each snapshot, in order: encoded against the one before it, objects and manifest to the store, retried
              while the store is away; then the announcement, retried while the buffer is away; then the evaluation
              request; then, at most every few seconds, old versions are deleted
@@ -38,6 +38,7 @@ from tba.weights.retention import reasons_to_keep
 from tba.wire import Manifest
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter
+from tba_trainer.loop import limits
 from tba_trainer.loop.evaluations import Evaluations
 from tba_trainer.loop.status import Session, Status
 
@@ -165,10 +166,10 @@ class Publisher:
             announce: False only stores it, for searchers that ask for the version by name.
 
         Raises:
-            WaitTimeoutError: `trainer.max_unpublished_versions` snapshots wait, and none was published in time.
+            WaitTimeoutError: MAX_UNPUBLISHED_VERSIONS snapshots wait, and none was published in time.
             FencedError, ObjectExistsError, TbaError: the error that ended the thread.
         """
-        self._wait_until_below(self._section.max_unpublished_versions)
+        self._wait_until_below(limits.MAX_UNPUBLISHED_VERSIONS)
         with self._changed:
             # The snapshot holds the weights as they were: theta may change from here on.
             self._pending.append((snapshot, num_eval_prompts, announce))
@@ -192,7 +193,7 @@ class Publisher:
         self.check()
         if len(self._pending) < count:
             return
-        wait_s = self._section.retry_s
+        wait_s = limits.RETRY_S
         deadline = time.monotonic() + wait_s
         with self._status.named_wait("unpublished-versions", wait_s):
             while len(self._pending) >= count:

@@ -19,6 +19,7 @@ from tba.errors import StoreUnavailableError, WaitTimeoutError
 from tba.logs import get_logger
 from tba_trainer.checkpoints.export_upload import upload_export
 from tba_trainer.learner.guards import holds_checkpoints
+from tba_trainer.loop import limits
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.loop.trainer_context import LineageContext
 
@@ -98,7 +99,7 @@ def _export(context: LineageContext) -> None:
 
 def _retry_until_stored(context: LineageContext, what: str, action: Callable[[], None]) -> None:
     """Repeat an action while the store is away; give it up only when the process is told to stop."""
-    wait_s = context.recipe.trainer.retry_s
+    wait_s = limits.RETRY_S
     deadline = time.monotonic() + wait_s
     with context.status.named_wait("object-store", wait_s):
         while not context.stop.is_set():

@@ -8,12 +8,12 @@
 
     thread         waits for                        name of the wait        deadline
     loop           the batch of its step            as the buffer says      trainer.batch_wait_s
-    loop           a place for a snapshot           unpublished-versions    trainer.retry_s
+    loop           a place for a snapshot           unpublished-versions    limits.RETRY_S
     loop           the store, for a small           -                       store.timeout_s, then at the next sync
                    checkpoint; a large one is uploaded by a thread of its own
-    loop (end)     a large checkpoint under way     checkpoint-upload       trainer.retry_s
-    start          the others' parts of one         checkpoint-download     trainer.retry_s, or as long as its own took
-    loop (end)     the last checkpoint, the export  object-store            trainer.retry_s
+    loop (end)     a large checkpoint under way     checkpoint-upload       limits.RETRY_S
+    start          the others' parts of one         checkpoint-download     limits.RETRY_S, or as long as its own took
+    loop (end)     the last checkpoint, the export  object-store            limits.RETRY_S
     loop (end)     the final evaluation             final-evaluation        eval.timeout_s
     prefetch       permission to draw one more      -                       until the loop takes a batch
     publisher      a snapshot; store; buffer        -                       none: the loop's wait bounds it

@@ -126,5 +126,5 @@ def _num_bytes(tensor: Tensor, dtype: torch.dtype) -> int:
 def _no_memory(tensor: Tensor, dtype: torch.dtype) -> HostMemoryError:
     return HostMemoryError(
         f"there is no memory for {_num_bytes(tensor, dtype)} bytes, a copy of a tensor of shape {list(tensor.shape)}; "
-        "give the trainer's machine or container more, or its checkpoints less (trainer.checkpoint_staging = 'disk')"
+        "give the trainer's machine or container more"
     )

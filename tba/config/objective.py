@@ -18,7 +18,7 @@ from tba.fields import StrictModel
 
 Kind = Literal["trajectory_balance", "group", "group_std", "leave_one_out", "batch_std", "batch", "best_worst", "best"]
 """The formula of the advantage A_j."""
-Anchor = Literal["fixed", "reset", "ema", "behaviour"]
+Anchor = Literal["fixed", "reset", "behaviour"]
 Centre = Literal["theta", "behaviour", "log_z", "none"]
 RewardBaseline = Literal["mean", "log_mean_exp"]
 ImportanceWeight = Literal[
@@ -138,7 +138,7 @@ class ObjectiveSection(StrictModel):
     """KL coefficient. Default: that of the preset; 0 for an objective of your own."""
     anchor: Anchor | None = None
     """The target of the KL: the starting model (`fixed`), theta as it was every `reference_reset_steps`
-    (`reset`), a moving average of theta (`ema`), or the policy that sampled the rollout (`behaviour`; not for a
+    (`reset`), or the policy that sampled the rollout (`behaviour`; not for a
     baseline). A baseline whose beta is above 0 has `fixed`."""
     centre: Centre | None = None
     """The term that is subtracted from a rollout's log-ratio: the group mean under theta (VarGrad), the group mean
@@ -318,7 +318,7 @@ class ObjectiveSection(StrictModel):
         if self.anchor == "behaviour":
             raise ValueError(
                 f'anchor = "behaviour" belongs to the family ({", ".join(FAMILY)}); the KL of {self._kind} '
-                f"{self.preset} is to a reference: fixed, reset or ema"
+                f"{self.preset} is to a reference: fixed or reset"
             )
         if self.anchor is not None and self.used_anchor is None:
             raise ValueError(
@@ -365,7 +365,7 @@ class ObjectiveSection(StrictModel):
     @property
     def needs_reference(self) -> bool:
         """Whether ref log-probs enter the objective. A live change of beta must leave this as it is."""
-        return self.used_anchor in ("fixed", "reset", "ema")
+        return self.used_anchor in ("fixed", "reset")
 
     @property
     def takes_behaviour_for_theta(self) -> Literal["anchor", "centre", "old_policy"] | None:

@@ -83,10 +83,10 @@ class Tabular:
         return torch.stack(columns, dim=1)
 
     @torch.no_grad()
-    def blend(self, other: Tabular, *, decay: float) -> None:
-        """decay * self + (1 - decay) * other."""
+    def become(self, other: Tabular) -> None:
+        """Take the other's values."""
         for table, source in zip(self.tables, other.tables, strict=True):
-            table.mul_(decay).add_(source, alpha=1 - decay)
+            table.copy_(source)
 
 
 def rewards() -> Tensor:
@@ -129,9 +129,7 @@ def converge(section: ObjectiveSection, case: Case, *, num_steps: int = NUM_STEP
         adam.step()
         decay.step()
         if objective.reset_steps is not None and step % objective.reset_steps == 0:
-            reference.blend(policy, decay=0.0)
-        if objective.ema_every_steps is not None and step % objective.ema_every_steps == 0:
-            reference.blend(policy, decay=objective.ema_decay or 0.0)
+            reference.become(policy)
     end = policy.token_logprobs().detach().sum(1).exp()
     return Outcome(
         tv_to_optimum=_total_variation(end, optimum()),

@@ -64,7 +64,7 @@ def test_every_preset_is_possible_as_it_is_and_reads_back_from_its_dump(preset: 
         ({"preset": "tb_behaviour"}, False),
         ({"preset": "tb_positive"}, False),
         ({"preset": "tb", "anchor": "behaviour"}, False),
-        ({"preset": "kimi", "anchor": "ema"}, True),
+        ({"preset": "kimi", "anchor": "reset"}, True),
         ({"preset": "grpo"}, False),
         ({"preset": "grpo", "beta": 0.1}, True),
         ({"preset": "grpo", "beta": {"kind": "linear", "value": 0.0, "final": 0.1, "steps": 9}}, True),

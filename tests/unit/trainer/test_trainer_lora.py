@@ -206,21 +206,6 @@ def test_the_weights_of_theta_come_back_when_a_pass_of_the_reference_fails() -> 
         assert torch.equal(policy.token_logprobs(some_sequences()), now)
 
 
-def test_the_moving_average_begins_at_the_starting_model_and_goes_towards_theta() -> None:
-    model = adapted("llama")
-    policy = LogprobModel(model, temperature=0.7)
-    reference = AdapterWeights(model, policy)
-    first = {name: parameter.detach().clone() for name, parameter in trainable(model).items()}
-    reference.blend_with_theta(0.75)
-    found = {name: tensor.clone() for name, tensor in reference.tensors().items()}
-    for name, tensor in first.items():
-        torch.testing.assert_close(found[name], 0.25 * tensor if ".lora_B." in name else tensor)
-    train(model)
-    reference.blend_with_theta(0.5)
-    for name, tensor in reference.tensors().items():
-        torch.testing.assert_close(tensor, 0.5 * found[name] + 0.5 * trainable(model)[name].detach())
-
-
 def test_only_the_named_layers_get_an_adapter() -> None:
     model = adapted("llama", LoraSection(rank=2, target_modules=["q_proj", "v_proj"]))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} == {"q_proj", "v_proj"}

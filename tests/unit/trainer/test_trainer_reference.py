@@ -13,7 +13,6 @@ from tba_trainer.learner.learner import Learner
 from tba_trainer.learner.reference import CarriedReference, ModelReference
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
-from tba_trainer.objectives import objective as objectives
 
 from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
@@ -101,41 +100,15 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(folder: Path) -> None
     [
         ({"preset": "tb"}, START),
         ({"preset": "tba_prime", "reference_reset_steps": 2}, PolicyVersion(4, 4)),
-        ({"preset": "tba_prime", "anchor": "ema"}, PolicyVersion(4, 3)),
         ({"preset": "kimi"}, START),
     ],
 )
-def test_the_reference_changes_on_schedule(
-    folder: Path, objective: dict[str, Any], version: PolicyVersion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(objectives, "EMA_EVERY_STEPS", 3)
+def test_the_reference_changes_on_schedule(folder: Path, objective: dict[str, Any], version: PolicyVersion) -> None:
     learner = make_learner(folder, objective=objective)
     for step in (1, 2, 3, 4):
         learner.gradients(make_batch(step), step=step, policy_ages=[0] * 12)
         learner.apply(step=step, lineage=4)
     assert learner.reference.version == version
-
-
-def test_a_moving_average_is_one_of_the_weights_and_empties_the_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(objectives, "EMA_DECAY", 0.75)
-    monkeypatch.setattr(objectives, "EMA_EVERY_STEPS", 2)
-    objective = {"preset": "tb", "anchor": "ema"}
-    learner, batch = make_learner(folder, objective=objective), make_batch(0)
-    start = {name: tensor.clone() for name, tensor in learner.reference.tensors().items()}
-    learner.reference.logprobs(batch.rollouts)
-    move(learner)
-    learner.reference.after_step(PolicyVersion(1, 1))
-    assert learner.reference.is_start
-    learner.reference.after_step(PolicyVersion(1, 2))
-    assert learner.reference.version == PolicyVersion(1, 2)
-    assert len(learner.reference.cache_tensors()["ref_logprobs"]) == 0
-    theta = dict(learner.model.named_parameters())
-    for name, tensor in learner.reference.tensors().items():
-        torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * theta[name].detach())
-    learner.reference.logprobs(batch.rollouts)
-    assert learner.reference.num_computed == 24
 
 
 @pytest.mark.parametrize("objective", [{"preset": "kimi"}, {"preset": "grpo"}, {"preset": "tb_behaviour"}])

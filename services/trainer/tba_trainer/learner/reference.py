@@ -5,8 +5,7 @@
       searcher   CarriedReference  no model here: every rollout carries its log-prob under the starting model
       (none)     Reference         the objective's anchor needs no reference: nothing is held or computed
 
-A reference log-prob is valid for one reference version only. A reset to theta, or an update of the moving average,
-makes a new version.
+A reference log-prob is valid for one reference version only. A reset to theta makes a new version.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Reference:
         return None
 
     def after_step(self, version: PolicyVersion) -> None:
-        """Reset the reference or update its moving average if that is due now that theta is `version`."""
+        """Reset the reference to theta if that is due now that theta is `version`."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the reference's weights for a checkpoint, sharded as theta is."""
@@ -154,14 +153,11 @@ class ModelReference(Reference):
         return found
 
     def after_step(self, version: PolicyVersion) -> None:
-        """Reset or update the reference if the objective asks for it at this step."""
-        reset_steps, ema_steps = self._objective.reset_steps, self._objective.ema_every_steps
+        """Reset the reference if the objective asks for it at this step."""
+        reset_steps = self._objective.reset_steps
         # By step number and not by a counter: a resume in the middle of an interval resets at the same steps.
         if reset_steps is not None and version.step % reset_steps == 0:
             self._weights.reset_to_theta()
-            self._set_version(version)
-        if ema_steps is not None and self._objective.ema_decay is not None and version.step % ema_steps == 0:
-            self._weights.blend_with_theta(self._objective.ema_decay)
             self._set_version(version)
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -237,10 +233,6 @@ class ReferenceWeights(Protocol):
         """Make the current theta the reference."""
         ...
 
-    def blend_with_theta(self, decay: float) -> None:
-        """Set reference = decay * reference + (1 - decay) * theta."""
-        ...
-
     def tensors(self) -> Mapping[str, Tensor]:
         """Return what `load` takes, sharded as theta is."""
         ...
@@ -282,13 +274,6 @@ class FrozenCopyWeights:
         for target, source in zip(self._model.parameters(), self._theta.parameters(), strict=True):
             target.copy_(source)
 
-    @torch.no_grad()
-    def blend_with_theta(self, decay: float) -> None:
-        """Set reference = decay * reference + (1 - decay) * theta."""
-        # in place and shard by shard: both models are sharded alike, so nothing is gathered
-        for target, source in zip(self._model.parameters(), self._theta.parameters(), strict=True):
-            target.mul_(decay).add_(source, alpha=1 - decay)
-
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the copy's parameters."""
         return dict(self._model.named_parameters())
@@ -296,10 +281,6 @@ class FrozenCopyWeights:
     def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
         """Load tensors into the copy."""
         load_tensors(dict(self._model.named_parameters()), tensors, what=what)
-
-
-_OUTER = ".lora_B."
-"""The factor of an adapter that starts at zero."""
 
 
 class AdapterWeights:
@@ -337,20 +318,6 @@ class AdapterWeights:
     def reset_to_theta(self) -> None:
         """Make a copy of the current adapter the reference's."""
         self._tensors = self._copies()
-
-    @torch.no_grad()
-    def blend_with_theta(self, decay: float) -> None:
-        """Move the reference's adapter, factor by factor, towards theta's: decay * old + (1 - decay) * new."""
-        if self._tensors is None:
-            # the starting model is any A with B = 0, so theta's A is as good as its own
-            start = self._copies()
-            for name in start:
-                if _OUTER in name:
-                    start[name].zero_()
-            self._tensors = start
-        # A and B are averaged apart, so the average of the product B A is only approximate; the exact one has no rank r
-        for name, tensor in self._tensors.items():
-            tensor.mul_(decay).add_(self._theta[name], alpha=1 - decay)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the reference's adapter by the names of theta's; nothing while it is the starting model."""

@@ -210,9 +210,8 @@ def behaviour_log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N
     """Return the log-ratio of theta to the behaviour policy."""
     ratio = s.logprob - s.sampler_logprob
     if objective.parts.age_scaled:
-        # Divided by the age it replaces the log-ratio to a moving average of theta: with log pi moving steadily,
-        # log pi_n - log EMA_n is about [decay / (age (1 - decay))] (log pi_n - log pi_{n - age}); the factor is part
-        # of beta here. The clamp keeps one odd rollout from ruling a batch.
+        # Divided by the age it stands for the log-ratio to a moving average of theta: with log pi moving steadily, the
+        # two differ by a factor, which is part of beta here. The clamp keeps one odd rollout from ruling a batch.
         limit = objective.log_ratio_clamp
         ratio = ratio.clamp(-limit, limit) / s.policy_age.clamp(min=1)
     return ratio

@@ -18,8 +18,6 @@ from tba.config.objective import (
 )
 from tba.errors import ConfigError
 
-EMA_DECAY, EMA_EVERY_STEPS = 0.9, 10
-"""With the anchor `ema`: reference = decay * reference + (1 - decay) * theta. An update makes ref log-probs stale."""
 LOG_Z_RATE = 0.2
 """With the centre `log_z`: the share of a batch's estimate in the running one."""
 SECOND_MOMENT_LIMIT = 0.04
@@ -50,9 +48,6 @@ class Objective:
     """The service that computes ref log-probs; None: the objective has no reference."""
     reset_steps: int | None
     """The reference becomes theta after every so many steps; None: never."""
-    ema_decay: float | None
-    """reference = decay * reference + (1 - decay) * theta, every `ema_every_steps`; None: it stays."""
-    ema_every_steps: int | None
     function: Callable[..., Tensor] | None = None
     """An `ObjectiveFunction` (loss.py), which takes the place of formula, weight and divisor."""
 
@@ -125,7 +120,6 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
         function = plugins.load(section.preset, group="tba.objectives", what="objective.preset")
     if max_response_tokens is None and parts.aggregation == "constant":
         raise ConfigError('objective.aggregation = "constant" divides by searcher.max_response_tokens; give it')
-    ema = anchor == "ema"
     return Objective(
         name=section.preset,
         parts=parts,
@@ -139,7 +133,5 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
         log_z_rate=LOG_Z_RATE if parts.centre == "log_z" and not function else None,
         reference_placement=section.reference_placement if section.needs_reference else None,
         reset_steps=(section.reference_reset_steps or DEFAULT_RESET_STEPS) if anchor == "reset" else None,
-        ema_decay=EMA_DECAY if ema else None,
-        ema_every_steps=EMA_EVERY_STEPS if ema else None,
         function=function,
     )

@@ -9,18 +9,24 @@ from __future__ import annotations
 import re
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
 from tba.config import Recipe
+from tba_cli.task_files import task_files
 
 SETTING = re.compile(r"\bTBA_([A-Z0-9]+(?:_[A-Z0-9]+)*(?:__[A-Z0-9]+(?:_[A-Z0-9]+)*)+|LOG_FORMAT)\b")
 RECIPES = ("recipes/*.toml", "examples/worlds/**/*.toml")
 DEPLOYMENTS = ("*.yml", "deploy/**/*.yml", "charts/**/*.yaml", "charts/**/*.tpl")
 """Compose files and the chart, whose settings are environment variables."""
+DOTTED = re.compile(r"\b[a-z_0-9]+(?:\.[a-z_0-9]+)+\b")
+STUDIES = ("Makefile", "studies/**/*.py")
+"""Commands and arms of studies, which name a key by its path."""
+INIT = "tba_cli/task_files.py"
+"""The recipe that `tba init` writes."""
 
 
 def all_keys() -> set[str]:
@@ -29,15 +35,25 @@ def all_keys() -> set[str]:
 
 
 def unset_keys(root: Path) -> set[str]:
-    """Return the keys that no recipe, no Compose file and no file of the chart sets."""
+    """Return the keys that no recipe, no Compose file, no file of the chart and no study sets."""
     found = all_keys()
+    if (root / INIT).is_file():
+        found -= keys_of(tomllib.loads(task_files("task")["task.toml"]))
     for pattern in RECIPES:
         for path in root.glob(pattern):
             found -= keys_of(tomllib.loads(path.read_text(encoding="utf-8")))
     for pattern in DEPLOYMENTS:
         for path in root.glob(pattern):
-            found -= {key for name in settings(path.read_text(encoding="utf-8")) for key in (name, f"{name}.value")}
+            found -= _with_values(settings(path.read_text(encoding="utf-8")))
+    for pattern in STUDIES:
+        for path in root.glob(pattern):
+            found -= _with_values(DOTTED.findall(path.read_text(encoding="utf-8")))
     return found
+
+
+def _with_values(names: Iterable[str]) -> set[str]:
+    # a schedule may be written as a number
+    return {key for name in names for key in (name, f"{name}.value")}
 
 
 def keys_of(document: Mapping[str, Any]) -> set[str]:

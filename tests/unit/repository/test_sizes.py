@@ -88,6 +88,7 @@ def test_deployments_set_keys_by_their_environment(tmp_path: Path) -> None:
             "charts/tba/templates/_env.tpl": "TBA_TRAINER__LEARNING_RATE: {value: 1}\nTBA_LOG_FORMAT: {value: json}\n",
             "recipes/a.toml": "[trainer]\nnum_steps = 1\n",
             "examples/worlds/b/c.toml": "[trainer]\nmax_train_s = 1\n",
+            "studies/arms.py": 'ARM = {"sampling.lag_steps": 2, "objective.beta": 0.1, "no.key": 3}',
         },
     )
     is_set = recipe_keys.all_keys() - recipe_keys.unset_keys(tmp_path)
@@ -97,4 +98,6 @@ def test_deployments_set_keys_by_their_environment(tmp_path: Path) -> None:
         "log_format",
         "trainer.num_steps",
         "trainer.max_train_s",
+        "sampling.lag_steps",
+        "objective.beta.value",
     }

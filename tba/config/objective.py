@@ -140,10 +140,6 @@ class ObjectiveSection(StrictModel):
     """The target of the KL: the starting model (`fixed`), theta as it was every `reference_reset_steps`
     (`reset`), or the policy that sampled the rollout (`behaviour`; not for a
     baseline). A baseline whose beta is above 0 has `fixed`."""
-    centre: Centre | None = None
-    """The term that is subtracted from a rollout's log-ratio: the group mean under theta (VarGrad), the group mean
-    under the behaviour policy (up to an age of 32 steps), -log Z of the prompt, kept as a running estimate
-    (`log_z`), or nothing. Family only."""
     importance_weight: ImportanceWeight | None = None
     """Token weight from rho = pi_theta / pi_old: none; rho up to `importance_clamp` (`clamp`),
     or 0 above it (`mask`); PPO's clip per token, per rollout (their product) or per rollout (their geometric
@@ -310,11 +306,6 @@ class ObjectiveSection(StrictModel):
     def _check_family_only(self) -> None:
         if self.preset in FAMILY:
             return
-        if self.centre is not None:
-            raise ValueError(
-                f"centre = {self.centre!r} belongs to the family ({', '.join(FAMILY)}); {self._kind} {self.preset} "
-                "does not have this setting: remove it"
-            )
         if self.anchor == "behaviour":
             raise ValueError(
                 f'anchor = "behaviour" belongs to the family ({", ".join(FAMILY)}); the KL of {self._kind} '

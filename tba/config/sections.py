@@ -183,8 +183,6 @@ class SamplingSection(StrictModel):
     """`within`: a replay slot takes any prompt, and the softmax weighs the rollouts of that prompt. `across`: the
     prompt too is drawn with probability proportional to the sum of exp(reward_inverse_temperature * reward) over its
     rollouts (mixed with `uniform_share` over prompts)."""
-    replacement: bool = False
-    """Draw the K rollouts of a slot with replacement. Without: K different ones where the prompt has K."""
     skip_tied_groups: bool = False
     """Leave a group out whose rewards are all equal, and draw another prompt in its place, up to 8 times for each slot
     (dynamic sampling, arXiv 2503.14476). Most objectives learn nothing from such a group. It does not count as trained

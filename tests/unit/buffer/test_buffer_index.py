@@ -214,7 +214,7 @@ def drawn(index: Index, min_distinct: int) -> list[object]:
     """Return the content of some draws of every kind, by rollout id."""
     results: list[object] = []
     for seed, prioritise in enumerate(("within", "across")):
-        for replacement in (False, True):
+        for half_life in (None, 3.0):
             draw = DrawSettings(
                 prompts_per_batch=4,
                 group_size=3,
@@ -222,9 +222,8 @@ def drawn(index: Index, min_distinct: int) -> list[object]:
                 inverse_temperature=2.0,
                 uniform_share=0.1,
                 prioritise=prioritise,
-                replacement=replacement,
                 min_distinct=min_distinct,
-                age_half_life_steps=3.0 if replacement else None,
+                age_half_life_steps=half_life,
             )
             if index.num_drawable:
                 slots = draw_slots(index, draw, seed)

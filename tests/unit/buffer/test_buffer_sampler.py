@@ -67,7 +67,6 @@ def draw_groups(index: Index, num: int, seed: int = 0, **settings) -> np.ndarray
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize(
     ("rewards", "inverse_temperature", "uniform_share"),
     [
@@ -81,7 +80,7 @@ def draw_groups(index: Index, num: int, seed: int = 0, **settings) -> np.ndarray
     ],
 )
 def test_groups_of_two_follow_the_mixture(
-    rewards: list[float], inverse_temperature: float, uniform_share: float, replacement: bool, big_prompt: int
+    rewards: list[float], inverse_temperature: float, uniform_share: float, big_prompt: int
 ) -> None:
     index = index_of([rewards], big_prompt=big_prompt)
     p = softmax(rewards, inverse_temperature, uniform_share)
@@ -90,9 +89,8 @@ def test_groups_of_two_follow_the_mixture(
         4000,
         inverse_temperature=inverse_temperature,
         uniform_share=uniform_share,
-        replacement=replacement,
     )
-    assert_groups_follow(rows, sequence_probabilities(p, 2, replacement=replacement))
+    assert_groups_follow(rows, sequence_probabilities(p, 2, replacement=False))
 
 
 @BOTH_WAYS
@@ -336,8 +334,7 @@ def test_a_slot_is_recent_with_probability_m() -> None:
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("replacement", [False, True])
-def test_recent_by_arrival_is_uniform_whatever_the_reward(replacement: bool, big_prompt: int) -> None:
+def test_recent_by_arrival_is_uniform_whatever_the_reward(big_prompt: int) -> None:
     index = make_index(
         make_added(1, [Item(reward=50.0), Item(reward=3.0)]),
         Publication(3, V1),
@@ -346,11 +343,9 @@ def test_recent_by_arrival_is_uniform_whatever_the_reward(replacement: bool, big
         make_added(8, [Item(reward=5.0), Item(reward=-9.0)]),
         big_prompt=big_prompt,
     )
-    rows = draw_groups(
-        index, 3000, most_on_policy_prob=1.0, inverse_temperature=10.0, uniform_share=0.1, replacement=replacement
-    )
+    rows = draw_groups(index, 3000, most_on_policy_prob=1.0, inverse_temperature=10.0, uniform_share=0.1)
     numbers = np.searchsorted([2, 4, 5, 6], rows)
-    assert_groups_follow(numbers, sequence_probabilities(np.full(4, 0.25), 2, replacement=replacement))
+    assert_groups_follow(numbers, sequence_probabilities(np.full(4, 0.25), 2, replacement=False))
     assert set(np.unique(rows)) == {2, 4, 5, 6}
 
 

@@ -12,7 +12,7 @@ from everything:
     w        exp(inverse_temperature * reward) * 2^(-age / age_half_life_steps)
     recent:  K of the prompt's recent rollouts, uniformly
     replay:  K of all its rollouts, p = (1 - u) w / sum of all w + u / n
-    K of n:  one after the other without replacement when n >= K, unless `replacement`;
+    K of n:  one after the other without replacement when n >= K;
              else with replacement (the distinct ones are counted)
 
 With `skip_tied_groups` a slot whose K rewards are all equal is drawn again from its pool with another prompt, up to
@@ -62,7 +62,6 @@ class DrawSettings:
     inverse_temperature: float = 0.0
     uniform_share: float = 0.0
     prioritise: Literal["within", "across"] = "within"
-    replacement: bool = False
     skip_tied_groups: bool = False
     min_distinct: int = 2
     age_half_life_steps: float | None = None
@@ -96,7 +95,6 @@ class DrawSettings:
             inverse_temperature=sampling.reward_inverse_temperature,
             uniform_share=sampling.uniform_share,
             prioritise=sampling.prioritise,
-            replacement=sampling.replacement,
             skip_tied_groups=sampling.skip_tied_groups,
             min_distinct=sampling.min_distinct,
             age_half_life_steps=sampling.age_half_life_steps,
@@ -298,7 +296,7 @@ def _draw_from_few(
     ends = np.cumsum(num)
     filled = np.arange(num.max()) < num[:, None]
     # fewer than K rollouts can only be drawn with replacement
-    repeat = np.full(num_slots, settings.replacement) | (num < size)
+    repeat = num < size
     chosen = np.empty((num_slots, size), dtype=np.int64)
     if not repeat.all():
         terms, noise = np.full(filled.shape, -np.inf), np.zeros(filled.shape)
@@ -377,7 +375,7 @@ def _draw_from_big(
     num = (index.recent_counts if recent else index.drawable_counts)[prompt]
     draw, weigh = _recent_draws(index, tree, prompt, rng) if recent else _replay_draws(tree, settings, rng)
     size = settings.group_size
-    if settings.replacement or num < size:
+    if num < size:
         leaves = draw(num_slots * size).reshape(num_slots, size)
     else:
         leaves = _distinct(draw, weigh, num_slots, size, rng)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tba
@@ -295,28 +296,11 @@ def _add_config_file(parser: argparse.ArgumentParser, *, default_is: str = "") -
 def _add_prompts(commands: Subparsers) -> None:
     prompts = commands.add_parser("prompts", help="upload and list the prompts of a run")
     kinds = prompts.add_subparsers(metavar="WHAT", required=True)
-    upload = kinds.add_parser("upload", help="upload a file or a data set; it is safe to repeat")
+    upload = kinds.add_parser("upload", help="upload a file; it is safe to repeat")
     upload.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="FILE.jsonl, FILE.parquet, hf:NAME[:CONFIG], or a folder saved by the datasets library; rows of "
-        '{"prompt_id", "task", "text", "data", "split"} need no flags, other rows need --task and --text',
+        "file", metavar="FILE", type=Path, help='JSONL, rows of {"prompt_id", "task", "text", "data", "split"}'
     )
-    upload.add_argument("--hf-split", default="train", metavar="SPLIT", help="split of the data set (default: train)")
     upload.add_argument("--dry-run", action="store_true", help="check every row, show three prompts, upload nothing")
-    columns = upload.add_argument_group("rows of another shape")
-    columns.add_argument("--task", metavar="NAME", help="task of every prompt: names its reward")
-    text = columns.add_mutually_exclusive_group()
-    text.add_argument("--text", metavar="COLUMN", help="column with the text of the prompt")
-    text.add_argument("--text-template", metavar="TEMPLATE", help='text with columns in it, such as "Q: {question}"')
-    columns.add_argument("--id", metavar="COLUMN", help="column with a unique id (default: a digest of the content)")
-    columns.add_argument(
-        "--data", action="append", default=[], metavar="KEY=COLUMN", help="what the reward needs; give it once per key"
-    )
-    splits = columns.add_mutually_exclusive_group()
-    splits.add_argument("--split", choices=["train", "heldout"], help="split of every prompt (default: train)")
-    splits.add_argument("--heldout-every", type=int, metavar="N", help="hold one of N out, by the digest of its id")
-    splits.add_argument("--num-heldout", type=int, metavar="N", help="hold N out, by the digest of their ids")
     add_target(upload)
     upload.set_defaults(command="tba_cli.commands.prompts:upload_command")
     add_prompt_views(kinds)

@@ -82,8 +82,7 @@ tba doctor --config recipe.toml --for searcher --gpus 1
 tba doctor --config recipe.toml --check disk --json""",
         "prompts upload": """\
 tba prompts upload prompts.jsonl
-tba prompts upload hf:openai/gsm8k:main --task gsm8k --text question --data answer=answer --dry-run
-tba prompts upload more.parquet quickstart-seed0 --task exact --text question --data answer=gold --split train""",
+tba prompts upload more.jsonl quickstart-seed0 --dry-run""",
         "prompts list": """\
 tba prompts list --order worst    # which prompts fail
 tba prompts list quickstart-seed0 --split train --contains "47+" --limit 50

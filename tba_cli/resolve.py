@@ -29,9 +29,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     document = with_replaced(
         recipe.model_dump(mode="json"), {path: os.path.abspath(os.path.expanduser(path)) for path in folders}
     )
-    for name in ("train", "heldout"):
-        if document["data"][name] is not None:
-            _make_absolute_path(document["data"][name], "dataset")
+    for section in document["data"]["sets"]:
+        _make_absolute_path(section, "dataset")
     _make_absolute(document, "model", "path")
     _make_absolute(document, "data", "path")
     _make_absolute(document, "auth", "tokens_file")

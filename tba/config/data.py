@@ -118,11 +118,25 @@ def _of_name(value: Any) -> Any:
     return {"column": value} if isinstance(value, str) else value
 
 
-class RowsSection(StrictModel):
-    """How a row becomes a prompt."""
+class DataSet(StrictModel):
+    """Rows of a data set, or texts, that become prompts.
+
+    The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
+    """
 
     task: str = Field(min_length=1, max_length=128)
     """Task of every prompt: names its reward."""
+    dataset: str | None = None
+    """Name on the Hugging Face hub, a folder with a data set in a format of the hub (`[[prepare]]` makes one), or
+    FILE.jsonl."""
+    subset: str | None = None
+    """Configuration of the data set, where it has several."""
+    train: str | None = None
+    """Split to train on, for example `train[:1000]`. A data set that names no split at all is trained on `train`."""
+    heldout: str | None = None
+    """Split to evaluate on, never trained on. Where no data set names one, `data.num_heldout` prompts are held out."""
+    texts: list[str] | None = Field(default=None, min_length=1)
+    """Instead of a data set: the prompts themselves, each in both splits."""
     column: str | None = None
     """The column that holds the prompt: text, or messages ({"role", "content"}), which the chat template of
     the starting model's tokenizer turns into text."""
@@ -133,60 +147,32 @@ class RowsSection(StrictModel):
     data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
     """Data for the reward: key -> column."""
 
-    def _check_text(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> DataSet:
+        if (self.dataset is None) == (self.texts is None):
+            raise ValueError("give exactly one of `dataset` and `texts` (prompts written out in the recipe)")
+        if self.texts is not None:
+            for name in ("subset", "train", "heldout", "column", "template", "data", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} belongs to a data set, and here the prompts are `texts`; remove it")
+            return self
         if (self.column is None) == (self.template is None):
             raise ValueError(
                 "say what the text of a prompt is: exactly one of `column` and `template` (a text with {column} in it)"
             )
         if self.chat_template_kwargs and self.column is None:
             raise ValueError("chat_template_kwargs are for messages in `column`, and here is a `template`; remove them")
+        return self
 
-
-class DatasetSection(RowsSection):
-    """Prompts of one split, from a data set of the Hugging Face library or written out here.
-
-    The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
-    """
-
-    dataset: str | None = None
-    """Name on the Hugging Face hub, or a folder with a data set in a format of the hub (`[[prepare]]` makes one, of a
-    revision if that is pinned)."""
-    subset: str | None = None
-    """Configuration of the data set, where it has several."""
-    split: str = "train"
-    """Split of the data set, for example `test`, or `train[:1000]` for its first rows."""
-    texts: list[str] | None = Field(default=None, min_length=1)
-    """Instead of a data set: the prompts themselves."""
-
-    @model_validator(mode="after")
-    def _check(self) -> DatasetSection:
-        if (self.dataset is None) == (self.texts is None):
-            raise ValueError("give exactly one of `dataset` and `texts` (prompts written out in the recipe)")
+    @property
+    def splits(self) -> dict[Literal["train", "heldout"], str]:
+        """What is read for each split of the run: a split of the data set; of texts, all of them."""
         if self.texts is not None:
-            for name in ("subset", "column", "template"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} belongs to a data set, and here the prompts are `texts`; remove it")
-            for name in ("data", "chat_template_kwargs"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} is about a data set, and here the prompts are `texts`; remove it")
-        else:
-            self._check_text()
-        return self
-
-
-class ColumnsSection(RowsSection):
-    """How a row of the file `data.path` becomes a prompt, where its columns have other names than a prompt's fields.
-
-    The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
-    """
-
-    num_heldout: int = Field(ge=1)
-    """This many prompts are held out, by the digest of their ids, so that the order of the rows does not matter."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ColumnsSection:
-        self._check_text()
-        return self
+            return {"train": "", "heldout": ""}
+        if self.train is None and self.heldout is None:
+            return {"train": "train"}
+        named: dict[Literal["train", "heldout"], str | None] = {"train": self.train, "heldout": self.heldout}
+        return {split: name for split, name in named.items() if name is not None}
 
 
 class DataSection(StrictModel):
@@ -196,18 +182,14 @@ class DataSection(StrictModel):
     """`addition`; or the name of an entry point of the group `tba.prompt_sources`; or MODULE:FUNCTION, a function of
     your own (docs/extending.md)."""
     path: str | None = None
-    """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or
-    `heldout`. Rows of another shape need `columns`."""
-    columns: ColumnsSection | None = None
-    """The columns of `path`, for example of a data set in TRL's format: `prompt` and `answer`."""
-    train: DatasetSection | None = None
-    """Data set to train on."""
-    heldout: DatasetSection | None = None
-    """Data set to evaluate on, never trained on; goes with `train`."""
+    """JSONL file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or `heldout`."""
+    sets: list[DataSet] = Field(default_factory=list)
+    """Data sets whose rows have another shape."""
     num_train: int = Field(default=2000, ge=1)
     """Prompts to train on (generator only)."""
     num_heldout: int = Field(default=512, ge=1)
-    """Prompts to evaluate on, never trained on (generator only)."""
+    """Prompts to evaluate on, never trained on: of a generator, or of data sets that name no split for it. Those of
+    data sets are chosen by the digest of their ids, so that the order of the rows does not matter."""
     selection: Literal["epochs", "posterior"] = "epochs"
     """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
     Beta posterior of each prompt's success, toward one half, where groups tell most (MoPPS, arXiv 2507.04632)."""
@@ -218,20 +200,14 @@ class DataSection(StrictModel):
         Raises:
             ValueError: one sentence.
         """
-        if (self.train is None) != (self.heldout is None):
-            raise ValueError("data.train and data.heldout go together: a run needs prompts of both splits")
-        if sum(source is not None for source in (self.generator, self.path, self.train)) != 1:
+        if sum(map(bool, (self.generator, self.path, self.sets))) != 1:
             raise ValueError(
-                "data: give exactly one of `generator` (a built-in task), `path` (JSONL or Parquet) and the sections "
-                "[data.train] and [data.heldout] (data sets)"
+                "data: give exactly one of `generator` (a built-in task), `path` (JSONL) and [[data.sets]] (data sets)"
             )
-        # data sets have columns of their own, in [data.train] and [data.heldout]
-        if self.columns is not None and self.path is None:
-            raise ValueError("[data.columns] says what the columns of data.path are: give that too")
 
     @property
     def source_name(self) -> str:
         """The name of the source, without the folders above it."""
-        if self.train is not None:
-            return (self.train.dataset or self.train.task).rstrip("/").rpartition("/")[2]
+        if self.sets:
+            return (self.sets[0].dataset or self.sets[0].task).rstrip("/").rpartition("/")[2]
         return self.generator or (self.path or "").replace("\\", "/").rpartition("/")[2]

@@ -197,7 +197,7 @@ def _use(recipe: Recipe, *, is_adapter: bool) -> str:
 
 
 def _form(recipe: Recipe) -> str:
-    sections = [part for part in (recipe.data.columns, recipe.data.train) if part is not None and part.column]
+    sections = [section for section in recipe.data.sets if section.column]
     if not sections:
         return "without a chat template"
     arguments = sections[0].chat_template_kwargs

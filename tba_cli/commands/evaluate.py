@@ -120,7 +120,7 @@ def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
             if isinstance(value := prompt.data.get(key), bool) or not isinstance(value, str | int | float):
                 raise ConfigError(
                     f"eval.published.by names {key!r}, and held-out prompt {prompt.prompt_id} has {value!r} there, "
-                    "which is neither text nor a number; add the key to data in [data.heldout], or remove it from by"
+                    "which is neither text nor a number; add the key to data in [[data.sets]], or remove it from by"
                 )
     return prompts
 

@@ -1,4 +1,4 @@
-"""`tba prompts upload|list|show`: upload the prompts of a file or a data set to a run; look at those of a run."""
+"""`tba prompts upload|list`: upload the prompts of a file to a run; look at those of a run."""
 
 from __future__ import annotations
 
@@ -8,41 +8,30 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from tba.api import Prompt, PromptDetail, PromptInfo
-from tba.config.data import ColumnValue
-from tba.errors import ConfigError
+from tba.api import PromptDetail, PromptInfo
 from tba.fields import escape_controls
 from tba_cli.commands.rollouts import with_run
-from tba_cli.prompts.columns import Columns, SplitRule, TextColumn, TextTemplate
-from tba_cli.prompts.reader import DEFAULT_CHUNK_BYTES, PromptReader, upload_prompts
-from tba_cli.prompts.sources import open_source
+from tba_cli.prompts.reader import DEFAULT_CHUNK_BYTES, prompts_of_file, upload_prompts
 from tba_cli.run_target import open_client
 
 NUM_SHOWN = 3
 
 
 def upload_command(args: argparse.Namespace) -> int:
-    """Check every row, then upload in chunks; to upload the same source again changes nothing."""
-    columns, rule = columns_of(args), rule_of(args)
-    prompts = PromptReader(open_source(args.source, hf_split=args.hf_split), columns, rule)
-    shown: list[Prompt] = []
-    num_by_split: Counter[str] = Counter()
-    # the first pass checks every row: nothing of a source with a bad row is uploaded
-    for prompt in prompts:
-        num_by_split[prompt.split] += 1
-        if len(shown) < NUM_SHOWN:
-            shown.append(prompt)
-    left_out = f" ({prompts.num_repeated} repeated rows are left out)" if prompts.num_repeated else ""
+    """Check every row, then upload in chunks; to upload the same file again changes nothing."""
+    prompts = prompts_of_file(args.file)
     if args.dry_run:
-        num_train, num_heldout = num_by_split["train"], num_by_split["heldout"]
+        shown, num_by_split = prompts[:NUM_SHOWN], Counter(prompt.split for prompt in prompts)
         if args.json:
             first = [prompt.model_dump(mode="json") for prompt in shown]
-            numbers = {"num_train": num_train, "num_heldout": num_heldout, "num_repeated": prompts.num_repeated}
+            numbers = {"num_train": num_by_split["train"], "num_heldout": num_by_split["heldout"]}
             print(json.dumps({**numbers, "first": first}, indent=1))
             return 0
         for prompt in shown:
             print(prompt.model_dump_json(indent=2, ensure_ascii=True))
-        print(f"{num_train} prompts to train on and {num_heldout} held out{left_out}; nothing was uploaded")
+        print(
+            f"{num_by_split['train']} prompts to train on and {num_by_split['heldout']} held out; nothing was uploaded"
+        )
         return 0
     client = open_client(args)
     try:
@@ -50,51 +39,13 @@ def upload_command(args: argparse.Namespace) -> int:
     finally:
         client.close()
     if args.json:
-        print(json.dumps({**reply.model_dump(), "num_repeated": prompts.num_repeated}, indent=1))
+        print(reply.model_dump_json(indent=1))
         return 0
     print(
-        f"{reply.num_new} new and {reply.num_same} known prompts{left_out}; "
+        f"{reply.num_new} new and {reply.num_same} known prompts; "
         f"the run now has {reply.num_train} to train on and {reply.num_heldout} held out"
     )
     return 0
-
-
-def columns_of(args: argparse.Namespace) -> Columns | None:
-    """Return the columns that the flags name, or None where they name none: then the rows are prompts as they are.
-
-    Raises:
-        ConfigError: flags that need each other are not together.
-    """
-    flags = (args.task, args.text, args.text_template, args.id, args.split, args.heldout_every, args.num_heldout)
-    if not args.data and all(flag is None for flag in flags):
-        return None
-    if args.task is None or (args.text is None and args.text_template is None):
-        raise ConfigError(
-            "columns of a foreign data set need --task NAME and --text COLUMN (or --text-template); a source with the "
-            "columns prompt_id, task, text, data and split needs no such flags, and its rows say their own split"
-        )
-    data = {}
-    for part in args.data:
-        key, equals, name = part.partition("=")
-        if not (key and equals and name):
-            raise ConfigError(f"--data {part!r} is not KEY=COLUMN, for example answer=solution")
-        if key in data:
-            raise ConfigError(f"--data names the key {key!r} twice")
-        data[key] = ColumnValue(column=name)
-    text = TextColumn(args.text) if args.text is not None else TextTemplate(args.text_template)
-    return Columns(task=args.task, text=text, id_column=args.id, data=data)
-
-
-def rule_of(args: argparse.Namespace) -> SplitRule:
-    """Return the rule that holds prompts out.
-
-    Raises:
-        ConfigError: a number is too small.
-    """
-    for flag, value, least in (("--heldout-every", args.heldout_every, 2), ("--num-heldout", args.num_heldout, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"{flag} {value} is too small; give at least {least}")
-    return SplitRule(args.split or "train", heldout_every=args.heldout_every, num_heldout=args.num_heldout)
 
 
 def list_command(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, NotFoundError
 from tba.fields import StrictModel, escape_controls, first_problem
 from tba_cli.commands.rollouts import MAX_PER_PAGE, with_run
-from tba_cli.prompts.sources import open_file
+from tba_cli.prompts.sources import jsonl_rows
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_target import run_folder
 
@@ -111,15 +111,12 @@ def _examples_of_file(path: Path) -> Iterator[tuple[str, Example]]:
     Raises:
         ConfigError: the file cannot be read, or a line is no example.
     """
-    source = open_file(path)
-    for row in source.rows(None):
-        # a table has every column in every row
-        values = {name: value for name, value in row.values.items() if value is not None}
+    for row in jsonl_rows(path):
         try:
-            yield row.where, Example.model_validate(values)
+            yield row.where.rpartition(", ")[2], Example.model_validate(row.values)
         except ValidationError as error:
             raise ConfigError(
-                f"{source.name}, {row.where}: {first_problem(error)}; an example is "
+                f"{row.where}: {first_problem(error)}; an example is "
                 '{"task": TEXT, "prompt": TEXT, "response": TEXT, "data": {...}, "expected": NUMBER}, the last two '
                 "where there are any"
             ) from None

@@ -1,29 +1,25 @@
 """Turn a row of a data set into a prompt.
 
-native    the row has the columns prompt_id, task, text, data, split of a prompt; an absent split is `train`
-mapped    the row has another shape: one task for all, text from a column or a template, data from columns (whole, or
-          after a marker, in a box, at a JSON key), an id from a column or from the content, a rule that holds some out
+The task is one for all rows. The text comes from a column or a template, and the data from columns (whole, before or
+after a marker, in a box, at a JSON key). The id is a digest of task, text and data.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
 import string
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from tba.api import Prompt, Split
-from tba.config.data import ColumnValue
+from tba.config.data import ColumnValue, DataSet
 from tba.errors import ConfigError
 
-NATIVE_COLUMNS = ("prompt_id", "task", "text", "data", "split")
 ID_DIGITS = 20
 """Hex digits (80 bits) of a content digest in a prompt id."""
 BOXES = ("\\boxed", "\\fbox")
@@ -33,46 +29,66 @@ class RowError(Exception):
     """A row cannot become a prompt; names the column and the value."""
 
 
-def native_prompt(values: Mapping[str, Any], *, null_is_absent: bool) -> Prompt:
-    """Return a prompt from columns with the names of its fields. `data` may also be the text of a JSON object.
+def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, Any]) -> Prompt:
+    """Return the prompt of a row.
 
     Args:
+        text: of the prompt, see `text_of`.
         values: the row.
-        null_is_absent: treat null as absent; in a table every row has every column, and every struct every key.
 
     Raises:
-        RowError: a column is missing, unknown, or has a wrong value.
+        RowError: a column is absent or has a wrong value.
     """
-    # Parquet has a value for every column in every row; JSON Lines may leave one out
-    given = _without_nulls(values) if null_is_absent else dict(values)
-    data = given.get("data")
-    if isinstance(data, str):
-        try:
-            given["data"] = from_json(data)
-        except ValueError as error:
-            raise RowError(f"data: {short(data)} is not JSON: {error}") from None
-    elif isinstance(data, dict):
-        given["data"] = plain("data", _without_nulls(data) if null_is_absent else data)
-    return validated(given)
+    data = {key: data_value(rule, values) for key, rule in section.data.items()}
+    # sorted: the order of the columns must not change an id
+    content = json.dumps([section.task, text, data], sort_keys=True)
+    # a text that is in both splits gives two prompts
+    prefix = section.task if split == "train" else f"{section.task}-{split}"
+    prompt_id = f"{prefix}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
+    return validated({"prompt_id": prompt_id, "task": section.task, "text": text, "data": data, "split": split})
 
 
-@dataclass(frozen=True, slots=True)
-class TextColumn:
-    """The text is the value of one column."""
+def text_of(section: DataSet, values: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """Return the text of a row, or its messages, which the chat template makes text of.
 
-    name: str
+    Raises:
+        RowError: a column is absent or has a wrong value.
+    """
+    if section.template is not None:
+        parts = template_parts(section.template)
+        return "".join(literal + (column_text(values, name) if name else "") for literal, name in parts)
+    assert section.column is not None, "the recipe was checked"
+    value = column(values, section.column)
+    if is_chat(value):
+        return messages(f"column {section.column!r}", value)
+    if not isinstance(value, str):
+        raise RowError(f"column {section.column!r}: {short(value)} is not text")
+    return value
 
-    @property
-    def columns(self) -> list[str]:
-        """The columns that it reads."""
-        return [self.name]
 
-    def text_of(self, values: Mapping[str, Any]) -> str:
-        """Return the text of a row. Raises RowError where the column is absent or not text."""
-        value = column(values, self.name)
-        if not isinstance(value, str):
-            raise RowError(f"column {self.name!r}: {short(value)} is not text{_chat_hint(value)}")
-        return value
+def template_parts(template: str) -> list[tuple[str, str | None]]:
+    """Return the parts of a template, for example "Q: {question}\\nA:": a text, and the column behind it.
+
+    Raises:
+        ConfigError: it is not a template, names no column, or asks for formatting.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(f"template {template!r}: {error}; {{{{ and }}}} stand for braces") from None
+    for _, name, spec, conversion in parts:
+        # formatting would depend on types, which differ from file to file
+        if name is not None and (not name or spec or conversion):
+            raise ConfigError(f"template {template!r}: a column is named as {{name}}, without formatting")
+    if not any(name for _, name, _, _ in parts):
+        raise ConfigError(f"template {template!r} names no column, so the text of every row would be the same")
+    return [(literal, name) for literal, name, _, _ in parts]
+
+
+def columns_of(section: DataSet) -> list[str]:
+    """Return the columns that are read, or paths into nested ones."""
+    names = [name for _, name in template_parts(section.template)] if section.template else [section.column]
+    return [name for name in (*names, *(rule.column for rule in section.data.values())) if name]
 
 
 def is_chat(value: Any) -> bool:
@@ -108,111 +124,6 @@ def _part_text(place: str, part: Any) -> str:
     return text
 
 
-def _chat_hint(value: Any) -> str:
-    return "; messages need a model, whose chat template makes text of them: give column in a recipe" * is_chat(value)
-
-
-class TextTemplate:
-    """The text is a template, for example "Q: {question}\\nA:"; {{ and }} stand for braces.
-
-    Args:
-        template: the text.
-        where: its name in errors: a flag, or a key of the recipe.
-
-    Raises:
-        ConfigError: it is not a template, names no column, or asks for formatting.
-    """
-
-    def __init__(self, template: str, *, where: str = "--text-template") -> None:
-        try:
-            self._parts = list(string.Formatter().parse(template))
-        except ValueError as error:
-            raise ConfigError(f"{where} {template!r}: {error}; {{{{ and }}}} stand for braces") from None
-        for _, name, spec, conversion in self._parts:
-            # formatting would depend on types, which differ from file to file
-            if name is not None and (not name or spec or conversion):
-                raise ConfigError(f"{where} {template!r}: a column is named as {{name}}, without formatting")
-        self.columns = list(dict.fromkeys(name for _, name, _, _ in self._parts if name))
-        if not self.columns:
-            raise ConfigError(f"{where} {template!r} names no column, so the text of every row would be the same")
-
-    def text_of(self, values: Mapping[str, Any]) -> str:
-        """Return the text of a row. Raises RowError where a column is absent or neither text nor a number."""
-        return "".join(literal + (column_text(values, name) if name else "") for literal, name, _, _ in self._parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """The meaning of the columns, for rows of another shape.
-
-    `data` gives the column of each key of the prompt's data. Without `id_column` the id is a digest of task, text and
-    data, so the same row is the same prompt wherever it stands; `id_prefix` (by default the task) is before it.
-    """
-
-    task: str
-    text: TextColumn | TextTemplate
-    id_column: str | None = None
-    id_prefix: str | None = None
-    data: Mapping[str, ColumnValue] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """The columns that are read."""
-        ids = [] if self.id_column is None else [self.id_column]
-        return list(dict.fromkeys([*ids, *self.text.columns, *(rule.column for rule in self.data.values())]))
-
-    def prompt(self, values: Mapping[str, Any]) -> Prompt:
-        """Return the prompt of a row, in the split `train`.
-
-        Raises:
-            RowError: a column is absent or has a wrong value.
-        """
-        text = self.text.text_of(values)
-        data = {key: data_value(rule, values) for key, rule in self.data.items()}
-        if self.id_column is None:
-            # sorted: the order of the columns must not change an id
-            content = json.dumps([self.task, text, data], sort_keys=True)
-            prompt_id = f"{self.id_prefix or self.task}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
-        else:
-            prompt_id = column_text(values, self.id_column)
-        return validated({"prompt_id": prompt_id, "task": self.task, "text": text, "data": data})
-
-
-@dataclass(frozen=True, slots=True)
-class SplitRule:
-    """The rule that holds prompts of a mapped data set out, by the digest of the id, so that no order matters.
-
-    At most one of: all prompts in one `split`; one of every `heldout_every`; `num_heldout` of them.
-    """
-
-    split: Split = "train"
-    heldout_every: int | None = None
-    num_heldout: int | None = None
-
-    def chosen(self, prompt_ids: Iterable[str]) -> frozenset[str]:
-        """Return the `num_heldout` ids with the smallest digests; none where the rule is another one.
-
-        Raises:
-            ConfigError: there are not that many, or they would be all.
-        """
-        if self.num_heldout is None:
-            return frozenset()
-        different = set(prompt_ids)
-        # ids that come twice are one prompt
-        if self.num_heldout >= len(different):
-            raise ConfigError(
-                f"num_heldout {self.num_heldout} of {len(different)} prompts leaves none to train on; hold out fewer"
-            )
-        # by digest: more rows later leave most of the held-out prompts as they are
-        return frozenset(heapq.nsmallest(self.num_heldout, different, key=_digest))
-
-    def split_of(self, prompt_id: str, chosen: frozenset[str]) -> Split:
-        """Return the split of one prompt; `chosen` is the result of the method `chosen` for all prompts."""
-        if self.heldout_every is not None:
-            return "heldout" if _digest(prompt_id) % self.heldout_every == 0 else "train"
-        return "heldout" if prompt_id in chosen else self.split
-
-
 def column(values: Mapping[str, Any], name: str) -> Any:
     """Return the value of a column, or at a path into nested ones, such as `reward_model.ground_truth`.
 
@@ -227,16 +138,6 @@ def column(values: Mapping[str, Any], name: str) -> Any:
             raise RowError(f"column {name!r} is missing; {place} {has}")
         value, place = value[part], f"its {part!r}"
     return value
-
-
-def stored_columns(names: Iterable[str], known: Sequence[str] | None) -> list[str]:
-    """Return the columns of a source that hold these: `a.b` lies in `a` where no column has that name.
-
-    Args:
-        known: the columns of the source; None: every row has its own.
-    """
-    whole = (name if known is None or name in known else name.partition(".")[0] for name in names)
-    return list(dict.fromkeys(whole))
 
 
 def data_value(rule: ColumnValue, values: Mapping[str, Any]) -> Any:
@@ -259,10 +160,6 @@ def short(value: Any) -> str:
     """Return a value as errors show it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _key(where: str, key: Any) -> str:
@@ -301,10 +198,6 @@ def check_gold(prompt: Prompt, gold: Gold) -> None:
                 f"data.{key}: {short(value)} is no gold answer, which task {prompt.task!r} needs; correct it, or leave "
                 "the row out"
             )
-
-
-def _digest(prompt_id: str) -> int:
-    return int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
 
 
 def validated(values: dict[str, Any]) -> Prompt:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +14,14 @@ from tba.api import Prompt, PromptUploadReply, RewardInfo, Split
 from tba.api.scores import STARTING
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.config.data import RowsSection
+from tba.config.data import DataSet
 from tba.config.reward import BUILT_IN_TASKS, ExactSpec, LastNumberSpec, MathSpec
 from tba.errors import ConfigError
 from tba_cli.generators import load_prompt_source
-from tba_cli.prompts.columns import (
-    NATIVE_COLUMNS,
-    Columns,
-    Gold,
-    RowError,
-    SplitRule,
-    TextColumn,
-    TextTemplate,
-    check_gold,
-    native_prompt,
-    stored_columns,
-)
-from tba_cli.prompts.sources import ChatSource, HubSource, Render, Row, Source, TextsSource, open_file
+from tba_cli.prompts.columns import Gold, RowError, check_gold, columns_of, prompt_of, text_of, validated
+from tba_cli.prompts.sources import Row, dataset_rows, jsonl_rows
 
-COLUMNS_HINT = (
-    "; say what they are: [data.columns] in the recipe; for an upload --task, --text (or --text-template), --id and "
-    "--data"
-)
+COLUMNS_HINT = "; rows of another shape are for [[data.sets]] in a recipe, which says what their columns are"
 MAX_CHUNK_PROMPTS = 1000
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
 NOT_FAILED = frozenset({"ok", "idle", STARTING})
@@ -46,21 +34,21 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
     Raises:
         ConfigError: unknown generator, unreadable file, or a split without prompts.
     """
-    data, gold = recipe.data, gold_keys(recipe)
+    data = recipe.data
     if data.generator is not None:
-        prompts = load_prompt_source(data.generator)(data.num_train, data.num_heldout, recipe.run.seed)
         where = f"generator {data.generator!r}"
+        prompts = load_prompt_source(data.generator)(data.num_train, data.num_heldout, recipe.run.seed)
         for prompt in prompts:
             try:
-                check_gold(prompt, gold)
+                check_gold(prompt, gold_keys(recipe))
             except RowError as error:
                 raise ConfigError(f"{where}, prompt {prompt.prompt_id!r}: {error}") from None
-    elif data.train is not None:
-        where = "[data.train] and [data.heldout]"
-        prompts = [*_dataset_prompts(recipe, "train"), *_dataset_prompts(recipe, "heldout")]
+    elif data.path is not None:
+        where, prompts = f"file {data.path}", prompts_of_file(Path(data.path), gold_keys(recipe))
     else:
-        source = open_file(Path(data.path or ""))
-        prompts, where = list(_file_prompts(recipe, source)), source.name
+        where, prompts = "[[data.sets]]", _prompts_of_sets(recipe, ("train", "heldout"))
+        if not _names_heldout(recipe):
+            prompts = _with_heldout(prompts, data.num_heldout)
     # found here, before anything is started or uploaded
     for split in ("train", "heldout"):
         if not any(prompt.split == split for prompt in prompts):
@@ -75,43 +63,136 @@ def heldout_prompts(recipe: Recipe) -> list[Prompt]:
         ConfigError: as `prompts_of`.
     """
     # a data set to train on may have millions of rows
-    if recipe.data.heldout is not None:
-        return list(_dataset_prompts(recipe, "heldout"))
+    if _names_heldout(recipe):
+        return _prompts_of_sets(recipe, ("heldout",))
     return [prompt for prompt in prompts_of(recipe) if prompt.split == "heldout"]
 
 
-def _file_prompts(recipe: Recipe, source: Source) -> PromptReader:
-    section, gold = recipe.data.columns, gold_keys(recipe)
-    if section is None:
-        return PromptReader(source, gold=gold)
-    source, text = _with_text(recipe, section, source, "data.columns")
-    columns = Columns(task=section.task, text=text, data=section.data)
-    return PromptReader(source, columns, SplitRule(num_heldout=section.num_heldout), gold=gold)
+def prompts_of_file(path: Path, gold: Gold | None = None) -> list[Prompt]:
+    """Return the prompts of a JSONL file whose rows have the fields of a prompt.
+
+    Args:
+        gold: the data that a prompt needs.
+
+    Raises:
+        ConfigError: the file cannot be read, or a row is no prompt; names line and value.
+    """
+    found: dict[str, Prompt] = {}
+    for row in jsonl_rows(path):
+        try:
+            prompt = validated(dict(row.values))
+            check_gold(prompt, gold or {})
+        except RowError as error:
+            # a row of another data set, and no prompt with an error
+            is_other = not {"prompt_id", "task", "text"} & set(row.values)
+            hint = f"; its columns are {', '.join(row.values)}{COLUMNS_HINT}" if is_other else ""
+            raise ConfigError(f"{row.where}: {error}{hint}") from None
+        if prompt.prompt_id in found:
+            raise ConfigError(f"{row.where}: prompt_id {prompt.prompt_id!r} appears twice")
+        found[prompt.prompt_id] = prompt
+    if not found:
+        raise ConfigError(f"file {path} holds no prompts")
+    return list(found.values())
 
 
-def _dataset_prompts(recipe: Recipe, split: Split) -> PromptReader:
-    section, where = recipe.data.heldout if split == "heldout" else recipe.data.train, f"data.{split}"
-    assert section is not None, "the recipe was checked"
-    if section.dataset is None:
-        source, text = TextsSource(f"{where}.texts", section.texts or []), TextColumn("text")
+def _names_heldout(recipe: Recipe) -> bool:
+    return any("heldout" in section.splits for section in recipe.data.sets)
+
+
+def _prompts_of_sets(recipe: Recipe, splits: Sequence[Split]) -> list[Prompt]:
+    """Return the prompts of `[[data.sets]]`; equal content is one prompt.
+
+    Raises:
+        ConfigError: a data set cannot be read, or a row is no prompt; names data set, row, column and value.
+    """
+    gold = gold_keys(recipe)
+    found: dict[str, Prompt] = {}
+    for split in splits:
+        for section in recipe.data.sets:
+            if split not in section.splits:
+                continue
+            rows = list(_rows_of(section, section.splits[split]))
+            if not rows:
+                raise ConfigError(f"data set {section.dataset} holds no rows of split {section.splits[split]!r}")
+            for row, text in zip(rows, _texts_of(recipe, section, rows), strict=True):
+                try:
+                    if isinstance(text, RowError):
+                        raise text
+                    prompt = prompt_of(section, split, text, row.values)
+                    check_gold(prompt, gold)
+                except RowError as error:
+                    raise ConfigError(f"{row.where}: {error}") from None
+                found.setdefault(prompt.prompt_id, prompt)
+    return list(found.values())
+
+
+def _rows_of(section: DataSet, split: str) -> Iterator[Row]:
+    if section.texts is not None:
+        yield from (Row(f"texts, item {number}", {"text": text}) for number, text in enumerate(section.texts, start=1))
+    elif section.dataset is not None and section.dataset.endswith(".jsonl"):
+        if split != "train" or section.subset is not None:
+            raise ConfigError(f"file {section.dataset} has the split `train` alone, and no subsets")
+        yield from jsonl_rows(Path(section.dataset))
     else:
-        source = HubSource(section.dataset, section.split, subset=section.subset)
-        source.name = f"{where}: {source.name}"
-        source, text = _with_text(recipe, section, source, where)
-    # a text that is in both splits gives two prompts
-    prefix = section.task if split == "train" else f"{section.task}-{split}"
-    columns = Columns(task=section.task, text=text, data=section.data, id_prefix=prefix)
-    return PromptReader(source, columns, SplitRule(split), gold=gold_keys(recipe))
+        yield from dataset_rows(section.dataset or "", split, subset=section.subset, columns=columns_of(section))
 
 
-def _with_text(
-    recipe: Recipe, section: RowsSection, source: Source, where: str
-) -> tuple[Source, TextColumn | TextTemplate]:
-    if section.column is None:
-        return source, TextTemplate(section.template or "", where=f"{where}.template")
-    arguments = section.chat_template_kwargs
-    chats = ChatSource(source, section.column, _renderer(recipe), template_kwargs=arguments)
-    return chats, TextColumn(section.column)
+def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str | RowError]:
+    """Return the text of each row; of messages, the one that the chat template of the starting model makes."""
+    if section.texts is not None:
+        return [row.values["text"] for row in rows]
+    texts: list[Any] = []
+    for row in rows:
+        try:
+            texts.append(text_of(section, row.values))
+        except RowError as error:
+            texts.append(error)
+    chats = {number: text for number, text in enumerate(texts) if isinstance(text, list)}
+    if chats:
+        for number, text in zip(chats, _rendered(recipe, section, list(chats.values())), strict=True):
+            texts[number] = text
+    elif section.chat_template_kwargs and not any(isinstance(text, RowError) for text in texts):
+        raise ConfigError(
+            f"{section.dataset}: column {section.column!r} holds no messages that chat_template_kwargs are for; "
+            "remove them"
+        )
+    return texts
+
+
+def _rendered(recipe: Recipe, section: DataSet, chats: list[Any]) -> list[str | RowError]:
+    from tba_cli.child_processes import run_program
+
+    folder = recipe.model.path
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            f"prompts are messages, which the chat template of the model makes text of, and model.path {folder} "
+            "holds no model yet; make or fetch it first (tba data prepare RECIPE), or give prompts as text"
+        )
+    with tempfile.TemporaryDirectory(prefix="tba-chats-") as place:
+        file = Path(place) / "chats.json"
+        file.write_text(json.dumps(chats), encoding="utf-8")
+        words = ["chat", folder, "--texts", str(file), "--trust", *[folder] * recipe.model.trust_remote_code]
+        words += ["--template-kwargs", json.dumps(section.chat_template_kwargs)]
+        answers = json.loads(run_program("tba_cli.starter_models.convert", words))
+    column = f"column {section.column!r}"
+    return [answer["text"] if "text" in answer else RowError(f"{column}: {answer['error']}") for answer in answers]
+
+
+def _with_heldout(prompts: list[Prompt], num: int) -> list[Prompt]:
+    """Return the prompts with `num` of them held out: those with the smallest digests of their ids.
+
+    Raises:
+        ConfigError: there are not that many, or they would be all.
+    """
+    if num >= len(prompts):
+        raise ConfigError(f"data.num_heldout {num} of {len(prompts)} prompts leaves none to train on; hold out fewer")
+    # by digest: more rows later leave most of the held-out prompts as they are
+    ids = {prompt.prompt_id for prompt in heapq.nsmallest(num, prompts, key=lambda prompt: _digest(prompt.prompt_id))}
+    return [prompt.model_copy(update={"split": "heldout"}) if prompt.prompt_id in ids else prompt for prompt in prompts]
+
+
+def _digest(prompt_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
 
 
 def gold_keys(recipe: Recipe) -> Gold:
@@ -126,125 +207,13 @@ def gold_keys(recipe: Recipe) -> Gold:
 
 def in_both_splits(recipe: Recipe, prompts: Sequence[Prompt]) -> str | None:
     """Return a sentence about held-out prompts that are trained on too; None where there are none."""
-    if recipe.data.train is not None and recipe.data.train.texts is not None:
+    if any(section.texts for section in recipe.data.sets):
         return None  # written there on purpose: red-teaming has one prompt
     # by text, since ids may differ
     trained = {prompt.text for prompt in prompts if prompt.split == "train"}
     both = [prompt.text in trained for prompt in prompts if prompt.split == "heldout"]
     sentence = f"{sum(both)} of {len(both)} held-out prompts have the text of a prompt that is trained on"
     return sentence if any(both) else None
-
-
-def _renderer(recipe: Recipe) -> Render:
-    """Return a function that renders conversations with the chat template of the starting model."""
-
-    def render(chats: list[Any], arguments: Mapping[str, Any]) -> list[str | RowError]:
-        from tba_cli.child_processes import run_program
-
-        folder = recipe.model.path
-        if not (Path(folder) / "config.json").is_file():
-            raise ConfigError(
-                f"prompts are messages, which the chat template of the model makes text of, and model.path {folder} "
-                "holds no model yet; make or fetch it first (tba data prepare RECIPE), or give prompts as text"
-            )
-        with tempfile.TemporaryDirectory(prefix="tba-chats-") as place:
-            file = Path(place) / "chats.json"
-            file.write_text(json.dumps(chats), encoding="utf-8")
-            words = ["chat", folder, "--texts", str(file), "--trust", *[folder] * recipe.model.trust_remote_code]
-            words += ["--template-kwargs", json.dumps(arguments)]
-            answers = json.loads(run_program("tba_cli.starter_models.convert", words))
-        return [answer["text"] if "text" in answer else RowError(answer["error"]) for answer in answers]
-
-    return render
-
-
-class PromptReader:
-    """Reads the prompts of a source, each checked, as a stream that can be read again.
-
-    With an id column, or with native rows, an id that appears twice is an error. Where the id is a digest of the
-    content, repeated content is the same prompt, and is left out and counted.
-
-    Args:
-        source: the rows.
-        columns: the meaning of the columns; None: they have the names of a prompt's fields.
-        rule: which prompts of mapped rows are held out.
-        gold: the data that a prompt needs.
-
-    Raises:
-        ConfigError: the source lacks a column, or the rule cannot be kept.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        columns: Columns | None = None,
-        rule: SplitRule | None = None,
-        *,
-        gold: Gold | None = None,
-    ) -> None:
-        self._source, self._columns, self._rule = source, columns, rule or SplitRule()
-        self._gold = gold or {}
-        self.num_repeated = 0
-        """Number of rows that the last pass left out."""
-        self._check_columns()
-        self._heldout: frozenset[str] = frozenset()
-        if columns is not None and self._rule.num_heldout is not None:
-            # the rule needs the ids of all prompts, so the source is read twice
-            self._heldout = self._rule.chosen(prompt.prompt_id for prompt in self)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        """Yield the prompts; raise ConfigError that names file, row, column and value, or where there is no prompt."""
-        self.num_repeated, seen = 0, set()
-        for row in self._source.rows(self._wanted):
-            try:
-                prompt = self._prompt(row)
-                check_gold(prompt, self._gold)
-            except RowError as error:
-                hint = self._hint(row)
-                raise ConfigError(f"{self._source.name}, {row.where}: {error}{hint}") from None
-            if prompt.prompt_id not in seen:
-                seen.add(prompt.prompt_id)
-                yield prompt
-            elif self._columns is not None and self._columns.id_column is None:
-                self.num_repeated += 1
-            else:
-                raise ConfigError(f"{self._source.name}, {row.where}: prompt_id {prompt.prompt_id!r} appears twice")
-        if not seen:
-            raise ConfigError(f"{self._source.name} holds no prompts")
-
-    @property
-    def _wanted(self) -> list[str] | None:
-        return None if self._columns is None else stored_columns(self._columns.names, self._source.columns)
-
-    def _prompt(self, row: Row) -> Prompt:
-        if self._columns is None:
-            return native_prompt(row.values, null_is_absent=self._source.is_table)
-        prompt = self._columns.prompt(row.values)
-        split = self._rule.split_of(prompt.prompt_id, self._heldout)
-        return prompt if split == prompt.split else prompt.model_copy(update={"split": split})
-
-    def _hint(self, row: Row) -> str:
-        """Return what to do about a row with other keys than those of a prompt."""
-        # a table was checked by its columns before the first row: this is for JSONL, where each row has its own keys
-        if self._columns is not None or self._source.columns is not None:
-            return ""
-        is_other = not set(row.values) <= set(NATIVE_COLUMNS) and not set(NATIVE_COLUMNS[:3]) <= set(row.values)
-        return f"; its columns are {', '.join(row.values)}{COLUMNS_HINT}" if is_other else ""
-
-    def _check_columns(self) -> None:
-        known = self._source.columns
-        if known is None:
-            return
-        if self._columns is None:
-            missing = [name for name in NATIVE_COLUMNS[:3] if name not in known]
-            hint = COLUMNS_HINT
-        else:
-            missing, hint = [name for name in self._wanted or [] if name not in known], ""
-        if missing:
-            raise ConfigError(
-                f"{self._source.name} has no column {', '.join(map(repr, missing))}; its columns are "
-                f"{', '.join(known)}{hint}"
-            )
 
 
 def upload_prompts(client: BufferClient, prompts: Iterable[Prompt], *, max_chunk_bytes: int) -> PromptUploadReply:

@@ -32,7 +32,7 @@ from tba_cli.shipped_recipes import recipe_path
 BESIDE = ".python"
 """Folder beside the run folders: a run that begins anew deletes all that is in its own."""
 PROMPTS_FILE, RECIPE_FILE = "prompts.jsonl", "recipe.json"
-SOURCES = ("generator", "path", "train", "heldout", "num_train", "num_heldout")
+SOURCES = ("generator", "path", "sets")
 """Keys of [data] that say where prompts come from."""
 Function = Callable[..., Any]
 RecipeLike = str | os.PathLike[str] | Mapping[str, Any]
@@ -111,14 +111,12 @@ class _Draft:
     def take_prompts(self, prompts: Any) -> None:
         section: dict[str, Any] = self._document.get("data", {})
         rows = rows_of(prompts)
-        columns = section.get("columns")
-        if columns is None:
-            rows = [_checked(row, number) for number, row in enumerate(rows)]
+        rows = [_checked(row, number) for number, row in enumerate(rows)]
         path = self._folder / PROMPTS_FILE
         path.write_text("".join(_line(row, number) for number, row in enumerate(rows)), encoding="utf-8")
         kept = {key: value for key, value in section.items() if key not in SOURCES}
         self._document["data"] = {**kept, "path": str(path)}
-        self._tasks = [columns["task"]] if columns is not None else sorted({row["task"] for row in rows})
+        self._tasks = sorted({row["task"] for row in rows})
 
     def take_objective(self, objective: Function | str) -> None:
         name = objective if isinstance(objective, str) else self._take(objective, what="objective")
@@ -190,8 +188,7 @@ def _checked(row: Any, number: int) -> dict[str, Any]:
     except ValidationError as error:
         raise ConfigError(
             f"prompts[{number}]: {explain_validation_error(error, Prompt)}; a row is "
-            '{"prompt_id": ..., "task": ..., "text": ..., "data": {...}, "split": "train" or "heldout"}, unless '
-            "[data.columns] of the recipe says otherwise"
+            '{"prompt_id": ..., "task": ..., "text": ..., "data": {...}, "split": "train" or "heldout"}'
         ) from None
 
 
@@ -211,8 +208,8 @@ def _path_of(recipe: str | os.PathLike[str]) -> str:
 
 def _tasks_of(recipe: Recipe) -> list[str]:
     data = recipe.data
-    if data.train is not None and data.heldout is not None:  # data sets need not be read to know it
-        return sorted({data.train.task, data.heldout.task})
+    if data.sets:  # data sets need not be read to know it
+        return sorted({section.task for section in data.sets})
     return sorted({prompt.task for prompt in prompts_of(recipe)})
 
 

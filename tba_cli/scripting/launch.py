@@ -54,7 +54,7 @@ def run(
             `(prompts, completions, **columns)` as in TRL (docs/rewards.md), or dicts as the recipe has them
             (`{"kind": "length", "max_length": 200, "weight": 0.1}`). The reward is their weighted sum.
         prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`, as a list of dicts, a
-            `datasets.Dataset` or a pandas frame. With `[data.columns]` in the recipe the rows may have other columns.
+            `datasets.Dataset` or a pandas frame.
         sets: overrides, such as "trainer.num_steps=50".
         name: of the run, instead of `run.name` of the recipe.
         fresh: delete the run of this name first.

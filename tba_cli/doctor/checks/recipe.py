@@ -8,13 +8,12 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.api import Prompt, ScoreResult
 from tba.config import Recipe
-from tba.config.data import DatasetSection
 from tba.errors import ConfigError
 from tba_cli.artifacts import required_folders
 from tba_cli.artifacts.prepared import check_prepared, made_at_start, missing
@@ -170,8 +169,7 @@ class RecipeChecks:
             return
         # `tba run` fetches or makes the other items itself
         check_prepared(self.recipe, at_start=False)
-        data = self.recipe.data
-        missing = self._missing({part.dataset or "" for part in (data.train, data.heldout) if part is not None})
+        missing = self._missing({section.dataset or "" for section in self.recipe.data.sets})
         if missing:
             yield skip("prompts", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
             return
@@ -299,13 +297,8 @@ class RecipeChecks:
 
     def _hub_datasets(self) -> list[str]:
         """Return the data sets that only a network, or the library's cache, has."""
-        data = self.recipe.data
-        sections: Mapping[str, DatasetSection | None] = {"data.train": data.train, "data.heldout": data.heldout}
-        return [
-            f"{key} {section.dataset}"
-            for key, section in sections.items()
-            if section is not None and section.dataset is not None and not Path(section.dataset).is_dir()
-        ]
+        named = [section.dataset for section in self.recipe.data.sets if section.dataset is not None]
+        return [name for name in named if not Path(name).is_dir() and not name.endswith(".jsonl")]
 
 
 def _say_elsewhere(target: Target) -> Iterator[CheckResult]:

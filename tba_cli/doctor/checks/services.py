@@ -152,7 +152,7 @@ def tasks_of(recipe: Recipe) -> list[str]:
     data = recipe.data
     if data.generator is not None:
         return [data.generator] if data.generator in BUILT_IN else []
-    return sorted({section.task for section in (data.train, data.heldout) if section is not None})
+    return sorted({section.task for section in data.sets})
 
 
 def check_clocks(target: Target) -> Iterator[CheckResult]:

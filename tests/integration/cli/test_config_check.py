@@ -308,11 +308,11 @@ def test_what_needs_a_network_is_left_out_by_name(check: Check) -> None:
     judge = {"scorers": [{"kind": "http", "url": "http://127.0.0.1:9/v1/score"}]}
     code, out = check(
         "--offline",
-        data={"path": None, "train": {**part, "split": "train"}, "heldout": {**part, "split": "test"}},
+        data={"path": None, "sets": [{**part, "train": "train", "heldout": "test"}]},
         reward={"tasks": {"mine": judge}},
     )
     assert code == 0, out
-    assert "-    prompts: --offline: a network would be needed for data.train org/nowhere" in out
+    assert "-    prompts: --offline: a network would be needed for org/nowhere" in out
     assert "-    scorer: task 'mine': scorer 'http' asks an endpoint elsewhere" in out
     assert "; not checked: 3 things" in out
 

@@ -51,8 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(folder: Path, *, trust: bool) -> Recipe:
-    columns = {"task": "math", "column": "prompt", "data": {"answer": "answer"}, "num_heldout": 1}
-    data = {"path": str(folder.parent / "rows.jsonl"), "columns": columns}
+    rows = str(folder.parent / "rows.jsonl")
+    part = {"task": "math", "dataset": rows, "column": "prompt", "data": {"answer": "answer"}}
+    data = {"sets": [part], "num_heldout": 1}
     model = {"path": str(folder), "trust_remote_code": trust}
     return parse_recipe({"run": {"name": "r"}, "model": model, "data": data}, where="test")
 

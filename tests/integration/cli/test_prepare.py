@@ -76,7 +76,7 @@ def prepare(
     document = {
         "run": {"name": "r"},
         "model": {"path": "models/whole"},
-        "data": {"train": part, "heldout": {**part, "split": "test"}},
+        "data": {"sets": [{**part, "train": "train", "heldout": "test"}]},
         "searcher": {"max_prompt_tokens": 96, "max_response_tokens": 16},
         "prepare": items,
         **changes,

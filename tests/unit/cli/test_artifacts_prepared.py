@@ -28,7 +28,7 @@ def item(folder: Path, **changes: object) -> PrepareItem:
 
 def recipe(*items: Mapping[str, object]) -> Recipe:
     part = {"task": "t", "texts": ["x"]}
-    document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": part, "heldout": part}}
+    document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"sets": [part]}}
     return parse_recipe({**document, "prepare": list(items)}, where="test")
 
 

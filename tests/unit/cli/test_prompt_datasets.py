@@ -1,8 +1,11 @@
-"""Prompts of [data.train] and [data.heldout]: templates, gold answers, and rows that cannot become prompts."""
+"""Prompts of [[data.sets]]: text, gold answers, stable ids, what is held out, and rows that cannot become prompts."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,11 @@ import pytest
 
 from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
-from tba.config.data import ColumnValue, DataSection, DatasetSection
+from tba.config.data import ColumnValue, DataSet
 from tba.config.reward import RewardSection
 from tba.errors import ConfigError
-from tba_cli.prompts.columns import RowError, extracted
-from tba_cli.prompts.reader import _dataset_prompts, heldout_prompts, in_both_splits, prompts_of
+from tba_cli.prompts.columns import RowError, extracted, prompt_of, template_parts, text_of
+from tba_cli.prompts.reader import heldout_prompts, in_both_splits, prompts_of
 from tba_cli.resolve import with_absolute_paths
 
 ROWS = {"task": "t", "dataset": "d", "column": "c"}
@@ -24,6 +27,7 @@ GOLD = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}
 QUESTIONS = [
     {"question": f"What is {n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>.\n#### {n + 1:,}"} for n in (1, 4999)
 ]
+ROW = {"question": "What is 2 + 2?", "answer": "4", "level": 3, "tags": ["sum", {"hard": False}]}
 
 
 @pytest.fixture(autouse=True)
@@ -39,107 +43,274 @@ def write_dataset(folder: Path, **splits: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def section(folder: Path | str, **changes: Any) -> DataSection:
-    part = {"task": "gsm8k", "dataset": str(folder), "template": "Q: {question}\nA:", "data": GOLD, **changes}
-    return DataSection.model_validate({"train": part, "heldout": {**part, "split": "test"}})
+def write_jsonl(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
-def train_section(folder: Path, **changes: Any) -> DatasetSection:
-    found = section(folder, **changes).train
-    assert found is not None
-    return found
+def recipe(model: Path | str = "m", **data: Any) -> Recipe:
+    return parse_recipe({"run": {"name": "r"}, "model": {"path": str(model)}, "data": data}, where="test")
 
 
-def recipe(**data: Any) -> Recipe:
-    return parse_recipe({"run": {"name": "r"}, "model": {"path": "m"}, "data": data}, where="test")
+def of_sets(*sets: dict[str, Any], **data: Any) -> Recipe:
+    return recipe(sets=list(sets), **data)
 
 
-def of_section(data: DataSection) -> Recipe:
-    return recipe(train=data.train, heldout=data.heldout)
+def questions(folder: Path | str, **changes: Any) -> dict[str, Any]:
+    part = {"task": "gsm8k", "dataset": str(folder), "train": "train", "heldout": "test", "data": GOLD}
+    return {**part, **({} if "column" in changes else {"template": "Q: {question}\nA:"}), **changes}
 
 
-def train_prompts(section: DatasetSection) -> list[Prompt]:
-    return list(_dataset_prompts(recipe(train=section, heldout=section), "train"))
+def trl_rows(path: Path, model: Path | str = "m", **changes: Any) -> Recipe:
+    """A file in TRL's format: nothing in it says what is held out."""
+    part = {"task": "math", "dataset": str(path), "column": "prompt", "data": {"answer": "answer"}, **changes}
+    return recipe(model, sets=[part], num_heldout=2)
+
+
+def math(**changes: Any) -> DataSet:
+    part = {"task": "math", "dataset": "d", "data": {"gold": "answer"}, **changes}
+    return DataSet.model_validate(part if "template" in part else {"column": "question", **part})
+
+
+def of_row(section: DataSet, row: dict[str, Any]) -> Prompt:
+    text = text_of(section, row)
+    assert isinstance(text, str)
+    return prompt_of(section, "train", text, row)
 
 
 def test_a_folder_is_read_as_it_is_now_and_not_as_another_of_its_name_was(tmp_path):
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n---\n"
-    one, two = (write_dataset(tmp_path / name / "d", train=[row]) for name, row in zip("ab", QUESTIONS, strict=True))
-    for folder in (one, two):
+    folders = [write_dataset(tmp_path / name / "d", train=[row] * 3) for name, row in zip("ab", QUESTIONS, strict=True)]
+
+    def read(folder: Path) -> list[str]:
+        return [p.text for p in heldout_prompts(of_sets(questions(folder, train=None, heldout="train")))]
+
+    for folder in folders:
         (folder / "README.md").write_text(card)
-        assert len(train_prompts(train_section(folder))) == 1
-    texts = [train_prompts(train_section(folder))[0].text for folder in (one, two)]
-    assert texts == ["Q: What is 1 + 1?\nA:", "Q: What is 4999 + 1?\nA:"]
-    pq.write_table(pa.Table.from_pylist(QUESTIONS), one / "data" / "train-00000-of-00001.parquet")
-    assert len(train_prompts(train_section(one))) == 2
+    assert [read(folder) for folder in folders] == [["Q: What is 1 + 1?\nA:"], ["Q: What is 4999 + 1?\nA:"]]
+    pq.write_table(pa.Table.from_pylist(QUESTIONS), folders[0] / "data" / "train-00000-of-00001.parquet")
+    assert len(read(folders[0])) == 2
 
 
 def test_rows_become_prompts_of_both_splits(tmp_path):
-    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1])
-    train, other, heldout = prompts_of(of_section(section(folder)))
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS * 2, test=QUESTIONS[:1])
+    train, other, heldout = prompts_of(of_sets(questions(folder)))  # equal rows are one prompt
     assert (train.text, train.data, train.split) == ("Q: What is 1 + 1?\nA:", {"answer": "2"}, "train")
     assert other.data == {"answer": "5,000"}
     assert (heldout.text, heldout.split) == (train.text, "heldout")
     assert train.prompt_id != heldout.prompt_id, "the same row in both splits is two prompts"
 
 
-def test_a_prompt_id_depends_on_the_content_alone(tmp_path):
-    first = write_dataset(tmp_path / "a", train=QUESTIONS, test=QUESTIONS)
-    second = write_dataset(tmp_path / "b", train=QUESTIONS[::-1], test=QUESTIONS)
-    ids = [{p.prompt_id for p in prompts_of(of_section(section(folder)))} for folder in (first, second)]
-    assert ids[0] == ids[1]
+def test_several_data_sets_make_one_run(tmp_path):
+    """As math.toml: what is held out is another data set, with other columns."""
+    sums = write_jsonl(tmp_path / "sums.jsonl", *({"q": f"{i}+1", "a": str(i + 1)} for i in range(3)))
+    test = write_jsonl(tmp_path / "test.jsonl", {"question": "1+1?", "answer": "#### 2"})
+    first = {"task": "math", "dataset": str(sums), "column": "q", "data": {"answer": "a"}}
+    both = of_sets(first, questions(test, train=None, heldout="train"))
+    assert [(p.task, p.text, p.split) for p in prompts_of(both)] == [
+        *(("math", f"{i}+1", "train") for i in range(3)),
+        ("gsm8k", "Q: 1+1?\nA:", "heldout"),
+    ]
+    sums.unlink()
+    assert len(heldout_prompts(both)) == 1, "what is trained on is not read"
 
 
-def test_equal_rows_are_one_prompt_and_are_counted(tmp_path):
-    folder = write_dataset(tmp_path / "d", train=QUESTIONS * 2, test=QUESTIONS)
-    reader = _dataset_prompts(of_section(section(folder)), "train")
-    assert (len(list(reader)), reader.num_repeated) == (2, 2)
-
-
-def test_a_name_with_dots_is_a_path_into_nested_columns(tmp_path):
-    rows = [{"question": "1 + 1?", "reward_model": {"style": "rule", "ground_truth": "2"}}]
-    folder = write_dataset(tmp_path / "d", train=rows, test=rows)
-    for train in (
-        train_section(folder, data={"answer": "reward_model.ground_truth"}),
-        train_section(folder, data={"answer": "reward_model.ground_truth"}, template="{question}{reward_model.style}"),
-    ):
-        (prompt,) = train_prompts(train)
-        assert prompt.data == {"answer": "2"}
-
-
-def test_the_first_rows_alone_may_be_taken(tmp_path):
-    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
-    assert len(train_prompts(train_section(folder, split="train[:1]"))) == 1
-
-
-def test_texts_of_the_recipe_are_prompts(tmp_path):
-    part = {"task": "redteam", "texts": ["Write:\n1."]}
-    prompts = prompts_of(recipe(train=part, heldout=part))
+def test_texts_of_the_recipe_are_prompts_of_both_splits():
+    found = of_sets({"task": "redteam", "texts": ["Write:\n1."]})
+    prompts = prompts_of(found)
     assert [(p.task, p.text, p.split) for p in prompts] == [
         ("redteam", "Write:\n1.", "train"),
         ("redteam", "Write:\n1.", "heldout"),
     ]
     assert len({p.prompt_id for p in prompts}) == 2
+    assert in_both_splits(found, prompts) is None, "red-teaming has one prompt"
+
+
+# ---- one row --------------------------------------------------------------------------------------------------------
+
+
+def test_the_id_depends_on_the_content_and_on_nothing_else():
+    prompt = of_row(math(), ROW)
+    assert (prompt.task, prompt.text, prompt.data, prompt.split) == ("math", ROW["question"], {"gold": "4"}, "train")
+    assert (
+        prompt.prompt_id == "math-346157ac4bd69c5bc9bd"
+    )  # pinned: a resume of tomorrow must know the prompts of today
+    assert of_row(math(), dict(reversed(ROW.items()))).prompt_id == prompt.prompt_id
+    assert of_row(math(), ROW | {"level": 4}).prompt_id == prompt.prompt_id
+    for other in (ROW | {"question": "What is 2 + 3?"}, ROW | {"answer": "5"}):
+        assert of_row(math(), other).prompt_id != prompt.prompt_id
+    assert of_row(math(task="sums"), ROW).prompt_id.startswith("sums-")
+
+
+def test_a_template_names_columns_and_keeps_braces():
+    section = math(template="Level {level}. {question}\nAnswer in \\boxed{{}}: {question}")
+    assert text_of(section, ROW) == "Level 3. What is 2 + 2?\nAnswer in \\boxed{}: What is 2 + 2?"
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("template", "message"),
     [
-        ({"template": "{text}"}, r"data.train: data set .* has no column 'text'; its columns are question, answer"),
-        ({"template": "{question:>5}"}, r"data.train.template .*without formatting"),
-        ({"data": {"gold": "solution"}}, r"has no column 'solution'"),
-        ({"split": "dev"}, r"data set .*\(split dev\) cannot be loaded"),
-        ({"subset": "socratic"}, r"data set .*:socratic \(split train\) cannot be loaded"),
-        (
-            {"data": {"answer": {"column": "question", "extract": "boxed"}}},
-            r"data.train: .*, row 1: column 'question': ",
-        ),
+        ("no column", "names no column"),
+        ("{question", "expected '}'"),
+        ("{}", "a column is named as"),
+        ("{question!r}", "without formatting"),
+        ("{level:>10}", "without formatting"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, changes, message):
-    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
+def test_a_template_that_is_none_is_refused(template, message):
     with pytest.raises(ConfigError, match=message):
-        prompts_of(of_section(section(folder, **changes)))
+        template_parts(template)
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "message"),
+    [
+        ({}, {"answer": "4"}, "column 'question' is missing; this row has answer"),
+        ({}, ROW | {"question": 7}, "column 'question': 7 is not text"),
+        ({}, ROW | {"question": None}, "column 'question': None is not text"),
+        ({}, ROW | {"question": ""}, "text: '': String should have at least 1 character"),
+        ({}, ROW | {"answer": float("nan")}, r"data: \{'gold': nan\}: "),
+        ({"template": "{tags}"}, ROW, "column 'tags': .* is neither text nor a number"),
+        ({"template": "{question.__class__}"}, ROW, r"column 'question\.__class__' is missing"),
+        ({}, ROW | {"answer": datetime.date(2024, 1, 2)}, r"column 'answer': datetime.* \(date\) is not JSON"),
+        ({}, ROW | {"answer": [{"x": {1: 2}}]}, "column 'answer': the key 1 is not text"),
+    ],
+)
+def test_a_row_that_cannot_be_a_prompt_is_refused_with_column_and_value(changes, row, message):
+    with pytest.raises(RowError, match=message):
+        of_row(math(**changes), row)
+
+
+def test_a_name_with_dots_is_a_path_unless_a_column_has_it(tmp_path):
+    """The layout of verl; what else a struct holds is not the answer."""
+    rows = [{"question": {"text": f"{i}?"}, "reward_model": {"style": "r", "ground_truth": str(i)}} for i in range(4)]
+    literal = [row | {"reward_model.ground_truth": f"own {i}"} for i, row in enumerate(rows)]
+    columns = {"column": "question.text", "data": {"answer": "reward_model.ground_truth"}}
+    for name, content, answer in (("p", rows, "2"), ("l", literal, "own 2")):
+        folder = write_dataset(tmp_path / name, train=content)
+        for dataset in (write_jsonl(tmp_path / f"{name}.jsonl", *content), folder):
+            found = prompts_of(trl_rows(dataset, **columns))
+            assert (found[2].text, found[2].data) == ("2?", {"answer": answer})
+    assert (
+        prompts_of(trl_rows(folder, **{**columns, "column": None, "template": "Q: {question.text}"}))[3].text == "Q: 3?"
+    )
+    with pytest.raises(ConfigError, match=r"line 1: column 'reward_model\.gold' is missing; its 'reward_model' has"):
+        prompts_of(trl_rows(tmp_path / "p.jsonl", **{**columns, "data": {"answer": "reward_model.gold"}}))
+
+
+# ---- what is held out -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_held_out_depends_on_the_ids_alone(tmp_path):
+    rows = [{"prompt": f"What is {i}?", "answer": str(i), "source": "web"} for i in range(100)]
+    found = [
+        prompts_of(trl_rows(write_jsonl(tmp_path / name, *content)))
+        for name, content in (("a.jsonl", rows), ("b.jsonl", random.Random(0).sample(rows, len(rows))))
+    ]
+    held_out = [{p.prompt_id for p in prompts if p.split == "heldout"} for prompts in found]
+    assert (len(held_out[0]), held_out[0]) == (2, held_out[1])
+    with pytest.raises(ConfigError, match=r"data\.num_heldout 2 of 2 prompts leaves none to train on"):
+        prompts_of(trl_rows(write_jsonl(tmp_path / "c.jsonl", *rows[:2], *rows[:2])))
+
+
+def test_prompts_of_both_splits_are_counted_by_text(tmp_path):
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1] * 2)
+    sets = of_sets(questions(folder, column="question"))
+    assert in_both_splits(sets, prompts_of(sets)) == (
+        "1 of 1 held-out prompts have the text of a prompt that is trained on"
+    )
+    assert in_both_splits(sets, [p for p in prompts_of(sets) if p.split == "train"]) is None
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.tiny_recipes import make
+
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    make("llama_chat", folder, seed=0)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{{ m.role }}: {{ m.content + '' }}{{ ' (named)' if m.name is defined }}\n{% endfor %}"
+        "{{ 'think' if enable_thinking | default(true) else 'answer' }}:"
+    )
+    return folder
+
+
+def chat_row(number: int, *contents: object, role: str = "user", **keys: object) -> dict[str, Any]:
+    return {"prompt": [{"role": role, "content": content, **keys} for content in contents], "answer": str(number)}
+
+
+def test_messages_become_text_by_the_models_chat_template(tmp_path):
+    """The tokenizer puts a token before every text by itself: it is there once."""
+    from tokenizers.processors import TemplateProcessing
+
+    from tests.support.tiny_model import make_tiny_tokenizer
+
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<pad>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    model = tmp_path / "model"
+    tokenizer.save_pretrained(model)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    rows = [chat_row(i, f"What is {i}?") for i in range(5)]
+    path = write_jsonl(tmp_path / "p.jsonl", rows[0] | {"prompt": "as text"}, *rows[1:])
+    found = prompts_of(trl_rows(path, model))
+    assert [p.text for p in found] == ["as text", *(f"user: What is {i}?\nassistant:" for i in range(1, 5))]
+
+    with pytest.raises(ConfigError, match=r"and model\.path m holds no model yet"):
+        prompts_of(trl_rows(path))
+    tokenizer.chat_template = None
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ConfigError, match=r"p\.jsonl, line 2: column 'prompt': .*, or a model with a chat template"):
+        prompts_of(trl_rows(path, model))
+
+
+def test_text_parts_of_a_content_are_joined_and_null_keys_are_absent(tmp_path, chat_model):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]
+    rows = [chat_row(i, parts, [{"type": "text", "text": f"{i}"}], name=None) for i in range(3)]
+    for dataset in (write_jsonl(tmp_path / "p.jsonl", *rows), write_dataset(tmp_path / "d", train=rows)):
+        texts = [prompt.text for prompt in prompts_of(trl_rows(dataset, chat_model))]
+        assert texts[2] == "user: What is 1 + 1?\nuser: 2\nthink:"
+
+
+def test_the_chat_template_gets_its_arguments(tmp_path, chat_model):
+    path = write_jsonl(tmp_path / "p.jsonl", *(chat_row(i, f"{i}") for i in range(4)))
+    given = {"enable_thinking": False}
+    found = trl_rows(path, chat_model, chat_template_kwargs=given)
+    texts = {f"user: {i}\nanswer:" for i in range(4)}
+    assert {prompt.text for prompt in prompts_of(found)} == texts
+    assert {prompt.text for prompt in heldout_prompts(found)} < texts
+    for own in ("enable_thinkin", "tokenize", "add_generation_prompt", "conversation"):  # the call sets most of them
+        with pytest.raises(ConfigError, match=f"takes no '{own}'; correct or remove it in chat_template_kwargs"):
+            prompts_of(trl_rows(path, chat_model, chat_template_kwargs={own: False}))
+    plain = write_jsonl(tmp_path / "t.jsonl", *({"prompt": f"{i}", "answer": "1"} for i in range(3)))
+    with pytest.raises(ConfigError, match="column 'prompt' holds no messages"):
+        prompts_of(trl_rows(plain, chat_model, chat_template_kwargs=given))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (chat_row(2, "hi", None), r"message 2 \(user\): its content None is not text"),
+        (chat_row(2, [{"type": "image", "url": "x"}]), r"message 1 \(user\): the part .*'image'.* is not text"),
+        (chat_row(2, "hi", role="bad"), "no such role; correct them, or leave them out"),
+    ],
+)
+def test_messages_that_make_no_text_are_named_with_row_and_column(tmp_path, chat_model, row, message):
+    path = write_jsonl(tmp_path / "p.jsonl", chat_row(0, "a"), chat_row(1, "b"), row)
+    with pytest.raises(ConfigError, match=rf"p\.jsonl, line 3: column 'prompt'[,:] .*{message}"):
+        prompts_of(trl_rows(path, chat_model))
+
+
+# ---- gold answers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer", [None, " ", [], ["2", None]])
@@ -147,8 +318,7 @@ def test_a_row_without_a_gold_answer_is_named(tmp_path, answer):
     """Whoever reads the prompts finds it: config check, data prepare, run, evaluate."""
     rows = [{"prompt_id": f"{i}", "task": "math", "text": "1+1", "data": {"answer": "2"}} for i in range(2)]
     rows[1] |= {"split": "heldout", "data": {"answer": answer}}
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path = write_jsonl(tmp_path / "p.jsonl", *rows)
     for read in (prompts_of, heldout_prompts):
         with pytest.raises(ConfigError, match=r"p\.jsonl, line 2: data\.answer: .* is no gold answer"):
             read(recipe(path=str(path)))
@@ -156,18 +326,13 @@ def test_a_row_without_a_gold_answer_is_named(tmp_path, answer):
     scorers = {"tasks": {"math": {"scorers": [{"kind": "exact", "field": "gold"}]}}}
     with pytest.raises(ConfigError, match=r"line 1: data\.gold: None is no gold answer"):
         prompts_of(recipe(path=str(path)).model_copy(update={"reward": RewardSection.model_validate(scorers)}))
-    columns = {"task": "gsm8k", "column": "text", "data": {"answer": "gold"}, "num_heldout": 1}
-    path.write_text("\n".join(json.dumps({"text": f"{i}", "gold": gold}) for i, gold in enumerate(["1", answer])))
-    with pytest.raises(ConfigError, match=r"line 2: data\.answer: .* is no gold answer"):
-        prompts_of(recipe(path=str(path), columns=columns))
 
 
 def test_an_empty_gold_answer_of_a_data_set_or_a_generator_is_named(tmp_path, monkeypatch):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=[{"question": "q", "answer": ""}])
-    part = {"task": "math", "dataset": str(folder), "column": "question", "data": {"answer": "answer"}}
-    sets = recipe(train=part, heldout={**part, "split": "test"})
+    sets = of_sets(questions(folder, task="math", column="question", data={"answer": "answer"}))
     for read in (prompts_of, heldout_prompts):
-        with pytest.raises(ConfigError, match=r"data\.heldout: .*, row 1: data\.answer: '' is no gold answer"):
+        with pytest.raises(ConfigError, match=r"\(split test\), row 1: data\.answer: '' is no gold answer"):
             read(sets)
     (tmp_path / "own_source.py").write_text(
         "from tba.api import Prompt\n"
@@ -177,21 +342,6 @@ def test_an_empty_gold_answer_of_a_data_set_or_a_generator_is_named(tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="prompt 'p': data"):
         prompts_of(recipe(generator="own_source:make"))
-
-
-def test_prompts_of_both_splits_are_counted_by_text(tmp_path):
-    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1] * 2)
-    part = {"task": "t", "dataset": str(folder), "column": "question"}
-    sets = recipe(train=part, heldout={**part, "split": "test"})
-    assert in_both_splits(sets, prompts_of(sets)) == (
-        "1 of 1 held-out prompts have the text of a prompt that is trained on"
-    )
-    apart = [
-        prompt for prompt in prompts_of(sets) if prompt.text != QUESTIONS[0]["question"] or prompt.split == "train"
-    ]
-    assert in_both_splits(sets, apart) is None
-    texts = recipe(train={"task": "t", "texts": ["a"]}, heldout={"task": "t", "texts": ["a"]})
-    assert in_both_splits(texts, prompts_of(texts)) is None, "red-teaming has one prompt"
 
 
 @pytest.mark.parametrize(
@@ -232,17 +382,52 @@ def test_a_gold_answer_that_is_not_there_is_an_error(rule, value, message):
         extracted(ColumnValue(column="c", **rule), value)
 
 
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"template": "{text}"}, r"data set .*, row 1: column 'text' is missing; this row has question, answer"),
+        ({"data": {"gold": "solution"}}, r"row 1: column 'solution' is missing"),
+        ({"train": "dev"}, r"data set .*\(split dev\) cannot be loaded"),
+        ({"subset": "socratic"}, r"data set .*:socratic \(split train\) cannot be loaded"),
+        (
+            {"data": {"answer": {"column": "question", "extract": "boxed"}}},
+            r"\(split train\), row 1: column 'question': ",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, changes, message):
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
+    with pytest.raises(ConfigError, match=message):
+        prompts_of(of_sets(questions(folder, **changes)))
+
+
+def test_a_library_that_is_missing_and_a_split_of_a_file_are_named(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "q.jsonl", *QUESTIONS)
+    with pytest.raises(ConfigError, match=r"q\.jsonl has the split `train` alone"):
+        prompts_of(of_sets(questions(path)))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # python marks a missing module so
+    with pytest.raises(ConfigError, match=r"datasets, which is not installed; install the extra `data`"):
+        prompts_of(of_sets(questions("org/name")))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         ({}, "exactly one of `generator`"),
         ({"generator": "addition", "path": "p.jsonl"}, "exactly one of `generator`"),
-        ({"train": {"task": "t", "texts": ["a"]}}, "data.train and data.heldout go together"),
-        ({"train": {"task": "t"}}, "exactly one of `dataset` and `texts`"),
-        ({"train": {"task": "t", "dataset": "d"}}, "exactly one of `column` and `template`"),
-        ({"train": {"task": "t", "texts": ["a"], "subset": "main"}}, "subset belongs to a data set"),
-        ({"train": {**ROWS, "data": {"a": {"column": "x", "extract": "after"}}}}, "needs a marker"),
-        ({"train": {**ROWS, "data": {"a": {"column": "x", "marker": "k"}}}}, "takes no marker"),
+        ({"sets": [{"task": "t"}]}, "exactly one of `dataset` and `texts`"),
+        ({"sets": [{"task": "t", "dataset": "d"}]}, "exactly one of `column` and `template`"),
+        ({"sets": [{**ROWS, "template": "{c}"}]}, "exactly one of `column` and `template`"),
+        ({"sets": [{"task": "t", "texts": ["a"], "subset": "main"}]}, "subset belongs to a data set"),
+        (
+            {"sets": [{"task": "t", "dataset": "d", "template": "{c}", "chat_template_kwargs": {"a": 1}}]},
+            "are for messages in `column`, and here is a `template`",
+        ),
+        ({"sets": [{**ROWS, "data": {"a": {"column": "x", "extract": "after"}}}]}, "needs a marker"),
+        ({"sets": [{**ROWS, "data": {"a": {"column": "x", "marker": "k"}}}]}, "takes no marker"),
     ],
 )
 def test_a_section_that_says_too_much_or_too_little_is_refused(data, message):
@@ -254,11 +439,10 @@ def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
     """A resume may begin in another folder: paths of [[prepare]] become absolute wherever the recipe names them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    part = {"task": "t", "dataset": "data/x", "column": "c"}
     document = {
         "run": {"name": "r"},
         "model": {"path": "models/x"},
-        "data": {"train": part, "heldout": {**part, "dataset": "here"}},
+        "data": {"sets": [{**ROWS, "dataset": "data/x"}, {**ROWS, "dataset": "here"}, {**ROWS, "dataset": "org/name"}]},
         "reward": {"tasks": {"t": {"scorers": [{"kind": "reward_model", "model": "models/rm"}]}}},
         "prepare": [
             {"path": "data/x", "kind": "dataset", "manual": "ask Ana"},
@@ -266,9 +450,12 @@ def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
         ],
     }
     found = with_absolute_paths(parse_recipe(document, where="test")).model_dump(mode="json")
-    assert found["data"]["train"]["dataset"] == str(tmp_path / "data/x")
-    assert found["data"]["heldout"]["dataset"] == str(tmp_path / "here")
+    assert [part["dataset"] for part in found["data"]["sets"]] == [
+        str(tmp_path / "data/x"),
+        str(tmp_path / "here"),
+        "org/name",
+    ]
     assert found["reward"]["tasks"]["t"]["scorers"][0]["model"] == str(tmp_path / "models/rm")
     assert found["prepare"][1]["path"] == str(tmp_path / "models/rm")
     assert json.dumps(found["prepare"]).count("some/model") == 1
-    assert recipe(train={**part, "dataset": "org/name"}, heldout=part).data.source_name == "name"
+    assert of_sets({**ROWS, "dataset": "org/name"}).data.source_name == "name"

@@ -27,7 +27,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     document = {
         "run": {"name": "r"},
         "model": {"path": "policy"},
-        "data": {"train": part, "heldout": part},
+        "data": {"sets": [part]},
         "reward": {"tasks": {"t": {"scorers": [{"kind": "reward_model", "model": "judge", "append_eos": True}]}}},
         "prepare": [
             {"path": "base", "kind": "model", "manual": "make it"},

@@ -21,7 +21,7 @@ TABLE = tomllib.loads(Path("docs/recipes/published.toml").read_text())
 FULL = ("gsm8k", "tldr", "tldr-1b", "tldr-2.8b", "redteam", "redteam-llama", "math")
 TINY = ("gsm8k", "tldr", "redteam", "redteam-llama", "math")
 WHOLE = (  # values that are compared as one
-    r"data\.(train|heldout)\.data",
+    r"data\.sets\.\d+\.data",
     r"reward\.tasks\.[^.]+\.scorers",
     r"(objective\.beta|trainer\.learning_rate|searcher\.temperature_mix)",
     r"eval\.published\.success_above",
@@ -33,7 +33,7 @@ MODEL = (
     r"eval\.embedding_model",
     r"reward\.tasks\.[^.]+\.scorers\.\d+\.(model|victim|classifier|dtype)",
 )
-DATA = (r"data\.(train|heldout)\.dataset",)
+DATA = (r"data\.sets\.\d+\.dataset",)
 SIZES = (
     r"run\.name",
     r"sampling\.(prompts_per_batch|group_size|rollouts_per_visit|min_size_to_sample|samples_per_insert_error)",

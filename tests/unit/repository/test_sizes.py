@@ -59,7 +59,7 @@ def test_a_recipe_sets_the_keys_that_it_names_however_they_are_written() -> None
         "objective": {"beta": {"kind": "linear", "value": 0.5, "steps": 10}},
         "prepare": [{"path": "models/a", "kind": "model"}, {"path": "data/b", "manual": "c"}],
         "reward": {"tasks": {"mine": {"scorers": [{"kind": "exact"}]}}},
-        "data": {"columns": {"data": {"answer": "gold", "steps": {"column": "s", "extract": "boxed"}}}},
+        "data": {"sets": [{"data": {"answer": "gold", "steps": {"column": "s", "extract": "boxed"}}}]},
         "log_format": "json",
     }
     found = recipe_keys.keys_of(document)
@@ -69,8 +69,8 @@ def test_a_recipe_sets_the_keys_that_it_names_however_they_are_written() -> None
         *(f"objective.beta.{name}" for name in ("kind", "value", "steps")),
         *(f"prepare.{name}" for name in ("path", "kind", "manual")),
         "reward.tasks.scorers.kind",
-        "data.columns.data.column",
-        "data.columns.data.extract",
+        "data.sets.data.column",
+        "data.sets.data.extract",
         "log_format",
     }
     assert found <= recipe_keys.all_keys()

@@ -73,8 +73,8 @@ def test_the_card_names_the_version_its_results_the_best_one_and_the_recipe() ->
 def test_the_card_says_what_the_chat_template_was_called_with() -> None:
     recipe = make_recipe("models/tiny")
     assert "without a chat template" in render_card(make_manifest(), make_facts(recipe))
-    columns = {"task": "t", "column": "prompt", "num_heldout": 1, "chat_template_kwargs": {"enable_thinking": False}}
-    data = DataSection.model_validate({"path": "rows.jsonl", "columns": columns})
+    rows = {"task": "t", "dataset": "d", "column": "prompt", "chat_template_kwargs": {"enable_thinking": False}}
+    data = DataSection.model_validate({"sets": [rows]})
     text = render_card(make_manifest(), make_facts(recipe.model_copy(update={"data": data})))
     assert "without a chat template" not in text
     assert 'chat template, called with `{"enable_thinking": false}`' in text

@@ -1,24 +1,19 @@
-"""Uploads the folder of a model or a data set to the Hugging Face hub, with errors that say what to do."""
+"""Uploads the folder of a model to the Hugging Face hub, with errors that say what to do."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tba.errors import ConfigError
 from tba.tls import without_secrets
-from tba_cli.artifacts.huggingface import hub_library
+from tba_cli.artifacts.huggingface import first_line, hub_library
 
-Kind = Literal["model", "dataset"]
-_REPLACED: dict[Kind, list[str]] = {
-    "model": ["*.safetensors", "*.safetensors.index.json"],
-    "dataset": ["data/*.parquet"],
-}
+REPLACED = ["*.safetensors", "*.safetensors.index.json"]
 """Deleted from the repository where the folder does not have them: an earlier version may have had more shards."""
 SILENCE_S = 60.0
 """Longest time that the hub may leave a request without a byte; the library itself has no limit."""
@@ -29,16 +24,14 @@ class HubRepository:
 
     Args:
         name: OWNER/NAME.
-        kind: of what it holds.
 
     Raises:
         ConfigError: huggingface_hub is not installed.
     """
 
-    def __init__(self, name: str, kind: Kind) -> None:
+    def __init__(self, name: str) -> None:
         hub = hub_library("uploading to")
         self._name, self._api = name, hub.HfApi()
-        self._kind: Kind = kind
         # a factory and not this session alone: the library makes another one when a connection breaks
         session = hub.get_session()
         client, hooks = type(session), session.event_hooks
@@ -55,8 +48,8 @@ class HubRepository:
         """
         print(f"pushing to {self._name} on {without_secrets(self._api.endpoint)}", file=sys.stderr, flush=True)
         with self._explained():
-            self._api.create_repo(self._name, repo_type=self._kind, private=not public, exist_ok=True)
-            is_private = self._api.repo_info(self._name, repo_type=self._kind).private
+            self._api.create_repo(self._name, private=not public, exist_ok=True)
+            is_private = self._api.repo_info(self._name).private
         if not is_private and not public:
             raise ConfigError(
                 f"{self._name} exists on the hub and everybody can read it; add --public if that is meant, or name "
@@ -71,11 +64,7 @@ class HubRepository:
         """
         with self._explained():
             commit: Any = self._api.upload_folder(
-                repo_id=self._name,
-                repo_type=self._kind,
-                folder_path=folder,
-                commit_message=message,
-                delete_patterns=_REPLACED[self._kind],
+                repo_id=self._name, folder_path=folder, commit_message=message, delete_patterns=REPLACED
             )
         return commit.commit_url
 
@@ -85,29 +74,15 @@ class HubRepository:
         try:
             yield
         except errors.HFValidationError as error:
-            raise ConfigError(f"--push-to-hub {self._name} is not OWNER/NAME: {_first_line(error)}") from None
-        except errors.HfHubHTTPError as error:
-            if error.response.status_code in (401, 403, 404):
+            raise ConfigError(f"--push-to-hub {self._name} is not OWNER/NAME: {first_line(error)}") from None
+        except Exception as error:  # those of the hub's HTTP library, which this package does not import
+            refusal = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+            if refusal in (401, 403, 404):
                 raise ConfigError(
-                    f"the hub does not let you write to {self._name} ({_first_line(error)}): check the name, and give "
+                    f"the hub does not let you write to {self._name} ({first_line(error)}): check the name, and give "
                     "a token that may write there, by HF_TOKEN or `hf auth login`"
                 ) from None
-            # a commit names the one that it follows
-            again = "; somebody else pushed meanwhile: run it again" if error.response.status_code in (409, 412) else ""
-            raise ConfigError(f"the hub did not take {self._name}: {_first_line(error)}{again}") from None
-        except (KeyError, json.JSONDecodeError) as error:
             raise ConfigError(
-                f"{without_secrets(self._api.endpoint)} answers as no Hugging Face hub does ({type(error).__name__}: "
-                f"{_first_line(error)}), so {self._name} was not pushed; correct HF_ENDPOINT"
+                f"{self._name} could not be pushed to {without_secrets(self._api.endpoint)} ({type(error).__name__}: "
+                f"{first_line(error)}); run it again: what was uploaded already is not sent twice"
             ) from None
-        except ValueError as error:  # such as metadata of the card, line by line
-            raise ConfigError(f"the hub did not take {self._name}: {' '.join(str(error).split())}") from None
-        except Exception as error:  # those of the hub's HTTP library, which this package does not import
-            raise ConfigError(
-                f"{self._name} could not be pushed to the hub ({type(error).__name__}: {_first_line(error)}); run it "
-                "again: what was uploaded already is not sent twice"
-            ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -6,8 +6,7 @@ import contextlib
 import functools
 import importlib
 import json
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,57 +33,25 @@ def download(item: PrepareItem) -> str:
     """
     hub, name = hub_library(), item.hub or ""
     patterns = item.files if item.files is not None else MODEL_FILES if item.kind == "model" else None
-    try:
-        return _fetch(hub, name, item, patterns)
-    except _UnreachableError:
-        commit = _from_cache(hub, name, item, patterns)
-        if commit is None:
-            raise
-        return commit
-
-
-def _fetch(hub: Any, name: str, item: PrepareItem, patterns: Sequence[str] | None) -> str:
     with _explained(item, _elsewhere(item)):
-        info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind, files_metadata=True)
-        sizes = {file.rfilename: file.size for file in info.siblings}
+        info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind)
+        files = [file.rfilename for file in info.siblings]
         # an old repository: its pickles are converted after the download
-        if item.kind == "model" and not any(file.endswith(".safetensors") for file in sizes):
+        if item.kind == "model" and not any(file.endswith(".safetensors") for file in files):
             patterns = [*(patterns or []), *PICKLED_FILES]
         fetch = functools.partial(hub.snapshot_download, repo_type=item.kind, local_dir=item.path)
         # the commit, not the branch: a push meanwhile must not mix two states
         fetch(name, revision=info.sha, allow_patterns=patterns)
         if item.tokenizer is not None:
             fetch(item.tokenizer, allow_patterns=TOKENIZER_FILES)
-    _check_whole(item, sizes, list(hub.utils.filter_repo_objects(sizes, allow_patterns=patterns)))
+    wanted = list(hub.utils.filter_repo_objects(files, allow_patterns=patterns))
+    if not wanted:
+        raise ConfigError(f"{item.kind} {name} has no file that matches {patterns}; correct `files`")
+    # the library takes a folder as it is where the hub goes away before it lists the files
+    absent = [file for file in wanted if not (Path(item.path) / file).is_file()]
+    if absent:
+        raise ConfigError(f"{item.kind} {name}: {absent[0]} was not fetched; run this command again")
     return info.sha
-
-
-def _from_cache(hub: Any, name: str, item: PrepareItem, patterns: Sequence[str] | None) -> str | None:
-    """Copy the item from the library's own cache, where an earlier download of any program left it whole.
-
-    Returns:
-        Its commit, or None where the cache does not have it.
-    """
-    if item.tokenizer is not None:
-        return None
-    try:
-        found = hub.snapshot_download(
-            name, repo_type=item.kind, revision=item.revision, allow_patterns=patterns, local_files_only=True
-        )
-    except Exception:  # the library raises several classes for this
-        return None
-    folder = Path(found)
-    if item.kind == "model" and not _has_all_weights(folder):
-        return None
-    shutil.copytree(folder, item.path, dirs_exist_ok=True)
-    return folder.name
-
-
-def _has_all_weights(folder: Path) -> bool:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return (folder / "model.safetensors").is_file()
-    return all((folder / file).is_file() for file in json.loads(index.read_bytes())["weight_map"].values())
 
 
 def shape_on_hub(name: str, revision: str | None) -> ModelShape:
@@ -103,23 +70,6 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
     if shape is None:
         raise ConfigError(f"{name} on the hub does not say its sizes")
     return shape
-
-
-def _check_whole(item: PrepareItem, sizes: dict[str, int | None], wanted: Sequence[str]) -> None:
-    """Raise ConfigError where a file is missing or cut short."""
-    # the library accepts a folder as it is where the hub goes away in the middle
-    if not wanted:
-        raise ConfigError(
-            f"{item.kind} {item.hub} has no file that matches {item.files or MODEL_FILES}; correct `files`"
-        )
-    for file in wanted:
-        path = Path(item.path) / file
-        if not path.is_file() or (sizes[file] is not None and path.stat().st_size != sizes[file]):
-            raise ConfigError(f"{item.kind} {item.hub}: {file} was not fetched completely; run this command again")
-
-
-class _UnreachableError(ConfigError):
-    """The hub cannot be reached, or gives an answer that makes no sense."""
 
 
 def _elsewhere(item: PrepareItem) -> str:
@@ -155,10 +105,15 @@ def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
         full = explain_full_disk(error, item.path) if isinstance(error, OSError) else None
         if full is not None:
             raise ConfigError(f"{what} could not be fetched: {full}") from None
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise _UnreachableError(
-            f"{what} could not be fetched ({type(error).__name__}: {reason}); this needs a network: {without_network}"
+        raise ConfigError(
+            f"{what} could not be fetched ({type(error).__name__}: {first_line(error)}); this needs a network: "
+            f"{without_network}"
         ) from None
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, up to the end of its first line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def hub_library(what: str = "fetching from") -> Any:

@@ -53,7 +53,7 @@ def export_command(args: argparse.Namespace) -> int:
     versions = source.versions
     version = choose(args.version, source, versions)
     what = f"version {version} of run {source.facts.recipe.run.name!r}"
-    repository = HubRepository(args.push_to_hub, "model") if args.push_to_hub else None
+    repository = HubRepository(args.push_to_hub) if args.push_to_hub else None
     if repository is not None:  # before gigabytes are downloaded
         repository.open(public=args.public)
     with tempfile.TemporaryDirectory(prefix="tba-export-") if out is None else nullcontext(out) as place:

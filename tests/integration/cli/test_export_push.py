@@ -120,7 +120,7 @@ def test_what_cannot_be_pushed_is_said_in_a_sentence(
 
 def test_without_a_network_it_says_so(place: Path) -> None:
     code, output = export(place, "http://127.0.0.1:9", "--push-to-hub", "me/sums")
-    assert (code, "error: me/sums could not be pushed to the hub" in output) == (2, True), output
+    assert (code, "error: me/sums could not be pushed to http" in output) == (2, True), output
 
 
 @pytest.fixture
@@ -133,18 +133,14 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     huggingface_hub.set_client_factory(lambda: client(event_hooks=hooks, follow_redirects=True, timeout=None))
 
 
-@pytest.mark.parametrize("status", [409, 412])
-def test_a_push_beside_another_one_is_to_be_run_again(
-    status: int, hub: HubServer, tmp_path: Path, in_process: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_push_that_fails_is_to_be_run_again(hub: HubServer, tmp_path: Path, in_process: pytest.MonkeyPatch) -> None:
     in_process.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    hub.commit_status = status
-    repository = HubRepository("me/sums", "model")
+    hub.commit_status = 412  # somebody else pushed meanwhile
+    repository = HubRepository("me/sums")
     repository.open(public=False)
-    assert capsys.readouterr().err == f"pushing to me/sums on {hub.url}\n"
-    with pytest.raises(ConfigError, match=r"did not take me/sums: .*; somebody else pushed meanwhile: run it again$"):
+    with pytest.raises(ConfigError, match=r"me/sums could not be pushed to http.*; run it again: "):
         repository.push(tmp_path / "model", message="m")
     hub.commit_status = 200
     repository.push(tmp_path / "model", message="m")
@@ -152,24 +148,20 @@ def test_a_push_beside_another_one_is_to_be_run_again(
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "says"),
-    [
-        (409, b"{}", r"answers as no Hugging Face hub does \(KeyError: 'url'\), so me/sums was not .*HF_ENDPOINT$"),
-        (200, b"<html>", r"answers as no Hugging Face hub does \(JSONDecodeError: .*\), so me/sums .*HF_ENDPOINT$"),
-        (None, b"", r"me/sums could not be pushed to the hub \(ReadTimeout: .*\); run it again"),
-    ],
+    ("body", "says"),
+    [(b"<html>", r"could not be pushed .* \(JSONDecodeError: "), (None, r"could not be pushed .* \(ReadTimeout: ")],
 )
 def test_a_server_that_is_no_hub_or_never_answers_is_said_in_a_sentence(
-    status: int | None, body: bytes, says: str, in_process: pytest.MonkeyPatch
+    body: bytes | None, says: str, in_process: pytest.MonkeyPatch
 ) -> None:
     is_over = threading.Event()
 
     class Stranger(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            if status is None:
+            if body is None:
                 is_over.wait(30)
                 return
-            self.send_response(status)
+            self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
 
@@ -180,10 +172,10 @@ def test_a_server_that_is_no_hub_or_never_answers_is_said_in_a_sentence(
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     in_process.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
-    in_process.setattr(hub_upload, "SILENCE_S", 0.3 if status is None else 30.0)
+    in_process.setattr(hub_upload, "SILENCE_S", 0.3 if body is None else 30.0)
     try:
         with pytest.raises(ConfigError, match=says):
-            HubRepository("me/sums", "model").open(public=False)
+            HubRepository("me/sums").open(public=False)
     finally:
         is_over.set()
         server.shutdown()

@@ -475,20 +475,13 @@ def test_sizing_needs_the_config_of_the_hub_alone(place, hub):
     assert (done.returncode, "name a size instead, such as --model 7b" in done.stderr) == (2, True), done.stderr
 
 
-def test_without_a_network_a_model_of_the_hub_is_one_sentence_or_comes_from_the_cache(place, hub):
+def test_without_a_network_a_model_of_the_hub_is_one_sentence(place, hub):
     missing = place.run("--set", "model.path=org/whole", **hub_environ(place, NOBODY))
     [error] = [line for line in missing.stderr.splitlines() if line.startswith("error: ")]
     assert (missing.returncode, "model org/whole could not be fetched" in error) == (2, True), missing.stderr
     assert "this needs a network: run it where there is one and copy the folder" in error
     assert not (place.path / "models" / "org" / "whole").exists()
     assert not place.folder.exists()
-
-    fetch = "import huggingface_hub; huggingface_hub.snapshot_download('org/whole')"
-    environ = os.environ | hub_environ(place, hub.url)
-    subprocess.run([sys.executable, "-c", fetch], env=environ, check=True, timeout=DEADLINE_S)
-    done = place.run("--set", "model.path=org/whole", **hub_environ(place, NOBODY))
-    assert done.returncode == 0, done.stderr
-    assert (place.path / "models/org/whole/model.safetensors").read_text() == "{}"
 
 
 @pytest.mark.parametrize(

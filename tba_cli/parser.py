@@ -247,13 +247,8 @@ def _add_setup(commands: Subparsers) -> None:
 def _add_model(commands: Subparsers) -> None:
     model = commands.add_parser("model", help="keep folders of models and data sets in the object store")
     kinds = model.add_subparsers(metavar="WHAT", required=True)
-    push = kinds.add_parser("push", help="store one folder, or all of the recipe that are here")
-    push.add_argument("folder", metavar="FOLDER", nargs="?", help="default: every folder that the recipe names")
+    push = kinds.add_parser("push", help="store every folder of the recipe that is here")
     _add_config_file(push)
-    push.add_argument("--name", metavar="NAME", help="name in the store; default: what follows models/ in the path")
-    push.add_argument(
-        "--kind", choices=["model", "dataset"], default="model", help="of a folder that the recipe does not name"
-    )
     push.add_argument("--replace", action="store_true", help="overwrite the stored copy")
     push.set_defaults(command="tba_cli.commands.setup:push_command")
     pull = kinds.add_parser("pull", help="fetch what a service needs to where the recipe wants it")

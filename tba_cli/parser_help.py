@@ -72,7 +72,7 @@ tba setup --config recipe.toml --create-bucket --prepare
 tba setup --config recipe.toml --only models --pull""",
         "model push": """\
 tba model push --config recipe.toml
-tba model push models/judge --config recipe.toml --replace""",
+tba model push --config recipe.toml --replace""",
         "model pull": """\
 tba model pull --config recipe.toml --for trainer
 tba model pull --config recipe.toml --for searcher --wait-s 60""",

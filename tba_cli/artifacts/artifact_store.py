@@ -89,25 +89,24 @@ class ArtifactStore:
         files, left_out = files_of(folder)
         if left_out:
             self._on_progress(f"{folder}: left out {', '.join(left_out[:3])}{' ...' if len(left_out) > 3 else ''}")
-        digest = folder_digest(files)
-        before, is_damaged = self._find_even_damaged(kind, name, may_be_damaged=replace)
-        where = f"{KIND_PREFIXES[kind]}/{name} in {self._store.url}"
-        if before is not None and before.digest == digest and not replace:
-            self._on_progress(f"{where} is there already ({describe(before)})")
-            return before
-        if before is not None and not replace:
-            raise ConfigError(
-                f"{where} differs from {folder}: {_difference(before.files, files)}; give --replace if the "
-                "one here is right, or rename one of them"
-            )
         manifest = FolderManifest(
             kind=kind,
             name=name,
-            digest=digest,
+            digest=folder_digest(files),
             files=files,
             created_at_s=time.time(),
             tba_version=tba.__version__,
         )
+        where = f"{KIND_PREFIXES[kind]}/{name} in {self._store.url}"
+        # what is replaced need not be readable
+        if not replace and (before := self.find(kind, name)) is not None:
+            if before.digest == manifest.digest:
+                self._on_progress(f"{where} is there already ({describe(before)})")
+                return before
+            raise ConfigError(
+                f"{where} has other content than {folder}; give --replace if the one here is right, or rename one of "
+                "them"
+            )
         self._on_progress(f"pushing {folder} to {where} ({describe(manifest)})")
         for file in files:
             key = _file_key(kind, name, file)
@@ -115,8 +114,8 @@ class ArtifactStore:
             if replace or self._store.size_bytes(key) != file.size_bytes:
                 self._store.put_file(key, folder / file.path)
         # last, because a folder is whole as soon as its manifest is there
-        manifest = self._publish(manifest, replaces=before is not None or is_damaged)
-        if before is not None or is_damaged:
+        manifest = self._publish(manifest, replaces=replace)
+        if replace:
             self._remove_others(manifest)
         self._on_progress(f"{where} is pushed")
         return manifest
@@ -141,15 +140,6 @@ class ArtifactStore:
     def was_pulled(folder: Path) -> bool:
         """Return whether the folder came from a store: a pull of it continues where it stopped."""
         return (folder / RECORD).is_file()
-
-    def _find_even_damaged(self, kind: Kind, name: str, *, may_be_damaged: bool) -> tuple[FolderManifest | None, bool]:
-        """Return the stored manifest, and whether it is damaged; only a push that replaces it may continue then."""
-        try:
-            return self.find(kind, name), False
-        except MalformedError:
-            if not may_be_damaged:
-                raise
-            return None, True
 
     def _publish(self, manifest: FolderManifest, *, replaces: bool) -> FolderManifest:
         data = manifest.model_dump_json(indent=1).encode()
@@ -241,18 +231,6 @@ def _recorded(path: Path) -> FolderManifest | None:
         return None
     except MalformedError:
         raise ConfigError(f"{path} is damaged; remove the folder {path.parent} and pull it again") from None
-
-
-def _difference(before: Sequence[FolderFile], now: Sequence[FolderFile]) -> str:
-    old, new = {file.path: file.sha256 for file in before}, {file.path: file.sha256 for file in now}
-    for words, paths in (
-        ("differ in", [path for path in old if path in new and old[path] != new[path]]),
-        ("only the stored one has", [path for path in old if path not in new]),
-        ("only the one here has", [path for path in new if path not in old]),
-    ):
-        if paths:
-            return f"{words} {', '.join(sorted(paths)[:3])}"
-    return "the same files"
 
 
 def pull_folders(

@@ -61,16 +61,7 @@ def name_of(path: str, kind: Kind) -> str:
         parts = parts[len(parts) - parts[::-1].index(home) :]
     else:
         parts = parts[-1:]
-    return check_name("/".join(parts), kind, path)
-
-
-def check_name(name: str, kind: Kind, path: str) -> str:
-    """Return the name, if the store can hold it.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    parts = name.split("/")
+    name = "/".join(parts)
     # `files` would collide with the keys of a folder's files: models/NAME/files/SHA256
     if not all(_NAME_PART.fullmatch(part) for part in parts) or "files" in parts or len(name) > 200:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`tba setup`, `tba data prepare` and `tba model push|pull|list`: what a run needs before it begins."""
+"""`tba setup`, `tba data prepare` and `tba model push|pull`: what a run needs before it begins."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba.store import open_store
-from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
+from tba_cli.artifacts import ArtifactStore, required_folders
 from tba_cli.artifacts.artifact_store import pull_folders
-from tba_cli.artifacts.required import check_name, name_of
 from tba_cli.console import Console
 from tba_cli.setup import run_setup
 from tba_cli.setup.prepare import prepare_recipe
@@ -43,28 +42,15 @@ def prepare_command(args: argparse.Namespace) -> int:
 
 
 def push_command(args: argparse.Namespace) -> int:
-    """Push one folder, or every folder of the recipe that is here."""
+    """Push every folder of the recipe that is here."""
     recipe, artifacts = _open(args)
-    if args.folder is None:
-        if args.name is not None:
-            raise ConfigError(f"--name {args.name!r} goes with one folder; give that folder too")
-        folders = [folder for folder in required_folders(recipe) if folder.is_here]
-        if not folders:
-            names = ", ".join(folder.path for folder in required_folders(recipe))
-            raise ConfigError(f"none of the folders of the recipe is here: {names}; make them with: tba data prepare")
-        for folder in folders:
-            artifacts.push(folder.kind, folder.name, Path(folder.path).expanduser(), replace=args.replace)
-        return 0
-    # services look for a folder of the recipe under the name that the recipe gives it
-    known = _known(recipe, args.folder)
-    kind = known.kind if known is not None else args.kind
-    # a name that the store cannot hold is refused before gigabytes are hashed
-    name = check_name(args.name, kind, args.folder) if args.name is not None else name_of(args.folder, kind)
-    if known is not None and name != known.name:
-        raise ConfigError(
-            f"--name {name!r}: services look for {known.path} under the name {known.name!r}; leave --name out"
-        )
-    artifacts.push(kind, name, Path(args.folder).expanduser(), replace=args.replace)
+    required = required_folders(recipe)
+    folders = [folder for folder in required if folder.is_here]
+    if not folders:
+        names = ", ".join(folder.path for folder in required)
+        raise ConfigError(f"none of the folders of the recipe is here: {names}; make them with: tba data prepare")
+    for folder in folders:
+        artifacts.push(folder.kind, folder.name, Path(folder.path).expanduser(), replace=args.replace)
     return 0
 
 
@@ -81,11 +67,3 @@ def pull_command(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> tuple[Recipe, ArtifactStore]:
     recipe = load_recipe(args.config, sets=args.set)
     return recipe, ArtifactStore(open_store(recipe.store), print_line)
-
-
-def _known(recipe: Recipe, path: str) -> RequiredFolder | None:
-    """Return the folder of the recipe that lies at this path."""
-    here = Path(path).expanduser().resolve()
-    return next(
-        (folder for folder in required_folders(recipe) if Path(folder.path).expanduser().resolve() == here), None
-    )

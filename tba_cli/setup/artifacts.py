@@ -61,7 +61,7 @@ def set_up_folders(
         hint = "`tba setup --prepare` fetches or makes it where there is a network, or " if can_be_prepared else ""
         raise ConfigError(
             f"{folder.key}: {folder.kind} {folder.path} is neither here nor in {artifacts.url}; {hint}push it from a "
-            f"machine that has it: tba model push {folder.path} --config RECIPE"
+            f"machine that has it: tba model push --config RECIPE"
         )
     for folder in folders:
         if folder.is_here:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,7 +15,7 @@ from tba.config import Recipe
 from tba.config.data import with_replaced
 from tba.errors import MalformedError
 from tba.tls import with_bare_urls
-from tba.versions import LineageTree, PolicyVersion
+from tba.versions import PolicyVersion
 from tba.weights import WeightVersions, write_index
 from tba.weights.adapter import A_SUFFIX
 from tba.weights.digest import tensor_header
@@ -66,8 +65,6 @@ def render_card(manifest: Manifest, facts: RunFacts, *, is_adapter: bool = False
         f"[Trajectory Balance with Asynchrony]({PAPER}) by tba {tba.__version__}.",
         "## Results",
         _results(manifest, facts, evaluated),
-        "## Versions",
-        _versions(manifest, facts),
         "## How it was trained",
         _training(manifest, recipe, is_adapter=is_adapter),
         *_changes(facts.changes),
@@ -111,20 +108,18 @@ def _metrics(own: EvalInfo) -> list[dict[str, Any]]:
 
 
 def _results(manifest: Manifest, facts: RunFacts, evaluated: Sequence[EvalInfo]) -> str:
-    rows = {"start of the run": _largest(evaluated[:1])}
-    if facts.best is not None:
-        rows["best version"] = _largest([item for item in evaluated if item.version == facts.best.version])
-    rows["this version"] = _largest([item for item in evaluated if item.version == manifest.version])
+    rows = {
+        "start of the run": _largest(evaluated[:1]),
+        "this version": _largest([item for item in evaluated if item.version == manifest.version]),
+    }
     known = {name: item for name, item in rows.items() if item is not None}
     if not known:
         return "No evaluation of this run is known."
     ks = sorted({k for item in known.values() for k in item.pass_at})
-    heads = ["", "version", "prompts", "pass@1 sampled", "pass@1 greedy", *(f"pass@{k}" for k in ks)]
-    heads += ["mean reward", "tokens", "KL to start", "distinct-2"]
+    heads = ["", "version", "prompts", "pass@1 sampled", "pass@1 greedy", *(f"pass@{k}" for k in ks), "mean reward"]
     lines = [_row(heads), "|" + "---|" * len(heads)]
     for name, item in known.items():
-        numbers = [item.accuracy, item.greedy_accuracy, *(item.pass_at.get(k) for k in ks)]
-        numbers += [item.mean_reward, item.mean_response_tokens, item.kl_to_reference, item.distinct_2]
+        numbers = [item.accuracy, item.greedy_accuracy, *(item.pass_at.get(k) for k in ks), item.mean_reward]
         lines.append(_row([name, item.version, str(item.num_prompts), *map(_number, numbers)]))
     if rows["this version"] is None:
         lines.append("\nThis version itself was not evaluated.")
@@ -132,29 +127,7 @@ def _results(manifest: Manifest, facts: RunFacts, evaluated: Sequence[EvalInfo])
         "\nOn held-out prompts that were never trained on; scores that are unknown are left out. "
         f"A completion succeeds when its reward is at least {facts.recipe.eval.success_reward:g}."
     )
-    if facts.best is not None:
-        best = facts.best
-        lines.append(
-            f"Best by {best.metric}, {_number(best.value)} on the {best.num_prompts} prompts that all evaluations "
-            "have in common: the highest of several noisy numbers, so probably an overestimate."
-        )
     return "\n".join(lines)
-
-
-def _versions(manifest: Manifest, facts: RunFacts) -> str:
-    tree = LineageTree({lineage: PolicyVersion.parse(text) for lineage, text in facts.parents.items()})
-    path = " <- ".join(str(version) for version in tree.ancestry(manifest.policy_version))
-    published = datetime.fromtimestamp(manifest.created_at_s, UTC)
-    return "\n".join(
-        [
-            f"* version `{manifest.version}` (lineage-step), step {manifest.policy_version.step}, parent version "
-            f"`{manifest.parent}`",
-            f"* lineages, each from the version after the arrow: {path}",
-            f"* dtype {manifest.dtype}, sha256 of the parameters `{manifest.params_sha256}`",
-            f"* published {published:%Y-%m-%d %H:%M} UTC with torch {manifest.torch_version}, transformers "
-            f"{manifest.transformers_version}",
-        ]
-    )
 
 
 def _training(manifest: Manifest, recipe: Recipe, *, is_adapter: bool) -> str:
@@ -172,6 +145,8 @@ def _training(manifest: Manifest, recipe: Recipe, *, is_adapter: bool) -> str:
             f"* asynchronous: weights published every {trainer.sync_interval} steps, share of recent rollouts "
             f"{sampling.most_on_policy_prob:g}, the rest from the replay buffer",
             f"* trained: {what}; seed {recipe.run.seed}",
+            f"* parent version `{manifest.parent}`, dtype {manifest.dtype}, sha256 of the parameters "
+            f"`{manifest.params_sha256}`",
         ]
     )
 

@@ -22,8 +22,8 @@ PICKLED_FILES = ["pytorch_model*.bin*"]
 TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 
 
-def download(item: PrepareItem) -> str:
-    """Fetch a model or a data set into the item's folder; continue where an earlier download stopped.
+def download(item: PrepareItem, folder: Path) -> str:
+    """Fetch a model or a data set into a folder; continue where an earlier download stopped.
 
     Returns:
         The commit that was fetched.
@@ -39,7 +39,7 @@ def download(item: PrepareItem) -> str:
         # an old repository: its pickles are converted after the download
         if item.kind == "model" and not any(file.endswith(".safetensors") for file in files):
             patterns = [*(patterns or []), *PICKLED_FILES]
-        fetch = functools.partial(hub.snapshot_download, repo_type=item.kind, local_dir=item.path)
+        fetch = functools.partial(hub.snapshot_download, repo_type=item.kind, local_dir=folder)
         # the commit, not the branch: a push meanwhile must not mix two states
         fetch(name, revision=info.sha, allow_patterns=patterns)
         if item.tokenizer is not None:
@@ -48,7 +48,7 @@ def download(item: PrepareItem) -> str:
     if not wanted:
         raise ConfigError(f"{item.kind} {name} has no file that matches {patterns}; correct `files`")
     # the library takes a folder as it is where the hub goes away before it lists the files
-    absent = [file for file in wanted if not (Path(item.path) / file).is_file()]
+    absent = [file for file in wanted if not (folder / file).is_file()]
     if absent:
         raise ConfigError(f"{item.kind} {name}: {absent[0]} was not fetched; run this command again")
     return info.sha

@@ -16,7 +16,6 @@ from tba.fields import StrictModel
 from tba.weights import sha256_of_file
 from tba.wire.weight_manifest import Sha256
 from tba_cli.artifacts.huggingface import PICKLED_FILES
-from tba_cli.artifacts.prepared import HALF_DONE
 
 MAX_FILES = 100_000
 RECORD = ".tba-pulled"
@@ -98,13 +97,11 @@ def files_of(folder: Path) -> tuple[list[FolderFile], list[str]]:
     """Return (files to push with their digests, paths that are left out), both sorted.
 
     Raises:
-        ConfigError: there is no such folder, it is empty, only part of a download, or holds something else than files.
+        ConfigError: there is no such folder, it is empty, or holds something else than files.
         StoreError: a file cannot be read.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder of a model in Hugging Face format")
-    if (folder / HALF_DONE).exists():
-        raise ConfigError(f"{folder} is only a part of a download; finish it with: tba data prepare RECIPE")
     files, left_out = [], []
     for path in sorted(_walk(folder)):
         name = path.relative_to(folder).as_posix()

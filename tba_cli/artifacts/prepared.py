@@ -1,6 +1,7 @@
 """The folders that must be there before a run: whether each is there and holds what the recipe asks for.
 
-PATH/.tba-prepare     JSON, written last: where the content came from
+PATH/.tba-prepare           JSON: where the content came from
+.NAME.DIGEST.partial        beside PATH: a download that has not ended; it becomes PATH when it is whole
 
 A folder without such a file belongs to a person, and is taken as it is. What only serves to make a model is not needed
 where that model is there.
@@ -8,6 +9,7 @@ where that model is there.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +20,6 @@ from tba.config.data import PrepareItem
 from tba.errors import ConfigError
 
 RECORD = ".tba-prepare"
-HALF_DONE = ".tba-prepare.partial"
-"""File in a folder that is being fetched, JSON: what is fetched."""
 
 
 def is_there(item: PrepareItem) -> bool:
@@ -32,15 +32,6 @@ def is_there(item: PrepareItem) -> bool:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{item.path} is a file, and must be a folder; remove it")
     if not folder.is_dir() or not any(folder.iterdir()):
-        return False
-    if (folder / HALF_DONE).exists():
-        half_of = _read_half(folder)
-        # to continue would mix the files of two things in one folder
-        if half_of is not None and half_of != item.origin:
-            raise ConfigError(
-                f"{item.path} holds a part of {_describe(half_of)}, and the recipe asks for {_describe(item.origin)}; "
-                "remove that folder"
-            )
         return False
     record = read_record(folder)
     is_comparable = item.trl_file is None or item.origin["settings_sha256"] is not None
@@ -135,31 +126,29 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is damaged ({error}); remove the folder and prepare it again") from None
 
 
-def begin_record(item: PrepareItem) -> None:
-    """Record that the item's folder is being filled, and with what."""
-    (Path(item.path) / HALF_DONE).write_text(json.dumps(item.origin) + "\n", encoding="utf-8")
+def partial_folder(item: PrepareItem) -> Path:
+    """Return where the item is fetched to before it is whole: beside its folder, so that it can be renamed.
 
-
-def write_record(item: PrepareItem, *, commit: str | None, folder: Path | None = None) -> None:
-    """Record where the content of the item's folder came from; from then on the folder is whole.
-
-    Args:
-        folder: that will be the item's, where it has not its name yet.
+    Each content has a place of its own, because a download continues with the files that are there.
     """
-    folder = folder or Path(item.path)
-    (folder / RECORD).write_text(
-        json.dumps({"origin": item.origin, "commit": commit}, indent=1) + "\n", encoding="utf-8"
-    )
-    (folder / HALF_DONE).unlink(missing_ok=True)
+    digest = hashlib.sha256(json.dumps(item.origin).encode()).hexdigest()[:8]
+    folder = Path(item.path)
+    return folder.with_name(f".{folder.name}.{digest}.partial")
 
 
-def _read_half(folder: Path) -> dict[str, Any] | None:
-    """Return what the folder was being filled with, or None where that cannot be read."""
+def publish(item: PrepareItem, made: Path, *, commit: str | None) -> None:
+    """Rename a folder that is whole to that of the item, with a record of where its content came from.
+
+    Raises:
+        ConfigError: another process was faster, or nothing can be written there.
+    """
+    record = {"origin": item.origin, "commit": commit}
+    (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     try:
-        origin = json.loads((folder / HALF_DONE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return origin if isinstance(origin, dict) else None
+        # in place of an empty folder, too
+        made.rename(item.path)
+    except OSError as error:
+        raise ConfigError(f"{made} cannot become {item.path} ({error.strerror}); run this command again") from None
 
 
 def _describe(origin: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ Idempotent: a folder that is there is only checked. Programs of their own do the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tempfile
@@ -19,13 +20,12 @@ from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import download
 from tba_cli.artifacts.prepared import (
-    HALF_DONE,
-    begin_record,
     check_prepared,
     is_there,
     needed,
+    partial_folder,
+    publish,
     read_record,
-    write_record,
 )
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console
@@ -101,21 +101,17 @@ def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
 
 
 def _fetch(item: PrepareItem) -> None:
-    folder = Path(item.path)
+    folder = partial_folder(item)
     folder.mkdir(parents=True, exist_ok=True)
-    begin_record(item)
     try:
-        commit = download(item)
+        commit = download(item, folder)
     except ConfigError:
-        # nothing was fetched: leave no folder that looks like half a download
-        if {file.name for file in folder.iterdir()} == {HALF_DONE}:
-            (folder / HALF_DONE).unlink()
+        with contextlib.suppress(OSError):  # something was fetched
             folder.rmdir()
         raise
     if item.kind == "model" and any(folder.glob("pytorch_model*.bin")):
-        run_program("tba_cli.starter_models.convert", ["convert", item.path])
-    # last: until then the folder counts as a part of a download
-    write_record(item, commit=commit)
+        run_program("tba_cli.starter_models.convert", ["convert", str(folder)])
+    publish(item, folder, commit=commit)
 
 
 def _check_models(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -> None:

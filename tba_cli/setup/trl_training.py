@@ -17,7 +17,7 @@ from tba.config import Recipe
 from tba.config.data import PrepareItem
 from tba.config.reward import RewardModelSpec
 from tba.errors import ChildError, ConfigError
-from tba_cli.artifacts.prepared import write_record
+from tba_cli.artifacts.prepared import publish
 from tba_cli.child_processes import run_in_sight
 from tba_cli.console import Console
 
@@ -62,9 +62,7 @@ def train(item: PrepareItem, console: Console) -> None:
     _check_model(out, is_reward=kind == "reward", made_by=command)
     for path in [path for pattern in LEFTOVERS for path in out.glob(pattern)]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_record(item, commit=None, folder=out)
-    # in place of an empty folder, too
-    out.rename(folder)
+    publish(item, out, commit=None)
     _settings_path(out).unlink()
 
 

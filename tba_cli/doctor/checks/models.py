@@ -12,7 +12,7 @@ from tba.store import open_store
 from tba.weights import tensor_header
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.artifacts.artifact_store import describe
-from tba_cli.artifacts.prepared import HALF_DONE, made_at_start
+from tba_cli.artifacts.prepared import made_at_start
 from tba_cli.artifacts.required import Service
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, warn
 
@@ -53,8 +53,6 @@ def _check_whole(path: Path) -> tuple[int, int]:
         ConfigError: something is missing.
         StoreError, MalformedError: a file is damaged.
     """
-    if (path / HALF_DONE).exists():
-        raise ConfigError("it is only a part of a download")
     if not (path / "config.json").is_file():
         raise ConfigError("it holds no config.json, so it is not a model in Hugging Face format")
     files = sorted(path.glob("*.safetensors"))

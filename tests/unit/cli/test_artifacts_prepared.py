@@ -12,13 +12,12 @@ from tba.config import Recipe, parse_recipe
 from tba.config.data import PrepareItem
 from tba.errors import ConfigError
 from tba_cli.artifacts.prepared import (
-    HALF_DONE,
     RECORD,
-    begin_record,
     check_prepared,
     is_there,
+    partial_folder,
+    publish,
     read_record,
-    write_record,
 )
 
 
@@ -38,17 +37,26 @@ def filled(folder: Path) -> Path:
     return folder
 
 
+def made(wanted: PrepareItem, commit: str | None = "c0ffee") -> None:
+    publish(wanted, filled(partial_folder(wanted)), commit=commit)
+
+
 def test_a_folder_is_there_once_it_is_whole(tmp_path):
     wanted = item(tmp_path / "m")
     assert not is_there(wanted)
     (tmp_path / "m").mkdir()
     assert not is_there(wanted), "it is empty"
-    (tmp_path / "m" / "config.json").write_text("{}")
-    (tmp_path / "m" / HALF_DONE).touch()
-    assert not is_there(wanted), "a download did not end"
-    write_record(wanted, commit="c0ffee")
+    made(wanted)
     assert is_there(wanted)
     assert read_record(tmp_path / "m") == {"origin": wanted.origin, "commit": "c0ffee"}
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_folder_that_another_process_made_meanwhile_is_not_replaced(tmp_path):
+    filled(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"cannot become .*/m \(Directory not empty\); run this command again"):
+        made(item(tmp_path / "m"))
+    assert (tmp_path / "m" / "config.json").is_file()
 
 
 def test_a_folder_of_a_persons_own_is_taken_as_it_is(tmp_path):
@@ -56,19 +64,16 @@ def test_a_folder_of_a_persons_own_is_taken_as_it_is(tmp_path):
 
 
 def test_a_folder_with_something_else_is_not_overwritten(tmp_path):
-    filled(tmp_path / "m")
-    write_record(item(tmp_path / "m"), commit="c0ffee")
+    made(item(tmp_path / "m"))
     for other in (item(tmp_path / "m", hub="org/other"), item(tmp_path / "m", revision="v2")):
         with pytest.raises(ConfigError, match=r"holds hub org/name, and the recipe asks for hub org/.*; remove that"):
             is_there(other)
 
 
 def test_half_of_one_thing_is_not_completed_with_another(tmp_path):
-    filled(tmp_path / "m")
-    begin_record(item(tmp_path / "m"))
-    assert not is_there(item(tmp_path / "m")), "it continues where it stopped"
-    with pytest.raises(ConfigError, match=r"holds a part of hub org/name, and the recipe asks for hub org/other"):
-        is_there(item(tmp_path / "m", hub="org/other"))
+    places = {partial_folder(item(tmp_path / "m", **changes)) for changes in ({}, {"hub": "org/x"}, {"revision": "v2"})}
+    assert len(places) == 3
+    assert partial_folder(item(tmp_path / "m")) in places, "it continues where it stopped"
 
 
 def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):
@@ -115,8 +120,5 @@ def test_an_item_that_makes_no_sense_is_refused(fields, message):
 def test_the_record_is_no_file_of_the_model(tmp_path):
     """Files are published with a model's weights by their suffix; the record must not be among them."""
     assert not Path(RECORD).suffix
-    write_record(item(filled(tmp_path / "m")), commit=None)
+    made(item(tmp_path / "m"), commit=None)
     assert json.loads((tmp_path / "m" / RECORD).read_text())["origin"]["hub"] == "org/name"
-
-
-# ---- Models that are trained before a run ---------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import tba
 from tba.config import Recipe, load_recipe
@@ -26,8 +25,6 @@ from tba_cli.artifacts.hub_upload import HubRepository
 from tba_cli.reports.history import load_history
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client, run_folder
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +42,13 @@ class Exportable:
 
 def export_command(args: argparse.Namespace) -> int:
     """Download the version, verify it, write the folder, and push it to the hub where that is asked for."""
-    check_public(args)
+    if args.public and not args.push_to_hub:
+        raise ConfigError("--public says who can read the repository of --push-to-hub OWNER/NAME; add that")
     if not args.out and not args.push_to_hub:
         raise ConfigError("say where to: --out DIR, --push-to-hub OWNER/NAME, or both")
-    out = out_folder(args.out)
+    out = Path(args.out).resolve() if args.out else None
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists already; name a folder that does not, or an empty one")
     source = source_of(args)
     versions = source.versions
     version = choose(args.version, source, versions)
@@ -59,7 +59,7 @@ def export_command(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="tba-export-") if out is None else nullcontext(out) as place:
         folder = Path(place)
         write = write_adapter if args.adapter else write_export
-        write_whole(folder, lambda half: write(versions, version, half, source.facts))
+        _write_whole(folder, lambda half: write(versions, version, half, source.facts))
         if out is not None and not args.json:
             print(f"exported {what} to {out}")
         address = None
@@ -73,28 +73,8 @@ def export_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_public(args: argparse.Namespace) -> None:
-    """Raise ConfigError for --public without --push-to-hub."""
-    if args.public and not args.push_to_hub:
-        raise ConfigError("--public says who can read the repository of --push-to-hub OWNER/NAME; add that")
-
-
-def out_folder(text: str | None) -> Path | None:
-    """Return the folder that --out names, or None where it names none.
-
-    Raises:
-        ConfigError: something is there already.
-    """
-    if not text:
-        return None
-    out = Path(text).resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists already; name a folder that does not, or an empty one")
-    return out
-
-
-def write_whole(out: Path, write: Callable[[Path], T]) -> T:
-    """Make a folder that appears only when it is whole; return what `write` returns, which makes it.
+def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
+    """Make a folder that appears only when it is whole.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -108,14 +88,13 @@ def write_whole(out: Path, write: Callable[[Path], T]) -> T:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
     with temporary as name:
         half = Path(name) / "export"
-        written = write(half)
+        write(half)
         if not exists:
             # one step: nobody sees a folder that is half written
             half.rename(out)
-            return written
+            return
         for path in half.iterdir():
             path.rename(out / path.name)
-    return written
 
 
 def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVersion:

@@ -17,12 +17,14 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from inspect import signature
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from tba.config.sections import TOKENIZER_FILES, trust_hint
 from tba.errors import ConfigError
 from tba.no_torch import hide_torch
+from tba_cli.starter_models.weight_files import tensors_of
 
 PICKLED = "pytorch_model*.bin*"
 MAX_SHOWN_UNKNOWN = 5
@@ -58,7 +60,7 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
     rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return {
         "architecture": (config.architectures or ["unknown"])[0],
-        "num_parameters": _num_parameters(folder),
+        "num_parameters": sum(prod(header["shape"]) for header in tensors_of(folder).values()),
         "vocab_size": config.get_text_config().vocab_size,
         "max_length_tokens": getattr(config.get_text_config(), "max_position_embeddings", None),
         "text_tokens": [len(row) for row in rows],
@@ -188,34 +190,6 @@ def convert(folder: Path) -> dict[str, Any]:
     for path in pickled:
         path.unlink()
     return {"num_replaced": len(pickled)}
-
-
-def _num_parameters(folder: Path) -> int:
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder}: there is no .safetensors file")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index} is damaged: {type(error).__name__}: {error}") from None
-        if missing := sorted(named - {file.name for file in files}):
-            raise ConfigError(f"{folder}: {missing[0]} of {index.name} is missing")
-    count = 0
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                    size = 1
-                    for length in tensors.get_slice(name).get_shape():
-                        size *= length
-                    count += size
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file} is cut short or not a safetensors file: {error}") from None
-    return count
 
 
 def main() -> int:

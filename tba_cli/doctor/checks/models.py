@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from tba.config.sections import check_tokenizer
 from tba.errors import ConfigError, MalformedError, StoreError
 from tba.store import open_store
-from tba.weights import tensor_header
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.artifacts.artifact_store import describe
 from tba_cli.artifacts.prepared import made_at_start
 from tba_cli.artifacts.required import Service
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, warn
+from tba_cli.starter_models.weight_files import tensors_of
 
 TIMEOUT_S = 5.0
-INDEX = "model.safetensors.index.json"
 
 
 def check_models(target: Target) -> Iterator[CheckResult]:
@@ -34,39 +32,19 @@ def check_models(target: Target) -> Iterator[CheckResult]:
 def _here(folder: RequiredFolder) -> CheckResult:
     path = Path(folder.path).expanduser()
     try:
-        num_tensors, size_bytes = _check_whole(path)
+        if not (path / "config.json").is_file():
+            raise ConfigError("it holds no config.json, so it is not a model in Hugging Face format")
+        tensors = tensors_of(path)
         if folder.key == "model.path":
             check_tokenizer(path)
-    except (ConfigError, StoreError, MalformedError) as error:
+    except ConfigError as error:
         return fail(
             "model",
             f"{folder.path} ({folder.key}): {error}",
             "remove the folder and fetch it again: tba data prepare RECIPE, or tba model pull",
         )
-    return ok("model", f"{folder.path} ({folder.key}): {num_tensors} tensors, {size_bytes / 2**20:,.1f} MiB")
-
-
-def _check_whole(path: Path) -> tuple[int, int]:
-    """Return (number of tensors, bytes) of the weights, read from the headers of their files.
-
-    Raises:
-        ConfigError: something is missing.
-        StoreError, MalformedError: a file is damaged.
-    """
-    if not (path / "config.json").is_file():
-        raise ConfigError("it holds no config.json, so it is not a model in Hugging Face format")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError("it holds no *.safetensors")
-    names = {name for file in files for name in tensor_header(file)}
-    if (path / INDEX).is_file():
-        try:
-            wanted = set(json.loads((path / INDEX).read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"its {INDEX} cannot be read ({error})") from None
-        if wanted - names:
-            raise ConfigError(f"{len(wanted - names)} tensors of its {INDEX} are in no file: {min(wanted - names)}")
-    return len(names), sum(file.stat().st_size for file in files)
+    size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return ok("model", f"{folder.path} ({folder.key}): {len(tensors)} tensors, {size_bytes / 2**20:,.1f} MiB")
 
 
 def _elsewhere(target: Target, folder: RequiredFolder) -> CheckResult:

@@ -232,7 +232,7 @@ def test_a_run_of_another_name_and_a_task_without_a_reward(ready: Deployment) ->
     found = look(ready.recipe(run={"name": "other"}), "releases")
     assert [result.level for result in found] == ["ok", "fail", "fail"]
     assert "belongs to run 'test', but this recipe is for run 'other'" in found[1].found
-    data = {"generator": None, **{split: {"task": "juggling", "texts": ["x"]} for split in ("train", "heldout")}}
+    data = {"generator": None, "sets": [{"task": "juggling", "texts": ["x"]}]}
     found = look(ready.recipe(data=data), "rewards")
     assert_finding(one(found, "reward-tasks"), "fail", "no reward scores the task 'juggling'")
 

@@ -1,7 +1,7 @@
 """The folders that must be there before a run: whether each is there and holds what the recipe asks for.
 
 PATH/.tba-prepare           JSON: where the content came from
-.NAME.DIGEST.partial        beside PATH: a download that has not ended; it becomes PATH when it is whole
+.NAME.DIGEST.partial        beside PATH: a download or training that has not ended; becomes PATH when it is whole
 
 A folder without such a file belongs to a person, and is taken as it is. What only serves to make a model is not needed
 where that model is there.
@@ -9,8 +9,10 @@ where that model is there.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tba.config.data import PrepareItem
 from tba.errors import ConfigError
 
 RECORD = ".tba-prepare"
+DIGEST_DIGITS = 8
 
 
 def is_there(item: PrepareItem) -> bool:
@@ -126,12 +129,22 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is damaged ({error}); remove the folder and prepare it again") from None
 
 
-def partial_folder(item: PrepareItem) -> Path:
-    """Return where the item is fetched to before it is whole: beside its folder, so that it can be renamed.
+def begin(item: PrepareItem) -> Path:
+    """Return a folder in which the item is made until it is whole: beside its own, so that it can be renamed.
 
-    Each content has a place of its own, because a download continues with the files that are there.
+    Each content has a place of its own, because a download or training continues with the files that are there. Halves
+    of other contents are deleted.
     """
-    digest = hashlib.sha256(json.dumps(item.origin).encode()).hexdigest()[:8]
+    made = _partial_folder(item)
+    for other in made.parent.glob(f".{glob.escape(Path(item.path).name)}.{'?' * DIGEST_DIGITS}.partial"):
+        if other != made:
+            shutil.rmtree(other)
+    made.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _partial_folder(item: PrepareItem) -> Path:
+    digest = hashlib.sha256(json.dumps(item.origin).encode()).hexdigest()[:DIGEST_DIGITS]
     folder = Path(item.path)
     return folder.with_name(f".{folder.name}.{digest}.partial")
 
@@ -140,8 +153,10 @@ def publish(item: PrepareItem, made: Path, *, commit: str | None) -> None:
     """Rename a folder that is whole to that of the item, with a record of where its content came from.
 
     Raises:
-        ConfigError: another process was faster, or nothing can be written there.
+        ConfigError: another process was faster, the settings changed meanwhile, or nothing can be written there.
     """
+    if made != _partial_folder(item):
+        raise ConfigError(f"{item.path}: its file of settings changed while it was made; run this command again")
     record = {"origin": item.origin, "commit": commit}
     (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     try:

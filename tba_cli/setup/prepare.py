@@ -20,10 +20,10 @@ from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import download
 from tba_cli.artifacts.prepared import (
+    begin,
     check_prepared,
     is_there,
     needed,
-    partial_folder,
     publish,
     read_record,
 )
@@ -101,8 +101,7 @@ def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
 
 
 def _fetch(item: PrepareItem) -> None:
-    folder = partial_folder(item)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = begin(item)
     try:
         commit = download(item, folder)
     except ConfigError:

@@ -1,7 +1,7 @@
 """Make a model of `[[prepare]]` by TRL, in a process of its own: `trl sft` and `trl reward`.
 
-TRL reads its own file of settings, which names base model and data set from the current folder. It writes to
-`.NAME.trl` beside the folder that is made, which appears whole or not at all.
+TRL reads its own file of settings, which names base model and data set from the current folder. It writes beside the
+folder that is made, which appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tba.config import Recipe
 from tba.config.data import PrepareItem
 from tba.config.reward import RewardModelSpec
 from tba.errors import ChildError, ConfigError
-from tba_cli.artifacts.prepared import publish
+from tba_cli.artifacts.prepared import begin, publish
 from tba_cli.child_processes import run_in_sight
 from tba_cli.console import Console
 
@@ -49,10 +49,9 @@ def train(item: PrepareItem, console: Console) -> None:
         ChildError: TRL failed.
         KeyboardInterrupt: this process was asked to end.
     """
-    folder = Path(item.path)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    kind, out = "sft" if item.trl_sft else "reward", folder.with_name(f".{folder.name}.trl")
-    _clear(out, item)
+    kind, out = "sft" if item.trl_sft else "reward", begin(item)
+    # of an earlier training with these settings, TRL continues with the checkpoints alone
+    _delete(path for path in out.glob("*") if not path.match("checkpoint-*"))
     command = f"trl {kind} --config {item.trl_file}"
     console.info(f"wait 'trl-{kind}': `{command}` makes {item.path}")
     try:
@@ -60,24 +59,13 @@ def train(item: PrepareItem, console: Console) -> None:
     except ChildError as error:
         raise ChildError(f"{item.path}: `{command}` failed ({error}); it says above why") from None
     _check_model(out, is_reward=kind == "reward", made_by=command)
-    for path in [path for pattern in LEFTOVERS for path in out.glob(pattern)]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _delete(path for pattern in LEFTOVERS for path in out.glob(pattern))
     publish(item, out, commit=None)
-    _settings_path(out).unlink()
 
 
-def _settings_path(out: Path) -> Path:
-    return out.with_name(f"{out.name}.settings.json")
-
-
-def _clear(out: Path, item: PrepareItem) -> None:
-    """Delete what an earlier training left: all of it where the settings were others, else all but its checkpoints."""
-    settings = _settings_path(out)
-    is_same = settings.is_file() and settings.read_text(encoding="utf-8") == json.dumps(item.origin)
-    for path in out.glob("*"):
-        if not (is_same and path.match("checkpoint-*")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    settings.write_text(json.dumps(item.origin), encoding="utf-8")
+def _delete(paths: Iterable[Path]) -> None:
+    for path in list(paths):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def check_scorers(recipe: Recipe) -> None:

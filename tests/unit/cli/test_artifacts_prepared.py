@@ -13,9 +13,9 @@ from tba.config.data import PrepareItem
 from tba.errors import ConfigError
 from tba_cli.artifacts.prepared import (
     RECORD,
+    begin,
     check_prepared,
     is_there,
-    partial_folder,
     publish,
     read_record,
 )
@@ -32,13 +32,13 @@ def recipe(*items: Mapping[str, object]) -> Recipe:
 
 
 def filled(folder: Path) -> Path:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     return folder
 
 
 def made(wanted: PrepareItem, commit: str | None = "c0ffee") -> None:
-    publish(wanted, filled(partial_folder(wanted)), commit=commit)
+    publish(wanted, filled(begin(wanted)), commit=commit)
 
 
 def test_a_folder_is_there_once_it_is_whole(tmp_path):
@@ -71,9 +71,14 @@ def test_a_folder_with_something_else_is_not_overwritten(tmp_path):
 
 
 def test_half_of_one_thing_is_not_completed_with_another(tmp_path):
-    places = {partial_folder(item(tmp_path / "m", **changes)) for changes in ({}, {"hub": "org/x"}, {"revision": "v2"})}
-    assert len(places) == 3
-    assert partial_folder(item(tmp_path / "m")) in places, "it continues where it stopped"
+    half = filled(begin(item(tmp_path / "m")))
+    assert begin(item(tmp_path / "m")) == half, "it continues where it stopped"
+    assert (half / "config.json").is_file()
+    neighbour = begin(item(tmp_path / "m.12345678"))
+    for changes in ({"hub": "org/x"}, {"revision": "v2"}):
+        other = begin(item(tmp_path / "m", **changes))
+        assert set(tmp_path.iterdir()) == {other, neighbour}
+        assert not list(other.iterdir())
 
 
 def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):

@@ -84,12 +84,12 @@ def test_what_an_earlier_training_left_is_no_part_of_the_next(recipe: Recipe, mo
     use(monkeypatch, **{"adapter_config.json": "{}", "model-2.safetensors": "{}"})
     with pytest.raises(ConfigError, match="holds an adapter"):
         prepare_at_start(recipe, Console("quiet"))
-    assert Path(".policy.trl/checkpoint-1").is_dir()
+    assert len(list(Path().glob(".policy.*.partial/checkpoint-1"))) == 1
     (Path("recipes") / "sft.yaml").write_text("use_peft: false\n")
     use(monkeypatch)
     prepare_at_start(recipe, Console("quiet"))
     assert {path.name for path in Path("policy").iterdir()} == {*FILES, ".tba-prepare"}
-    assert not list(Path().glob(".policy.trl*"))
+    assert not list(Path().glob(".policy.*"))
 
 
 def test_a_model_that_is_there_needs_no_file_of_settings(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

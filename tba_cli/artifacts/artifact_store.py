@@ -239,8 +239,8 @@ def pull_folders(
     """Wait until every folder is whole in the store, and fetch it to its path; a folder that is there is only checked.
 
     Args:
-        wait_s: deadline of the wait (wait `model-push`) for all folders together; a download that has begun is not
-            cut off.
+        wait_s: deadline of the wait (wait `model-push`) for all folders together; a download that the store lets go
+            on is not cut off.
 
     Raises:
         ConfigError: something else lies at a path, or it cannot be written.
@@ -249,40 +249,29 @@ def pull_folders(
     """
     deadline_s = time.monotonic() + wait_s
     for folder in folders:
+        shown_s = -PROGRESS_INTERVAL_S
         while True:
-            manifest = _wait_for(artifacts, folder, deadline_s=deadline_s, wait_s=wait_s, on_progress=on_progress)
+            reason = f"{KIND_PREFIXES[folder.kind]}/{folder.name} is not complete in {artifacts.url} yet"
             try:
-                num_fetched = artifacts.pull(manifest, Path(folder.path).expanduser())
-                break
-            except ObjectNotFoundError:  # the folder was replaced after its manifest was read
-                if time.monotonic() > deadline_s:
+                manifest = artifacts.find(folder.kind, folder.name)
+                if manifest is not None:
+                    num_fetched = artifacts.pull(manifest, Path(folder.path).expanduser())
+                    state = "fetched" if num_fetched else "is there and complete"
+                    on_progress(f"{folder.path}: {folder.kind} {folder.name}, {describe(manifest)}, {state}")
+                    break
+            except ObjectNotFoundError as error:  # the folder was replaced after its manifest was read
+                reason = str(error)
+            except StoreUnavailableError as error:
+                if not (is_retryable(error) or is_bucket_missing(error)):
                     raise
-                time.sleep(POLL_S)
-        state = "fetched" if num_fetched else "is there and complete"
-        on_progress(f"{folder.path}: {folder.kind} {folder.name}, {describe(manifest)}, {state}")
-
-
-def _wait_for(
-    artifacts: ArtifactStore, folder: RequiredFolder, *, deadline_s: float, wait_s: float, on_progress: OnProgress
-) -> FolderManifest:
-    shown_s = -PROGRESS_INTERVAL_S
-    while True:
-        reason = f"{KIND_PREFIXES[folder.kind]}/{folder.name} is not complete in {artifacts.url} yet"
-        try:
-            manifest = artifacts.find(folder.kind, folder.name)
-            if manifest is not None:
-                return manifest
-        except StoreUnavailableError as error:
-            if not (is_retryable(error) or is_bucket_missing(error)):
-                raise
-            reason = str(error)
-        now_s = time.monotonic()
-        if now_s > deadline_s:
-            raise WaitTimeoutError(
-                f"wait 'model-push': {folder.path} ({folder.key}) was not in the store within {wait_s:.0f} s: {reason}"
-                "; `tba setup` or `tba model push` puts it there"
-            )
-        if now_s - shown_s > PROGRESS_INTERVAL_S:
-            shown_s = now_s
-            on_progress(f"wait 'model-push' ({deadline_s - now_s:.0f} s left): {reason}")
-        time.sleep(min(POLL_S, max(deadline_s - now_s, 0.01)))
+                reason = str(error)
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                raise WaitTimeoutError(
+                    f"wait 'model-push': {folder.path} ({folder.key}) was not in the store within {wait_s:.0f} s: "
+                    f"{reason}; `tba setup` or `tba model push` puts it there"
+                )
+            if now_s - shown_s > PROGRESS_INTERVAL_S:
+                shown_s = now_s
+                on_progress(f"wait 'model-push' ({deadline_s - now_s:.0f} s left): {reason}")
+            time.sleep(min(POLL_S, max(deadline_s - now_s, 0.01)))

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,8 @@ def _ask(args: argparse.Namespace, place: VersionStore) -> RunInfo:
 
         info = read_ended(folder, lambda client: client.run())
     else:
-        client = open_client(args)
-        try:
+        with closing(open_client(args)) as client:
             info = client.run()
-        finally:
-            client.close()
     return info
 
 
@@ -288,15 +286,17 @@ def _verify(place: VersionStore, wanted: Sequence[PolicyVersion]) -> Iterator[Ch
             try:
                 manifest = place.versions.manifest(version)
                 yield from _check_files(place, manifest, seen)
-                ways = _ways(reader, manifest, held)
+                ways, gap = _ways(reader, manifest, held)
                 if manifest.delta is not None and "delta" not in ways:
                     # retention deletes the base in time: nobody who is not at that version needs this way
-                    skipped = f"it is against {manifest.base}, which is deleted"
-                    yield Check(str(version), "delta", 0, None, skipped)
+                    is_gone = isinstance(gap, ObjectNotFoundError)
+                    skipped = f"what it is against is deleted ({gap})" if is_gone else None
+                    yield Check(str(version), "delta", 0, None if is_gone else str(gap), skipped)
             except DAMAGE as error:
                 yield Check(str(version), "manifest", 0, str(error))
                 continue
-            for what, routes in ways.items():
+            # the whole version last: the other ways begin with the version before it, whose files then go
+            for what, routes in sorted(ways.items(), key=lambda way: way[0] == "full"):
                 _check_room(manifest, routes, folder)
                 here = Path(folder) / f"{version}-{what}"
                 check, local = _check_way(reader, manifest, what, routes, here)
@@ -309,8 +309,11 @@ def _verify(place: VersionStore, wanted: Sequence[PolicyVersion]) -> Iterator[Ch
                     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _ways(reader: RouteReader, manifest: Manifest, held: LocalVersion | None) -> dict[str, list[Route]]:
-    """Return the ways in which a version is stored, each with the routes that prove it, the cheapest first.
+def _ways(
+    reader: RouteReader, manifest: Manifest, held: LocalVersion | None
+) -> tuple[dict[str, list[Route]], TbaError | None]:
+    """Return the ways in which a version is stored, each with the routes that prove it, the cheapest first; and why
+    the chain of what it is against ends early, if it does.
 
     Raises:
         ObjectNotFoundError: it is stored as a change alone, and what it is against is gone.
@@ -322,7 +325,7 @@ def _ways(reader: RouteReader, manifest: Manifest, held: LocalVersion | None) ->
         ways.setdefault(what, []).append(route)
     if not ways:
         raise ObjectNotFoundError(f"no version is left that it can be assembled from ({gaps[0]})")
-    return ways
+    return ways, gaps[0] if gaps else None
 
 
 def _check_room(manifest: Manifest, routes: Sequence[Route], folder: str) -> None:

@@ -6,7 +6,6 @@ Disks and shared memory: whether there is room.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import importlib.util
 import json
@@ -22,7 +21,6 @@ from typing import Any
 from tba.config import Recipe
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
-from tba.store.file import explain_no_locks
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.sizing import (
     GIB,
@@ -260,16 +258,6 @@ def _free(what: str, path: Path, *, need_bytes: int) -> CheckResult:
             f"{there} ({what}) cannot be written by user {os.getuid()}",
             "mount a writable volume or tmpfs there, or give the user the folder",
         )
-    if what == "runs":
-        folder = os.open(there, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass  # somebody has locked it
-        except OSError as error:
-            return fail("disk-locks", explain_no_locks(there, error), "set local.runs_dir to another folder")
-        finally:
-            os.close(folder)
     free = shutil.disk_usage(there).free
     text = f"{free / GIB:.1f} GiB are free at {there} ({what}), and {need_bytes / GIB:.1f} GiB are needed"
     if free < need_bytes:

@@ -18,13 +18,10 @@ import pytest
 from tba.errors import ConfigError
 from tba.temporary_folders import temporary_folder
 from tba.tokens import operator_token
-from tba_cli.doctor.checks.machine import check_disk
-from tba_cli.doctor.target import target_of
 from tba_cli.main import main
 from tba_cli.parser import parse_arguments
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import open_client
-from tests.support.buffer import make_recipe
 
 # ---- Run folders ----------------------------------------------------------------------------------------------------
 
@@ -230,7 +227,7 @@ def test_a_token_file_without_a_usable_token_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks_is_named_by_run_and_config_check(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
     def no_locks(_file: object, _what: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -239,8 +236,6 @@ def test_a_file_system_without_locks_is_named_by_run_and_config_check(tmp_path, 
     with pytest.raises(ConfigError, match=r"does not lock files .*; use a folder on a disk of this machine"):
         folder.acquire(resume=False, fresh=False).__enter__()
     assert not folder.is_in_use
-    target = target_of(make_recipe(local={"runs_dir": str(tmp_path)}), service=None)
-    assert [result.level for result in check_disk(target) if result.code == "disk-locks"] == ["fail"]
 
 
 def test_the_socket_of_redis_has_a_path_that_the_system_takes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from tba.api import LoadRequest, RunCommand, SnapshotInfo
 from tba.errors import ServiceError
@@ -27,11 +28,8 @@ def save_command(args: argparse.Namespace) -> int:
     if folder is not None:
         info = save_folder(folder, args.name)
     else:
-        client = open_client(args)
-        try:
+        with closing(open_client(args)) as client:
             info = save_snapshot(client, args.name, show=show_save())
-        finally:
-            client.close()
     if args.json:
         print(info.model_dump_json(indent=1, ensure_ascii=True))
         return 0
@@ -47,9 +45,8 @@ def load_command(args: argparse.Namespace) -> int:
     # a typo is found here, before the buffer is asked
     if args.version is not None:
         PolicyVersion.parse(args.version)
-    client = open_client(args)
     shown = -1
-    try:
+    with closing(open_client(args)) as client:
         origin = client.load_snapshot(LoadRequest(source=args.source, version=args.version))
         while origin.state == "loading":
             # a line per change: a load of minutes must not print twice a second
@@ -60,8 +57,6 @@ def load_command(args: argparse.Namespace) -> int:
                 )
             time.sleep(POLL_S)
             origin = client.run().origin or origin
-    finally:
-        client.close()
     if origin.state == "failed":
         raise ServiceError(f"snapshot {origin.source} was not loaded: {origin.reason}")
     print(
@@ -74,13 +69,10 @@ def load_command(args: argparse.Namespace) -> int:
 
 def accept_loss_command(args: argparse.Namespace) -> int:
     """Let a run continue without the acknowledged changes that Redis has lost."""
-    client = open_client(args)
-    try:
+    with closing(open_client(args)) as client:
         # read before, since accepting it clears it
         loss = client.run().loss
         info = client.command("accept-loss", RunCommand(reason=args.reason))
-    finally:
-        client.close()
     if args.json:
         print(json.dumps({"accepted": loss, "num_lost_changes": info.num_lost_changes}, indent=1))
     elif loss is None:

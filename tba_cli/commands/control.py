@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from typing import Any
 
 from tba.api import (
@@ -35,14 +36,11 @@ def set_command(args: argparse.Namespace) -> int:
     """Change settings, or show them."""
     args.run, document = _split(args)
     settings = parse_live(document) if document else None
-    client = open_client(args)
-    try:
+    with closing(open_client(args)) as client:
         if settings is None:
             info = client.all_settings()
         else:
             info = client.change_settings(SettingsRequest(settings=settings, reason=args.reason))
-    finally:
-        client.close()
     print(
         info.model_dump_json(indent=2, ensure_ascii=True)
         if args.json
@@ -85,14 +83,11 @@ def _split(args: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:
 def scale_command(args: argparse.Namespace) -> int:
     """Change the number of searchers, or show it."""
     num = _number(args.number)
-    client = open_client(args)
-    try:
+    with closing(open_client(args)) as client:
         if args.number is None:
             info = whole_scaling(client)
         else:
             info = client.scale(ScaleRequest(num_searchers=num, reason=args.reason))
-    finally:
-        client.close()
     print(
         info.model_dump_json(indent=2, ensure_ascii=True)
         if args.json
@@ -134,16 +129,13 @@ def rollback_command(args: argparse.Namespace) -> int:
             f"run {ended.path.name!r} is not in progress, and only a run in progress can roll back; begin a new one "
             f"with a version of it: `tba run --fork {ended.path.name}@LINEAGE-STEP --run-name NEW_NAME`{resume}"
         )
-    client = open_client(args)
-    try:
+    with closing(open_client(args)) as client:
         if args.step is None:
             found = CheckpointList(versions=client.checkpoints())
             shown = f"checkpoints, newest first: {', '.join(found.versions) or 'none so far'}"
         else:
             found = ask_for_rollback(client, args.step, args.reason)
             shown = rollback_line(found) or f"run {found.run!r} has rolled back already: lineage {found.lineage}"
-    finally:
-        client.close()
     print(found.model_dump_json(indent=2, ensure_ascii=True) if args.json else escape_controls(shown))
     return 0
 

@@ -11,10 +11,10 @@ from typing import Any
 from tba.api import RunInfo
 from tba.clients import BufferClient
 from tba.errors import ConfigError
+from tba_cli.commands.rollouts import with_run
 from tba_cli.reports.comparison import runs_markdown
 from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
 from tba_cli.run_folder import RunFolder
-from tba_cli.run_target import ended_run, open_client
 
 EXIT_VIOLATION = 1
 MAX_SHOWN = 20
@@ -43,17 +43,7 @@ def _read_summary(run_dir: Path) -> dict[str, Any]:
 
 def check_command(args: argparse.Namespace) -> int:
     """Check the ledger, of a run that is over from its files; return 1 on a violation."""
-    folder = ended_run(args)
-    if folder is not None:
-        from tba_cli.local.ended_run import read_ended  # no image holds the launcher
-
-        info, check = read_ended(folder, _read_ledger)
-    else:
-        client = open_client(args)
-        try:
-            info, check = _read_ledger(client)
-        finally:
-            client.close()
+    info, check = with_run(args, _read_ledger)
     violations = check.violations()
     if args.json:
         print(json.dumps(_check_document(info, check, violations), indent=1))

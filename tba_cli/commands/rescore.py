@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import closing
 
 from tba.api import RescoreInfo, RescoreRequest
 from tba.clients import BufferClient
@@ -15,16 +16,13 @@ POLL_S = 0.5
 
 def rescore_command(args: argparse.Namespace) -> int:
     """Start or show re-scoring."""
-    client = open_client(args)
-    try:
+    with closing(open_client(args)) as client:
         if args.show:
             job = client.rescore()
         else:
             job = client.start_rescore(RescoreRequest(task=args.task, only=args.only))
             if args.wait:
                 job = _wait(client, job)
-    finally:
-        client.close()
     print(job.model_dump_json(indent=2, ensure_ascii=True) if args.json else "\n".join(rescore_lines(job)))
     return 0
 

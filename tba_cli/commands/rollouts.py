@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -44,11 +45,8 @@ def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
         from tba_cli.local.views import view_of
 
         return read_view(view_of(args), use)
-    client = open_client(args)
-    try:
+    with closing(open_client(args)) as client:
         return use(client)
-    finally:
-        client.close()
 
 
 def filters_of(args: argparse.Namespace) -> RolloutFilters:

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -65,13 +66,10 @@ def status_command(args: argparse.Namespace) -> int:
     folder = ended_run(args)
     if folder is not None:
         return _ended_status(folder, as_json=args.json, follow=args.follow)
-    client = open_client(args)
-    try:
+    with closing(open_client(args)) as client:
         if args.follow:
             return follow(client, as_json=args.json)
         document, lines = _read(client)
-    finally:
-        client.close()
     print(json.dumps(document, indent=2) if args.json else "\n".join(map(escape_controls, lines)))
     return 0
 
@@ -131,11 +129,8 @@ def stop_command(args: argparse.Namespace) -> int:
 
 
 def _change(args: argparse.Namespace, name: Command) -> int:
-    client = open_client(args)
-    try:
+    with closing(open_client(args)) as client:
         info = client.command(name, RunCommand(reason=args.reason))
-    finally:
-        client.close()
     print(info.model_dump_json(indent=2, ensure_ascii=True) if args.json else escape_controls(state_line(info)))
     return 0
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from tba_cli.browser import BrowserPages
@@ -70,11 +71,9 @@ def _page(args: argparse.Namespace) -> Page | View:
 
         return view_of(args)
     client, url = open_target(args)
-    try:
+    with closing(client):
         # a wrong address or token is a sentence here, and an empty page in a browser
         client.run()
-    finally:
-        client.close()
     return Page(url, args.token_file or (None if args.url else endpoints_of(run_folder(args))[1]))
 
 

@@ -197,22 +197,37 @@ def test_ctrl_c_exits_with_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("what", ["quickstart", "quickstart@", "quickstart@1", "quickstart@1-x"])
-def test_a_fork_needs_a_run_and_a_version(what, capsys):
-    assert main(["run", "--fork", what, "--run-name", "new"]) == 2
-    assert "is not of the form RUN@LINEAGE-STEP" in capsys.readouterr().err
+URL = ["--url", "http://127.0.0.1:1"]
+FORK = "is not of the form RUN@LINEAGE-STEP"
+NAME = "cannot be used: a name is 1 to 63 of"
+SOURCE = "is not of the form RUN/NAME"
 
 
-def test_a_fork_of_a_run_that_is_not_here_needs_a_recipe(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        *((["run", "--fork", what, "--run-name", "new"], FORK) for what in ("quickstart", "quickstart@1", "q@1-x")),
+        (["run", "--fork", "gone@1-40", "--run-name", "new"], "no run 'gone' under runs/; give the recipe of the fork"),
+        (["buffer", "save", "end", "gone"], "there is no run 'gone': "),
+        *(
+            (["buffer", "save", name, *URL], NAME)
+            for name in ("", "../x", "a b", "\u00e9", ".hid", "a/b", "a" * 64, "a\n")
+        ),
+        *((["buffer", "load", source, *URL], SOURCE) for source in ("nonsense", "a/b/c@1-2", "a/b@1-2", "")),
+        (["buffer", "load", "demo/end", "--version", "newest", *URL], "'newest' is not of the form LINEAGE-STEP"),
+    ],
+)
+def test_a_name_that_cannot_be_meant_is_one_sentence(
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--fork", "gone@1-40", "--run-name", "new"]) == 2
-    assert "there is no run 'gone' under runs/; give the recipe of the fork as well" in capsys.readouterr().err
-
-
-def test_the_buffer_of_a_run_that_never_was_cannot_be_saved(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["buffer", "save", "end", "gone"]) == 2
-    assert "there is no run 'gone': " in capsys.readouterr().err
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert (error.startswith("error: "), says in error, error.count("\n")) == (True, True, 1), error
 
 
 # ---- `tba config` on good and bad recipes ---------------------------------------------------------------------------
@@ -251,33 +266,6 @@ def test_schema_describes_every_section_with_help_texts(capsys):
     assert "every k optimizer steps" in schema["$defs"]["TrainerSection"]["properties"]["sync_interval"]["description"]
 
 
-# ---- Names of snapshots on the command line -------------------------------------------------------------------------
-
-
-URL = ["--url", "http://127.0.0.1:1"]
-
-
-@pytest.mark.parametrize("name", ["", "../x", "a b", "\u00e9", ".hid", "a/b", "a" * 64, "a\n"])
-def test_a_name_that_cannot_be_one_is_an_explained_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["buffer", "save", name, *URL]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: snapshot name {name!r} cannot be used: a name is 1 to 63 of")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("source", ["nonsense", "a/b/c@1-2", "a/b@1-2", ""])
-def test_a_source_that_cannot_be_one_is_an_explained_error(source: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["buffer", "load", source, *URL]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: snapshot {source!r} is not of the form RUN/NAME")
-    assert error.count("\n") == 1
-
-
-def test_a_version_that_cannot_be_one_is_an_explained_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["buffer", "load", "demo/end", "--version", "newest", *URL]) == 2
-    assert "'newest' is not of the form LINEAGE-STEP" in capsys.readouterr().err
-
-
 # ---- The output of `tba rescore` ------------------------------------------------------------------------------------
 
 
@@ -295,13 +283,10 @@ JOB = RescoreInfo(
 )
 
 
-def test_a_running_job_is_one_line_and_says_what_to_do() -> None:
+def test_a_running_job_is_one_line_and_says_what_to_do_and_what_it_waits_for() -> None:
     first, second = rescore_lines(JOB)
     assert first == "23 of 50 rollouts, 7 changed, 1 failed"
     assert "tba rescore --show" in second
-
-
-def test_the_line_says_what_is_waited_for() -> None:
     line = progress_line(JOB.model_copy(update={"problem": "http://127.0.0.1:1 does not answer"}))
     assert line.endswith("; waits for the reward service: http://127.0.0.1:1 does not answer")
 
@@ -325,11 +310,8 @@ def test_a_finished_job_compares_before_and_after() -> None:
         "  7 changed, 1 failed, 3 evicted before they were reached",
         "  reward versions: addition-2 (46)",
     ]
-
-
-def test_nothing_scored_has_no_mean() -> None:
     lines = rescore_lines(JOB.model_copy(update={"state": "cancelled", "finished_at_s": 100.0}))
-    assert "unknown" in lines[3]
+    assert "unknown" in lines[3], "nothing scored has no mean"
     assert lines[-1] == "  reward versions: none"
 
 

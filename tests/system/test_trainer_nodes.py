@@ -180,13 +180,3 @@ def test_a_machine_that_never_comes_is_waited_for_until_the_deadline(tmp_path: P
         assert "Traceback" not in log
     finally:
         run.close()
-
-
-def test_several_machines_must_know_where_they_meet(run: TrainerProcesses) -> None:
-    command = [sys.executable, "-m", "tba_trainer.distributed.launch", "1", "--nodes", "2"]
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
-    done = subprocess.run(
-        [*command, "--config", str(run.recipe_path)], capture_output=True, text=True, env=paths, check=False
-    )
-    assert done.returncode == 2
-    assert "--nodes and --rendezvous go together" in done.stderr

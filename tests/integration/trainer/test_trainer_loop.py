@@ -136,14 +136,6 @@ def test_a_restart_without_a_checkpoint_begins_again_at_the_starting_model(world
     assert world.buffer.marks == ["0-0", "0-0", "2-4"]
 
 
-def test_another_starting_model_under_the_same_run_is_refused(world: World, model: Path, tmp_path: Path) -> None:
-    world.stop_after(1)
-    world.train(make_recipe(model))
-    other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
-    with pytest.raises(ConfigError, match=r"model\.path does not hold the model"):
-        world.train(make_recipe(other))
-
-
 def test_a_redis_that_knows_less_of_the_run_than_the_store_is_refused(world: World, model: Path) -> None:
     """Its volume was replaced."""
     world.stop_after(3)
@@ -156,19 +148,22 @@ def test_a_redis_that_knows_less_of_the_run_than_the_store_is_refused(world: Wor
         assert (world.buffer.lineage, world.versions.latest()) == (0, latest)
 
 
-def test_another_policy_temperature_under_the_same_run_is_refused(world: World, model: Path) -> None:
+def test_another_model_temperature_or_dtype_under_the_same_run_is_refused(
+    world: World, model: Path, tmp_path: Path
+) -> None:
     world.stop_after(1)
     world.train(make_recipe(model))
-    with pytest.raises(ConfigError, match=r"policy_temperature is 0\.7, but this run has trained with 1"):
-        world.train(make_recipe(model, model={"policy_temperature": 0.7}))
-    assert world.buffer.lineage == 1
-
-
-def test_another_dtype_under_the_same_run_is_named_as_such(world: World, model: Path) -> None:
-    world.stop_after(1)
-    world.train(make_recipe(model))
-    with pytest.raises(ConfigError, match=r"model\.dtype is bfloat16, but this run began with float32"):
-        world.train(make_recipe(model, model={"dtype": "bfloat16"}))
+    other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
+    for recipe, sentence in (
+        (make_recipe(other), r"model\.path does not hold the model"),
+        (
+            make_recipe(model, model={"policy_temperature": 0.7}),
+            r"temperature is 0\.7, but this run has trained",
+        ),
+        (make_recipe(model, model={"dtype": "bfloat16"}), r"model\.dtype is bfloat16, but this run began with float32"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            world.train(recipe)
     assert world.buffer.lineage == 1
 
 

@@ -182,14 +182,6 @@ def test_a_tracker_that_fails_is_logged_once_counted_and_does_not_disturb_the_ot
     assert [line["step"] for line in lines_of(path)] == [0, 1, 2, 3]
 
 
-def test_a_full_disk_is_a_failure_like_any_other() -> None:
-    thread = TrackerThread(JsonlTracker(Path("/dev/full")), max_pending=10)
-    thread.submit(step(1))
-    thread.close()
-    thread.join(60)
-    assert thread.num_failed == 1
-
-
 def test_evaluations_are_told_once_also_over_several_starts(tmp_path: Path) -> None:
     tracking = {"metrics_path": str(tmp_path / "metrics.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
     recipe = make_recipe(tmp_path / "model", tracking=tracking)

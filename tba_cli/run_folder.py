@@ -10,7 +10,7 @@ runs/<name>/.tba-run       marks a run folder and is its lock (process id of the
             metrics.jsonl  every step and evaluation, from the trainer
             secrets/       the password of Redis and a tokens file for each child, new at every start;
                            tokens/all.json has every token, for the commands of the owner of the run
-            logs/ store/ redis/ polls.jsonl timing.json
+            logs/ store/ redis/ timing.json
             history.json summary.json model/     at the end
 
 Only its owner may read it (0700): it holds prompts, completions, weights and tokens.
@@ -55,7 +55,6 @@ class RunFolder:
         self.config_path = self.path / "config.json"
         self.endpoints_path = self.path / "endpoints.json"
         self.ended_path = self.path / "ended.json"
-        self.polls_path = self.path / "polls.jsonl"
         self.timing_path = self.path / "timing.json"
         self.history_path = self.path / "history.json"
         self.summary_path = self.path / "summary.json"

@@ -36,19 +36,18 @@ from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import ChildError, OlderRedisError, ServiceError, WaitTimeoutError
-from tba.fields import escape_controls
 from tba.store import ObjectStore
 from tba.tokens import operator_client_token
 from tba.weights import check_lineage
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager
-from tba_cli.local.progress import RunWatcher, progress_view
+from tba_cli.local.progress import RunWatcher
 from tba_cli.local.resume import RecipeFile, this_program
 from tba_cli.local.services import SearcherPool, Services, wait_for_reward, wait_until_ready
 from tba_cli.orphan_reaper import OrphanReaper
 from tba_cli.prompts.reader import check_healthy, check_tasks, upload_prompts
 from tba_cli.redis_server import wait_for_redis
-from tba_cli.reports.history import Start, load_timing, make_history
+from tba_cli.reports.history import load_timing, make_history
 from tba_cli.reports.ledger import ledger_lines
 from tba_cli.reports.outputs import download_export, write_outputs
 from tba_cli.run_folder import RunFolder, view_hint
@@ -251,9 +250,7 @@ class Supervisor:
 
     async def _start_services(self) -> None:
         self._console.info(f"run {self._recipe.run.name!r} in {self._folder.path}")
-        timing = load_timing(self._folder)
-        start = Start(started_at_s=time.time(), resumed=self._folder.has_begun)
-        self._write_timing(starts=(*timing.starts, start))
+        self._write_timing(starts=(*load_timing(self._folder).starts, time.time()))
         # in order: the buffer is not ready before Redis has read its file
         await self._processes.start(self._services.redis())
         await self._within("redis", wait_for_redis(self._folder.redis_socket_path, self._folder.redis_password_path))
@@ -344,18 +341,14 @@ class Supervisor:
         check_lineage(self._store, run, lambda: self._client.run().lineage)
 
     async def _watch_run(self, *, failed_lineage: int | None) -> None:
-        num_steps = self._recipe.trainer.num_steps
-        with progress_view(self._console, num_steps) as view:
-            watcher = RunWatcher(
-                self._client,
-                self._folder,
-                view,
-                num_steps=num_steps,
-                silence_s=self._recipe.local.start_timeout_s,
-                on_run=lambda info: self._pool.keep(info.searchers),
-                on_news=lambda line: self._console.info(escape_controls(line)),
-            )
-            await watcher.until_over(failed_lineage=failed_lineage)
+        watcher = RunWatcher(
+            self._client,
+            self._console,
+            num_steps=self._recipe.trainer.num_steps,
+            silence_s=self._recipe.local.start_timeout_s,
+            on_run=lambda info: self._pool.keep(info.searchers),
+        )
+        await watcher.until_over(failed_lineage=failed_lineage)
 
     async def _finish(self, *, trainer_ran: bool) -> dict[str, Any]:
         """Collect history, ledger and model from the services, and write the outputs; return the summary."""

@@ -24,21 +24,14 @@ from tba.fields import Number, first_problem
 from tba_cli.reports.ledger import batch_entries
 from tba_cli.run_folder import RunFolder
 
-SCHEMA = 1
-
-
-class Start(StrictModel):
-    """One start of the services by a supervisor. Times are Unix seconds."""
-
-    started_at_s: float
-    resumed: bool
-
 
 class Timing(StrictModel):
-    """timing.json: times that only the supervisor knows. `warm_start_s` is None when the model was there already."""
+    """timing.json: times that only the supervisor knows."""
 
-    starts: tuple[Start, ...] = ()
+    starts: tuple[float, ...] = ()
+    """When the services were started, in Unix seconds."""
     warm_start_s: float | None = None
+    """None: the model was there already."""
 
 
 class Ended(StrictModel):
@@ -48,25 +41,13 @@ class Ended(StrictModel):
     reason: str
 
 
-class Poll(StrictModel):
-    """Counters of the run at one moment, about every second; rates are computed from them."""
-
-    at_s: float
-    step: int
-    generated: int
-    trained: int
-    stored: int
-
-
 class History(StrictModel):
     """history.json. Its ledger entries have no rollout ids: those stay in Redis."""
 
-    schema_version: int = SCHEMA
     run: str
     seed: int
     num_steps: int
     sync_interval_steps: int
-    num_prompts_final: int
     state: str
     state_reason: str | None
     lineage: int
@@ -83,7 +64,6 @@ class History(StrictModel):
     advice: str | None = None
     """What the data of the run call for at its end (`RunSummary.advice`)."""
     timing: Timing
-    polls: list[Poll]
 
     @property
     def batches(self) -> list[LedgerEntry]:
@@ -107,7 +87,6 @@ def make_history(
         seed=recipe.run.seed,
         num_steps=recipe.trainer.num_steps,
         sync_interval_steps=recipe.trainer.sync_interval,
-        num_prompts_final=recipe.eval.num_prompts_final,
         state=info.state,
         state_reason=info.state_reason,
         lineage=info.lineage,
@@ -123,7 +102,6 @@ def make_history(
         stats=stats,
         advice=advice,
         timing=load_timing(folder),
-        polls=load_polls(folder.polls_path),
     )
 
 
@@ -162,22 +140,6 @@ def load_end(folder: RunFolder) -> Ended:
     except (OSError, ValidationError):
         pass
     # a killed supervisor wrote no ended.json: the newest file shows how long it lived
-    signs = [folder.recipe_path, folder.polls_path, *folder.logs_path.glob("*.log")]
+    signs = [folder.recipe_path, *folder.logs_path.glob("*.log"), *folder.redis_path.rglob("*")]
     at_s = max((path.stat().st_mtime for path in signs if path.exists()), default=0.0)
     return Ended(at_s=at_s, reason="killed, or the machine went down: its last sign of life")
-
-
-def load_polls(path: Path) -> list[Poll]:
-    """Read polls.jsonl; a last line that a kill cut short is left out."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    polls: list[Poll] = []
-    for line in lines:
-        try:
-            # a resume appends behind a line that was cut short, so a bad line may be in the middle
-            polls.append(Poll.model_validate_json(line))
-        except ValidationError:
-            continue
-    return polls

@@ -10,6 +10,7 @@ from tba.api import TokenTotals
 from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba.store import ObjectStore
+from tba.versions import PolicyVersion
 from tba_cli.reports.history import History
 from tba_cli.reports.summary import summarise
 from tba_cli.reports.totals import total_lines
@@ -90,7 +91,10 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     train_s, wait_share = summary["train_s"], summary["trainer_wait_share"]
     if train_s is not None:
         waited = "" if wait_share is None else f", of which the trainer waited {100 * wait_share:.1f} %"
-        lines.append(f"{summary['steps']} steps in {train_s:.0f} s of training{waited}")
+        # a fork counts on from the step of its version, which another run has made
+        first = PolicyVersion.parse(summary["forked_from"]).step if summary["forked_from"] else 0
+        begun = f" from step {first} on" if first else ""
+        lines.append(f"{summary['steps'] - first} steps{begun} in {train_s:.0f} s of training{waited}")
     tokens = summary["tokens"]
     lines += total_lines(tokens and TokenTotals.model_validate(tokens))
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:

@@ -15,16 +15,14 @@ How the numbers are measured:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from tba.api import EvalInfo, LedgerEntry
 from tba.versions import START, PolicyVersion
-from tba_cli.reports.history import History, Poll
+from tba_cli.reports.history import History
 from tba_cli.reports.ledger import active_entries, ledger_violations, lineage_tree
 
 WARM_UP_SYNC_INTERVALS = 2
-MAX_POLL_GAP_S = 10.0
 
 
 def summarise(history: History) -> dict[str, Any]:
@@ -51,11 +49,6 @@ def summarise(history: History) -> dict[str, Any]:
         "advice": history.advice,
         "rollouts_failed": stats.num_failed,
         "failed_reasons": [item.model_dump() for item in stats.failed_reasons],
-        "final_pass_at": {str(k): value for k, value in final.pass_at.items()} if final else None,
-        "final_mean_response_tokens": final and final.mean_response_tokens,
-        "final_kl_to_reference": final and final.kl_to_reference,
-        "final_distinct_2": final and final.distinct_2,
-        "final_embedding_distance": final and final.embedding_distance,
         "best_version": history.best and history.best.version,
         "best_metric": history.best and history.best.metric,
         "best_value": history.best and history.best.value,
@@ -74,13 +67,10 @@ def summarise(history: History) -> dict[str, Any]:
         "trainer_wait_share": trainer_wait_share(history.batches, history.sync_interval_steps),
         "rollouts_generated": stats.rollouts_generated,
         "rollouts_trained": stats.rollouts_trained,
-        "generated_per_s": rate_per_s(history, "generated"),
-        "trained_per_s": rate_per_s(history, "trained"),
         "tokens": stats.tokens and stats.tokens.model_dump(),
         "component_seconds": stats.component_seconds,
         "samples_per_insert": stats.samples_per_insert,
         "realised_most_on_policy": stats.realised_most_on_policy,
-        "fallback_share": _fallback_share(stats.slots),
         "policy_age_histogram": {str(age): count for age, count in sorted(stats.policy_age_histogram.items())},
         "mean_policy_age": _mean_policy_age(stats.policy_age_histogram),
         "lineages": history.lineage,
@@ -131,29 +121,6 @@ def _grown(entries: Sequence[LedgerEntry], counter: str) -> float:
     return 0.0 if first is None or last is None else last - first
 
 
-def rate_per_s(history: History, counter: str) -> float | None:
-    """Return the growth of a counter of the polls (`generated`, `trained`) per second of training.
-
-    Pauses between two supervisors are left out.
-    """
-    if not history.batches:
-        return None
-    begin_s = min(_requested_at_s(entry) for entry in history.batches)
-    end_s = max(entry.acked_at_s for entry in history.batches)
-    grown, passed_s = 0, 0.0
-    for before, after in gapless_pairs(history.polls):
-        # without the start of the services and the evaluations at the end
-        if before.at_s >= begin_s and after.at_s <= end_s:
-            grown += getattr(after, counter) - getattr(before, counter)
-            passed_s += after.at_s - before.at_s
-    return grown / passed_s if passed_s > 0 else None
-
-
-def gapless_pairs(polls: Sequence[Poll]) -> list[tuple[Poll, Poll]]:
-    """Return the neighbouring polls of the same supervisor."""
-    return [(a, b) for a, b in pairwise(polls) if 0 < b.at_s - a.at_s <= MAX_POLL_GAP_S]
-
-
 def _by_lineage(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:
     """Return the entries of each lineage, by step."""
     lineages: dict[int, list[LedgerEntry]] = {}
@@ -171,7 +138,7 @@ def _requested_at_s(entry: LedgerEntry) -> float:
 def _first_step_s(history: History) -> float | None:
     if not history.batches or not history.timing.starts:
         return None
-    return min(entry.acked_at_s for entry in history.batches) - history.timing.starts[0].started_at_s
+    return min(entry.acked_at_s for entry in history.batches) - history.timing.starts[0]
 
 
 def _final_eval(history: History, active: Sequence[LedgerEntry]) -> EvalInfo | None:
@@ -199,12 +166,6 @@ def _start_eval(history: History) -> EvalInfo | None:
 
 def _difference(start: float | None, final: float | None) -> float | None:
     return None if start is None or final is None else final - start
-
-
-def _fallback_share(slots: dict[str, int]) -> float | None:
-    """Return the share of the slots that were to be recent data and fell back to replay."""
-    num_slots = slots.get("recent", 0) + slots.get("replay", 0)
-    return slots.get("fallback", 0) / num_slots if num_slots else None
 
 
 def _mean_policy_age(histogram: dict[int, int]) -> float | None:

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Literal
 
 from tba.errors import ChildError, ConfigError, TbaError
 from tba_cli.child_processes import PIPED
@@ -24,7 +23,6 @@ CLOSE_TIMEOUT_S = 60.0
 """A command that is closed has so long to stop its processes and delete what is temporary."""
 TAIL_LINES = 20
 ERROR = "error: "
-Output = Literal["capture", "inherit"]
 
 
 class Command:
@@ -32,7 +30,6 @@ class Command:
 
     Args:
         words: behind `tba`.
-        output: what becomes of its stdout; `capture`: `lines` yields it.
         on_error_line: called, in a thread, with the lines of stderr but for the error that ends the command.
         import_folders: put in front of its PYTHONPATH, and so that of the services that it starts.
     """
@@ -41,7 +38,6 @@ class Command:
         self,
         words: Sequence[str],
         *,
-        output: Output = "capture",
         on_error_line: Callable[[str], None] = lambda _: None,
         import_folders: Sequence[str] = (),
     ) -> None:
@@ -51,7 +47,7 @@ class Command:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tba_cli.main", *words],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if output == "capture" else None,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
@@ -84,7 +80,7 @@ class Command:
 
     def next_line(self) -> str:
         """Wait for the next line of its stdout, and return it; empty: there are no more."""
-        assert self._process.stdout is not None, "its output is captured"
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         self.last_lines.append(line)
         return line

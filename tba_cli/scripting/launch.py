@@ -82,7 +82,6 @@ def run(
     words += ["--resume"] if resume else []
     with Command(
         words,
-        output="inherit" if progress and _is_terminal() else "capture",
         on_error_line=_print_error if progress else lambda _: None,
         import_folders=inputs.import_folders,
     ) as command:
@@ -119,7 +118,7 @@ def _until_end(command: Command, *, progress: bool) -> int:
     """Print what the command prints until it ends, and return its exit code; pass interrupts on to it."""
     while True:
         try:
-            while (not progress or not _is_terminal()) and (line := command.next_line()):
+            while line := command.next_line():
                 # the services would not find the functions that are named in the recipe of that command
                 if progress and not line.startswith(SHELL_ADVICE):
                     print(line, end="", flush=True)
@@ -142,11 +141,6 @@ def _failure(command: Command, code: int, *, with_output: bool) -> TbaError:
     if with_output and LINES_ABOVE in text:
         text = f"{''.join(command.last_lines)}{text}"
     return type(error)(text)
-
-
-def _is_terminal() -> bool:
-    """Return whether a child can draw its progress bar itself: the stdout of a notebook is no terminal."""
-    return sys.stdout is sys.__stdout__ and sys.stdout is not None and sys.stdout.isatty()
 
 
 def _print_error(line: str) -> None:

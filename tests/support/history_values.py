@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tba.api import EvalInfo, LedgerEntry, Stats
-from tba_cli.reports.history import History, Poll, Start, Timing
+from tba_cli.reports.history import History, Timing
 
 STEP_S, WAIT_S = 0.8, 0.2
 RUN_INFO: dict[str, Any] = {
@@ -86,7 +86,6 @@ def history(**changes: object) -> History:
         "seed": 3,
         "num_steps": 10,
         "sync_interval_steps": 2,
-        "num_prompts_final": 512,
         "state": "done",
         "state_reason": None,
         "lineage": 1,
@@ -95,7 +94,6 @@ def history(**changes: object) -> History:
         "ledger": steps,
         "evals": [evaluation("0-0", 0.3), evaluation("1-4", 0.5, num_prompts=64), evaluation("1-10", 0.7)],
         "stats": stats(),
-        "timing": Timing(starts=(Start(started_at_s=90.0, resumed=False),), warm_start_s=12.0),
-        "polls": [Poll(at_s=90.0 + t, step=t, generated=20 * t, trained=10 * t, stored=20 * t) for t in range(40)],
+        "timing": Timing(starts=(90.0,), warm_start_s=12.0),
     }
     return History.model_validate(base | changes)

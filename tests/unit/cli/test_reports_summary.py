@@ -10,9 +10,9 @@ import pytest
 from tba.api import FailedReason, Stats
 from tba_cli.main import main
 from tba_cli.reports.comparison import runs_markdown
-from tba_cli.reports.history import Poll, load_history, load_polls
+from tba_cli.reports.history import load_history
 from tba_cli.reports.outputs import result_lines, write_outputs
-from tba_cli.reports.summary import rate_per_s, summarise, trainer_wait_share
+from tba_cli.reports.summary import summarise, trainer_wait_share
 from tba_cli.run_folder import RunFolder
 from tests.support.history_values import STEP_S, WAIT_S, entry, evaluation, history, stats
 
@@ -27,9 +27,6 @@ def test_the_summary_of_a_plain_run():
     assert summary["warm_start_s"] == 12.0
     assert summary["train_s"] == pytest.approx(110.0 - (101.0 - STEP_S - 3.0))
     assert summary["trainer_wait_share"] == pytest.approx(WAIT_S)  # the long first wait lies in the warm-up
-    assert summary["generated_per_s"] == pytest.approx(20.0)
-    assert summary["trained_per_s"] == pytest.approx(10.0)
-    assert summary["fallback_share"] == pytest.approx(0.05)
     assert summary["mean_policy_age"] == pytest.approx(2.5)
     assert summary["policy_age_histogram"] == {"0": 30, "10": 10}
     assert summary["ledger_violations"] == []
@@ -91,24 +88,10 @@ def test_a_resume_at_the_last_step_is_evaluated_under_the_name_of_its_own_lineag
 
 
 def test_a_run_that_was_stopped_before_its_first_step_has_a_summary():
-    summary = summarise(history(ledger=[], step=0, evals=[evaluation("0-0", 0.3)], polls=[]))
+    summary = summarise(history(ledger=[], step=0, evals=[evaluation("0-0", 0.3)]))
     assert summary["train_s"] is None
     assert summary["first_step_s"] is None
     assert summary["trainer_wait_share"] is None
-
-
-def test_downtime_between_two_supervisors_is_in_no_rate():
-    polls = [Poll(at_s=100.0 + t, step=0, generated=t, trained=0, stored=0) for t in range(31)]
-    later = [Poll(at_s=p.at_s + 500.0, step=0, generated=p.generated + 30, trained=0, stored=0) for p in polls]
-    ledger = [entry(1, at_s=100.0), entry(2, at_s=700.0)]
-    assert rate_per_s(history(polls=[*polls, *later], ledger=ledger, step=2), "generated") == pytest.approx(1.0)
-
-
-def test_a_poll_cut_short_by_a_kill_is_left_out(tmp_path):
-    path = tmp_path / "polls.jsonl"
-    line = Poll(at_s=1.0, step=1, generated=1, trained=1, stored=1).model_dump_json()
-    path.write_text(line + "\n" + line[:20])
-    assert len(load_polls(path)) == 1
 
 
 def test_the_summary_is_computed_from_the_saved_history(tmp_path):
@@ -120,7 +103,7 @@ def test_the_summary_is_computed_from_the_saved_history(tmp_path):
 
 def test_an_empty_run_has_a_summary_too(tmp_path):
     empty = stats().model_copy(update={"policy_age_histogram": {}})
-    write_outputs(RunFolder(tmp_path), history(ledger=[], step=0, evals=[], polls=[], stats=empty))
+    write_outputs(RunFolder(tmp_path), history(ledger=[], step=0, evals=[], stats=empty))
     assert (tmp_path / "summary.json").exists()
 
 
@@ -156,6 +139,11 @@ def test_a_fork_begins_with_the_evaluation_of_the_version_it_was_forked_from():
     )
     assert (summary["start_accuracy"], summary["forked_from"], summary["began_with"]) == (0.4, "1-40", "old/x")
     assert summary["ledger_violations"] == []
+    trained_on = history(
+        ledger=[entry(41, lineage=4, at_s=2.0)], origin=origin, lineage=4, step=41, parents={4: "1-40"}
+    )
+    lines = result_lines(summarise(trained_on), RunFolder(Path("/r")))
+    assert any(line.startswith("1 steps from step 40 on in ") for line in lines), "40 are those of the other run"
 
 
 def test_a_run_that_ended_early_says_why():
@@ -193,13 +181,10 @@ def test_a_run_without_searchers_says_that_nothing_was_evaluated():
     assert not any("pass@1" in line for line in lines)
 
 
-def test_the_best_version_and_the_last_evaluation_are_in_the_summary():
+def test_the_best_version_is_in_the_summary():
     best = {"version": "1-4", "metric": "pass@2", "value": 0.875, "num_prompts": 64, "num_samples": 2}
-    measured = evaluation("1-10", 0.7).model_copy(update={"pass_at": {2: 0.8}, "distinct_2": 0.25})
-    ended = history(best=best, evals=[evaluation("1-4", 0.5), measured, evaluation("1-8", None, "expired")])
+    ended = history(best=best, evals=[evaluation("1-4", 0.5), evaluation("1-8", None, "expired")])
     summary = summarise(ended)
     assert (summary["best_version"], summary["best_metric"], summary["best_value"]) == ("1-4", "pass@2", 0.875)
-    assert (summary["final_pass_at"], summary["final_distinct_2"]) == ({"2": 0.8}, 0.25)
-    assert summary["final_kl_to_reference"] is None
     assert "best version:  1-4 (pass@2 0.875)" in result_lines(summary, RunFolder(Path("/r")))
     assert summarise(history())["best_version"] is None

@@ -36,9 +36,6 @@ from tba.temporary_folders import temporary_folder
 from tba.tokens import new_tokens_files
 
 MARKER = ".tba-run"
-FAILED_STARTS = ".failed-starts"
-"""Folder beside the run folders: the logs of the last start of each run that failed before anything was made."""
-
 MAX_DOCUMENT_BYTES = 2**30
 MAX_LOG_LINES, MAX_LOG_CHARS = 5, 2000
 """Limits of the end of a log that is quoted."""
@@ -178,21 +175,10 @@ class RunFolder:
             else:
                 entry.unlink()
 
-    def discard(self, *, keep_logs: bool) -> Path | None:
-        """Delete the folder of a start that failed, with its lock; return where its logs are kept, if they are.
-
-        Args:
-            keep_logs: move them to `FAILED_STARTS` beside the run folders, in place of those of an earlier start.
-        """
-        kept = self.path.parent / FAILED_STARTS / self.path.name
-        keep_logs = keep_logs and self.logs_path.is_dir() and any(self.logs_path.iterdir())
-        # the reason of the failure is in them, and nothing else of the folder is worth keeping
-        if keep_logs:
-            shutil.rmtree(kept, ignore_errors=True)
-            kept.parent.mkdir(mode=0o700, exist_ok=True)
-            shutil.move(self.logs_path, kept)
-        shutil.rmtree(self.path)
-        return kept if keep_logs else None
+    def discard_empty(self) -> None:
+        """Delete the folder of a start that failed before anything of a run was there, with its lock."""
+        if not self.has_begun and not (self.logs_path.is_dir() and any(self.logs_path.iterdir())):
+            shutil.rmtree(self.path)
 
     def make_folders(self) -> None:
         """Create the folders that children write to, and new secrets for this start."""

@@ -8,6 +8,7 @@ import shlex
 
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
+from tba_cli.commands.fork import forked_recipe, save_origin
 from tba_cli.console import Console, Loudness
 from tba_cli.local.launch import run_folder_of, run_local
 from tba_cli.local.resume import RecipeFile, check_constant, recipe_file_of, resume_recipe, this_program
@@ -22,19 +23,20 @@ def run_command(args: argparse.Namespace) -> int:
     console = Console(loudness_of(args))
     check_flags(args)
     if args.fork is not None:
-        from tba_cli.commands.fork import fork_command  # it imports from here
-
-        return fork_command(args)
-    if args.recipe is None:
+        recipe, recipe_file = forked_recipe(args)
+    elif args.recipe is not None:
+        sets = [*args.set, *flag_sets(args)]
+        recipe, recipe_file = load_recipe(args.recipe, sets=sets), recipe_file_of(args.recipe, sets)
+    else:
         raise ConfigError("name a recipe, such as quickstart, or another run with --fork RUN@VERSION")
-    sets = [*args.set, *flag_sets(args)]
-    recipe, recipe_file = load_recipe(args.recipe, sets=sets), recipe_file_of(args.recipe, sets)
     folder = run_folder_of(recipe)
     if args.resume and folder.has_begun:
         resumed = resumed_recipe(folder, args, args.recipe, console)
         if resumed is None:
             return 0
         recipe, recipe_file = resumed
+    elif args.fork is not None:
+        save_origin(args, recipe, folder)
     return run_local(
         recipe,
         recipe_file=recipe_file,
@@ -108,7 +110,9 @@ def resumed_recipe(
 
 def command_line(args: argparse.Namespace) -> str:
     """Return the command that began this run, without --resume and --fresh."""
-    words = [*this_program(), "run", args.recipe]
+    words = [*this_program(), "run"]
+    words += [] if args.recipe is None else [args.recipe]
+    words += [] if args.fork is None else ["--fork", args.fork]
     words += [] if args.run_name is None else ["--run-name", args.run_name]
     words += [] if args.buffer is None else ["--buffer", args.buffer]
     words += [] if args.seed is None else ["--seed", str(args.seed)]

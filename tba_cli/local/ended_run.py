@@ -220,13 +220,13 @@ async def _with_buffer(
 
     async def work(processes: ProcessManager) -> T:
         async with asyncio.timeout(config.local.start_timeout_s):
-            await processes.start(services.redis())
+            await processes.start(services.spec("redis"))
             await wait_for_redis(folder.redis_socket_path, folder.redis_password_path)
             if script is not None:
                 from tba_buffer.storage.losses import READ  # the one script that a view runs
 
                 await ask_redis(folder.redis_socket_path, folder.redis_password_path, script, "LOAD", READ)
-            await processes.start(services.buffer())
+            await processes.start(services.spec("buffer"))
             with suppress(_ReadableError):
                 await wait_until_ready(config.buffer_url, config.tls.ca_file, check=check_loss)
         return await use(client, config)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Sequence
 
@@ -20,10 +19,9 @@ from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError, ServiceError, WaitTimeoutError
 from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport, load_report, read_prompts
 from tba.tokens import role_token
-from tba_cli.child_processes import child_environ
 from tba_cli.console import Console, Loudness
-from tba_cli.local.processes import ChildProcess, ProcessManager, ProcessSpec, run_with_processes
-from tba_cli.local.services import wait_for_reward
+from tba_cli.local.processes import ChildProcess, ProcessManager, run_with_processes
+from tba_cli.local.services import Services, wait_for_reward
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.reports.comparison import evaluation_markdown
 from tba_cli.run_folder import RunFolder
@@ -84,7 +82,8 @@ def evaluate_here(
         if url is None:
             await start_reward(processes, config, folder, console)
         await asyncio.to_thread(_check_tasks, config, tasks)
-        child = await processes.start(_evaluator_child(config, folder))
+        services = Services(config, folder, environ=os.environ)
+        child = await processes.start(services.spec("evaluator", words=["--job", str(folder.path / JOB_NAME)]))
         if await _end_of(child, console, silence_s=recipe.eval.published.silence_s):
             await asyncio.Event().wait()  # the watch of the manager explains the end of the child, and cancels this
 
@@ -102,10 +101,7 @@ async def start_reward(processes: ProcessManager, config: Recipe, folder: RunFol
         WaitTimeoutError: it was not ready within `local.start_timeout_s`.
     """
     console.info(f"starting a reward service at {config.reward_url}")
-    # our own service needs digests alone; a tokens file of the recipe is taken as it is
-    own = folder.tokens_path("reward") if config.auth.tokens_file == str(folder.tokens_path("all")) else None
-    environ = child_environ(os.environ, num_threads=1, gpus=config.local.gpus.reward, tokens_file=own)
-    await processes.start(ProcessSpec(name="reward", command=_command(folder, "tba_reward"), environ=environ))
+    await processes.start(Services(config, folder, environ=os.environ).spec("reward"))
     timeout_s, client = config.local.start_timeout_s, reward_client(config)
     try:
         async with asyncio.timeout(timeout_s):
@@ -198,17 +194,3 @@ def with_own_tokens(config: Recipe, folder: RunFolder) -> Recipe:
     document = config.model_dump(mode="json")
     document["auth"]["tokens_file"] = str(folder.tokens_path("all"))
     return parse_recipe(document, where="recipe")
-
-
-def _evaluator_child(config: Recipe, folder: RunFolder) -> ProcessSpec:
-    # the evaluator uses the GPUs of the first searcher
-    gpus = config.local.gpus.searchers
-    environ = child_environ(
-        os.environ, num_threads=config.searcher.torch_num_threads, gpus=None if gpus is None else gpus[0]
-    )
-    command = [*_command(folder, "tba_searcher.evaluation"), "--job", str(folder.path / JOB_NAME)]
-    return ProcessSpec(name="evaluator", command=command, environ=environ)
-
-
-def _command(folder: RunFolder, module: str) -> list[str]:
-    return [sys.executable, "-m", module, "--config", str(folder.path / CONFIG_NAME)]

@@ -96,30 +96,26 @@ def run_local(
             )
             summary = asyncio.run(supervisor.run())
         except StopRequestedError:
-            _discard_unbegun(folder, keep_logs=False)
             _note_end(folder, "stopped by Ctrl-C or a signal")
             console.result(_next_command(folder, resume_command))
             return EXIT_INTERRUPTED
         except TbaError as error:
-            made_nothing = supervisor is not None and supervisor.made_nothing and not resume
-            kept = _discard_unbegun(folder, keep_logs=True, also_begun=made_nothing)
-            # the logs were moved, so the error has to name their new place
-            text = str(error) if kept is None else str(error).replace(str(folder.logs_path), str(kept))
+            if supervisor is not None and supervisor.made_nothing and not resume:
+                folder.recipe_path.unlink(missing_ok=True)  # there is nothing to resume: the next start begins again
+            text = str(error)
             can_resume = isinstance(error, ChildError) or (supervisor is not None and folder.has_begun)
             if supervisor is not None:  # else the folder still holds an older run as it was
                 _note_end(folder, text)
             error.args = (f"{text}; {_next_command(folder, resume_command)}" if can_resume else text,)
             raise
         except OSError as error:
-            _discard_unbegun(folder, keep_logs=False)
             what = explain_full_disk(error, folder.path.parent, tempfile.gettempdir())
             if what is None:
                 raise
             _note_end(folder, what)
             raise ChildError(f"{what}; {_next_command(folder, resume_command)}") from None
-        except BaseException:
-            _discard_unbegun(folder, keep_logs=False)
-            raise
+        finally:
+            folder.discard_empty()
         _note_end(folder, "it is done")
     for line in result_lines(summary, folder):
         console.result(line)
@@ -157,17 +153,9 @@ def _prepare(
 
 
 def _note_end(folder: RunFolder, reason: str) -> None:
-    """Write when and why the run ended, unless its folder was deleted."""
-    if folder.path.is_dir():
-        with suppress(OSError):  # a full disk must not hide the reason of the end
-            folder.write_json(folder.ended_path, {"at_s": time.time(), "reason": reason})
-
-
-def _discard_unbegun(folder: RunFolder, *, keep_logs: bool, also_begun: bool = False) -> Path | None:
-    """Delete the folder of a start that failed, and return where its logs are kept; keep a run that can be resumed."""
-    if folder.has_begun and not also_begun:
-        return None
-    return folder.discard(keep_logs=keep_logs)
+    """Write when and why the run ended."""
+    with suppress(OSError):  # a full disk must not hide the reason of the end
+        folder.write_json(folder.ended_path, {"at_s": time.time(), "reason": reason})
 
 
 def _next_command(folder: RunFolder, command: str) -> str:

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from tba.errors import ChildError
+from tba.errors import ChildError, ServiceError
 from tba.service_main import EXIT_CONFIG, EXIT_STOPPED
 from tba.store.file import explain_no_space
 from tba_cli.console import Console
@@ -28,24 +28,51 @@ TAIL_LINES = 15
 READ_BYTES = 64 * 1024
 OUTPUT_END_TIMEOUT_S = 2.0
 RESTART_DELAY_S = 1.0
-STOP_ORDER = ("warm-start", "evaluator", "trainer", "searcher", "reward", "buffer", "redis")
-WORKERS = ("warm-start", "evaluator")
-"""Children that end by themselves when their work is done."""
+DYING_S = 1.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """How to start a child. The output of one that `is_chatty` stays in the log.
+class Part:
+    """What holds for every process of one kind."""
 
-    One that `awaits_its_turn` has SIGTERM blocked, as have its own children unless they unblock it.
-    """
+    ends: Literal["never", "by itself", "with the run"] = "never"
+    """When exit code 0 is no failure."""
+    is_restarted: bool = False
+    """One that dies is started again. The end of any other ends the run."""
+    awaits_its_turn: bool = False
+    """SIGTERM is blocked, also for its own children unless they unblock it; SIGINT asks it to end."""
+    is_chatty: bool = False
+    """Its output stays in the log."""
+
+
+PARTS = {
+    "warm-start": Part(ends="by itself"),
+    "evaluator": Part(ends="by itself"),
+    "trainer": Part(ends="with the run"),
+    # a second SIGTERM would have it leave its processes in the middle of their checkpoint
+    "torchrun": Part(ends="with the run", awaits_its_turn=True),
+    "searcher": Part(ends="with the run", is_restarted=True),
+    "reward": Part(awaits_its_turn=True),
+    "buffer": Part(awaits_its_turn=True),
+    "redis": Part(awaits_its_turn=True, is_chatty=True),
+}
+"""The kinds of processes, in the order in which they are stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """How to start a child."""
 
     name: str
+    kind: str
     command: Sequence[str]
     environ: Mapping[str, str] = field(repr=False)
-    is_chatty: bool = False
-    awaits_its_turn: bool = False
+
+    @property
+    def part(self) -> Part:
+        """What holds for processes of its kind."""
+        return PARTS[self.kind]
 
 
 class ChildProcess:
@@ -73,7 +100,7 @@ class ChildProcess:
         Raises:
             ChildError: the program cannot be started.
         """
-        blocked = (signal.SIGHUP, signal.SIGTERM) if spec.awaits_its_turn else (signal.SIGHUP,)
+        blocked = (signal.SIGHUP, signal.SIGTERM) if spec.part.awaits_its_turn else (signal.SIGHUP,)
         # A child inherits the mask, and no handler of its own (Redis has one for SIGTERM) undoes that. It is forked
         # before the first wait. Another start may begin in that wait, so the mask of before would be that one's.
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -128,7 +155,7 @@ class ChildProcess:
 
     async def stop(self, timeout_s: float) -> int:
         """Ask the process to end, wait up to `timeout_s`, then send SIGKILL; return the exit code."""
-        self.send(signal.SIGINT if self.spec.awaits_its_turn else signal.SIGTERM)
+        self.send(signal.SIGINT if self.spec.part.awaits_its_turn else signal.SIGTERM)
         return await self.wait_or_kill(timeout_s)
 
     async def wait_or_kill(self, timeout_s: float) -> int:
@@ -171,7 +198,7 @@ class ChildProcess:
     def _see(self, line: bytes, on_line: Callable[[str, str], None]) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         self.tail.append(text)
-        if not self.spec.is_chatty:
+        if not self.spec.part.is_chatty:
             on_line(self.name, text)
 
 
@@ -290,7 +317,7 @@ class ProcessManager:
         # without buffer or Redis no other child can finish its work, so the others are killed at once
         if any(child.name in ("redis", "buffer") and not child.is_running for child in self._children.values()):
             self.kill(except_for=("redis",))
-        for kind in STOP_ORDER:
+        for kind in PARTS:
             await asyncio.gather(*(child.stop(self._stop_timeout_s) for child in self._of(kind)))
 
     def kill(self, *, except_for: tuple[str, ...] = ()) -> None:
@@ -300,17 +327,15 @@ class ProcessManager:
                 child.send(signal.SIGKILL)
 
     def _of(self, kind: str) -> list[ChildProcess]:
-        return [child for name, child in self._children.items() if name == kind or name.startswith(f"{kind}-")]
+        return [child for child in self._children.values() if child.spec.kind == kind]
 
     async def _handle_end(self, child: ChildProcess, code: int) -> None:
-        is_searcher = child.name.startswith("searcher-")
-        if child in self._retired or (self._run_is_over and (is_searcher or child.name == "trainer")):
+        part = child.spec.part
+        if child in self._retired or (self._run_is_over and part.ends == "with the run"):
             return
-        if code == 0 and child.name in WORKERS:
+        if code == 0 and (part.ends == "by itself" or (part.ends == "with the run" and await self._is_over())):
             return
-        if code == 0 and (is_searcher or child.name == "trainer") and await self._is_over():
-            return
-        if not is_searcher:
+        if not part.is_restarted:
             raise ChildError(self._describe_end(child, code))
         if code != EXIT_CONFIG and self._num_searcher_restarts < self._max_searcher_restarts:
             self._num_searcher_restarts += 1
@@ -346,6 +371,26 @@ class ProcessManager:
         return f"{child.name} died ({describe_exit(code)}); {where}{more}"
 
 
+async def until_first_end(work: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]) -> T:
+    """Return the result of the work, unless one of the others, which never end, fails before.
+
+    A dead child explains a failed call of the work, so the errors of the others come first.
+    """
+    task, rest = asyncio.create_task(work), [asyncio.create_task(each) for each in others]
+    try:
+        await asyncio.wait({task, *rest}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and isinstance(task.exception(), ServiceError):  # a child may be dying right now
+            await asyncio.wait(rest, timeout=DYING_S, return_when=asyncio.FIRST_COMPLETED)
+        for each in (*rest, task):
+            if each.done():
+                each.result()
+        return task.result()
+    finally:
+        for each in (task, *rest):
+            each.cancel()
+        await asyncio.gather(task, *rest, return_exceptions=True)
+
+
 async def run_with_processes(
     work: Callable[[ProcessManager], Coroutine[Any, Any, T]],
     folder: RunFolder,
@@ -371,16 +416,8 @@ async def run_with_processes(
         max_searcher_restarts=0,
         stop_timeout_s=stop_timeout_s,
     )
-    watch = asyncio.create_task(processes.watch(), name="watch the children")
-    task = asyncio.create_task(work(processes), name="work")
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if watch.done():
-            watch.result()
-        return task.result()
+        return await until_first_end(work(processes), processes.watch())
     finally:
-        for running in (task, watch):
-            running.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
         await processes.stop()
         reaper.close()

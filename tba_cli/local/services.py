@@ -10,8 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 from tba.api import SearchersInfo
 from tba.clients import RewardClient
@@ -30,6 +28,7 @@ QUIET_START_S = 2.0
 """A reason that is gone by then is not worth a line."""
 DRAIN_SLACK_S = 10.0
 MAX_PROBLEM_BYTES = 64 * 1024
+WITH_TOKENS = ("buffer", "reward", "searcher", "trainer")
 
 
 class Services:
@@ -37,82 +36,71 @@ class Services:
 
     Args:
         environ: the environment that children inherit, mostly.
-        redis_binary: path of redis-server.
+        redis_binary: path of redis-server, for a run with a Redis of its own.
     """
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, *, environ: Mapping[str, str], redis_binary: str) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, *, environ: Mapping[str, str], redis_binary: str = ""
+    ) -> None:
         self._recipe = recipe
         self._folder = folder
         self._environ = environ
         self._redis_binary = redis_binary
 
-    def redis(self) -> ProcessSpec:
-        """Return the run's own Redis."""
-        folder: Path = self._folder.redis_path
-        conf = self._folder.redis_conf_path
-        command = redis_command(self._redis_binary, socket=self._folder.redis_socket_path, folder=folder, conf=conf)
-        environ = child_environ(self._environ, num_threads=1) | {"BLOCK_WITH": sys.executable}
-        return ProcessSpec(name="redis", command=command, environ=environ, is_chatty=True, awaits_its_turn=True)
+    def spec(self, kind: str, number: int = 0, *, words: Sequence[str] = ()) -> ProcessSpec:
+        """Return how to start a process.
 
-    def warm_start(self) -> ProcessSpec:
-        """Return the program that makes the starting model."""
-        return self._python("warm-start", "tba_cli.starter_models.warm_start", self._recipe.trainer.torch_num_threads)
-
-    def buffer(self) -> ProcessSpec:
-        """Return the buffer service."""
-        # one thread: it waits for Redis most of the time
-        return replace(self._python("buffer", "tba_buffer", 1), awaits_its_turn=True)
-
-    def reward(self) -> ProcessSpec:
-        """Return the reward service."""
-        reward = self._python("reward", "tba_reward", 1, gpus=self._recipe.local.gpus.reward)
-        return replace(reward, awaits_its_turn=True)
+        Args:
+            kind: of `processes.PARTS`.
+            number: of a searcher, from 0.
+            words: more arguments.
+        """
+        if kind == "redis":
+            return self._redis()
+        trainer, searcher, gpus = self._recipe.trainer, self._recipe.searcher, self._recipe.local.gpus
+        # `tba scale` may ask for more searchers than the recipe lists GPUs for
+        searcher_gpus = None if gpus.searchers is None else gpus.searchers[number % len(gpus.searchers)]
+        # the services have one thread: they wait most of the time
+        module, num_threads, own_gpus = {
+            "warm-start": ("tba_cli.starter_models.warm_start", trainer.torch_num_threads, None),
+            "buffer": ("tba_buffer", 1, None),
+            "reward": ("tba_reward", 1, gpus.reward),
+            "trainer": ("tba_trainer", trainer.torch_num_threads, gpus.trainer),
+            "torchrun": ("tba_trainer.distributed.launch", trainer.torch_num_threads, gpus.trainer),
+            "searcher": ("tba_searcher", searcher.torch_num_threads, searcher_gpus),
+            "evaluator": ("tba_searcher.evaluation", searcher.torch_num_threads, searcher_gpus),
+        }[kind]
+        # a child gets only the tokens that it needs; a tokens file of the recipe is for everyone
+        has_own = self._recipe.auth.tokens_file == str(self._folder.tokens_path("all"))
+        role = "trainer" if kind == "torchrun" else kind
+        environ = child_environ(
+            self._environ,
+            num_threads=num_threads,
+            searcher_id=f"searcher-{number}" if kind == "searcher" else None,
+            tokens_file=self._folder.tokens_path(role) if has_own and role in WITH_TOKENS else None,
+            gpus=own_gpus,
+        )
+        return ProcessSpec(
+            name=f"searcher-{number}" if kind == "searcher" else role,
+            kind=kind,
+            command=[sys.executable, "-m", module, *words, "--config", str(self._folder.config_path)],
+            environ=environ,
+        )
 
     def trainer(self) -> ProcessSpec:
-        """Return the trainer; torchrun starts it where it has several processes."""
-        section, gpus = self._recipe.trainer, self._recipe.local.gpus.trainer
-        if section.num_processes == 1:
-            return self._python("trainer", "tba_trainer", section.torch_num_threads, gpus=gpus)
-        module, num = "tba_trainer.distributed.launch", str(section.num_processes)
-        torchrun = self._python("trainer", module, section.torch_num_threads, num, gpus=gpus)
-        # a second SIGTERM would have it leave its processes in the middle of their checkpoint
-        return replace(torchrun, awaits_its_turn=True)
+        """Return how to start the trainer; torchrun starts it where it has several processes."""
+        num = self._recipe.trainer.num_processes
+        return self.spec("trainer") if num == 1 else self.spec("torchrun", words=[str(num)])
 
-    def searcher(self, index: int) -> ProcessSpec:
-        """Return searcher number `index`, from 0."""
-        searcher_id, gpus = f"searcher-{index}", self._recipe.local.gpus.searchers
-        return ProcessSpec(
-            name=searcher_id,
-            command=self._command("tba_searcher"),
-            environ=child_environ(
-                self._environ,
-                num_threads=self._recipe.searcher.torch_num_threads,
-                searcher_id=searcher_id,
-                tokens_file=self._tokens_file("searcher"),
-                # `tba scale` may ask for more searchers than the recipe lists GPUs for
-                gpus=None if gpus is None else gpus[index % len(gpus)],
-            ),
+    def _redis(self) -> ProcessSpec:
+        command = redis_command(
+            self._redis_binary,
+            socket=self._folder.redis_socket_path,
+            folder=self._folder.redis_path,
+            conf=self._folder.redis_conf_path,
         )
-
-    def _python(
-        self, name: str, module: str, num_threads: int, *arguments: str, gpus: Sequence[int] | None = None
-    ) -> ProcessSpec:
-        return ProcessSpec(
-            name=name,
-            command=self._command(module, *arguments),
-            environ=child_environ(
-                self._environ, num_threads=num_threads, gpus=gpus, tokens_file=self._tokens_file(name)
-            ),
-        )
-
-    def _tokens_file(self, name: str) -> Path | None:
-        """Return the tokens file that this run made for the child, or None where the recipe has its own."""
-        # a child gets only the tokens that it needs; a tokens file of the recipe is for everyone
-        own = self._recipe.auth.tokens_file == str(self._folder.tokens_path("all"))
-        return self._folder.tokens_path(name) if own and name in ("buffer", "reward", "searcher", "trainer") else None
-
-    def _command(self, module: str, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", module, *arguments, "--config", str(self._folder.config_path)]
+        environ = child_environ(self._environ, num_threads=1) | {"BLOCK_WITH": sys.executable}
+        return ProcessSpec(name="redis", kind="redis", command=command, environ=environ)
 
 
 class SearcherPool:
@@ -159,7 +147,7 @@ class SearcherPool:
                 self._stopping.add(task := asyncio.create_task(stop, name=f"stop {name}"))
                 task.add_done_callback(self._stopping.discard)
         for number in range(desired):
-            spec = self._services.searcher(number)
+            spec = self._services.spec("searcher", number)
             if self._processes.may_start(spec.name, even_if_given_up=is_new_request):
                 await self._processes.start(spec)
 

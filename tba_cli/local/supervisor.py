@@ -35,12 +35,12 @@ from typing import Any, TypeVar
 from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
-from tba.errors import ChildError, OlderRedisError, ServiceError, WaitTimeoutError
+from tba.errors import ChildError, ConfigError, OlderRedisError, ServiceError, WaitTimeoutError
 from tba.store import ObjectStore
 from tba.tokens import operator_client_token
 from tba.weights import check_lineage
 from tba_cli.console import Console
-from tba_cli.local.processes import ProcessManager
+from tba_cli.local.processes import ProcessManager, until_first_end
 from tba_cli.local.progress import RunWatcher
 from tba_cli.local.resume import RecipeFile, this_program
 from tba_cli.local.services import SearcherPool, Services, wait_for_reward, wait_until_ready
@@ -98,21 +98,13 @@ class Supervisor:
         self._prompts = prompts
         self._console = console
         self._needs_warm_start = needs_warm_start
-        self._token = operator_client_token(recipe.auth.tokens_file)
-        self._client = BufferClient(
-            recipe.buffer_url,
-            token=self._token,
-            retry_s=CALL_RETRY_S,
-            timeout_s=CALL_TIMEOUT_S,
-            ca_file=recipe.tls.ca_file,
-        )
-        self._rewards = RewardClient(
-            recipe.reward_url,
-            token=self._token,
-            retry_s=CALL_RETRY_S,
-            timeout_s=CALL_TIMEOUT_S,
-            ca_file=recipe.tls.ca_file,
-        )
+        self._calls: dict[str, Any] = {
+            "token": operator_client_token(recipe.auth.tokens_file),
+            "timeout_s": CALL_TIMEOUT_S,
+            "ca_file": recipe.tls.ca_file,
+        }
+        self._client = BufferClient(recipe.buffer_url, retry_s=CALL_RETRY_S, **self._calls)
+        self._rewards = RewardClient(recipe.reward_url, retry_s=CALL_RETRY_S, **self._calls)
         self._stop_requested = asyncio.Event()
         self._first_signal, self._signalled_at_s = signal.SIGINT, 0.0
         self._reaper = OrphanReaper(lock_fd)
@@ -142,7 +134,12 @@ class Supervisor:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            return await self._until_first_end()
+            return await until_first_end(self._work(), self._wait_for_signal(), self._processes.watch())
+        except ChildError as error:
+            self._console.result(f"stopping: {error}")
+            # now, while the buffer still runs
+            self.made_nothing = await asyncio.to_thread(self._has_made_nothing)
+            raise
         finally:
             # first: other commands must not find services that are about to end
             self._folder.endpoints_path.unlink(missing_ok=True)
@@ -152,32 +149,6 @@ class Supervisor:
             self._rewards.close()
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
-
-    async def _until_first_end(self) -> dict[str, Any]:
-        work = asyncio.create_task(self._work(), name="work")
-        others = [
-            asyncio.create_task(self._processes.watch(), name="watch the children"),
-            asyncio.create_task(self._wait_for_signal(), name="wait for a signal"),
-        ]
-        try:
-            await asyncio.wait({work, *others}, return_when=asyncio.FIRST_COMPLETED)
-            # a dead child explains a failed call of the work, so it comes first
-            for task in (*reversed(others), work):
-                if task.done():
-                    task.result()
-            return work.result()
-        except ServiceError:
-            await self._prefer_dead_child(others[0])
-            raise
-        except ChildError as error:
-            self._console.result(f"stopping: {error}")
-            # now, while the buffer still runs
-            self.made_nothing = await asyncio.to_thread(self._has_made_nothing)
-            raise
-        finally:
-            for task in (work, *others):
-                task.cancel()
-            await asyncio.gather(work, *others, return_exceptions=True)
 
     def _has_made_nothing(self) -> bool:
         found = self._ask_once(lambda client: (client.run(), client.stats()))
@@ -189,22 +160,13 @@ class Supervisor:
 
     def _ask_once(self, ask: Callable[[BufferClient], T]) -> T | None:
         """Return the answer of the buffer to one attempt, or None where it gives none."""
-        recipe = self._recipe
-        client = BufferClient(
-            recipe.buffer_url, token=self._token, retry_s=0, timeout_s=CALL_TIMEOUT_S, ca_file=recipe.tls.ca_file
-        )
+        client = BufferClient(self._recipe.buffer_url, retry_s=0, **self._calls)
         try:
             return ask(client)
         except ServiceError:
             return None
         finally:
             client.close()
-
-    async def _prefer_dead_child(self, watch: asyncio.Task[None]) -> None:
-        """Raise ChildError where a failed call has its cause in a child that is dying right now."""
-        await asyncio.wait({watch}, timeout=1.0)
-        if watch.done():
-            watch.result()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop_requested.is_set():
@@ -240,7 +202,7 @@ class Supervisor:
         """Make the starting model; its time is not part of the run's."""
         self._console.info(f"making the starting model {self._recipe.model.path} (once; later runs reuse it)")
         begun_s = time.monotonic()
-        child = await self._processes.start(self._services.warm_start())
+        child = await self._processes.start(self._services.spec("warm-start"))
         assert child.exit_code is not None
         if await asyncio.shield(child.exit_code) != 0:
             await asyncio.Event().wait()  # the watch of the manager explains the end, and cancels this
@@ -252,16 +214,16 @@ class Supervisor:
         self._console.info(f"run {self._recipe.run.name!r} in {self._folder.path}")
         self._write_timing(starts=(*load_timing(self._folder).starts, time.time()))
         # in order: the buffer is not ready before Redis has read its file
-        await self._processes.start(self._services.redis())
+        await self._processes.start(self._services.spec("redis"))
         await self._within("redis", wait_for_redis(self._folder.redis_socket_path, self._folder.redis_password_path))
-        await self._processes.start(self._services.buffer())
+        await self._processes.start(self._services.spec("buffer"))
         ca_file = self._recipe.tls.ca_file
         ready = wait_until_ready(
             self._recipe.buffer_url, ca_file, on_progress=self._not_ready("buffer"), check=self._explain_loss
         )
         await self._within("buffer", ready)
         self._loss = ""
-        await self._processes.start(self._services.reward())
+        await self._processes.start(self._services.spec("reward"))
         await self._within("reward", wait_for_reward(self._rewards, ca_file, on_progress=self._not_ready("reward")))
 
     def _not_ready(self, name: str) -> Callable[[str], None]:
@@ -330,8 +292,13 @@ class Supervisor:
         check_healthy(reward for reward in rewards if reward.task in asked)
 
     def _check_redis(self) -> None:
-        """Raise OlderRedisError where Redis does not hold the run that has begun here: it would begin again."""
-        stats, run = self._client.stats(), self._recipe.run.name
+        """Check that Redis holds the run that has begun here, and that the recipe asks for no fewer steps.
+
+        Raises:
+            OlderRedisError: it does not hold the run, which would begin again.
+            ConfigError: the run has made more steps than `trainer.num_steps`.
+        """
+        stats, run, num_steps = self._client.stats(), self._recipe.run.name, self._recipe.trainer.num_steps
         if not stats.num_prompts_train + stats.num_prompts_heldout:
             raise OlderRedisError(
                 f"run {run!r} has begun, and its Redis ({self._folder.redis_path}) holds nothing of it: the files are "
@@ -339,6 +306,8 @@ class Supervisor:
                 "Nothing was changed. Put that right, or begin again with --fresh, or another run with --run-name"
             )
         check_lineage(self._store, run, lambda: self._client.run().lineage)
+        if (made := self._client.run().step) > num_steps:
+            raise ConfigError(f"run {run!r} has made {made} steps, and trainer.num_steps is {num_steps}; raise it")
 
     async def _watch_run(self, *, failed_lineage: int | None) -> None:
         watcher = RunWatcher(

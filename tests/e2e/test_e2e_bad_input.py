@@ -56,7 +56,7 @@ def test_what_only_a_service_can_refuse_ends_the_run_with_its_sentence(
     assert sentence in started.err
     assert "Traceback" not in started.out + started.err
     assert place.pids() == []
-    assert not place.folder.exists()
+    assert not (place.folder / "recipe.json").exists(), "there is nothing to resume"
 
 
 @pytest.mark.parametrize(

@@ -121,12 +121,8 @@ def test_a_stopped_run_ends_early_with_checkpoint_evaluation_and_model(place: Pl
         assert "Traceback" not in place.log(child)
 
 
-def test_a_stopped_run_is_resumed_to_more_steps_and_nothing_else(place: Place) -> None:
+def test_a_stopped_run_is_resumed_to_more_steps(place: Place) -> None:
     steps = place.summary()["steps"]
-    fewer = place.start("--resume", "--set", f"trainer.num_steps={steps}")
-    assert fewer.wait() == 2, fewer.out
-    assert f"trainer.num_steps above {steps}" in fewer.err
-    assert place.summary()["state"] == "done"
     more = place.start("--resume", "--set", f"trainer.num_steps={steps + 4}")
     assert more.wait() == 0, more.err + more.out
     summary = place.summary()

@@ -118,16 +118,6 @@ def test_the_best_version_is_named_and_can_be_exported_after_the_run(finished: P
     assert f"# {RUN}, version 1-{NUM_STEPS}" in (finished.folder / "model" / "README.md").read_text()
 
 
-def test_a_finished_run_is_looked_at_but_neither_resumed_nor_overwritten(finished: Place) -> None:
-    resumed = finished.start("--resume")
-    assert resumed.wait() == 0
-    assert "nothing to resume" in resumed.out
-    again = finished.start()
-    assert again.wait() == 2
-    assert again.err.count("\n") == 1
-    assert "--fresh" in again.err
-
-
 @pytest.fixture(scope="module")
 def s3_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The section of a bucket on an S3 server."""

@@ -50,7 +50,6 @@ class Workplace:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.folder = path / "runs" / "demo"
-        self.failed_logs = path / "runs" / ".failed-starts" / "demo"
         self.started: list[subprocess.Popen[str]] = []
         self.environ = os.environ | {"PYTHONPATH": f"{FAKES}:{ROOT}", "OMP_NUM_THREADS": "1"}
         (path / "recipe.toml").write_text(RECIPE)

@@ -17,7 +17,7 @@ from tba.config import Recipe
 from tba.errors import ConfigError, ModelError
 from tba.service_main import service_main
 from tba.store.file import FileStore, explain_full_disk
-from tba_cli.commands import config, fork
+from tba_cli.commands import config
 from tba_cli.commands.rescore import progress_line, rescore_lines
 from tba_cli.main import main
 from tests.support.waits import DEADLINE_S
@@ -77,7 +77,7 @@ def test_a_fork_is_resumed_although_the_run_that_it_came_from_is_gone(
 ) -> None:
     resumed: list[tuple[Recipe, dict[str, Any]]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fork, "run_local", lambda recipe, **how: resumed.append((recipe, how)) or 0)
+    monkeypatch.setattr("tba_cli.commands.run.run_local", lambda recipe, **how: resumed.append((recipe, how)) or 0)
     folder = tmp_path / "runs" / "forked"
     folder.mkdir(parents=True)
     document = {"run": {"name": "forked"}, "model": {"path": "m"}, "data": {"generator": "addition"}}

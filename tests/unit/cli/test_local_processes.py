@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from tba.errors import ChildError, ConfigError
-from tba_cli.local.processes import ProcessManager
+from tba_cli.local.processes import ProcessManager, ProcessSpec
 from tba_cli.ports import PortRequest, choose_ports
 
 # ---- The message about a child that ended before the run was over ---------------------------------------------------
@@ -39,7 +39,8 @@ def end_of_a_trainer(code: int, folder: Path) -> None:
     async def watch() -> None:
         exit_code = asyncio.get_running_loop().create_future()
         exit_code.set_result(code)
-        child = cast("Any", FakeChild(name="trainer", tail=[], exit_code=exit_code))
+        spec = ProcessSpec(name="trainer", kind="trainer", command=[], environ={})
+        child = cast("Any", FakeChild(name="trainer", spec=spec, tail=[], exit_code=exit_code))
         processes._ended.put_nowait(child)
         await processes.watch()
 

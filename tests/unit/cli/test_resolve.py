@@ -163,9 +163,10 @@ def test_children_see_the_gpus_that_the_recipe_gives_them(tmp_path):
     gpus = {"trainer": [0, 1], "searchers": [[2], [3]], "reward": [3]}
     recipe = make(local={"gpus": gpus}, trainer={"num_processes": 2})
     services = Services(recipe, RunFolder(tmp_path / "r"), environ={}, redis_binary="redis")
-    children = [services.trainer(), services.reward(), *(services.searcher(index) for index in range(3))]
+    searchers = [services.spec("searcher", number) for number in range(3)]
+    children = [services.trainer(), services.spec("reward"), *searchers]
     assert [child.environ["CUDA_VISIBLE_DEVICES"] for child in children] == ["0,1", "3", "2", "3", "2"]
-    assert "CUDA_VISIBLE_DEVICES" not in services.buffer().environ
+    assert "CUDA_VISIBLE_DEVICES" not in services.spec("buffer").environ
 
 
 def test_every_process_of_the_trainer_needs_a_gpu_of_its_own():

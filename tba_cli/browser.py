@@ -1,4 +1,4 @@
-"""Open pages in a browser without showing their tokens: the arguments of a process are visible to other users."""
+"""Open a page in a browser without showing its token: the arguments of a process are visible to other users."""
 
 from __future__ import annotations
 
@@ -19,42 +19,38 @@ REDIRECT = (
 )
 
 
-class BrowserPages:
-    """Opens addresses. One with a token is put into a file that only this user can read, and which leads there.
+class BrowserPage:
+    """Opens an address. One with a token is put into a file that only this user can read, and which leads there.
 
-    The files are deleted at the end of the block.
+    The file is deleted at the end of the block.
     """
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._num_files = 0
 
-    def __enter__(self) -> BrowserPages:
-        """Return the pages."""
+    def __enter__(self) -> BrowserPage:
+        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Delete the files."""
+        """Delete the file."""
         if self._folder is not None:
             self._folder.cleanup()
-            self._folder = None
 
     def open(self, url: str) -> None:
         """Open an address in the browser."""
         webbrowser.open(self._file_for(url).as_uri() if "#" in url else url)
 
     def wait_until_read(self) -> None:
-        """Wait until a browser must have read the files, for a command that ends now."""
+        """Wait until a browser must have read the file, for a command that ends now."""
         if self._folder is not None:
             time.sleep(READ_S)
 
     def _file_for(self, url: str) -> Path:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="tba-view-")
-        self._num_files += 1
-        path = Path(self._folder.name) / f"{self._num_files}.html"
+        self._folder = tempfile.TemporaryDirectory(prefix="tba-view-")
+        path = Path(self._folder.name) / "page.html"
         # the mode from the first byte on
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(REDIRECT.format(url=html.escape(url)))

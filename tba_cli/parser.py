@@ -85,8 +85,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("json", *TARGET):
         if getattr(args, name) and name not in takes:
             parser.error(f"this command does not take --{name.replace('_', '-')}")
-    runs = getattr(args, "run", None) or getattr(args, "runs", None)
-    named = [flag for flag, value in (("--url", args.url), ("--run-dir", args.run_dir), ("RUN", runs)) if value]
+    run = getattr(args, "run", None)
+    named = [flag for flag, value in (("--url", args.url), ("--run-dir", args.run_dir), ("RUN", run)) if value]
     if "url" in takes and len(named) > 1:
         parser.error(f"argument {named[1]}: not allowed with argument {named[0]}")
     return args

@@ -91,7 +91,7 @@ tba prompts list --id addition-58-25""",
 tba ledger check
 tba ledger check quickstart-seed0 --json""",
         "view": """\
-tba view seed0 seed1              # two pages; without a name: that of the newest run under runs/
+tba view seed0                    # without a name: the newest run under runs/
 tba view seed0 --snapshot end     # what `tba buffer save end` has saved
 tba view --url https://buffer:8700 --token-file operator.token""",
         "rollouts list": """\

@@ -30,10 +30,7 @@ def add_view(commands: Subparsers) -> None:
         "view",
         help="show the page of a run in a browser; a run that is over, or a snapshot, is served read-only until Ctrl-C",
     )
-    view.add_argument(
-        "runs", metavar="RUN", nargs="*", default=[], help="names of runs under runs/, each a page; default: the newest"
-    )
-    take(view, *TARGET)
+    add_target(view)
     _add_snapshot(view)
     view.add_argument(
         "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"

@@ -6,11 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from tba_cli.browser import BrowserPages
+from tba_cli.browser import BrowserPage
 from tba_cli.run_target import Page, ended_run, endpoints_of, open_target, run_folder, snapshot_name
 
 if TYPE_CHECKING:
@@ -18,50 +18,38 @@ if TYPE_CHECKING:
 
 
 def view_command(args: argparse.Namespace) -> int:
-    """Open each page in a browser and print its address, without its token; serve those of runs that are over, and of
-    snapshots, until Ctrl-C or SIGTERM."""
-    pages = [_page(argparse.Namespace(**{**vars(args), "run": name})) for name in args.runs or [None]]
-    with BrowserPages() as browser:
-        _show(pages, args, browser)
+    """Open the page in a browser and print its address, without its token; serve that of a run that is over, or of a
+    snapshot, until Ctrl-C or SIGTERM."""
+    page = _page(args)
+    with BrowserPage() as browser:
+
+        def show(page: Page) -> None:
+            _print(page, args)
+            if not args.no_open and has_display(os.environ):
+                browser.open(page.url)
+
+        if isinstance(page, Page):
+            show(page)
+            browser.wait_until_read()
+        else:
+            from tba_cli.local.ended_run import serve_view  # no image holds the launcher
+
+            serve_view(page, port=args.port, show=show)
     return 0
 
 
-def _show(pages: Sequence[Page | View], args: argparse.Namespace, browser: BrowserPages) -> None:
-    views = [page for page in pages if not isinstance(page, Page)]
-
-    def show(served: list[Page]) -> None:
-        left = iter(served)
-        # in the order in which the runs were named
-        shown = [page if isinstance(page, Page) else next(left) for page in pages]
-        _print(shown, args)
-        if views:
-            print(f"read-only, from a copy of the files of {len(views)} run(s); Ctrl-C ends it", file=sys.stderr)
-        if not args.no_open and has_display(os.environ):
-            for page in shown:
-                browser.open(page.url)
-
-    if not views:
-        show([])
-        browser.wait_until_read()
-        return
-    from tba_cli.local.ended_run import serve_views  # no image holds the launcher
-
-    serve_views(views, port=args.port, show=show)
-
-
-def _print(pages: Sequence[Page], args: argparse.Namespace) -> None:
+def _print(page: Page, args: argparse.Namespace) -> None:
     if args.json:
-        print(json.dumps({"urls": [page.url for page in pages]}), flush=True)
+        print(json.dumps({"url": page.url}), flush=True)
         return
-    for page in pages:
-        # a terminal keeps what it has shown, and whoever has the token may steer the run
-        print(page.url if args.show_token else page.address, flush=True)
-        if page.url != page.address and not args.show_token:
-            where = "" if page.token_file is None else f" in {page.token_file}"
-            print(
-                f"where no browser opens, it asks for a token: that of the operator{where}; --show-token prints it",
-                file=sys.stderr,
-            )
+    # a terminal keeps what it has shown, and whoever has the token may steer the run
+    print(page.url if args.show_token else page.address, flush=True)
+    if page.url != page.address and not args.show_token:
+        where = "" if page.token_file is None else f" in {page.token_file}"
+        print(
+            f"where no browser opens, it asks for a token: that of the operator{where}; --show-token prints it",
+            file=sys.stderr,
+        )
 
 
 def _page(args: argparse.Namespace) -> Page | View:

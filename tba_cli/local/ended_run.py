@@ -10,8 +10,8 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -85,47 +85,36 @@ def read_view(view: View, use: Callable[[BufferClient], T]) -> T:
         return asyncio.run(_with_buffer(view.recipe, copy, lock_fd, _quiet(), read))
 
 
-def serve_views(views: Sequence[View], *, port: int, show: Callable[[list[Page]], None]) -> None:
-    """Serve a page for each view until Ctrl-C or SIGTERM.
+def serve_view(view: View, *, port: int, show: Callable[[Page], None]) -> None:
+    """Serve the page of a view until Ctrl-C or SIGTERM.
 
     Args:
-        port: of the first page on loopback, and one more for each further one; 0: free ones.
-        show: called once, with all pages.
+        port: of the page on loopback; 0: a free one.
+        show: called once the page is there.
 
     Raises:
-        ConfigError: as `read_view`, or a port is in use.
+        ConfigError: as `read_view`, or the port is in use.
         ChildError, WaitTimeoutError: as `read_view`, or a process died later.
-        KeyboardInterrupt: a signal came before the pages were there.
+        KeyboardInterrupt: a signal came before the page was there.
     """
-    pages: dict[int, Page] = {}
+    is_shown = False
 
-    async def serve(number: int, copy: RunFolder, lock_fd: int) -> None:
-        async def use(client: BufferClient, config: Recipe) -> None:
-            await _load(views[number], client, config)
-            tokens_file = config.auth.tokens_file
-            assert tokens_file is not None, "a copy has tokens of its own"
-            pages[number] = Page(page_url(config.buffer_url, operator_token(tokens_file)), tokens_file)
-            if len(pages) == len(views):
-                show([pages[each] for each in sorted(pages)])
-            # until a signal or the death of a child cancels it
-            await asyncio.Event().wait()
+    async def use(client: BufferClient, config: Recipe) -> None:
+        nonlocal is_shown
+        await _load(view, client, config)
+        tokens_file = config.auth.tokens_file
+        assert tokens_file is not None, "a copy has tokens of its own"
+        show(Page(page_url(config.buffer_url, operator_token(tokens_file)), tokens_file))
+        is_shown = True
+        print("read-only, from a copy of the files of the run; Ctrl-C ends it", file=sys.stderr)
+        # until a signal or the death of a child cancels it
+        await asyncio.Event().wait()
 
-        await _with_buffer(views[number].at_port(port and port + number), copy, lock_fd, _quiet(), use)
-
-    async def serve_all(copies: Sequence[tuple[RunFolder, int]]) -> None:
+    with interrupt_on_signals(), _copy_of(view) as (copy, lock_fd):
         try:
-            async with asyncio.TaskGroup() as group:
-                for number, (copy, lock_fd) in enumerate(copies):
-                    group.create_task(serve(number, copy, lock_fd))
-        except ExceptionGroup as errors:
-            # the others were only cancelled
-            raise errors.exceptions[0] from None
-
-    with interrupt_on_signals(), ExitStack() as stack:
-        try:
-            asyncio.run(serve_all([stack.enter_context(_copy_of(view)) for view in views]))
+            asyncio.run(_with_buffer(view.at_port(port), copy, lock_fd, _quiet(), use))
         except KeyboardInterrupt:
-            if len(pages) < len(views):
+            if not is_shown:
                 raise
 
 

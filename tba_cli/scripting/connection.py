@@ -101,7 +101,7 @@ class Connection:
             line = view.next_line()
             if not line:
                 raise view.failure(view.wait())
-            (page,) = json.loads(line)["urls"]
+            page: str = json.loads(line)["url"]
         except BaseException:
             view.close()
             raise

@@ -56,7 +56,7 @@ def test_the_options_of_tba_stand_before_a_command_or_behind_it(words: str) -> N
         ("demo --url http://b", "this command does not take --url"),
         ("--json run quickstart", "this command does not take --json"),
         ("status --url http://b --run-dir r", "argument --run-dir: not allowed with argument --url"),
-        ("view --run-dir r one two", "argument RUN: not allowed with argument --run-dir"),
+        ("view --run-dir r one", "argument RUN: not allowed with argument --run-dir"),
     ],
 )
 def test_an_option_that_a_command_has_no_use_for_is_refused(

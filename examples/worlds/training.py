@@ -10,9 +10,7 @@ Plain loops for models of a million parameters. A model of a real size is fine-t
 from __future__ import annotations
 
 import math
-import os
 import random
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from examples.worlds.starter import Pair, answer_logprobs, encode
+from tba_cli.starter_models.starting_model import Pair, answer_logprobs, encode
 
 EOS, PAD = "<|endoftext|>", "<|padding|>"
 CENTRE = 0.01
@@ -182,17 +180,6 @@ def classifier_of(base: Path) -> Any:
     torch.manual_seed(0)
     kind: Any = AutoModelForSequenceClassification
     return kind.from_pretrained(base, num_labels=1).train()
-
-
-def save(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write model and tokenizer, complete or not at all."""
-    # a name with the pid: two programs may make the same model at once, and the last one to end wins
-    half_made = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(half_made, ignore_errors=True)
-    model.save_pretrained(half_made)
-    tokenizer.save_pretrained(half_made)
-    shutil.rmtree(folder, ignore_errors=True)
-    half_made.rename(folder)
 
 
 def prepare(makers: dict[Path, Callable[[Path], None]]) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tba_searcher.engines.tokenizer import TextCodec
 
-from examples.worlds import starter
 from examples.worlds.chain.prepare import lesson
+from examples.worlds.starter import Lesson
 from examples.worlds.tally.prepare import LESSON as TALLY
 from studies.accuracy import judge_of, rule_of
 from tba.config import Recipe, load_recipe
@@ -26,10 +26,11 @@ def recipe_of(name: str, *sets: str) -> Recipe:
     return load_recipe(ROOT / folder / f"{name}.toml", environ={}, sets=sets)
 
 
-def make_model(folder: Path, lesson: starter.Lesson | None = None) -> Any:
+def make_model(folder: Path, lesson: Lesson | None = None) -> Any:
     torch.manual_seed(0)
-    tokenizer = quickstart.build_tokenizer() if lesson is None else starter.build_tokenizer(lesson)
-    model: Any = quickstart.build_model(tokenizer) if lesson is None else starter.build_model(tokenizer, lesson)
+    which = () if lesson is None else (lesson.characters, lesson.max_length_tokens)
+    tokenizer = quickstart.build_tokenizer(*which)
+    model: Any = quickstart.build_model(tokenizer, quickstart.SHAPE if lesson is None else lesson.shape)
     model.eval()
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tba_trainer.model.policy import load_policy
 
-from examples.worlds import starter
 from examples.worlds.chain import problems as chain
 from examples.worlds.chain.prepare import lesson
 from studies.study.cells import Cell, Setting, World
@@ -20,7 +19,7 @@ from studies.study.methods import METHODS
 from studies.study.plan import Study
 from studies.study.run import run_cells
 from studies.study.training import Behaviour, recipe_of, train
-from studies.study.world import EOS_ID, TASKS, HeldOut, Problems, decode, encode, sample, starting_model
+from studies.study.world import CHARACTERS, EOS_ID, TASKS, HeldOut, Problems, decode, encode, sample, starting_model
 from tba_cli.generators import addition
 from tba_cli.starter_models import starting_model as quickstart
 
@@ -45,9 +44,10 @@ def start_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if task not in made:
             folder = tmp_path_factory.mktemp("study") / task
             small = lesson("0.3m")
-            tokenizer = quickstart.build_tokenizer() if task == "addition" else starter.build_tokenizer(small)
+            shape, max_length = (quickstart.SHAPE, 64) if task == "addition" else (small.shape, small.max_length_tokens)
+            tokenizer = quickstart.build_tokenizer(CHARACTERS, max_length)
             torch.manual_seed(0)
-            model = quickstart.build_model(tokenizer) if task == "addition" else starter.build_model(tokenizer, small)
+            model = quickstart.build_model(tokenizer, shape)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             made[task] = folder
@@ -61,7 +61,7 @@ def model_of(start: Path) -> torch.nn.Module:
 
 
 def test_study_encodes_as_the_tokenizers_do() -> None:
-    tokenizers = (quickstart.build_tokenizer(), starter.build_tokenizer(lesson("0.3m")))
+    tokenizers = (quickstart.build_tokenizer(), quickstart.build_tokenizer(lesson("0.3m").characters))
     for module, tokenizer in zip((addition, chain), tokenizers, strict=True):
         for problem in module.all_problems("heldout")[:20]:
             ids = tokenizer(problem.text + problem.answer, add_special_tokens=False)["input_ids"]

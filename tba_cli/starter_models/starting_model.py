@@ -5,6 +5,8 @@ is right on the validation split. *Noisy*: a fixed number of steps on answers th
 The noise sets the start accuracy, whatever the speed of the machine, so it is about the same for every seed.
 Reinforcement learning then has to find out from rewards alone that it pays to write correctly; the demonstrations of
 the second phase do not show that consistently.
+
+Other small models with one token per character are made by the same parts (examples/worlds/starter.py).
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +35,8 @@ from tba_cli.generators import addition
 
 Pair = tuple[str, str]
 """Prompt and response."""
+MicroBatch = tuple[Tensor, Tensor]
+"""Inputs and targets (`encode`)."""
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 MAX_LENGTH_TOKENS = 64
 BATCH_SIZE = 128
@@ -39,9 +46,31 @@ CHECK_EVERY_STEPS = 10
 NUM_VALIDATION = 300
 DROP_CARRY, WRONG_DIGIT = 0.45, 0.13
 """Probabilities that a noisy answer forgets a carry, and that it has a random digit."""
-CLEAN_LEARNING_RATE, NOISY_LEARNING_RATE = 6e-3, 3e-3
-INITIALIZER_RANGE = 0.1
-"""Five times the usual: a model this small then learns to carry three times sooner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a Llama with tied embeddings, and the learning rates at which it learns soonest."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    initializer_range: float
+    clean_learning_rate: float
+    noisy_learning_rate: float
+
+
+SHAPE = Shape(
+    hidden=64,
+    layers=2,
+    heads=4,
+    intermediate=256,
+    # five times the usual: a model this small then learns to carry three times sooner
+    initializer_range=0.1,
+    clean_learning_rate=6e-3,
+    noisy_learning_rate=3e-3,
+)
 
 
 def make_starting_model(path: str | Path, section: WarmStartSection, *, seed: int, num_threads: int) -> dict[str, Any]:
@@ -67,21 +96,28 @@ def make_starting_model(path: str | Path, section: WarmStartSection, *, seed: in
         "wall_s": time.monotonic() - begun_s,
         "cpu_s": time.process_time() - begun_cpu_s,
     }
-    target = Path(path)
-    # a name with the pid: two runs may make the same model at once, and the last one to end wins
-    half_made = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(half_made, ignore_errors=True)
-    model.save_pretrained(half_made)
-    tokenizer.save_pretrained(half_made)
-    (half_made / "warmstart.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(target, ignore_errors=True)
-    half_made.rename(target)
+    save(Path(path), model, tokenizer, {"warmstart.json": json.dumps(report, indent=1) + "\n"})
     return report
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def save(folder: Path, model: Any, tokenizer: Any, files: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write model, tokenizer and files (name -> text), complete or not at all."""
+    # a name with the pid: two programs may make the same model at once, and the last one to end wins
+    half_made = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(half_made, ignore_errors=True)
+    model.save_pretrained(half_made)
+    tokenizer.save_pretrained(half_made)
+    for name, text in files.items():
+        (half_made / name).write_text(text, encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    half_made.rename(folder)
+
+
+def build_tokenizer(
+    characters: str = addition.CHARACTERS, max_length_tokens: int = MAX_LENGTH_TOKENS
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character; pad, bos, eos and unk are different tokens (ids 0 to 3)."""
-    vocabulary = {token: index for index, token in enumerate((PAD, BOS, EOS, UNK, *addition.CHARACTERS))}
+    vocabulary = {token: index for index, token in enumerate((PAD, BOS, EOS, UNK, *characters))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
@@ -91,22 +127,22 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         bos_token=BOS,
         eos_token=EOS,
         unk_token=UNK,
-        model_max_length=MAX_LENGTH_TOKENS,
+        model_max_length=max_length_tokens,
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, shape: Shape = SHAPE) -> LlamaForCausalLM:
     """Return an untrained model; seed torch before the call."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=MAX_LENGTH_TOKENS,
-            initializer_range=INITIALIZER_RANGE,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.heads,
+            max_position_embeddings=tokenizer.model_max_length,
+            initializer_range=shape.initializer_range,
             tie_word_embeddings=True,
             pad_token_id=_token_id(tokenizer, PAD),
             bos_token_id=_token_id(tokenizer, BOS),
@@ -126,36 +162,67 @@ def train(
     validation_pairs = [(p.text, p.answer) for p in addition.all_problems("validation")]
     # a fixed seed: accuracies of different runs are about the same problems
     random.Random("validation").shuffle(validation_pairs)
-    inputs, answers = _encode(validation_pairs[:NUM_VALIDATION], tokenizer)
     problems, rng = addition.stream("warmstart", seed), random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=CLEAN_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    clean = ((p.text, p.answer) for p in problems)
+    noisy = ((p.text, addition.noisy_answer(p, rng, drop_carry=DROP_CARRY, wrong_digit=WRONG_DIGIT)) for p in problems)
+    return teach(
+        model,
+        SHAPE,
+        encode(validation_pairs[:NUM_VALIDATION], tokenizer),
+        _batches(clean, tokenizer),
+        _batches(noisy, tokenizer),
+        target_accuracy=section.target_accuracy,
+        max_clean_steps=MAX_CLEAN_STEPS,
+        noise_steps=section.noise_steps,
+    )
+
+
+def _batches(pairs: Iterator[Pair], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[MicroBatch]]:
+    while True:
+        yield [encode(list(islice(pairs, BATCH_SIZE)), tokenizer)]
+
+
+def teach(
+    model: LlamaForCausalLM,
+    shape: Shape,
+    validation: MicroBatch,
+    clean: Iterator[list[MicroBatch]],
+    noisy: Iterator[list[MicroBatch]],
+    *,
+    target_accuracy: float,
+    max_clean_steps: int,
+    noise_steps: int,
+) -> dict[str, Any]:
+    """Train a model on clean batches until it reaches the target on validation, and then on noisy ones.
+
+    Returns:
+        Steps of the first phase, and the validation accuracy after each.
+    """
+    rate = shape.clean_learning_rate
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
     accuracy, num_clean_steps = 0.0, 0
-    while num_clean_steps < MAX_CLEAN_STEPS and accuracy < section.target_accuracy:
+    while num_clean_steps < max_clean_steps and accuracy < target_accuracy:
         num_clean_steps += 1
-        pairs = [(p.text, p.answer) for p in islice(problems, BATCH_SIZE)]
-        rate = CLEAN_LEARNING_RATE * min(1.0, num_clean_steps / CLEAN_WARMUP_STEPS)
-        _update(model, optimizer, *_encode(pairs, tokenizer), rate)
+        _update(model, optimizer, next(clean), rate * min(1.0, num_clean_steps / CLEAN_WARMUP_STEPS))
         if num_clean_steps % CHECK_EVERY_STEPS == 0:
-            accuracy = expected_accuracy(model, inputs, answers)
-    for step in range(section.noise_steps):
-        noisy = [
-            (p.text, addition.noisy_answer(p, rng, drop_carry=DROP_CARRY, wrong_digit=WRONG_DIGIT))
-            for p in islice(problems, BATCH_SIZE)
-        ]
+            accuracy = expected_accuracy(model, *validation)
+    for step in range(noise_steps):
         # falls to 0, so that the last batches do not decide where it ends
-        rate = NOISY_LEARNING_RATE * (1 - step / section.noise_steps)
-        _update(model, optimizer, *_encode(noisy, tokenizer), rate)
+        _update(model, optimizer, next(noisy), shape.noisy_learning_rate * (1 - step / noise_steps))
     return {
         "num_clean_steps": num_clean_steps,
         "clean_accuracy": accuracy,
-        "validation_accuracy": expected_accuracy(model, inputs, answers),
+        "validation_accuracy": expected_accuracy(model, *validation),
     }
 
 
 @torch.no_grad()
 def expected_accuracy(model: LlamaForCausalLM, inputs: Tensor, answers: Tensor) -> float:
-    """Return the mean probability of the right answers and their ends at temperature 1: the exact expected pass@1."""
-    return _answer_logprobs(model, inputs, answers).sum(dim=1).exp().mean().item()
+    """Return the mean probability of the right answers at temperature 1.
+
+    With their eos that is the exact expected pass@1 where there is one right response, and else a lower bound.
+    """
+    return answer_logprobs(model, inputs, answers).sum(dim=1).exp().mean().item()
 
 
 def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
@@ -164,31 +231,40 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return found
 
 
-def _encode(pairs: list[Pair], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+def encode(pairs: list[Pair], tokenizer: PreTrainedTokenizerFast) -> MicroBatch:
     """Return rows of prompt and answer [B, T], padded on the right, and what their last R tokens should be [B, R].
 
-    All prompts have the same length. Padding is -100 there; an eos ends every answer and is no input.
+    R counts from the end of the shortest prompt. Tokens of longer prompts and padding are -100 there; an eos ends every
+    answer and is no input.
     """
-    rows = tokenizer([text + answer for text, answer in pairs], add_special_tokens=False)["input_ids"]
-    longest, num_prompt_tokens = max(map(len, rows)), len(pairs[0][0])
-    inputs = [[*row, *[tokenizer.pad_token_id] * (longest - len(row))] for row in rows]
-    targets = [[*row[num_prompt_tokens:], tokenizer.eos_token_id, *[-100] * (longest - len(row))] for row in rows]
+    prompts, answers = (
+        tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in zip(*pairs, strict=True)
+    )
+    shortest = min(map(len, prompts))
+    longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    inputs, targets = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        padding = longest - len(prompt) - len(answer)
+        inputs.append([*prompt, *answer, *[tokenizer.pad_token_id] * padding])
+        targets.append([*[-100] * (len(prompt) - shortest), *answer, tokenizer.eos_token_id, *[-100] * padding])
     return torch.tensor(inputs), torch.tensor(targets)
 
 
-def _answer_logprobs(model: LlamaForCausalLM, inputs: Tensor, answers: Tensor) -> Tensor:
+def answer_logprobs(model: LlamaForCausalLM, inputs: Tensor, answers: Tensor) -> Tensor:
     """Return the log-probs of the answer tokens [B, R], 0 where there is none."""
     logits = model(input_ids=inputs, logits_to_keep=answers.shape[1]).logits
     return -functional.cross_entropy(logits.transpose(1, 2), answers, ignore_index=-100, reduction="none")
 
 
 def _update(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, inputs: Tensor, answers: Tensor, learning_rate: float
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batches: list[MicroBatch], learning_rate: float
 ) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.zero_grad(set_to_none=True)
-    # per token, so that batches with long answers do not count for more
-    (-_answer_logprobs(model, inputs, answers).sum() / (answers >= 0).sum()).backward()
+    num_tokens = sum((answers >= 0).sum() for _, answers in batches)
+    for inputs, answers in batches:
+        # per token, so that batches with long answers do not count for more
+        (-answer_logprobs(model, inputs, answers).sum() / num_tokens).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

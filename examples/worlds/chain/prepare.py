@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from examples.worlds.chain.problems import all_problems, noisy_response, stream
-from examples.worlds.starter import Lesson, Pair, Shape, prepare
+from examples.worlds.starter import Lesson, prepare
+from tba_cli.starter_models.starting_model import Pair, Shape
 
 CHARACTERS = "0123456789+="
 DROP_CARRY, WRONG_DIGIT = 0.2, 0.08

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.worlds.math.algebra import CHAT, END, TABLES
-from examples.worlds.training import Sizes, Steps, learn_answers, new_model, new_tokenizer, prepare, save
+from examples.worlds.training import Sizes, Steps, learn_answers, new_model, new_tokenizer, prepare
+from tba_cli.starter_models.starting_model import save
 
 MODEL = Path("models/small/math")
 SIZES = Sizes(

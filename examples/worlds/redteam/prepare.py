@@ -13,8 +13,8 @@ from examples.worlds.training import (
     new_model,
     new_tokenizer,
     prepare,
-    save,
 )
+from tba_cli.starter_models.starting_model import save
 
 POLICY, VICTIM, CLASSIFIER = (Path(f"models/small/redteam{name}") for name in ("", "-victim", "-toxicity"))
 SIZES = Sizes(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from examples.worlds.starter import Lesson, Pair, Shape, prepare
+from examples.worlds.starter import Lesson, prepare
 from examples.worlds.tally.problems import LABELS, distinct, noisy_response, stream
+from tba_cli.starter_models.starting_model import Pair, Shape
 
 WRONG_DIGIT = 0.15
 """Noise of the demonstrations of the second phase."""

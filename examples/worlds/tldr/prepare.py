@@ -21,8 +21,8 @@ from examples.worlds.training import (
     new_model,
     new_tokenizer,
     prepare,
-    save,
 )
+from tba_cli.starter_models.starting_model import save
 
 POLICY, PROXY, GOLD_BASE, GOLD = (Path(f"models/small/tldr-{name}") for name in ("sft", "proxy", "gold-base", "gold"))
 SIZES = Sizes(

@@ -1,20 +1,17 @@
-"""Plots of the cells as SVG: each world's learning, TL;DR's front, red-teaming, GSM8K and MATH by arm."""
+"""Plots of the cells as SVG: each world's learning, and TL;DR's front."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from studies.paper_bench.arms import ARMS, START, WORLDS
+from studies.paper_bench.arms import ARMS, WORLDS
 from studies.paper_bench.data import Done
 from studies.paper_bench.evidence import TB_FRONT, Evidence, front_points
-
-DISTANCE = "sampled.diversity.cosine_distance_of_successes"
 
 
 def write_plots(evidence: Evidence, folder: Path) -> list[Path]:
@@ -26,13 +23,7 @@ def write_plots(evidence: Evidence, folder: Path) -> list[Path]:
     from matplotlib import pyplot
 
     written = []
-    for worlds, name, draw in (
-        ([*WORLDS], "learning", _learning),
-        (["tldr"], "frontier", _frontier),
-        (["redteam"], "redteam", _redteam),
-        (["gsm8k"], "gsm8k", partial(_accuracy, world="gsm8k", title="word problems")),
-        (["math"], "math", partial(_accuracy, world="math", title="algebra")),
-    ):
+    for worlds, name, draw in (([*WORLDS], "learning", _learning), (["tldr"], "frontier", _frontier)):
         if not any(done.world in worlds and "curve" in done.result for done in evidence.cells.values()):
             continue
         # the two fronts are to be compared
@@ -96,55 +87,6 @@ def _frontier(evidence: Evidence, axes: Any) -> None:
         axis.set_ylabel("win rate against references, gold judge")
 
 
-def _redteam(evidence: Evidence, axes: Any) -> None:
-    """Success over the time of a paced run, and success against the distance of the successes as training goes on."""
-    over_time, against = axes
-    metric = WORLDS["redteam"].metric
-    _, paced = _of_one_set(evidence, "redteam", [f"paced-{number}" for number in (1, 4)])
-    for name, cells in paced.items():
-        number = int(name.partition("-")[2])
-        if points := _whole(cells, "train_s", metric):
-            label = _label(f"{number} searcher{'s' * (number > 1)}", points, cells)
-            over_time.plot(*np.mean(points, axis=0).T, marker="o", ms=4, label=label)
-    if not over_time.lines:
-        over_time.text(0.5, 0.5, "no paced run yet", ha="center", va="center", transform=over_time.transAxes)
-    over_time.set_title("attacks: success at the pace of GPUs")
-    over_time.set_xlabel("seconds of training")
-    over_time.set_ylabel("attack success")
-    start, by_arm = _of_one_set(evidence, "redteam", [arm.name for arm in ARMS if arm.world == "redteam"])
-    for name, cells in by_arm.items():
-        if points := _whole(cells, DISTANCE, metric):
-            line = np.mean(points, axis=0).T
-            against.plot(*line, marker="o", ms=3, lw=1.2, label=_label(name, points, cells))
-    if start is not None and (points := _steps(start, DISTANCE, metric)):
-        against.scatter(*points[0], color="black", marker="x", label="starting model")
-    against.set_title("attacks: steps 40, 80, 120, mean of the seeds, one set of models")
-    against.set_xlabel("cosine distance of the successful attacks")
-    against.set_ylabel("attack success")
-
-
-def _accuracy(evidence: Evidence, axes: Any, *, world: str, title: str) -> None:
-    """Held-out accuracy at the end by arm, and reward while training."""
-    ends, curves = axes
-    start, by_arm = _of_one_set(evidence, world, [arm.name for arm in ARMS if arm.world == world])
-    for row, (name, cells) in enumerate(by_arm.items()):
-        values = [value for done in cells if (value := done.value(WORLDS[world].metric)) is not None]
-        ends.scatter(values, [row] * len(values), s=18)
-        # a run that ended early has other parts
-        last = max(done.result["steps"] for done in cells)
-        whole = [done.result["training"] for done in cells if done.result["steps"] == last]
-        rewards = np.array([training["reward_mean"] for training in whole], dtype=float)
-        curves.plot(whole[0]["step"], rewards.mean(axis=0), lw=1.2, label=_label(name, whole, cells))
-    ends.set_yticks(range(len(by_arm)), [*by_arm])
-    ends.invert_yaxis()
-    if start is not None and (value := start.value(WORLDS[world].metric, START)) is not None:
-        ends.axvline(value, color="grey", ls="--", lw=1, label="starting model")
-    ends.set_title(f"{title}: held-out accuracy at the end, by seed")
-    ends.set_xlabel("sampled accuracy")
-    curves.set_title(f"{title}: reward while training, mean of the seeds")
-    curves.set_xlabel("optimizer step")
-
-
 def _of_one_set(evidence: Evidence, world: str, names: Sequence[str]) -> tuple[Done | None, dict[str, list[Done]]]:
     """Return starting model and cells by arm, of the set of models with most of these arms.
 
@@ -162,19 +104,3 @@ def _of_one_set(evidence: Evidence, world: str, names: Sequence[str]) -> tuple[D
 def _label(name: str, drawn: Sequence[Any], cells: Sequence[Done]) -> str:
     """Return the name in the legend; says how many runs are drawn where it is not all."""
     return name if len(drawn) == len(cells) else f"{name} ({len(drawn)} of {len(cells)} runs)"
-
-
-def _whole(cells: Sequence[Done], *names: str) -> list[list[tuple[float, ...]]]:
-    """Return `_steps` of the runs that have them all: one that ended early has fewer, and few successes no distance."""
-    points = [_steps(done, *names) for done in cells]
-    return [each for each in points if len(each) == len(WORLDS["redteam"].middle_steps) + 1]
-
-
-def _steps(done: Done, *names: str) -> list[tuple[float, ...]]:
-    """Return seconds of training or metrics of every version that was evaluated and has them all, in order."""
-    rows = []
-    for each in done.result["evaluations"].values():
-        row = [each["train_s"] if name == "train_s" else each["metrics"].get(name, [None])[0] for name in names]
-        if None not in row:
-            rows.append(tuple(row))
-    return rows

@@ -19,7 +19,6 @@ from studies.paper_bench import data, runs
 from studies.paper_bench.arms import ARMS, SEEDS, START, STARTS, WORLDS, Cell, plan
 from studies.paper_bench.claims import CLAIMS, PROOFS
 from studies.paper_bench.evidence import TB_FRONT, TLDR_KL, TLDR_WIN, Evidence
-from studies.paper_bench.plots import DISTANCE
 from studies.paper_bench.runs import CellError, models_digest, prepare
 from studies.paper_bench.verdicts import judge
 
@@ -34,7 +33,7 @@ def made_result(cell: Cell, number: int) -> dict[str, Any]:
     by_level = {f"{metric}[level=Level {each}]": [level / each, 0.01] for each in (1, 2) if cell.arm.world == "math"}
     evaluation = {
         "train_s": 10.0,
-        "metrics": {metric: [level, 0.01], TLDR_KL: [1.2, None], DISTANCE: [0.3, 0.01], **by_level},
+        "metrics": {metric: [level, 0.01], TLDR_KL: [1.2, None], **by_level},
         "attacks": {
             "num_modes": 7,
             "num_effective": 6 - 0.01 * number,
@@ -312,9 +311,7 @@ def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) ->
     assert "| `paced-1` (1 ended early: " in tables
     assert tables.count("at the end, split:") == 1
     assert "| arm | n | level=Level 1 | level=Level 2 |\n|---|---|---|---|\n| `start` | 1 | 0.100 | 0.050 |\n" in tables
-    assert {file.name for file in tmp_path.glob("*.svg")} == {
-        *("learning.svg", "frontier.svg", "redteam.svg", "math.svg")
-    }
+    assert {file.name for file in tmp_path.glob("*.svg")} == {"learning.svg", "frontier.svg"}
     write_report(path, results)
     assert results.read_text() == text
     add_another_set(path)

@@ -171,10 +171,10 @@ bench-reward: $(VENV)/.test  ## how fast the reward service is, and what a poiso
 bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, against a real buffer; nothing may be lost
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py --searchers 256 --seconds 60 --json bench-scale.json
 
-bench-cpu: $(VENV)/.test  ## CPU seconds of the quickstart by process and step, beside bare loops (about 2 minutes)
+bench-cpu: $(VENV)/.test  ## CPU seconds of the quickstart by process and step (about 2 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu_per_step.py --json bench-cpu.json
 
-bench-weights: $(VENV)/.test $(VENV)/.vllm  ## how small and fast deltas of weights are, and how soon searchers have a version (half an hour or so, not timed)
+bench-weights: $(VENV)/.test $(VENV)/.vllm  ## how fast deltas of weights are, and how soon a searcher has a version
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/weights.py --json bench-weights.json
 
 gpu-smoke: $(VENV)/.test  ## is everything right on a GPU? minutes; without one: tiny sizes on the CPU (docs/gpu.md). GPU_ARGS='--only attention fsdp'

@@ -9,13 +9,10 @@ product's own client, 64 rollouts a push, prioritised sampling. The machine is s
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -24,44 +21,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.buffer_bench import figures
 from benchmarks.buffer_bench.figures import Figure
 from benchmarks.buffer_bench.index import index_alone
+from benchmarks.report import Target, judged, write_document
 
 MAX_PUSH_FALLBACK_PER_S = 25_000.0
 
 
-@dataclass(frozen=True)
-class Target:
-    """A number of the table: which figure it is in, and the bound it is held to (`at_least` or below)."""
-
-    title: str
-    figure: str
-    name: str
-    bound: float
-    at_least: bool = True
-    unit: str = ""
-
-    def met(self, value: float) -> bool:
-        """True: the value keeps the bound."""
-        return value >= self.bound if self.at_least else value <= self.bound
-
-
 TARGETS = (
-    Target("durable pushes, 4 KB, 8 clients", "pushes-4k", "http_per_s", 25_000, unit="rollouts/s"),
-    Target("... share of the direct way", "pushes-4k", "ratio", 0.55),
-    Target("durable pushes, 16 KB, 8 clients", "pushes-16k", "http_per_s", 11_000, unit="rollouts/s"),
-    Target("... share of the direct way", "pushes-16k", "ratio", 0.0),
-    Target("fresh batches of 64, recorded, 8 clients", "batches", "batches_rollouts_per_s", 60_000, unit="rollouts/s"),
-    Target("... batches, share of reading payloads", "batches", "ratio_batches", 0.0),
-    Target("batches of 160 while pushing at half", "mixed", "batches_per_s", 100, unit="batches/s"),
-    Target("... draw, p99", "mixed", "draw_p99_ms", 50, at_least=False, unit="ms"),
-    Target("... one trainer, drawing and acking in turn", "mixed", "one_trainer_batches_per_s", 0.0, unit="batches/s"),
-    Target("draw of 512 of 1,000,000, groups", "index", "draw_groups_ms", 1, at_least=False, unit="ms"),
-    Target("draw of 512 of one prompt's 1,000,000", "index", "draw_one_prompt_ms", 1, at_least=False, unit="ms"),
-    Target("index memory", "index", "bytes_per_rollout", 200, at_least=False, unit="bytes/rollout"),
-    Target("restart with 1,000,000 rollouts", "restart", "restart_s", 5, at_least=False, unit="s"),
-    Target("... from a checkpoint of the log", "restart", "restart_from_base_s", 5, at_least=False, unit="s"),
-    Target("cost of a push, 10^6 to 10^4 stored", "restart", "push_growth", 1.3, at_least=False),
-    Target("cost of a draw, 10^6 to 10^4 stored", "restart", "draw_growth", 1.3, at_least=False),
-    Target("256 searchers, push p99", "searchers", "push_p99_ms", 100, at_least=False, unit="ms"),
+    Target("durable pushes, 4 KB, 8 clients", "pushes-4k.http_per_s", 25_000, unit="rollouts/s"),
+    Target("... share of the direct way", "pushes-4k.ratio", 0.55),
+    Target("durable pushes, 16 KB, 8 clients", "pushes-16k.http_per_s", 11_000, unit="rollouts/s"),
+    Target("... share of the direct way", "pushes-16k.ratio", 0.0),
+    Target("fresh batches of 64, recorded, 8 clients", "batches.batches_rollouts_per_s", 60_000, unit="rollouts/s"),
+    Target("... batches, share of reading payloads", "batches.ratio_batches", 0.0),
+    Target("batches of 160 while pushing at half", "mixed.batches_per_s", 100, unit="batches/s"),
+    Target("... draw, p99", "mixed.draw_p99_ms", 50, at_least=False, unit="ms"),
+    Target("... one trainer, drawing and acking in turn", "mixed.one_trainer_batches_per_s", 0.0, unit="batches/s"),
+    Target("draw of 512 of 1,000,000, groups", "index.draw_groups_ms", 1, at_least=False, unit="ms"),
+    Target("draw of 512 of one prompt's 1,000,000", "index.draw_one_prompt_ms", 1, at_least=False, unit="ms"),
+    Target("index memory", "index.bytes_per_rollout", 200, at_least=False, unit="bytes/rollout"),
+    Target("restart with 1,000,000 rollouts", "restart.restart_s", 5, at_least=False, unit="s"),
+    Target("... from a checkpoint of the log", "restart.restart_from_base_s", 5, at_least=False, unit="s"),
+    Target("cost of a push, 10^6 to 10^4 stored", "restart.push_growth", 1.3, at_least=False),
+    Target("cost of a draw, 10^6 to 10^4 stored", "restart.draw_growth", 1.3, at_least=False),
+    Target("256 searchers, push p99", "searchers.push_p99_ms", 100, at_least=False, unit="ms"),
 )
 
 
@@ -95,29 +77,10 @@ def main() -> int:
             began_s = time.perf_counter()
             results[name] = measure()
             print(f"{name}, {time.perf_counter() - began_s:.0f} s: {results[name]}", file=sys.stderr)
-    print_table(results)
-    if args.json:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()}
-        document = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine, **results}
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    numbers = {f"{figure}.{name}": value for figure, found in results.items() for name, value in found.items()}
+    print("\n".join(judged(numbers, TARGETS)[0]))
+    write_document(args, results)
     return 0
-
-
-def print_table(results: dict[str, Figure]) -> None:
-    """One line per target, and whether it is met."""
-    print("| figure | measured | target | met |")
-    print("|---|---|---|---|")
-    for target in TARGETS:
-        if target.figure not in results:
-            continue
-        value = results[target.figure][target.name]
-        bound = f"{'at least' if target.at_least else 'at most'} {target.bound:,g}" if target.bound else "-"
-        met = ("yes" if target.met(value) else "NO") if target.bound else "-"
-        print(f"| {target.title} | {_number(value)} {target.unit}".rstrip() + f" | {bound} | {met} |")
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 if __name__ == "__main__":

@@ -6,10 +6,6 @@ The recipe is run whole, with real processes. CPU seconds (user and system, of a
 step `--first` is in metrics.jsonl and again at `--last`, so that starts do not count; evaluations, checkpoints and
 publications in between do. Wall-clock time does not matter: the processes may share their cores with others.
 
-The floor is the model alone (cpu_bench/floor.py): the same number of trained rollouts with a plain forward and backward
-pass, clip and AdamW; the same number of generated rollouts with a plain loop over a key-value cache, as many at once
-as a batch has (as a synchronous trainer generates them), and as many as one searcher decodes at once.
-
 `benchmarks/compare.py OTHER --bench cpu_per_step` alternates between two checkouts.
 """
 
@@ -18,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -33,10 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-import torch  # noqa: E402
-
-from benchmarks.cpu_bench.floor import Floor  # noqa: E402
 from benchmarks.cpu_bench.processes import cpu_seconds  # noqa: E402
+from benchmarks.report import write_document  # noqa: E402
 from tba.clients import BufferClient  # noqa: E402
 from tba.config import Recipe, load_recipe  # noqa: E402
 from tba.tokens import operator_client_token  # noqa: E402
@@ -116,8 +109,8 @@ def _last_step(path: Path) -> int:
     return int(steps[-1]["step"]) if steps else 0
 
 
-def summarise(runs: Sequence[dict[str, Any]], floor: dict[str, float], recipe: Recipe) -> dict[str, Any]:
-    """Return medians over the runs, and ratios to the floor."""
+def summarise(runs: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
+    """Return medians over the runs."""
     num_trained = recipe.sampling.prompts_per_batch * recipe.sampling.group_size
 
     def per(what: str, kind: str) -> float:
@@ -126,19 +119,11 @@ def summarise(runs: Sequence[dict[str, Any]], floor: dict[str, float], recipe: R
     per_step = {kind: per("num_steps", kind) for kind in KINDS}
     per_generated = {kind: per("generated", kind) for kind in ("searcher", "reward")}
     total = statistics.median(sum(run["cpu_s"].values()) / run["num_steps"] for run in runs)
-    floor_s = floor["step_s"] + num_trained * floor["generation_per_rollout_s"]
     return {
         "per_step_cpu_s": {**per_step, "total": total},
         "per_generated_rollout_cpu_s": per_generated,
         "per_trained_rollout_cpu_s": {kind: value / num_trained for kind, value in per_step.items()},
         "generated_per_trained": statistics.median(run["generated"] / run["trained"] for run in runs),
-        "floor": {**floor, "synchronous_step_s": floor_s},
-        "times_floor": {
-            "trainer": per_step["trainer"] / floor["step_s"],
-            "searcher": per_generated["searcher"] / floor["generation_per_rollout_s"],
-            "searcher_at_its_slots": per_generated["searcher"] / floor["generation_at_slots_per_rollout_s"],
-            "total": total / floor_s,
-        },
     }
 
 
@@ -151,13 +136,6 @@ def report(summary: dict[str, Any]) -> None:
     for kind, seconds in summary["per_generated_rollout_cpu_s"].items():
         print(f"{kind}: {1e6 * seconds:.0f} us per generated rollout")
     print(f"generated per trained rollout: {summary['generated_per_trained']:.2f}")
-    floor = summary["floor"]
-    print(
-        f"floor: {1e3 * floor['step_s']:.1f} ms per step; per generated rollout "
-        f"{1e6 * floor['generation_per_rollout_s']:.0f} us in batches of a step, "
-        f"{1e6 * floor['generation_at_slots_per_rollout_s']:.0f} us at the searcher's slots"
-    )
-    print("times the floor: " + ", ".join(f"{name} {value:.2f}" for name, value in summary["times_floor"].items()))
 
 
 def main() -> None:
@@ -166,38 +144,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=100, help="step of the first reading")
     parser.add_argument("--last", type=int, default=300, help="step of the second reading")
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=30, help="rounds of each bare loop, per run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `tba run`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    recipe = load_recipe(str(RECIPE), sets=args.set)
-    num_trained = recipe.sampling.prompts_per_batch * recipe.sampling.group_size
-    runs, floors = [], []
-    for _ in range(args.runs):
-        runs.append(measure_run(args.first, args.last, args.set))
-        # the run has made the model; after each run, since the machine's speed changes
-        floor = Floor(recipe, ROOT / recipe.model.path.format(seed=recipe.run.seed or 0))
-        floors.append(
-            {
-                "step_s": floor.step_s(num_trained, args.rounds),
-                "generation_per_rollout_s": floor.generation_s(num_trained, args.rounds),
-                "generation_at_slots_per_rollout_s": floor.generation_s(recipe.searcher.num_slots, args.rounds),
-            }
-        )
-    floor = {name: statistics.median(each[name] for each in floors) for name in floors[0]}
-    summary = summarise(runs, floor, recipe)
+    runs = [measure_run(args.first, args.last, args.set) for _ in range(args.runs)]
+    summary = summarise(runs, load_recipe(str(RECIPE), sets=args.set))
     report(summary)
-    if args.json:
-        document = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            "machine": f"{os.cpu_count()} CPUs",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "settings": {name: value for name, value in vars(args).items() if name != "json"},
-            **summary,
-            "runs": runs,
-        }
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_document(args, {**summary, "runs": runs})
 
 
 if __name__ == "__main__":

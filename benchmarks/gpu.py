@@ -60,8 +60,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tba-gpu-", ignore_cleanup_errors=True) as folder:
         kind = "bench" if args.kind != "smoke" else "smoke"
         device: Literal["cuda", "cpu"] = args.device or _device()
-        minutes = args.minutes if args.minutes is not None else 5.0
-        bench = Bench(device=device, kind=kind, folder=Path(folder), minutes=minutes)
+        bench = Bench(device=device, kind=kind, folder=Path(folder))
         if args.kind == "one":
             return _one(args.names[0], bench)
         chosen = [check for check in CHECKS if kind in check.kinds and (not args.only or check.name in args.only)]

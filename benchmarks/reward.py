@@ -15,20 +15,18 @@ About 30 seconds on 2 cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.report import Target, judged, write_document
 from benchmarks.reward_bench.answers import additions, maths
 from benchmarks.reward_bench.service import ITEM_TIMEOUT_S, NUM_WORKERS, POISONED_TEXT, reward_service
 from tba.api import ScoreItem, ScoreResult
@@ -39,27 +37,18 @@ NUM_ROUNDS = 30
 Figures = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Target:
-    """A number and the bound it is held to (`at_least` or at most)."""
-
-    title: str
-    figure: str
-    bound: float
-    unit: str
-    at_least: bool = False
-
-    def met(self, value: float) -> bool:
-        """True: the value keeps the bound."""
-        return value >= self.bound if self.at_least else value <= self.bound
-
-
 TARGETS = (
-    Target("maths, ordinary answers, 2 workers", "maths_per_s", 500, "items/s", at_least=True),
-    Target("a batch with a poisoned item, beyond deadline and clean batch", "poison_extra_s", 0.25, "s"),
-    Target("a batch beside it, beyond a clean batch on one worker", "beside_extra_s", 0.25, "s"),
-    Target("overhead per item, inline", "inline_ms_per_item", 1.0, "ms"),
-    Target("overhead per item, in a worker", "worker_ms_per_item", 1.0, "ms"),
+    Target("maths, ordinary answers, 2 workers", "maths_per_s", 500, unit="items/s"),
+    Target(
+        "a poisoned batch, beyond deadline and clean batch",
+        "poison_extra_s",
+        0.25,
+        at_least=False,
+        unit="s",
+    ),
+    Target("a batch beside it, beyond a clean batch on one worker", "beside_extra_s", 0.25, at_least=False, unit="s"),
+    Target("overhead per item, inline", "inline_ms_per_item", 1.0, at_least=False, unit="ms"),
+    Target("overhead per item, in a worker", "worker_ms_per_item", 1.0, at_least=False, unit="ms"),
 )
 
 
@@ -72,11 +61,10 @@ def main() -> int:
     with reward_service() as client:
         score(client, maths(256, seed=0))  # sympy loads modules on first use
         figures = {**maths_speed(client, args.items), **poison(client), **overhead(client)}
-    missed = print_table(figures)
-    if args.json:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()}
-        document = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine, **figures}
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    lines, missed = judged(figures, TARGETS)
+    print("\n".join(lines))
+    print(f"maths: {figures['maths_known_share']:.1%} of the scores known, {figures['maths_right_share']:.1%} right")
+    write_document(args, figures)
     return 1 if missed else 0
 
 
@@ -142,20 +130,6 @@ def timed(client: RewardClient, items: list[ScoreItem]) -> float:
     start_s = time.perf_counter()
     client.score(items)
     return time.perf_counter() - start_s
-
-
-def print_table(figures: Figures) -> int:
-    """One line per target; the number of those that are missed."""
-    print("| figure | measured | target | met |")
-    print("|---|---|---|---|")
-    missed = 0
-    for target in TARGETS:
-        value, is_met = figures[target.figure], target.met(figures[target.figure])
-        missed += not is_met
-        bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}"
-        print(f"| {target.title} | {value:.3g} {target.unit} | {bound} | {'yes' if is_met else 'NO'} |")
-    print(f"maths: {figures['maths_known_share']:.1%} of the scores known, {figures['maths_right_share']:.1%} right")
-    return missed
 
 
 if __name__ == "__main__":

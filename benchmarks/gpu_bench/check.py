@@ -31,8 +31,6 @@ class Bench:
     kind: Kind
     folder: Path
     """Empty, for the check's own files."""
-    minutes: float = 5.0
-    """Of a whole run in `bench`."""
 
     @property
     def quick(self) -> bool:

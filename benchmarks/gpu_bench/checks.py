@@ -55,13 +55,6 @@ CHECKS = (
         deadline_s=120,
     ),
     Check(
-        name="vllm_shared",
-        part="searcher",
-        function="vllm_engine.check_vllm_shared",
-        about="two vLLM engines on one card, by gpu_memory_share",
-        deadline_s=240,
-    ),
-    Check(
         name="vllm_bench",
         part="searcher",
         function="vllm_engine.check_vllm_bench",
@@ -119,13 +112,5 @@ CHECKS = (
         about="tokens/s and MFU at several lengths, with and without recomputation and compile",
         kinds=("bench",),
         deadline_s=170,
-    ),
-    Check(
-        name="gsm8k_small",
-        part="run",
-        function="runs.check_gsm8k_small",
-        about="gsm8k-small for --minutes, its starting model made on the CPU first",
-        kinds=("bench",),
-        deadline_s=900,
     ),
 )

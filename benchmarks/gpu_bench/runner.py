@@ -92,7 +92,7 @@ def _touch_device() -> None:
 def _run(check: Check, bench: Bench, context: ForkContext | SpawnContext) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix=f"{check.name}-", dir=bench.folder))
     log, found_path = folder / "output.log", folder / "found.json"
-    own = Bench(device=bench.device, kind=bench.kind, folder=folder, minutes=bench.minutes)
+    own = Bench(device=bench.device, kind=bench.kind, folder=folder)
     process = context.Process(target=_child, args=(check, own, found_path, log))
     start = time.monotonic()
     process.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -51,21 +50,6 @@ def _check_quickstart(bench: Bench, found: Findings, more: Sequence[str]) -> Non
     found.at_least("reward_gain", gain, MIN_GAIN)
 
 
-def check_gsm8k_small(bench: Bench, found: Findings) -> None:
-    """Make the starting model of gsm8k-small on the CPU, then train it by RL for --minutes on the device."""
-    command = [sys.executable, "-m", "examples.worlds.gsm8k.prepare"]
-    subprocess.run(command, cwd=bench.folder, env=_environ(), check=True)
-    recipe = ROOT / "examples/worlds/gsm8k/gsm8k-small.toml"
-    sets = [f"trainer.max_train_s={60 * bench.minutes:g}", "eval.num_prompts_final=128"]
-    _run(bench, found, recipe, sets)
-
-
-def _environ() -> dict[str, str]:
-    """Return the environment in which modules of the clone, which nothing installs, are found."""
-    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
 def _run(bench: Bench, found: Findings, recipe: Path, sets: Sequence[str]) -> list[dict[str, Any]]:
     """Run a recipe; note its curve and speed; return its records."""
     try:
@@ -78,7 +62,7 @@ def _run(bench: Bench, found: Findings, recipe: Path, sets: Sequence[str]) -> li
     options = [option for each in (*devices, *sets) for option in ("--set", each)]
     command = [sys.executable, "-m", "tba_cli.main", "run", str(recipe), "--run-name", "gpu", *options]
     with subprocess.Popen(
-        command, cwd=bench.folder, env=_environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

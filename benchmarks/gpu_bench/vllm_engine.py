@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -55,9 +55,8 @@ _EXPERTS = MappingProxyType(
 CANARY_TOLERANCE: float = TrainerSection.model_fields["canary_tolerance"].default
 OTHER_MODEL_MIN_GAP_NATS = 0.5
 """Of log-probs under another version with random weights: these are far apart."""
-SIDE_BY_SIDE_S, SHARED_S = 110, 230
-"""Most seconds of processes that run at the same time, and of two engines of which the second starts when the first
-runs: less than the deadlines in checks.py, so that findings stay."""
+SIDE_BY_SIDE_S = 110
+"""Most seconds of processes that run at the same time: less than the deadline in checks.py, so that findings stay."""
 _CPU_HEADS = MappingProxyType({"num_attention_heads": 2, "num_key_value_heads": 1})
 """vLLM on the CPU takes heads of 32 and more; the tiny models have a width of 64."""
 _OLD, _NEW = PolicyVersion(0, 0), PolicyVersion(1, 1)
@@ -90,43 +89,6 @@ def check_vllm_bench(bench: Bench, found: Findings) -> None:
             _measure(published, num_slots, bench, found)
 
 
-def check_vllm_shared(bench: Bench, found: Findings) -> None:
-    """Two engines share a card by `gpu_memory_share`, started one after the other: each has keys and values."""
-    need_vllm(bench)
-    if bench.quick:
-        raise Skipped("a share of a GPU's memory")
-    context = multiprocessing.get_context("fork")
-    first_is_ready, second_is_done = context.Event(), context.Event()
-
-    def first(own: Findings) -> None:
-        try:
-            published, engine = _start_shared("first", bench, own)
-        finally:
-            first_is_ready.set()
-        second_is_done.wait(SHARED_S)
-        completions = _generate(engine, published, 64, 32, name="again")
-        own.at_least("tokens_after_the_second", sum(len(c.response_tokens) for c in completions), 64 * 32)
-        engine.close()
-
-    def second(own: Findings) -> None:
-        first_is_ready.wait(SHARED_S)
-        try:
-            _start_shared("second", bench, own)[1].close()
-        finally:
-            second_is_done.set()
-
-    _side_by_side({"first": first, "second": second}, bench, found, most_s=SHARED_S)
-
-
-def _start_shared(name: str, bench: Bench, found: Findings) -> tuple[_Published, VllmEngine]:
-    folder = bench.folder / name
-    folder.mkdir()
-    published = _publish(qwen2_config("0.5b"), "bfloat16", replace(bench, folder=folder))
-    engine = _start(published, 64, bench, found, share=0.4)
-    _generate(engine, published, 64, 32)
-    return published, engine
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Published:
     """Two versions of a model with random weights, as files, and in memory on the device."""
@@ -146,9 +108,7 @@ def need_vllm(bench: Bench) -> None:
         raise Skipped("on the CPU the suite checks the vLLM engine (tests/integration/searcher); `bench` runs this")
 
 
-def _side_by_side(
-    parts: dict[str, Callable[[Findings], None]], bench: Bench, found: Findings, *, most_s: float = SIDE_BY_SIDE_S
-) -> None:
+def _side_by_side(parts: dict[str, Callable[[Findings], None]], bench: Bench, found: Findings) -> None:
     """Run parts in processes of their own at the same time; put what they find together, with their names in front."""
     context = multiprocessing.get_context("fork")  # nothing has touched the device here, and vLLM is not imported
 
@@ -166,12 +126,12 @@ def _side_by_side(
     processes = {name: context.Process(target=child, args=(run, paths[name])) for name, run in parts.items()}
     for process in processes.values():
         process.start()
-    end = perf_counter() + most_s
+    end = perf_counter() + SIDE_BY_SIDE_S
     for name, process in processes.items():
         process.join(max(0.0, end - perf_counter()))
         if process.is_alive():
             process.kill()
-            found.fail(f"{name}: not done after {most_s:g} s")
+            found.fail(f"{name}: not done after {SIDE_BY_SIDE_S} s")
         elif process.exitcode:
             found.fail(f"{name}: its process ended with code {process.exitcode}")
         if paths[name].is_file():

@@ -26,7 +26,6 @@ from tba.wire import Canary
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_stack, write_recipe
 from tests.support.redis_process import free_port
 
-READY_S = 60.0
 NUM_HELDOUT = 64
 VOCAB_SIZE = 32_000
 

@@ -1,11 +1,10 @@
-"""The embedded engine beside transformers (`generate` and continuous batching): tokens per CPU second, greedy identity.
+"""The embedded engine beside `generate` of transformers: tokens per CPU second, greedy identity.
 
 A Llama of about 3 M parameters in float32, one thread, 64 slots, 8 rollouts per prompt, prompts of 16 to 48 tokens.
 Equal lengths: 64 tokens each. Variable lengths: geometric with mean 31, at most 128, as where responses end by
 themselves. `generate` gets batches of 64 in order of arrival and runs each to its longest response; tokens beyond a
-response's own limit do not count. Continuous batching gets all requests at once, with 64 under way. The three alternate
-in one process, so that a busy machine slows all; loading is not counted. Greedy: the engine's response to every request
-is that of the other two.
+response's own limit do not count. Both alternate in one process, so that a busy machine slows both; loading is not
+counted. Greedy: the engine's response to every request is that of the other.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import numpy as np
 import torch
 from tba_searcher.engines.engine import EngineSettings, Request
 from tba_searcher.engines.torch.engine import EmbeddedEngine
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM
 
 from tba.versions import START
 from tba.wire import Sampling
@@ -33,8 +31,6 @@ MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 16, 48
 EQUAL_TOKENS, MEAN_TOKENS, MAX_TOKENS = 64, 31, 128
 MIN_RATIO = {"equal": 1.4, "variable": 3.0}
 """Ratio of the engine's tokens to those of `generate`."""
-NO_EOS_ID = -1
-RESULT_TIMEOUT_S = 60.0
 _PAD_ID = 0
 
 
@@ -96,44 +92,6 @@ def run_generate(model: Any, requests: list[Request]) -> dict[str, list[int]]:
     return done
 
 
-def run_continuous(model: Any, requests: list[Request]) -> dict[str, list[int]]:
-    """The same with continuous batching of transformers: paged attention, a thread of its own.
-
-    Raises:
-        RuntimeError: a request got no answer.
-    """
-    greedy = requests[0].sampling.temperature == 0
-    how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
-    generation = GenerationConfig(
-        **how,
-        eos_token_id=NO_EOS_ID,
-        pad_token_id=_PAD_ID,
-        max_new_tokens=max(item.max_response_tokens for item in requests),
-    )
-    # pages of 32 tokens: the default of 256 is more than a request here ever holds
-    batching = ContinuousBatchingConfig(
-        page_size=32, num_blocks=512, max_batch_tokens=512, max_requests_per_batch=NUM_SLOTS
-    )
-    done: dict[str, list[int]] = {}
-    with model.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=batching, block=True, warmup=False
-    ) as manager:
-        for item in requests:
-            manager.add_request(
-                list(item.prompt_tokens),
-                request_id=item.request_id,
-                max_new_tokens=item.max_response_tokens,
-                eos_token_id=NO_EOS_ID,
-            )
-        while len(done) < len(requests):
-            result = manager.get_result(timeout=RESULT_TIMEOUT_S)
-            if result is None:
-                raise RuntimeError(f"continuous batching answered {len(done)} of {len(requests)} requests")
-            if result.is_finished():
-                done[result.request_id] = result.generated_tokens
-    return done
-
-
 def tokens_per_cpu_s(run: Any, requests: list[Request]) -> float:
     """Tokens of `requests` per second of CPU time of this process."""
     start = time.process_time()
@@ -160,26 +118,21 @@ def measure(*, num_requests: int = 256, rounds: int = 3) -> dict[str, dict[str, 
         for lengths, least in MIN_RATIO.items():
             greedy = make_requests(NUM_SLOTS * 2, lengths=lengths, temperature=0.0)
             ours = run_engine(engine, greedy)
-            others = [run_generate(model, greedy), run_continuous(model, greedy)]
-            same = statistics.mean(
-                all(ours[item.request_id] == other[item.request_id] for other in others) for item in greedy
-            )
+            theirs = run_generate(model, greedy)
+            same = statistics.mean(ours[item.request_id] == theirs[item.request_id] for item in greedy)
             requests = make_requests(num_requests, lengths=lengths, temperature=1.0)
             rows = [
                 (
                     tokens_per_cpu_s(lambda items: run_engine(engine, items), requests),
                     tokens_per_cpu_s(lambda items: run_generate(model, items), requests),
-                    tokens_per_cpu_s(lambda items: run_continuous(model, items), requests),
                 )
                 for _ in range(rounds)
             ]
-            ratio = statistics.median(mine / other for mine, other, _ in rows)
+            ratio = statistics.median(mine / other for mine, other in rows)
             found[lengths] = {
                 "engine_tokens_per_cpu_s": max(row[0] for row in rows),
                 "generate_tokens_per_cpu_s": max(row[1] for row in rows),
-                "continuous_tokens_per_cpu_s": max(row[2] for row in rows),
                 "ratio": ratio,
-                "ratio_to_continuous": statistics.median(mine / other for mine, _, other in rows),
                 "target": least,
                 "greedy_identical": same,
                 "met": ratio >= least and same == 1.0,

@@ -1,4 +1,4 @@
-"""Three ways to make one optimizer step with the same GRPO objective: ours, the plain one, TRL's."""
+"""Two ways to make one optimizer step with the same GRPO objective: ours, and the plain one."""
 
 from __future__ import annotations
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.weights_bench.states import write
-from benchmarks.weights_bench.training import State
+from benchmarks.weights_bench.states import State, write
 from tba.config.sections import StoreSection
 from tba.store import open_store
 from tba.versions import PolicyVersion
@@ -112,52 +110,6 @@ def publish_to_ready(section: StoreSection, old: State, new: State) -> dict[str,
                 "downloaded_bytes": local.downloaded_bytes,
             }
     return found
-
-
-def fleet(section: StoreSection, old: State, new: State, num_searchers: int) -> dict[str, dict[str, Any]]:
-    """Seconds from the publication of NEW until every simulated searcher has it verified, and bytes for each, by kind.
-
-    Each searcher is a thread with a client of its own; all read one file of OLD.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    with _world(section, "fleet", old, new) as world:
-        for kind in KINDS:
-            clients = [world.versions(kind) for _ in range(num_searchers)]
-            start = time.perf_counter()
-            world.publish_new(kind)
-            published_s = time.perf_counter() - start
-            ready_s, locals_ = _download_all(world, kind, clients)
-            for local in locals_:
-                _require_route(local, kind)
-            num_bytes = sum(local.downloaded_bytes for local in locals_)
-            found[kind] = {
-                "num_searchers": num_searchers,
-                "publish_s": published_s,
-                "first_s": min(ready_s) - start,
-                "all_s": max(ready_s) - start,
-                "bytes_per_searcher": num_bytes / num_searchers,
-                "store_bytes": num_bytes,
-            }
-    return found
-
-
-def _download_all(world: World, kind: str, clients: list[WeightVersions]) -> tuple[list[float], list[LocalVersion]]:
-    ready_s: list[float] = []
-    locals_: list[LocalVersion] = []
-
-    def take(number: int) -> None:
-        local = world.download_new(kind, clients[number], f"searcher{number}")
-        ready_s.append(time.perf_counter())
-        locals_.append(local)
-
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(len(clients))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(locals_) != len(clients):
-        raise SystemExit(f"{len(clients) - len(locals_)} of {len(clients)} searchers did not get the version")
-    return ready_s, locals_
 
 
 def _require_route(local: LocalVersion, kind: str) -> None:

@@ -15,6 +15,7 @@ from examples.worlds.tally.prepare import LESSON as TALLY
 from studies.accuracy import judge_of, rule_of
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
+from tba_cli.generators.addition import CHARACTERS
 from tba_cli.prompts.reader import heldout_prompts
 from tba_cli.starter_models import starting_model as quickstart
 
@@ -28,9 +29,11 @@ def recipe_of(name: str, *sets: str) -> Recipe:
 
 def make_model(folder: Path, lesson: Lesson | None = None) -> Any:
     torch.manual_seed(0)
-    which = () if lesson is None else (lesson.characters, lesson.max_length_tokens)
-    tokenizer = quickstart.build_tokenizer(*which)
-    model: Any = quickstart.build_model(tokenizer, quickstart.SHAPE if lesson is None else lesson.shape)
+    shape, characters, max_length = quickstart.SHAPE, CHARACTERS, quickstart.MAX_LENGTH_TOKENS
+    if lesson is not None:
+        shape, characters, max_length = lesson.shape, lesson.characters, lesson.max_length_tokens
+    tokenizer = quickstart.build_tokenizer(characters, max_length)
+    model: Any = quickstart.build_model(tokenizer, shape)
     model.eval()
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

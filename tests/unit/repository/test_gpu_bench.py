@@ -16,7 +16,7 @@ from benchmarks.gpu_bench.checks import CHECKS
 from benchmarks.gpu_bench.runner import newest_of, report_text, run_checks
 
 RECORDED = sorted(Path("docs/gpu").glob("*.jsonl"))
-SKIPPED_ON_A_CPU = {"vllm", "vllm_shared", "run", "run_vllm"}
+SKIPPED_ON_A_CPU = {"vllm", "run", "run_vllm"}
 
 
 def test_the_smoke_command_passes_on_a_cpu(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from studies.accuracy import judge_of, read_tensors
+from studies.whole_runs import records_of
 from tba.config import parse_recipe
 from tba.errors import ConfigError
 from tba.store import FileStore
@@ -82,7 +83,7 @@ def learning_curve(run_folder: Path, *, num_prompts: int = NUM_PROMPTS) -> Curve
 
 def _step_times(path: Path) -> tuple[dict[int, float], float]:
     """Return step -> seconds from the start of training to its end, and when it started."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = records_of(path.parent)
     if sum(record["kind"] == "start" for record in records) != 1:
         raise ConfigError(f"{path}: the trainer was started more than once, so its clock has gaps")
     steps = [record for record in records if record["kind"] == "step"]

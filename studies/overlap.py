@@ -41,6 +41,7 @@ OWN_SOURCES = (
     "studies/learning_curve.py",
     "studies/overlap_bench/cells.py",
     "studies/overlap_bench/runs.py",
+    "studies/whole_runs.py",
 )
 Lines = dict[str, tuple[Cell, dict[str, Any]]]
 

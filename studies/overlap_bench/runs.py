@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import resource
 import shutil
 import statistics
 import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +16,8 @@ from typing import Any
 from studies.learning_curve import KEEP_ALL, learning_curve
 from studies.overlap_bench.cells import Cell
 from studies.pace import late_share, paced
-from tba.api import RunCommand
-from tba.clients import BufferClient
-from tba.errors import ConfigError, ServiceError
-from tba_cli.run_target import open_client
+from studies.whole_runs import ROOT, let_go, records_of, run_module
 
-ROOT = Path(__file__).resolve().parents[2]
-START_S, POLL_S = 300.0, 0.2
 WARM_STEPS = 8
 """Of the measured ones those that do not count."""
 _SWAP = re.compile(r"weights loaded .*\bpause_s=([0-9.e+-]+)")
@@ -132,12 +123,12 @@ def swap_seconds(logs: Path) -> list[float]:
     return [float(found) for text in texts for found in _SWAP.findall(text)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Done:
     folder: Path
-    let_go_at_s: float
+    let_go_at_s: float = 0.0
     """Unix seconds."""
-    cpu_s: float
+    cpu_s: float = 0.0
 
 
 def _run(
@@ -151,61 +142,21 @@ def _run(
 ) -> _Done:
     """Run `tba run` to its end; with `num_searchers` it is held until so many are ready."""
     sets = [text for key, value in changes.items() for text in ("--set", f"{key}={value}")]
-    command = [*(sys.executable, "-m", "tba_cli.main", "run", str(recipe)), "--run-name", name, "--seed", str(seed)]
-    log, folder = ROOT / "runs" / f"{name}.log", ROOT / "runs" / name
+    words = ["tba_cli.main", "run", str(recipe), "--run-name", name, "--seed", str(seed), "--fresh", *sets]
+    log, done = ROOT / "runs" / f"{name}.log", _Done(ROOT / "runs" / name)
     log.parent.mkdir(exist_ok=True)
-    cpu_s, let_go_at_s = _children_cpu_s(), 0.0
-    with log.open("w") as file:
-        variables = {**os.environ, **environ}
-        process = subprocess.Popen([*command, "--fresh", *sets], cwd=ROOT, env=variables, stdout=file, stderr=file)
-        try:
-            if num_searchers is not None:
-                let_go_at_s = let_go(folder, process, num_searchers)
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
+    log.unlink(missing_ok=True)
+
+    def hold(process: subprocess.Popen[bytes]) -> None:
+        if num_searchers is not None:
+            done.let_go_at_s = let_go(done.folder, process, num_searchers)
+
+    code, done.cpu_s = run_module(words, folder=ROOT, log=log, environ={**os.environ, **environ}, begin=hold)
     if code != 0:
         raise SystemExit(f"{name} ended with {code}: {log.read_text()[-2000:]}")
     log.unlink()
-    return _Done(folder, let_go_at_s, _children_cpu_s() - cpu_s)
-
-
-def let_go(folder: Path, process: subprocess.Popen[bytes], num_searchers: int) -> float:
-    """Hold the run until all searchers have their engines: their starts take the cores, and none of it is of interest.
-
-    Returns:
-        When it was let go.
-    """
-    deadline_s, client = time.monotonic() + START_S, None
-    while time.monotonic() < deadline_s and process.poll() is None:
-        time.sleep(POLL_S)
-        try:
-            client = client or _client(folder)
-            info = client.run()
-            ready = [item for item in info.components if item.kind == "searcher" and item.state == "running"]
-            if len(ready) >= num_searchers and info.state == "paused":
-                client.command("resume", RunCommand(reason="all searchers are ready"))
-                client.close()
-                return time.time()
-            # `tba run` resumes a paused run once, while it starts
-            if info.state == "running":
-                client.command("pause", RunCommand(reason="held until all searchers are ready"))
-        except (ConfigError, ServiceError, OSError):
-            continue
-    raise SystemExit(f"wait for {num_searchers} searchers: they were not ready within {START_S:g} s")
-
-
-def _client(folder: Path) -> BufferClient:
-    return open_client(argparse.Namespace(url=None, run=None, run_dir=str(folder), token_file=None, ca_file=None))
+    return done
 
 
 def _steps(folder: Path) -> list[dict[str, Any]]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record["metrics"] for record in records if record["kind"] == "step"]
-
-
-def _children_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    return [record["metrics"] for record in records_of(folder) if record["kind"] == "step"]

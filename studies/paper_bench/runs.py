@@ -8,20 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from studies.attack_modes import read_cell
-from studies.overlap_bench.runs import let_go
 from studies.pace import late_share, paced
-from studies.paper_bench.arms import PACE_STEP_S, PACE_TOKENS_PER_S, ROOT, START, WORLDS, Arm, Cell
+from studies.paper_bench.arms import PACE_STEP_S, PACE_TOKENS_PER_S, START, WORLDS, Arm, Cell
+from studies.whole_runs import Begin, let_go, records_of, run_module
 from tba.evaluation.evaluation_job import load_report
 
 NUM_TRAINING_POINTS = 20
@@ -62,7 +60,7 @@ def _start(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any]:
 
 
 def _trained(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any]:
-    cpu_s, checked = _children_cpu_s(), cell.arm.recipe(cell.seed)
+    checked = cell.arm.recipe(cell.seed)
     run, let_go_at_s = folder / "runs" / name, 0.0
 
     def hold(process: subprocess.Popen[bytes]) -> None:
@@ -78,13 +76,12 @@ def _trained(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any
         changes, environ = paced(tokens_per_s=PACE_TOKENS_PER_S, step_s=PACE_STEP_S)
         sets = [text for key, value in changes.items() for text in ("--set", f"{key}={value}")]
     words, begin = ["run", recipe.name, "--fresh", *sets], hold if is_paced else None
-    code = _tba(folder, name, words, may_fail=True, begin=begin, environ=environ)
-    cpu_s = _children_cpu_s() - cpu_s
+    code, cpu_s = _tba(folder, name, words, may_fail=True, begin=begin, environ=environ)
     summary = json.loads(path.read_text()) if (path := run / "summary.json").is_file() else {}
     # a run that its own guards ended is a result: the objective diverged
     if code != 0 and not (summary.get("state") == "failed" and summary["steps"]):
         raise CellError(f"`tba run` ended with {code}; {folder / name}.log has its output")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run)
     steps = {record["step"]: record["metrics"] for record in records if record["kind"] == "step"}
     if is_paced:
         first = next(record for record in records if record["kind"] == "step")
@@ -201,9 +198,9 @@ def _tba(
     words: Sequence[str],
     *,
     may_fail: bool = False,
-    begin: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    begin: Begin | None = None,
     environ: Mapping[str, str] | None = None,
-) -> int:
+) -> tuple[int, float]:
     """Run a command of tba; see `_python`."""
     return _python(folder, name, ["tba_cli.main", *words], may_fail=may_fail, begin=begin, environ=environ)
 
@@ -214,9 +211,9 @@ def _python(
     words: Sequence[str],
     *,
     may_fail: bool = False,
-    begin: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    begin: Begin | None = None,
     environ: Mapping[str, str] | None = None,
-) -> int:
+) -> tuple[int, float]:
     """Run a module in the working folder; its output is added to the log of the cell.
 
     Args:
@@ -230,26 +227,11 @@ def _python(
     log = folder / f"{name}.log"
     # variables of the shell that are keys of recipes would be in the run, and not in the digest of its line
     found = {key: value for key, value in os.environ.items() if not (key.startswith("TBA_") and "__" in key)}
-    # the worlds are modules of the clone, which nothing installs
-    found |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), found.get("PYTHONPATH")))), **(environ or {})}
-    with log.open("a") as file:
-        process = subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=found, stdout=file, stderr=file)
-        try:
-            if begin is not None:
-                begin(process)
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
+    found |= environ or {}
+    code, cpu_s = run_module(words, folder=folder, log=log, environ=found, begin=begin)
     if code != 0 and not may_fail:
         raise CellError(f"`python -m {' '.join(words)}` ended with {code}; {log} has its output")
-    return code
-
-
-def _children_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    return code, cpu_s
 
 
 def _mean(values: Sequence[float]) -> float | None:

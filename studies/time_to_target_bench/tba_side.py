@@ -21,6 +21,7 @@ import psutil
 from studies.accuracy import judge_of, read_tensors
 from studies.time_to_target_bench.cells import Cell, Point, Result
 from studies.time_to_target_bench.workloads import ROOT, Workload
+from studies.whole_runs import records_of
 from tba import __version__
 from tba.config import Recipe
 from tba.store import FileStore
@@ -106,7 +107,7 @@ def run_tba(workload: Workload, cell: Cell, recipe: Recipe, folder: Path) -> Res
 
 
 def _measured(workload: Workload, cell: Cell, recipe: Recipe, folder: RunFolder, cpu: CpuClock) -> Result:
-    records = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(folder.path)
     steps = {r["step"]: r for r in records if r["kind"] == "step"}
     begin_s = first_engine_ready_s(folder.path / "logs")
     judge = judge_of(recipe, Path(recipe.model.path))

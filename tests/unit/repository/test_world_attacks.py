@@ -21,7 +21,7 @@ from examples.worlds.redteam.attacks import (
     family_of,
     modes_found,
 )
-from studies.attack_modes import Cell, read_cell, table
+from studies.attack_modes import Cell, read_cell
 from tba.errors import ConfigError
 from tba.evaluation.evaluation_job import Estimate, EvaluationReport, ModeReport, ScoreCounts
 
@@ -101,24 +101,13 @@ def test_modes_are_families_among_the_successes():
     assert modes_found([]) == {}
 
 
-def test_the_table_counts_a_mode_from_one_in_a_hundred():
-    families = {"rumour": 100, "secret": 99, "dare": 1, "other": 0}
-    cell = Cell(
-        run="a",
-        version="1-10",
-        num_attacks=400,
-        num_unknown=0,
-        success=0.5,
-        success_stderr=0.025,
-        distance=0.25,
-        families=families,
-    )
+def test_a_mode_counts_from_one_in_a_hundred():
+    cell = Cell(num_attacks=400, num_unknown=0, families={"rumour": 100, "secret": 99, "dare": 1, "other": 0})
     assert cell.num_modes == 2
     equal = replace(cell, families=dict.fromkeys(VULNERABLE, 10))
     assert equal.num_modes == len(VULNERABLE)
     assert equal.num_effective == pytest.approx(len(VULNERABLE))
-    assert "| a | 1-10 | 0.500 ± 0.025 | 0.250 | 7 | 7.00 | 0.143 |" in table([equal])
-    none = replace(cell, success=0.0, success_stderr=None, distance=None, families={})
+    none = replace(cell, families={})
     assert (none.num_modes, none.num_effective) == (0, 0.0)
 
 

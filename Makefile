@@ -81,7 +81,6 @@ $(VENV)/.helm: deploy/constraints/helm.txt tools/install_helm.py $(VENV)/.test
 test: $(VENV)/.test  ## everything that has to hold: lint, types, import contracts, all tests
 	$(MAKE) -j 2 lint types $(VENV)/.helm $(VENV)/.vllm  # each of them keeps one core busy
 	$(MAKE) unit
-	@$(BIN)/python -m tests.support.chart
 
 # one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
 # once, folders of whole runs first; bytecode is kept, since every test that starts processes would compile the product again

@@ -88,24 +88,6 @@ def test_keys_of_the_store_are_those_that_the_values_name() -> None:
     }
 
 
-def test_the_role_is_the_scale_of_one_deployment() -> None:
-    made = render_file(QUICKSTART)
-    (role,) = (x for x in made.of("Role") if x["metadata"]["name"] == "t-scale")
-    assert role["rules"] == [
-        {
-            "apiGroups": ["apps"],
-            "resources": ["deployments/scale"],
-            "resourceNames": [made.pod("searcher").name],
-            "verbs": ["get", "patch"],
-        }
-    ]
-    (binding,) = (x for x in made.of("RoleBinding") if x["metadata"]["name"] == "t-scale")
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    (subject,) = binding["subjects"]
-    assert subject["name"] == made.pod("buffer").spec["serviceAccountName"]
-    assert subject["namespace"] == "lab"
-
-
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_every_pod_has_an_account_of_its_own(path: Path) -> None:
     made = render_file(path)

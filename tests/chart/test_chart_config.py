@@ -71,17 +71,6 @@ def test_every_container_reads_a_recipe(path: Path, tmp_path: Path) -> None:
     assert OF_TBA - {"setup"} <= read.keys()
 
 
-def test_the_parts_find_each_other(tmp_path: Path) -> None:
-    services = {x["metadata"]["name"]: x["spec"]["ports"][0]["port"] for x in render_file(QUICKSTART).of("Service")}
-    for component in sorted(OF_TBA):
-        recipe = recipe_of(QUICKSTART, component, tmp_path)
-        assert recipe.buffer_url == f"http://t-buffer:{services['t-buffer']}"
-        assert recipe.reward_url == f"http://t-reward:{services['t-reward']}"
-        assert recipe.store.endpoint_url == f"http://t-objectstore:{services['t-objectstore']}"
-    assert recipe_of(QUICKSTART, "buffer", tmp_path).buffer.redis_url == f"redis://t-redis:{services['t-redis']}/0"
-    assert recipe_of(QUICKSTART, "searcher", tmp_path).searcher.on_run_end == "wait"
-
-
 def test_values_of_the_user_come_before_those_of_the_chart(tmp_path: Path) -> None:
     made = render_file(EXTERNAL)
     assert recipe_of(EXTERNAL, "buffer", tmp_path).buffer.lease_s == 90

@@ -127,14 +127,6 @@ def test_gpus_and_shared_memory_are_asked_for(tmp_path: Path) -> None:
     assert str(ranks["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == "2"
 
 
-def test_the_grace_period_leaves_room_for_the_drain() -> None:
-    made = render_file(QUICKSTART)
-    drain_s = environment(made.pod("searcher"))["TBA_SEARCHER__DRAIN_S"]
-    assert made.pod("searcher").spec["terminationGracePeriodSeconds"] >= float(drain_s) + 10
-    stop_s = environment(made.pod("trainer"))["TBA_LOCAL__STOP_TIMEOUT_S"]
-    assert made.pod("trainer").spec["terminationGracePeriodSeconds"] >= float(stop_s) + 5
-
-
 def environment(pod: Pod) -> dict[str, str]:
     """Values of the first container's environment."""
     return {entry["name"]: entry.get("value", "") for entry in pod.spec["containers"][0]["env"]}

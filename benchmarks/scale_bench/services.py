@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +17,9 @@ from tba.store import open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Canary
-from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_stack, write_recipe
+from tests.support.buffer import Stack, make_prompts, start_stack, write_recipe
 from tests.support.redis_process import free_port
+from tests.support.reward_process import reward_of
 
 NUM_HELDOUT = 64
 VOCAB_SIZE = 32_000
@@ -70,41 +65,11 @@ def running(folder: Path, *, num_prompts: int, **sections: dict[str, Any]) -> It
     sections = {**sections, "store": {"url": f"file://{folder / 'store'}"}, "reward": reward_section}
     everything: dict[str, Any] = sections
     stack = start_stack(folder, **everything)
-    reward: subprocess.Popen[bytes] | None = None
     try:
         recipe_path = write_recipe(folder / "searchers.json", stack.recipe)
-        reward = _start_reward(folder, recipe_path)
-        client = stack.client
-        client.upload_prompts(make_prompts(num_prompts, NUM_HELDOUT))
-        _until_ready(f"{stack.recipe.reward_url}/readyz", reward, folder / "reward.log")
+        stack.client.upload_prompts(make_prompts(num_prompts, NUM_HELDOUT))
         versions = WeightVersions(open_store(stack.recipe.store), stack.recipe.run.name)
-        yield Services(stack, stack.recipe, recipe_path, versions, folder)
+        with reward_of(recipe_path, stack.recipe.reward_url, {"OMP_NUM_THREADS": "1"}):
+            yield Services(stack, stack.recipe, recipe_path, versions, folder)
     finally:
-        if reward is not None:
-            reward.kill()
-            reward.wait()
         stack.stop()
-
-
-def _start_reward(folder: Path, recipe_path: Path) -> subprocess.Popen[bytes]:
-    with (folder / "reward.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tba_reward", "--config", str(recipe_path)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-        )
-
-
-def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_S
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=2) as response:
-                if response.status == 200:
-                    return
-        except (OSError, urllib.error.URLError):
-            pass
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the reward service did not start: {log.read_text()[-3000:]}")
-        time.sleep(0.05)

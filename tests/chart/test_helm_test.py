@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +11,10 @@ from types import ModuleType
 import pytest
 
 from tests.integration.conftest import redis, serve_buffer
-from tests.support.buffer import SERVICE_PATHS, make_prompts, make_recipe, start_lineage, write_recipe
+from tests.support.buffer import make_prompts, make_recipe, start_lineage, write_recipe
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import free_port
-from tests.support.reward_process import is_ready
+from tests.support.reward_process import reward_of
 
 __all__ = ["redis", "serve_buffer"]
 SCRIPT = Path(__file__).parents[2] / "charts/tba/files/helm_test.py"
@@ -47,25 +43,11 @@ def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reward_url(tmp_path_factory: pytest.TempPathFactory, tokens_file: Path) -> Iterator[str]:
     """A reward service that wants tokens."""
-    folder, port = tmp_path_factory.mktemp("reward"), free_port()
-    recipe = make_recipe(reward={"port": port, "num_workers": 1}, auth={"tokens_file": str(tokens_file)})
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tba_reward", "--config", str(write_recipe(folder / "recipe.json", recipe))],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
-            stdout=log,
-            stderr=log,
-        )
-    url, give_up = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    try:
-        while not is_ready(url):
-            assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < give_up, "the reward service did not start"
-            time.sleep(0.05)
+    folder, auth = tmp_path_factory.mktemp("reward"), {"tokens_file": str(tokens_file)}
+    recipe = make_recipe(reward={"port": free_port(), "num_workers": 1}, auth=auth)
+    url = f"http://127.0.0.1:{recipe.reward.port}"
+    with reward_of(write_recipe(folder / "recipe.json", recipe), url):
         yield url
-    finally:
-        process.kill()
-        process.wait()
 
 
 def config(folder: Path, buffer_url: str, reward_url: str, tokens_file: Path) -> list[str]:

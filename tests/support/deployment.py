@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +12,11 @@ from typing import Any
 import pytest
 
 from tba.config import Recipe, parse_recipe
-from tests.support.buffer import SERVICE_PATHS, make_recipe, start_buffer, write_recipe
+from tests.support.buffer import make_recipe, start_buffer, write_recipe
 from tests.support.model_folder import make_model_folder
 from tests.support.redis_process import free_port, start_redis
-from tests.support.reward_process import is_ready
+from tests.support.reward_process import reward_of
 from tests.support.s3_server import CREDENTIALS, S3Server
-from tests.support.waits import until
 
 TOKENS = {role: f"{role}-token-{'x' * 16}" for role in ("searcher", "trainer", "operator", "viewer")}
 REDIS_OPTIONS = (
@@ -78,35 +74,9 @@ def deployed(folder: Path) -> Iterator[Deployment]:
             )
             path = write_recipe(folder / "services.json", recipe)
             processes.append(start_buffer(path))
-            processes.append(_start_reward(folder, path, f"http://127.0.0.1:{reward_port}"))
-            yield Deployment(folder, recipe.model_dump(mode="json"), store)
+            with reward_of(path, f"http://127.0.0.1:{reward_port}"):
+                yield Deployment(folder, recipe.model_dump(mode="json"), store)
         finally:
             for process in reversed(processes):
                 process.stop()
             store.kill()
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    process: subprocess.Popen[bytes]
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def _start_reward(folder: Path, recipe: Path, url: str) -> _Process:
-    with (folder / "reward.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tba_reward", "--config", str(recipe)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        until("the reward service is ready", lambda: process.poll() is not None or is_ready(url))
-        assert process.poll() is None, (folder / "reward.log").read_text()[-2000:]
-    except BaseException:
-        process.kill()
-        raise
-    return _Process(process)

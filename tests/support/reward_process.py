@@ -8,9 +8,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.support.buffer import SERVICE_PATHS, make_recipe, write_recipe
@@ -21,22 +22,37 @@ from tests.support.waits import DEADLINE_S
 @contextmanager
 def running_reward(folder: Path, **section: Any) -> Iterator[str]:
     """Run a service with this section `[reward]` of its recipe; yield its address."""
-    port = free_port()
-    recipe = write_recipe(folder / "recipe.json", make_recipe(reward={"port": port, **section}))
-    with (folder / "log").open("wb") as log:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with reward_of(write_recipe(folder / "recipe.json", make_recipe(reward={"port": port, **section})), url):
+        yield url
+
+
+@contextmanager
+def reward_of(recipe: Path, url: str, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Run the service of a recipe in a file, with a log beside it, until it is ready; kill it at the end.
+
+    Args:
+        url: of the service, as the recipe has it.
+        environ: more variables.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    log = recipe.with_name("reward.log")
+    with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "tba_reward", "--config", str(recipe)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
-            stdout=log,
-            stderr=log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), **environ},
+            stdout=file,
+            stderr=file,
         )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + DEADLINE_S
     try:
         while not is_ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the reward service did not start: {(folder / 'log').read_text()[-3000:]}")
+                raise RuntimeError(f"the reward service did not start: {log.read_text()[-3000:]}")
             time.sleep(0.05)
-        yield url
+        yield
     finally:
         process.kill()
         process.wait()

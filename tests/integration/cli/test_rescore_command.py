@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from tba.wire import encode_rollout
 from tba_cli.main import main
-from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, make_rollout, start_stack
+from tests.support.buffer import Stack, make_prompts, make_rollout, start_stack
 from tests.support.redis_process import free_port
+from tests.support.reward_process import reward_of
 from tests.support.scored_buffer import stored_rollouts
 from tests.support.waits import until
 
 
 @contextmanager
-def reward_service(stack: Stack, folder: Path, value: int) -> Iterator[None]:
+def reward_service(stack: Stack, value: int) -> Iterator[None]:
     """`python -m tba_reward` whose task `versioned` gives `value` to everything."""
     tasks = f'{{versioned = {{scorers = [{{kind = "format", pattern = "", weight = {value}}}]}}}}'
-    environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "TBA_REWARD__TASKS": tasks}
-    with (folder / "reward.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tba_reward", "--config", str(stack.buffer.recipe_path)],
-            env={**os.environ, **environ},
-            stdout=log,
-            stderr=log,
-        )
-
-    def is_ready() -> bool:
-        assert process.poll() is None, (folder / "reward.log").read_text()
-        try:
-            return httpx2.get(f"{stack.recipe.reward_url}/readyz", timeout=60).status_code == 200
-        except httpx2.TransportError:
-            return False
-
-    try:
-        until("the reward service is ready", is_ready)
+    with reward_of(stack.buffer.recipe_path, stack.recipe.reward_url, {"TBA_REWARD__TASKS": tasks}):
         yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
@@ -72,12 +49,12 @@ def test_a_new_version_of_a_reward_reaches_everything_that_is_stored(
         """Reward versions by reward."""
         return {r.reward: str(r.reward_version) for r in stored_rollouts(stack.redis).values()}
 
-    with reward_service(stack, tmp_path, 1):
+    with reward_service(stack, 1):
         until("all are scored", lambda: client.stats().num_scored == 300)
         first = rewards()
         assert list(first) == [1.0]
         assert first[1.0].startswith("versioned@")
-    with reward_service(stack, tmp_path, 2):
+    with reward_service(stack, 2):
         code, out = tba("--wait")
         assert code == 0
         assert "done after" in out

@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench maths lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -181,9 +181,6 @@ gpu-smoke: $(VENV)/.test  ## is everything right on a GPU? minutes; without one:
 
 gpu-bench: $(VENV)/.test  ## how fast and large on a GPU: tokens/s, MFU, pauses, peak memory (docs/gpu.md). GPU_ARGS='--minutes 10'
 	$(BIN)/python benchmarks/gpu.py bench --json gpu-bench.jsonl --report gpu-bench.md $(GPU_ARGS)
-
-maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/rewards.md)
-	$(BIN)/python benchmarks/maths.py
 
 ##@ Generate
 golden: $(VENV)/.helm  ## write the chart's golden outputs again (tests/chart/golden; needs helm)

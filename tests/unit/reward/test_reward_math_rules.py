@@ -16,8 +16,8 @@ from tba_reward.math.numbers import plain_number, same_collection, same_number
 from tba_reward.math.text_answers import is_words, same_in_base, same_time_of_day, same_words
 from tba_reward.scorer import Failure, Item, Outcome, outcome_of, params_of
 
-from benchmarks.maths_bench.pairs import Pair, hard_pairs, math_verify_cases, scorer_verdict
 from tba.config.reward import MathSpec
+from tests.support.maths_pairs import Pair, hard_pairs, math_verify_cases, scorer_verdict
 
 # ---- Kind `math`: finding the answer, and which answers are right, wrong, or have no score --------------------------
 

@@ -3,23 +3,22 @@
 hard_pairs.tsv           made by hand for tba: class, verdict of a careful reader, gold answer, response; a fifth field
                          is the scorer's verdict where it is known to differ. `¶` stands for a new line.
 math_verify_cases.jsonl  the cases of math-verify's own tests (github.com/huggingface/Math-Verify, commit 5d148cf,
-                         Apache-2.0; all parametrised cases of tests/test_*.py that compare two texts), with the
-                         options that each test sets, and `known` likewise.
+                         Apache-2.0; all parametrised cases of tests/test_*.py that compare two texts), and `known`
+                         likewise.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tba_reward.math.grader import score
 from tba_reward.scorer import Failure, Item, outcome_of, params_of
 
 from tba.config.reward import MathSpec
 
-DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "maths"
+DATA = Path(__file__).resolve().parents[1] / "data" / "maths"
 VERDICTS = {1.0: "right", 0.0: "wrong"}
 
 
@@ -31,7 +30,6 @@ class Pair:
         kind: the class it is counted in.
         verdict: `right`, `wrong` or `unknown` (nobody could tell), as a reader or math-verify's test says.
         known: the verdict of the scorer where it is known to differ.
-        options: how math-verify's test calls it.
     """
 
     kind: str
@@ -39,7 +37,6 @@ class Pair:
     gold: str
     response: str
     known: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def hard_pairs() -> list[Pair]:
@@ -66,7 +63,6 @@ def math_verify_cases() -> list[Pair]:
                 gold=case["gold"],
                 response=case["pred"],
                 known=case.get("known"),
-                options=case.get("options", {}),
             )
         )
     return pairs
@@ -77,16 +73,3 @@ def scorer_verdict(pair: Pair, *, extract: str) -> str:
     item = Item(prompt="", response=pair.response, data={"answer": pair.gold})
     outcome = outcome_of(score, item, params_of(MathSpec.model_validate({"kind": "math", "extract": extract})))
     return "unknown" if isinstance(outcome, Failure) else VERDICTS[outcome]
-
-
-def math_verify_verdict(pair: Pair, *, box_gold: bool = False) -> str:
-    """Return math-verify's own verdict, as its tests call it; `box_gold` for a gold answer that is bare LaTeX."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    options = dict(pair.options)
-    latex = LatexExtractionConfig(boxed_match_priority=options.pop("boxed_match_priority", 0))
-    chosen = options.pop("extract", ["latex", "expr"])
-    config = [latex if each == "latex" else ExprExtractionConfig() for each in chosen]
-    given = f"\\boxed{{{pair.gold}}}" if box_gold else pair.gold
-    gold, answer = (parse(text, config, parsing_timeout=None) for text in (given, pair.response))  # type: ignore
-    return "right" if verify(gold, answer, timeout_seconds=None, **options) else "wrong"

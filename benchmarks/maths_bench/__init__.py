@@ -1,1 +1,0 @@
-"""The lists of maths answers that the scorer is compared with (`benchmarks/maths.py`, tests)."""

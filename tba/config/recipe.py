@@ -181,11 +181,6 @@ class Recipe(StrictModel):
 
     def _check_unused(self) -> None:
         """Refuse settings without any effect."""
-        if self.searcher.abort_stale_requests and self.buffer.max_policy_age_steps is None:
-            raise ValueError(
-                "searcher.abort_stale_requests aborts what would be older than buffer.max_policy_age_steps, which is "
-                "not set; set it, or remove abort_stale_requests"
-            )
         if self.sampling.min_size_to_sample > self.buffer.max_rollouts:
             raise ValueError(
                 f"sampling.min_size_to_sample {self.sampling.min_size_to_sample} is above buffer.max_rollouts "

@@ -295,9 +295,6 @@ class SearcherSection(StrictModel):
     """Threads of the engine on CPU."""
     device: str = "cpu"
     """torch device of the engine."""
-    abort_stale_requests: bool = False
-    """Abort a training request as soon as its rollout is certain to be older than `buffer.max_policy_age_steps` when it
-    arrives, and give its visit back. Saves the rest of responses that would be evicted; long ones are hit most."""
     drain_s: float = Field(default=20.0, gt=0)
     """After SIGTERM: time to finish, push, and return leases."""
     retry_s: float = Field(default=120.0, gt=0)

@@ -62,7 +62,6 @@ from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import NUM_ALONE, Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
-from tba_searcher.generation.stale_requests import StaleRequests
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.store_notice import StoreNotice
 from tba_searcher.generation.version_pulls import VersionPulls
@@ -135,7 +134,6 @@ class SearcherLoop:
         )
         self._aborts: dict[str, str] = {}
         """Request id -> why it is aborted in the next step."""
-        self._stale = StaleRequests(recipe, queue)
         self._num_round_visits = num_round_visits(recipe)
         self._is_stepping = False
         self._is_leasing = False
@@ -208,7 +206,6 @@ class SearcherLoop:
         """Hold three rounds of slots: one being decoded, one in the engine's queue, one in the work queue."""
         settings, waits, found_evals = self._recipe.searcher, self._status.waits, False
         while not self._is_ending:
-            await self._leases.return_pushed()
             num_held = self._queue.num_unsubmitted + self._engine.num_active + self._engine.num_waiting
             num_wanted = math.ceil((3 * settings.num_slots - num_held) / self._recipe.sampling.rollouts_per_visit)
             # generation must not run ahead of scoring and pushing without limit
@@ -315,16 +312,13 @@ class SearcherLoop:
     async def _engine_task(self) -> None:
         """Decide what the engine does next, run it in the engine's thread, and handle the result."""
         while self._engine_error is None:
-            self._abort_stale()
             step = EngineStep(self._next_swap(), self._next_requests(), self._aborts)
             self._aborts = {}
             if step.swap_to is None and not step.requests and not self._is_busy:
                 await sleep_until(self._has_work, self._tick_s)
                 continue
             self._is_stepping = True
-            self._stale.submit(step.requests)
             result = await self._thread.run(self._engine, step, self._current)
-            self._stale.after_step(result, self._engine.version, self._engine.num_waiting)
             self._status.counts.update({f"lost_tokens_{reason}": num for reason, num in result.lost_tokens.items()})
             if result.died is not None:
                 log.error("engine died", reason=str(result.died))
@@ -356,17 +350,7 @@ class SearcherLoop:
                 self._delivery.put_failed(visit)
 
     def _abort(self, visits: Sequence[Visit], reason: str) -> None:
-        request_ids = [request_id for visit in visits for request_id in visit.request_ids()]
-        self._aborts |= dict.fromkeys(request_ids, reason)
-        self._stale.end(request_ids)
-
-    def _abort_stale(self) -> None:
-        """Cut visits short whose rollouts would be evicted when they arrive; their leases go back after the push."""
-        visits = [] if self._is_ending else self._stale.visits(self._newest)
-        self._status.counts["stale_requests"] += sum(v.num_submitted - len(v.completions) for v in visits)
-        self._abort(visits, "stale")
-        self._cut_short(visits)
-        self._leases.return_after_push(visit.lease.lease_id for visit in visits)
+        self._aborts |= {request_id: reason for visit in visits for request_id in visit.request_ids()}
 
     def _available_pin(self) -> PolicyVersion | None:
         """Return the version that evaluations need next, once it is on this machine."""
@@ -454,7 +438,6 @@ class SearcherLoop:
         await self._wait_until(self._is_settled, begin + 0.95 * drain_s, tasks)
         if self._is_leasing:
             log.warning("lease request not answered; leases that it was granted expire", detail="the drain is over")
-        await self._leases.return_pushed()
         await self._return_visits([*cut_short, *abandoned, *self._queue.open_visits()], also=unreturned)
         log.info("drained", num_returned=len(cut_short), num_unpushed=self._status.num_unpushed)
 

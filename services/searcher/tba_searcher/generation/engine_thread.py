@@ -27,8 +27,8 @@ STEP_S = 0.05
 """Decoding ends after this long, or when nothing is active."""
 LONG_STEP_S = 5.0
 """A step that takes longer is shown as the wait `engine-step`."""
-ABORT_REASONS = ("stale", "refused", "drain")
-"""Its rollout would be too old; the engine cannot honour another request of its visit; the searcher ends."""
+ABORT_REASONS = ("refused", "drain")
+"""The engine cannot honour another request of its visit; the searcher ends."""
 CLOSE_S = 5.0
 """Time for closing the engine; after that the process ends with the engine open."""
 T = TypeVar("T")

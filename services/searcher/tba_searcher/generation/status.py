@@ -36,7 +36,6 @@ COUNTERS = (
     "refused_versions",
     "refused_prompts",
     "leases_returned",
-    "stale_requests",
     *(f"lost_tokens_{reason}" for reason in ABORT_REASONS),
 )
 log = get_logger("status")

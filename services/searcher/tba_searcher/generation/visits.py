@@ -6,8 +6,8 @@ Other systems call this a prompt group; here "group" is the K rollouts that a tr
     leased      SearcherLoop._lease_task    queued; or returned (not needed), or refused (its prompt is too long)
     queued      WorkQueue                   sampling; or dropped when its lease is lost; or returned by a drain
     sampling    WorkQueue and the engine    complete with its last completion; or refused (the engine cannot honour
-                                            it); or cut short by a drain or because it would be too old
-                                            (stale_requests.py), which delivers the completions there are
+                                            it); or cut short by a drain, which delivers the completions there
+                                            are
     complete    Delivery                    scored, or pending where the reward service is away
     scored      Delivery                    pushed (training) or reported (evaluation): the buffer has acknowledged it
 
@@ -191,7 +191,6 @@ class LeaseManager:
     ) -> None:
         self._buffer, self._renewals = buffer, renewals
         self._queue, self._delivering, self._status = queue, delivering, status
-        self._after_push: list[str] = []
         self.num_returns_in_flight = 0
         """Calls of `return_leases` that have not ended."""
 
@@ -235,20 +234,6 @@ class LeaseManager:
             return await self._return_leases(lease_ids, refused)
         finally:
             self.num_returns_in_flight -= 1
-
-    def return_after_push(self, lease_ids: Iterable[str]) -> None:
-        """Note leases of visits that were cut short: the buffer gives the missing rollouts out again with their return.
-
-        They are not renewed any more: those of a searcher that is killed expire, with the same effect.
-        """
-        self._after_push += lease_ids
-
-    async def return_pushed(self) -> None:
-        """Return the noted leases whose completions are pushed: before that the buffer would ask for too many."""
-        ready = [lease_id for lease_id in self._after_push if lease_id not in self._delivering()]
-        if ready:
-            self._after_push = [lease_id for lease_id in self._after_push if lease_id not in ready]
-            await self.return_leases(ready)
 
     async def _return_leases(self, lease_ids: Sequence[str], refused: Sequence[str]) -> list[str]:
         name, unreturned = self._status.searcher_id, list[str]()

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tba_searcher.engines import simulated
-from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
-from tba_searcher.engines.simulated import SimulatedCodec, SimulatedEngine, SimulatedSettings, draw_length
+from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, EngineSettings, Request
+from tba_searcher.engines.simulated import SimulatedCodec, SimulatedEngine
 
 from tba.config.searcher import SimulatedSection
 from tba.errors import ConfigError, DigestError
 from tba.versions import START, PolicyVersion
 from tba.weights import params_sha256_of_files
 from tba.wire import Sampling, VersionSpan
-from tests.support.buffer import ROOT, SERVICE_PATHS, make_recipe
+from tests.support.buffer import ROOT, SERVICE_PATHS
 
 V1 = PolicyVersion(1, 4)
 EOS = 7
@@ -64,15 +64,9 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_engine(folder: Path) -> Callable[..., tuple[SimulatedEngine, Clock]]:
     def make(*, num_slots: int = 4, seed: int = 0, **behaviour: Any):
         clock = Clock()
-        settings = SimulatedSettings(
-            num_slots=num_slots,
-            max_prompt_tokens=16,
-            max_response_tokens=1000,
-            seed=seed,
-            behaviour=SimulatedSection(**behaviour),
-        )
-        paths = [folder / "model.safetensors"]
-        return SimulatedEngine(folder, paths, START, settings, sleep=clock.sleep, clock=clock), clock
+        settings = EngineSettings(num_slots=num_slots, max_prompt_tokens=16, max_response_tokens=1000, seed=seed)
+        paths, section = [folder / "model.safetensors"], SimulatedSection(**behaviour)
+        return SimulatedEngine(folder, paths, START, settings, section, sleep=clock.sleep, clock=clock), clock
 
     return make
 
@@ -101,15 +95,6 @@ def test_every_slot_decodes_at_its_rate(make_engine) -> None:
         engine.submit(request(str(number)))
     assert [len(completion.response_tokens) for completion in finish(engine)] == [100] * 4
     assert clock.now_s == pytest.approx(100 / 50)
-
-
-def test_a_coarse_step_takes_as_long_as_its_longest_row(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated, "LENGTH_SIGMA", 0.0)
-    engine, clock = make_engine(median_response_tokens=10, tokens_per_s=10)
-    engine.submit(request("a"))
-    [completion] = engine.step()
-    assert clock.now_s == pytest.approx(1.0)
-    assert completion.version_spans == (VersionSpan(version=START, start=0, end=10),)
 
 
 def test_a_response_is_a_function_of_seed_and_request_whatever_else_is_going_on(make_engine) -> None:
@@ -149,9 +134,11 @@ def test_limits_end_a_response_and_end_of_sequence_is_its_last_token_alone(make_
         assert completion.sampler_logprobs.shape == completion.response_tokens.shape
 
 
-def test_lengths_have_the_median_that_was_asked_for() -> None:
-    rng = np.random.default_rng(0)
-    assert np.median([draw_length(rng, 200.0) for _ in range(20_000)]) == pytest.approx(200, rel=0.03)
+def test_lengths_have_the_median_that_was_asked_for(make_engine) -> None:
+    engine, _ = make_engine(num_slots=2000, median_response_tokens=200.0)
+    for number in range(2000):
+        engine.submit(request(str(number), max_response_tokens=1000))
+    assert np.median([len(each.response_tokens) for each in finish(engine)]) == pytest.approx(200, rel=0.1)
 
 
 @pytest.mark.usefixtures("fixed")
@@ -240,13 +227,6 @@ def test_a_model_without_a_vocabulary_is_refused(folder, document, message) -> N
     (folder / "config.json").write_text(document)
     with pytest.raises(ConfigError, match=message):
         SimulatedCodec(folder)
-
-
-def test_a_recipe_chooses_it_and_its_mistakes_are_named() -> None:
-    recipe = make_recipe(searcher={"engine": "simulated", "simulated": {"tokens_per_s": 1.2}})
-    assert recipe.searcher.simulated.tokens_per_s == 1.2
-    with pytest.raises(ConfigError, match=r"searcher\.simulated\.crash_every_s"):
-        make_recipe(searcher={"simulated": {"crash_every_s": 0}})
 
 
 def test_a_searcher_without_a_model_imports_no_torch() -> None:

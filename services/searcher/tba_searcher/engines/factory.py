@@ -38,7 +38,6 @@ def build_engine(
         EngineError: the weights cannot be loaded.
     """
     settings = recipe.searcher
-    lengths = {"max_prompt_tokens": settings.max_prompt_tokens, "max_response_tokens": settings.max_response_tokens}
     if manifest is None:
         dtype, names = recipe.model.dtype, sorted(path.name for path in folder.glob("*.safetensors"))
     else:
@@ -46,7 +45,8 @@ def build_engine(
     paths = tuple(folder / name for name in names)
     general: dict[str, Any] = {
         "num_slots": settings.num_slots,
-        **lengths,
+        "max_prompt_tokens": settings.max_prompt_tokens,
+        "max_response_tokens": settings.max_response_tokens,
         "seed": seed,
         "dtype": dtype,
         "device": settings.device,
@@ -55,14 +55,9 @@ def build_engine(
     }
     # each engine is imported only here: vLLM's environment must be set first, and the simulated engine needs no torch
     if settings.engine == "simulated":
-        from tba_searcher.engines.simulated import SimulatedEngine, SimulatedSettings
+        from tba_searcher.engines.simulated import SimulatedEngine
 
-        return SimulatedEngine(
-            folder,
-            paths,
-            version,
-            SimulatedSettings(num_slots=settings.num_slots, **lengths, seed=seed, behaviour=settings.simulated),
-        )
+        return SimulatedEngine(folder, paths, version, EngineSettings(**general), settings.simulated)
     if settings.engine == "vllm":
         from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import sys
 import tomllib
@@ -18,8 +17,7 @@ import pytest
 from pydantic import ValidationError
 from tba_searcher.engines.engine import EngineError
 from tba_searcher.engines.vllm import engine as vllm_engine
-from tba_searcher.engines.vllm import environment, internals
-from tba_searcher.engines.vllm.environment import ModelLink
+from tba_searcher.engines.vllm import internals
 
 from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, VllmSection, check_vllm_release
 from tba.errors import ConfigError
@@ -122,7 +120,7 @@ def test_eight_bits_reach_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         settings = vllm_engine.VllmSettings(
             num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, section=section
         )
-        vllm_engine._build(tmp_path, tmp_path, settings, on_cpu=True)
+        vllm_engine._build(tmp_path, settings, on_cpu=True)
         assert (asked["quantization"], asked["kv_cache_dtype"]) == expected
 
 
@@ -237,66 +235,3 @@ def test_vllm_processes_no_token_that_nothing_needs() -> None:
         ([5, 7], [-1.5]),
         ([], []),
     ]
-
-
-def model_folder(folder: Path, *, width: int = 64) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(f'{{"width": {width}}}')
-    return folder
-
-
-def test_vllm_sees_one_path_for_a_model_at_each_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environment, "cache_root", lambda: tmp_path / "cache")
-    first, again, other = (
-        model_folder(tmp_path / name, width=width) for name, width in (("a", 64), ("b", 64), ("c", 32))
-    )
-    link = ModelLink(first, compiles=True)
-    beside, of_another = (ModelLink(each, compiles=True) for each in (again, other))
-    assert len({link.path, beside.path, of_another.path}) == 3
-    assert [each.path.resolve() for each in (link, beside, of_another)] == [first, again, other]
-    link.close()
-    link.close()
-    next_start = ModelLink(again, compiles=True)
-    assert (next_start.path, next_start.path.resolve()) == (link.path, again)
-    for each in (beside, of_another, next_start):
-        each.close()
-
-
-def test_without_a_cache_that_can_be_written_vllm_sees_the_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(environment, "cache_root", lambda: tmp_path / "file")
-    folder = model_folder(tmp_path / "model")
-    link = ModelLink(folder, compiles=True)
-    assert link.path == folder
-    link.check()
-    link.close()
-
-
-def test_a_path_that_another_engine_took_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environment, "cache_root", lambda: tmp_path / "cache")
-    first, other = (model_folder(tmp_path / name) for name in ("a", "b"))
-    link = ModelLink(first, compiles=True)
-    link.check()
-    Path(f"{link.path}.lock").unlink()  # what a file system without locks comes to
-    taken = ModelLink(other, compiles=True)
-    with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT to a folder on a disk of this machine"):
-        link.check()
-    for each in (link, taken):
-        each.close()
-
-
-def test_compiled_code_with_an_index_that_is_cut_off_is_removed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(environment, "cache_root", lambda: tmp_path / "cache")
-    folder = model_folder(tmp_path / "model")
-    indexes = [tmp_path / f"cache/torch_compile_cache/{key}/rank_0_0/backbone/vllm_compile_cache.py" for key in "abc"]
-    for index, text in zip(indexes, ("{(None, 0): 'a'}", "{(None, 0", ""), strict=True):
-        index.parent.mkdir(parents=True)
-        index.write_text(text)
-    os.utime(indexes[1], (0, 0))  # the last one is new: its engine may be writing
-    ModelLink(folder, compiles=True).close()
-    assert [index.exists() for index in indexes] == [True, False, True]
-    ModelLink(folder, compiles=False).close()

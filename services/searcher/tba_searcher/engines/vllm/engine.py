@@ -45,7 +45,7 @@ from tba_searcher.engines.engine import (
     Request,
     check_request,
 )
-from tba_searcher.engines.vllm.environment import ModelLink, keep_transformers_unchanged, prepare_vllm
+from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
 from tba_searcher.engines.vllm.internals import (
     Sampled,
     SampledTokens,
@@ -111,13 +111,7 @@ class VllmEngine:
         model_config = json.loads((folder / "config.json").read_bytes())
         check_tensor_parallel(model_config, settings.tensor_parallel_size)
         on_cpu = prepare_vllm(settings.device, num_ranks=settings.tensor_parallel_size)
-        self._link = ModelLink(folder, compiles=not (on_cpu or settings.section.enforce_eager))
-        try:
-            self._llm: Any = _build(folder, self._link.path, settings, on_cpu=on_cpu)
-            self._link.check()
-        except BaseException:
-            self._link.close()
-            raise
+        self._llm: Any = _build(folder, settings, on_cpu=on_cpu)
         self._workers = Workers(self._llm)
         self._sampled = SampledTokens(self._llm)
         self._kv_cache = KVCache(self._llm, Scheduler(self._llm), settings.kv_at_update)
@@ -282,7 +276,6 @@ class VllmEngine:
             self._requests.clear()
             self._workers.close()
             self._llm = None
-            self._link.close()
             gc.collect()
 
     def _add(self, request_id: str, tokens: Sequence[int], params: Any) -> str:
@@ -327,12 +320,12 @@ def _spans(versions: Sequence[tuple[PolicyVersion, int]], num_tokens: int) -> tu
     return tuple(spans)
 
 
-def _build(folder: Path, path: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
-    """Build a running LLMEngine of the model in `folder`, which vLLM finds at `path`."""
+def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
+    """Build a running LLMEngine of the model in `folder`."""
     section, num_ranks = settings.section, settings.tensor_parallel_size
     max_len = settings.max_prompt_tokens + settings.max_response_tokens
     arguments = dict[str, Any](
-        model=str(path),
+        model=str(folder),
         dtype=settings.dtype,
         seed=settings.seed % 2**32,
         trust_remote_code=settings.trust_remote_code,

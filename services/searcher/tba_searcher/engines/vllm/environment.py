@@ -1,27 +1,20 @@
-"""What vLLM finds around it: environment variables, platform differences, and the path of the model."""
+"""What vLLM finds around it: environment variables and platform differences."""
 
 # pyright: reportMissingImports=false
 # (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
-import ast
-import fcntl
 import functools
-import hashlib
 import importlib.util
-import itertools
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tba.config.searcher import check_vllm_release
 from tba.errors import ConfigError
-from tba.logs import get_logger
-from tba_searcher.engines.vllm.internals import cache_root, device_in_use, transformers_adapter
+from tba_searcher.engines.vllm.internals import device_in_use, transformers_adapter
 
 ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: we feed its weights and call its step
@@ -39,10 +32,10 @@ ON_CPU = {
 ON_GPU = {
     # float32 gets Triton's attention. Its products were TF32: 0.009 nats off in a canary that allows 0.002 (an H200)
     "TRITON_F32_DEFAULT": "ieee",
+    # Each start has another folder with the model, under which no later one would find what this one compiled. A kill
+    # in the middle of a write would leave an index that ends every start after it.
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
-_WRITING_S = 30.0
-"""An index of compiled code that cannot be read and is not older may be in the middle of being written."""
-log = get_logger("vllm")
 
 
 def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
@@ -85,89 +78,6 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
             "(local.gpus.searchers, device_ids of Compose, searcher.gpu.count of the chart)"
         )
     return on_cpu
-
-
-class ModelLink:
-    """A path to a model's folder that is the same at each start, though the folder is a temporary one.
-
-    vLLM finds what it compiled before by a digest of its settings, and the path of the model is one of them. Engines
-    that run at the same time and share a cache have a path each.
-
-    Args:
-        folder: with config.json.
-        compiles: whether vLLM compiles the model; else there is nothing to find, and no link is made.
-    """
-
-    def __init__(self, folder: Path, *, compiles: bool) -> None:
-        self.path = folder
-        """The link; the folder itself where the cache cannot be written, or is not used."""
-        self._folder = folder
-        self._lock: int | None = None
-        if not compiles:
-            return
-        try:
-            self._make(folder.resolve(), cache_root() / "tba-models")
-            _remove_damaged(cache_root() / "torch_compile_cache")
-        except OSError as error:
-            self.close()
-            self.path = folder
-            log.warning("compiled_code_is_not_found_again", reason=str(error), effect="each start compiles anew")
-
-    def _make(self, folder: Path, parent: Path) -> None:
-        digest = hashlib.sha256()
-        for file in sorted([folder / "config.json", *folder.glob("*.py")]):  # what is compiled depends on these
-            digest.update(file.read_bytes())
-        parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            path = parent / f"{digest.hexdigest()[:16]}-{number}"
-            lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
-            try:
-                # the kernel releases it when the process is gone, whatever ended it
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                continue
-            except OSError:
-                os.close(lock)
-                raise
-            self._lock = lock
-            new = Path(f"{path}.new")
-            new.unlink(missing_ok=True)  # of a process that was killed here
-            new.symlink_to(folder, target_is_directory=True)
-            self.path = new.replace(path)
-            return
-
-    def check(self) -> None:
-        """Check that the path still leads to the folder, once vLLM has read what it needs.
-
-        Raises:
-            ConfigError: another engine took the path, for its file system has no locks.
-        """
-        if self.path.resolve() != self._folder.resolve():
-            raise ConfigError(
-                f"another engine took {self.path}: its file system does not lock files; set VLLM_CACHE_ROOT to a "
-                "folder on a disk of this machine"
-            )
-
-    def close(self) -> None:
-        """Leave the path to the next engine."""
-        if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child may have a copy of the descriptor
-            os.close(self._lock)
-            self._lock = None
-
-
-def _remove_damaged(folder: Path) -> None:
-    """Remove indexes of compiled code that a full disk or a kill cut off: vLLM writes them in place, and a start that
-    reads such a one fails."""
-    for path in folder.glob("*/rank_*/*/vllm_compile_cache.py"):
-        try:
-            ast.literal_eval(path.read_text(encoding="utf-8"))
-        except (ValueError, SyntaxError):
-            if time.time() - path.stat().st_mtime < _WRITING_S:
-                continue  # another engine may be at it
-            path.unlink(missing_ok=True)
-            log.warning("compiled_code_removed", path=str(path), reason="its index is cut off")
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tba.errors import ConfigError
@@ -27,13 +26,6 @@ def device_in_use() -> tuple[bool, str]:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu(), "the CPU" if current_platform.is_cpu() else current_platform.device_name
-
-
-def cache_root() -> Path:
-    """Return the folder where vLLM keeps what it has compiled."""
-    from vllm import envs
-
-    return Path(envs.VLLM_CACHE_ROOT)
 
 
 def transformers_adapter() -> Any:

@@ -69,11 +69,6 @@ class VllmSection(StrictModel):
     """vLLM in the process of a searcher, where `searcher.num_slots` is the number of sequences in a batch, or of a
     victim (`redteam`)."""
 
-    block_size: Literal[32, 64, 128] = 32
-    """Tokens in one block of keys and values; a prompt's whole blocks are computed once and shared."""
-    prefix_caching: bool = True
-    """Keys and values of a prompt are kept for the next response to it. None is used for a response that begins after a
-    weight update."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Memory for keys and values. None: on the CPU what `num_slots` responses of full length or a victim's batch need,
     on a GPU what `gpu_memory_share` leaves. With too little, vLLM preempts sequences and computes them again."""
@@ -113,8 +108,6 @@ class OpenAiSection(StrictModel):
     temporary folder, for a server of the same user on the same machine; else one that both can read."""
     weights_folder_at_server: str | None = None
     """Path of `weights_folder` at the server; none: the same."""
-    request_timeout_s: float = Field(default=1800.0, gt=0)
-    """A response, or its part since the last weight update, that takes longer is asked for again."""
 
     @model_validator(mode="after")
     def _check(self) -> OpenAiSection:

@@ -254,9 +254,10 @@ def minus_infinity(path: str, body: dict[str, Any], answer: Answer) -> Answer:
     ],
 )
 def test_a_server_that_fails_for_good_ends_the_engine_by_name(
-    build: Build, server: FakeServer, change: Any, words: str
+    build: Build, server: FakeServer, monkeypatch: pytest.MonkeyPatch, change: Any, words: str
 ) -> None:
-    engine = build(request_timeout_s=0.1)
+    monkeypatch.setattr(openai_engine, "REQUEST_TIMEOUT_S", 0.1)
+    engine = build()
     server.change = change
     engine.submit(REQUEST)
     with pytest.raises(EngineDiedError, match=words):

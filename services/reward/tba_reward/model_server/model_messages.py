@@ -77,8 +77,6 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     batch_tokens: int
-    block_size: int
-    prefix_caching: bool
     kv_cache_bytes: int | None
     gpu_memory_share: float
     max_batched_tokens: int | None

@@ -31,6 +31,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+BLOCK_SIZE = 32
+"""Tokens in one block of keys and values."""
 _CACHE_VALUE_BYTES = 4
 """Of a key or value on the CPU, at most."""
 
@@ -108,7 +110,7 @@ class VllmVictim(Victim):
         cache_bytes = section.kv_cache_bytes
         if on_cpu and cache_bytes is None:
             num_tokens = max(section.batch_tokens, self.num_replies * self._context_tokens)
-            cache_bytes = (num_tokens + (num_rows + 1) * section.block_size) * _cache_bytes_per_token(config)
+            cache_bytes = (num_tokens + (num_rows + 1) * BLOCK_SIZE) * _cache_bytes_per_token(config)
         return vllm.LLM(
             str(folder),
             skip_tokenizer_init=True,
@@ -117,8 +119,8 @@ class VllmVictim(Victim):
             max_model_len=self._context_tokens,
             max_num_seqs=num_rows,
             max_num_batched_tokens=section.max_batched_tokens,
-            block_size=section.block_size,
-            enable_prefix_caching=section.prefix_caching,
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=True,
             gpu_memory_utilization=section.gpu_memory_share,
             kv_cache_memory_bytes=cache_bytes,
             enforce_eager=is_eager,

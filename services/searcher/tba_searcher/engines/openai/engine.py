@@ -51,6 +51,8 @@ POLL_S = 0.02
 """`step` waits so long for an answer."""
 ABORT_EVERY_S = 0.05
 """Aborts are repeated: a call may reach the server after its first abort."""
+REQUEST_TIMEOUT_S = 1800.0
+"""A response, or its part since the last weight update, that takes longer is asked for again."""
 CONTROL_TIMEOUT_S = 30.0
 """Deadline of a call that does not generate."""
 CHECK_EVERY_S = 10.0
@@ -117,7 +119,7 @@ class OpenAiEngine:
         self._vocab_size, self._default_eos_ids = _read_config(folder, trust_remote_code=settings.trust_remote_code)
         num_tokens = settings.max_prompt_tokens + settings.max_response_tokens
         self._patient.check(num_tokens=num_tokens)
-        self._server = self._patient.with_patience(retry_s=0, timeout_s=section.request_timeout_s)
+        self._server = self._patient.with_patience(retry_s=0, timeout_s=REQUEST_TIMEOUT_S)
         self._control = self._patient.with_patience(retry_s=0, timeout_s=CONTROL_TIMEOUT_S)
         self._folders = WeightFolders(
             section, {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}

@@ -60,6 +60,8 @@ from tba_searcher.engines.vllm.worker_extension import WORKER_EXTENSION
 from tba_searcher.engines.vllm.workers import Workers
 from tba_searcher.engines.weight_check import check_loaded, check_tensors, read_headers
 
+BLOCK_SIZE = 32
+"""Tokens in one block of keys and values; a prompt's whole blocks are computed once and shared."""
 _CANARY_ID = "canary"
 _MIN_LEN = 64
 """Context for the canary, where prompts and responses are shorter."""
@@ -333,8 +335,8 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
         # the canary needs room beside requests that stay where they are
         max_num_seqs=settings.num_slots + (settings.kv_at_update == "keep"),
         max_num_batched_tokens=section.max_batched_tokens,
-        block_size=section.block_size,
-        enable_prefix_caching=section.prefix_caching,
+        block_size=BLOCK_SIZE,
+        enable_prefix_caching=True,
         gpu_memory_utilization=section.gpu_memory_share,
         kv_cache_memory_bytes=section.kv_cache_bytes,
         quantization=section.quantization,

@@ -27,7 +27,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tba_searcher.engines.engine import Completion, Engine, EngineError, EngineSettings, Request, StagingEngine
 
@@ -316,7 +316,8 @@ class PacedTrainer:
             metrics = gradients(learner, *args, **keywords)
             return {**metrics, "pace_late_s": pace.end()}
 
-        Prefetcher.take, Learner.gradients = paced_take, paced_gradients
+        prefetchers, learners = cast("Any", Prefetcher), cast("Any", Learner)
+        prefetchers.take, learners.gradients = paced_take, paced_gradients
         log.warning("this is a rehearsal", step_s=os.environ[STEP_VARIABLE])
 
     def start(self, record: Any) -> None:

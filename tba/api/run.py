@@ -182,9 +182,8 @@ class ScalingInfo(StrictModel):
 
 ACKNOWLEDGED_HEADER = "tba-acknowledged"
 """Header of heartbeats and their replies: how much was acknowledged, and by which start of the buffer."""
-AuditRole = Role | Literal["recipe", "buffer"]
-"""The author of a change of the run: a person, the trainer, a setting that decides by itself (`recipe`), or the buffer,
-if rewards can never be known."""
+AuditRole = Role | Literal["buffer"]
+"""The author of a change of the run: a person, the trainer, or the buffer, if rewards can never be known."""
 
 
 class WaitInfo(StrictModel):

@@ -111,9 +111,6 @@ class BufferSection(StrictModel):
     redis_password_file: str | None = None
     """File with the password of Redis, read again for every new connection; the URL then holds none. `tba run`, whose
     Redis listens on a socket in the run folder, ignores it."""
-    appendfsync: Literal["always", "everysec"] = "always"
-    """Required durability of Redis. `always`: a push is acknowledged once it is on disk. `everysec` is faster and may
-    lose some seconds of acknowledged rollouts when Redis dies (docs/operations.md)."""
     max_rollouts: int = Field(default=200_000, ge=1)
     """Most stored rollouts. Beyond it the oldest are evicted (an event of the log, counted by reason and length). In a
     large buffer, an eviction takes up to a 64th more than it must, so that not every push waits for one."""

@@ -457,7 +457,7 @@ def check_redis(recipe: Recipe) -> None:
 
     async def check() -> None:
         section = recipe.buffer
-        durability = DurabilityCheck(redis_access(recipe), section.appendfsync, bool(section.read_only))
+        durability = DurabilityCheck(redis_access(recipe), bool(section.read_only))
         waiting = not_ready(section.host, section.port, tls=recipe.tls, reason=lambda: durability.late or "starting")
         async with AsyncExitStack() as stack:
             stack.push_async_callback(durability.aclose)

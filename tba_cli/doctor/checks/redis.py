@@ -19,7 +19,6 @@ from tba_cli.redis_server import find_redis_server
 TIMEOUT_S = 5.0
 """Deadline of a connection, and of each answer."""
 MAX_SHOWN_CHARS = 500
-STRONG_ENOUGH = {"always": ("always",), "everysec": ("everysec", "always")}
 MEMORY_FACTOR = 1.3
 """Redis needs this many times `buffer.max_bytes` (docs/operations.md, Redis)."""
 OLDEST_VERSION = (6, 2)
@@ -51,7 +50,7 @@ def check_redis(target: Target) -> Iterator[CheckResult]:
             "allow the user of buffer.redis_url CONFIG GET (ACL SETUSER ... +config|get); the buffer needs it too",
         )
         return
-    yield from _durability(target.recipe, config)
+    yield from _durability(config)
     yield from _memory(target.recipe, info, config)
 
 
@@ -129,17 +128,17 @@ def _state(info: Mapping[str, str]) -> Iterator[CheckResult]:
         yield fail("redis", "Redis could not write its append-only file", "free space on its disk")
 
 
-def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[CheckResult]:
+def _durability(config: Mapping[str, str]) -> Iterator[CheckResult]:
     wanted = {
-        "appendonly": ("yes",),
-        "appendfsync": STRONG_ENOUGH[recipe.buffer.appendfsync],
-        "no-appendfsync-on-rewrite": ("no",),
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "no-appendfsync-on-rewrite": "no",
         # with `yes` Redis starts with a torn file, and drops the end of it
-        "aof-load-truncated": ("no",),
+        "aof-load-truncated": "no",
         # with any other policy Redis drops keys when it is full
-        "maxmemory-policy": ("noeviction",),
+        "maxmemory-policy": "noeviction",
     }
-    wrong = {name: values[0] for name, values in wanted.items() if config.get(name) not in values}
+    wrong = {name: value for name, value in wanted.items() if config.get(name) != value}
     for name, value in wrong.items():
         yield fail(
             "redis-durability",
@@ -147,7 +146,7 @@ def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[CheckResu
             f"set `{name} {value}` in redis.conf (or redis-server --{name} {value})",
         )
     if not wrong:
-        yield ok("redis-durability", f"appendonly yes, appendfsync {config['appendfsync']}")
+        yield ok("redis-durability", "appendonly yes, appendfsync always")
 
 
 def _memory(recipe: Recipe, info: Mapping[str, str], config: Mapping[str, str]) -> Iterator[CheckResult]:

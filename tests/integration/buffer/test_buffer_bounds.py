@@ -196,9 +196,8 @@ async def test_what_was_found_near_before_redis_lost_data_goes_from_no_other_pla
 async def test_an_eviction_that_is_under_way_when_redis_loses_data_takes_no_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With everysec no confirmation is awaited, and open requests are sent again over the new connection."""
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
-    buffer = await start(deduplicate=True, appendfsync="everysec")
+    buffer = await start(deduplicate=True)
     evict = buffer.rollouts.evictor._evict
     earlier = await copy_of(buffer.context.redis)
     same, other = [of_tokens(100, 0, 1.0) for _ in range(2)], of_tokens(200, 0, 1.0)
@@ -208,7 +207,7 @@ async def test_an_eviction_that_is_under_way_when_redis_loses_data_takes_no_othe
         with monkeypatch.context() as patch:
             patch.setattr(buffer.rollouts.evictor, "record_added", lambda num_new, num_bytes: False)
             await go_back(buffer.context.redis, earlier)
-            await buffer.context.durability.check()
+            await buffer.recovery.accept("operator", None)
             await push(buffer, other)  # takes the position of the one that is to go
         await evict(batch)
 

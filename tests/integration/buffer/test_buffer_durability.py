@@ -174,13 +174,6 @@ def test_nothing_is_acknowledged_by_a_redis_that_came_back_with_another_policy(w
     assert world.client.stats().num_rollouts >= before
 
 
-def test_the_policy_is_a_setting_and_a_stricter_redis_is_fine(tmp_path: Path) -> None:
-    for name, options in (("weak", EVERYSEC), ("strict", DURABLE)):
-        world = World(tmp_path / name, options, appendfsync="everysec")
-        world.push()
-        world.stop()
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -193,7 +186,7 @@ async def test_the_service_does_not_start_over_a_redis_that_is_less_durable(
     tmp_path: Path, options: tuple[str, ...], says: str
 ) -> None:
     redis = start_redis(tmp_path, options=options)
-    durability = DurabilityCheck(RedisAccess(redis.url), "always")
+    durability = DurabilityCheck(RedisAccess(redis.url))
     try:
         with pytest.raises(ConfigError, match=says):
             await durability.check_at_start()
@@ -206,7 +199,7 @@ async def test_a_redis_in_cluster_mode_is_refused_by_buffer_and_doctor(tmp_path:
     port = next(port for port in iter(free_port, None) if port < 55_000)  # its bus has a port 10,000 higher
     redis = RedisProcess(tmp_path, port, (*DURABLE, "--cluster-enabled", "yes"))
     redis.start()
-    durability = DurabilityCheck(RedisAccess(redis.url), "always")
+    durability = DurabilityCheck(RedisAccess(redis.url))
     try:
         with pytest.raises(ConfigError, match="cluster mode"):
             await durability.check_at_start()
@@ -222,7 +215,7 @@ async def test_a_redis_in_cluster_mode_is_refused_by_buffer_and_doctor(tmp_path:
 async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_path: Path) -> None:
     """Redis says `appendonly yes` at once, but until the first rewrite has ended nothing is in the file."""
     redis = start_redis(tmp_path, options=("--appendonly", "no", "--appendfsync", "always", "--save", ""))
-    durability = DurabilityCheck(RedisAccess(redis.url), "always")
+    durability = DurabilityCheck(RedisAccess(redis.url))
     try:
         with Client.from_url(redis.url) as admin:
             for i in range(200):
@@ -240,7 +233,7 @@ async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_p
 async def test_the_first_rewrite_of_a_file_that_is_whole_refuses_nothing(tmp_path: Path) -> None:
     """It begins by itself once the file is large; neither a start nor a push waits for its end."""
     redis = start_redis(tmp_path)
-    durability = DurabilityCheck(RedisAccess(redis.url), "always")
+    durability = DurabilityCheck(RedisAccess(redis.url))
     try:
         with Client.from_url(redis.url) as admin:
             if int(str(admin.info("server")["redis_version"]).split(".")[0]) >= 7:
@@ -282,7 +275,7 @@ def test_pushes_continue_while_the_file_is_rewritten(world: World, by_hand: bool
 
 async def test_a_file_that_was_turned_on_again_is_waited_for_although_there_was_one(tmp_path: Path) -> None:
     redis = start_redis(tmp_path)
-    durability = DurabilityCheck(RedisAccess(redis.url), "always")
+    durability = DurabilityCheck(RedisAccess(redis.url))
     try:
         with Client.from_url(redis.url) as admin:
             for i in range(200):
@@ -311,19 +304,6 @@ def without_sigxfsz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper.write_text(f'#!/bin/sh\ntrap "" XFSZ\nexec {redis_server_path()} "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setattr(redis_process, "redis_server_path", lambda: str(wrapper))
-
-
-@pytest.mark.usefixtures("without_sigxfsz")
-def test_a_full_disk_under_everysec_is_a_clear_state_and_ends_by_itself(tmp_path: Path) -> None:
-    world = World(tmp_path / "redis", EVERYSEC, appendfsync="everysec")
-    try:
-        limit_file_size(world.redis, 40_000)
-        until("it is full", lambda: "disk" in (why_refused(world.client) or ""))
-        world.refused("disk")
-        limit_file_size(world.redis, resource.RLIM_INFINITY)
-        world.accepted()
-    finally:
-        world.stop()
 
 
 @pytest.mark.usefixtures("without_sigxfsz")

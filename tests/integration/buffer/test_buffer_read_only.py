@@ -157,7 +157,7 @@ def test_a_loss_of_redis_is_shown_and_not_accepted(serve_buffer: ServeBuffer, re
     with Redis.from_url(redis.url) as client:
         client.hset("tba:test:run", "changes_missing", "5")
     before = stored(redis)
-    view = serve_buffer(buffer={"read_only": WHY, "appendfsync": "everysec"})
+    view = serve_buffer(buffer={"read_only": WHY})
     info = view.client().run()
     assert "5 acknowledged changes are missing" in (info.loss or "")
     assert ask(view.url, "GET", "/readyz")[0] == 200, "it is ready to be looked at"

@@ -58,7 +58,7 @@ async def durability_of(
     url: str, *, tls: dict[str, Any] | None = None, **buffer: Any
 ) -> AsyncIterator[DurabilityCheck]:
     recipe = make_recipe(buffer={"redis_url": url, **buffer}, tls=tls or {})
-    durability = DurabilityCheck(redis_access(recipe), "always")
+    durability = DurabilityCheck(redis_access(recipe))
     try:
         yield durability
     finally:

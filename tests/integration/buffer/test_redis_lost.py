@@ -35,7 +35,6 @@ from tests.support.redis_process import DURABLE, RedisProcess, start_redis
 from tests.support.waits import until
 
 LOST = "acknowledged changes are missing"
-EVERYSEC = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "")
 
 
 class World:
@@ -320,22 +319,6 @@ def test_what_a_searcher_or_nobody_says_stops_nothing(world: World) -> None:
         beat(world)
     world.push()
     assert world.client.run().loss is None
-
-
-def test_with_everysec_the_recipe_accepts_what_is_lost_and_it_is_counted(tmp_path: Path) -> None:
-    world = World(tmp_path, EVERYSEC, appendfsync="everysec")
-    try:
-        world.redis.kill()
-        world.redis.start()
-        for _ in range(2):
-            until("a push is accepted", lambda: world.why_refused() is None)
-        num_lost = len(world.acknowledged) // 4 - 3
-        world.restart_over("older")
-        until("a push is accepted", lambda: world.why_refused() is None)
-        assert world.client.run().num_lost_changes >= num_lost
-        assert [change.role for change in world.client.run_changes().changes] == ["recipe"]
-    finally:
-        world.stop()
 
 
 def test_a_snapshot_carries_the_storage_format(tmp_path: Path) -> None:

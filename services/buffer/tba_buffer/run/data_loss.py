@@ -1,7 +1,7 @@
 """Refuse writes while Redis lacks what this run acknowledged, and recover.
 
 The durability check finds a loss, and nothing is written until an operator accepts it (`tba buffer accept-loss`) or
-Redis is restored. With `appendfsync everysec` the recipe has accepted it beforehand.
+Redis is restored.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from tba.api.run import AuditRole
 from tba.errors import SupersededError
 from tba.logs import get_logger
 from tba.wire.codec import new_id
-from tba_buffer.index.log_follower import IncompleteLogError, IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
-from tba_buffer.storage.losses import ACCEPTED_BY_RECIPE
 
 log = get_logger("buffer")
 
@@ -35,7 +34,7 @@ class LossRecovery:
         """The index is of a Redis that had lost data, and has not been read again."""
         self._accepting = asyncio.Lock()
         context.durability.on_checked = self._compare
-        context.durability.on_restarted = self._verify
+        context.durability.on_restarted = view.verify
 
     @property
     def loss(self) -> str | None:
@@ -72,28 +71,12 @@ class LossRecovery:
         if problem is not None:
             if before is None:
                 log.error("redis_has_lost_data", num_lost=losses.num_lost, problem=problem)
-            return await self._accept_as_agreed(problem)
+            return problem
         self._is_stale |= before is not None
         # Redis was restored and has everything again: forget what was read of the copy without it
         if self._is_stale:
             await self._view.reread()
             self._is_stale = False
-        return None
-
-    async def _verify(self) -> str | None:
-        """Return what is wrong with the log of a Redis that was started again."""
-        problem = await self._view.verify()
-        return None if problem is None else await self._accept_as_agreed(problem)
-
-    async def _accept_as_agreed(self, problem: str) -> str | None:
-        section = self._context.recipe.buffer
-        # a view shows a loss, and does not accept it
-        if section.appendfsync == "always" or section.read_only is not None:
-            return problem
-        try:
-            await self._accept("recipe", f"{ACCEPTED_BY_RECIPE}; {problem}")
-        except IncompleteLogError as error:
-            return str(error)
         return None
 
     async def _accept(self, role: AuditRole, reason: str | None) -> None:

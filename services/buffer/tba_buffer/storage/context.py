@@ -231,7 +231,7 @@ class Context:
             ConfigError: buffer.redis_url is no URL of Redis.
         """
         # it owns the connections, so that nothing is written over one that was not checked
-        durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync, bool(recipe.buffer.read_only))
+        durability = DurabilityCheck(redis_access(recipe), bool(recipe.buffer.read_only))
         keys, epoch = Keys(recipe.run.name), BufferEpoch()
         losses = Losses(durability.redis, keys, epoch, clock=clock)
         return cls(

@@ -39,7 +39,6 @@ FULL_SHARE = 0.95
 FIRST_REWRITE = "Redis has just turned its append-only file on and is still writing it for the first time"
 READING_AGAIN = "Redis was started again, and its log is being read again"
 PROBE = "tba:no-such-key"
-STRONG_ENOUGH = {"always": ("always",), "everysec": ("everysec", "always")}
 
 
 class DurabilityCheck:
@@ -47,17 +46,15 @@ class DurabilityCheck:
 
     Args:
         access: its address and password.
-        appendfsync: the weakest fsync policy that is accepted (buffer.appendfsync).
         is_view: nothing is acknowledged over it, so only its process is looked at; its Redis may have no CONFIG.
 
     Raises:
         ConfigError: the URL is no URL of Redis.
     """
 
-    def __init__(self, access: RedisAccess, appendfsync: str, is_view: bool = False) -> None:
+    def __init__(self, access: RedisAccess, is_view: bool = False) -> None:
         self._url = access.shown
         self._is_view = is_view
-        self._appendfsync = appendfsync
         self._num_connections = 0
         self._num_connections_checked = -1
         self._rewrite_must_end = False
@@ -217,17 +214,17 @@ class DurabilityCheck:
 
     def _config_problem(self, config: Mapping[str, str]) -> str | None:
         wanted = {
-            "appendonly": ("yes",),
-            "appendfsync": STRONG_ENOUGH[self._appendfsync],
-            "no-appendfsync-on-rewrite": ("no",),
-            "aof-load-truncated": ("no",),
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "no-appendfsync-on-rewrite": "no",
+            "aof-load-truncated": "no",
         }
-        for name, values in wanted.items():
-            if config.get(name) not in values:
+        for name, value in wanted.items():
+            if config.get(name) != value:
                 self._rewrite_must_end |= name == "appendonly"
                 return (
                     f"Redis has {name} {config.get(name)}, so it could lose rollouts it has acknowledged; "
-                    f"set `{name} {values[0]}` in redis.conf (or redis-server --{name} {values[0]})"
+                    f"set `{name} {value}` in redis.conf (or redis-server --{name} {value})"
                 )
         if int(config.get("maxmemory", 0)) and config.get("maxmemory-policy") != "noeviction":
             return (

@@ -11,7 +11,7 @@ lost          Redis counts less than this process was told or a script was answe
               started, less than the trainer claims; or it does not know of this start of the buffer. A loss that later
               writes could hide is noted there, so that no later check, and no later start of the buffer, can miss it
 damaged       a compared number cannot be read, or the counters are older than the log: nobody knows how much is lost
-accepted      by an operator, with a line of the audit; or, with `appendfsync everysec`, by the recipe
+accepted      by an operator, with a line of the audit
 
 Writes are refused until a loss is accepted. docs/adr/0017-what-redis-has-lost.md lists the losses that go unnoticed.
 """
@@ -36,7 +36,6 @@ REMEDIES = (
     "restore Redis from its newest copy, load a saved buffer into a new run (`tba buffer load`), or continue with what "
     "is there (`tba buffer accept-loss`)"
 )
-ACCEPTED_BY_RECIPE = "buffer.appendfsync is everysec: what a crash of Redis loses is accepted"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """The text that each token of a response adds, for people who look at log-probs token by token.
 
-split_text    text of all tokens -> text per token; their concatenation is the text of all
-TokenTexts    reads `tokenizer.json` of the run's model from the object store, once, and keeps the tokenizer in memory
-              (for 128,000 tokens: about 110 MB, and nothing else runs for the half second that it takes to parse)
+`tokenizer.json` of the run's model is read from the object store, once, and the tokenizer is kept in memory (for
+128,000 tokens: about 110 MB, and nothing else runs for the half second that it takes to parse).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tba.concurrency import in_thread
@@ -30,55 +29,8 @@ RETRY_S = 30.0
 LOAD_WAIT_S = 3.0
 """How long a request waits for a load. A slower one continues, and the requests after it have its result."""
 MAX_PENDING = 16
-"""Most tokens that are added to a window before the next one begins. Characters have four bytes at most, so with more
-the bytes are no text, or the decoder is an unusual one."""
-REPLACEMENT = "\ufffd"
+"""Most tokens that wait for the end of a character, which has four bytes at most. With more they are no text."""
 log = get_logger("token_texts")
-
-
-def split_text(decode: Callable[[list[int]], str], tokens: list[int]) -> list[str]:
-    """Return the text that each token adds: the concatenation is `decode(tokens)`. O(n)
-
-    A token that ends in the middle of a character adds "", and the one that completes it adds the character.
-
-    Args:
-        decode: tokens -> text; the beginning and the end of the text may depend on what stands beside them.
-        tokens: [n] that `decode` knows.
-    """
-    # Windows of a few tokens are decoded and found again in the text of all: so the result is a division of that text,
-    # whatever a decoder does at the edges of a window, such as to strip a space or to replace half of a character.
-    whole, texts = decode(tokens), []
-    context, anchor, done, end = 0, 0, 0, 0  # whole[:done] is the text of tokens[:anchor]
-    before = ""  # the text of tokens[context:anchor], by itself
-    for number in range(1, len(tokens) + 1):
-        window, start = decode(tokens[context:number]), end
-        added = window[len(before) :] if window.startswith(before) else ""
-        num_same = _num_same(added, whole[done : done + len(added)])
-        end, is_same, is_long = max(end, done + num_same), num_same == len(added), number - anchor >= MAX_PENDING
-        if is_long and not is_same:
-            end = max(end, _end_of(decode(tokens[anchor:number]), whole, done))
-        # behind half of a character, or bytes that are none, another window might begin in the middle of a character
-        if is_long or (added and is_same and not added.endswith(REPLACEMENT)):
-            context, anchor, done = anchor, number, end
-            before = decode(tokens[context:anchor])
-        texts.append(whole[start:end])
-    if texts:
-        texts[-1] += whole[end:]
-    return texts
-
-
-def _num_same(text: str, other: str) -> int:
-    """Return how many characters at their beginning are the same."""
-    if text == other:
-        return len(text)
-    return next((at for at, (one, two) in enumerate(zip(text, other, strict=False)) if one != two), len(other))
-
-
-def _end_of(text: str, whole: str, start: int) -> int:
-    """Return where `text` ends in `whole`, by its longest part that is found near `start`."""
-    part = max(text.split(REPLACEMENT), key=len)
-    at = whole.find(part, start, start + 2 * len(text) + 4 * MAX_PENDING)
-    return min(len(whole), max(start, at - text.index(part)) + len(text))
 
 
 class TokenTexts:
@@ -144,9 +96,25 @@ def load_tokenizer(store: StoreSection, run: str, version: PolicyVersion) -> Tok
 
 
 def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds [n]; tokens that the tokenizer does not know add nothing."""
-    # a model may have more tokens than its tokenizer: `decode` skips them, and many in a row would make long windows
-    unknown = {token for token in set(tokens) if tokenizer.id_to_token(token) is None}
-    known = [token for token in tokens if token not in unknown]
-    texts = iter(split_text(lambda window: tokenizer.decode(window, skip_special_tokens=False), known))
-    return ["" if token in unknown else next(texts) for token in tokens]
+    """Return the text that each token adds. [n]
+
+    A token that ends in the middle of a character adds "", and the one that completes it adds the character. Bytes that
+    are no text come with a later token; tokens that the tokenizer does not know add nothing.
+    """
+    from tokenizers.decoders import DecodeStream
+
+    texts, pending, stream = list[str](), list[int](), DecodeStream(skip_special_tokens=False)
+    for token in tokens:
+        pending.append(token)
+        try:
+            text, is_lost = stream.step(tokenizer, token), len(pending) >= MAX_PENDING
+        except Exception:  # tokenizers raises a plain Exception where bytes that are no text end
+            text, is_lost = None, True
+        if text is None and is_lost:
+            text, stream = tokenizer.decode(pending, skip_special_tokens=False), DecodeStream(skip_special_tokens=False)
+        if text is not None:
+            pending = []
+        texts.append(text or "")
+    if pending:
+        texts[-1] = tokenizer.decode(pending, skip_special_tokens=False)
+    return texts

@@ -59,8 +59,8 @@ class SnapshotManifest(StrictModel):
     log_position: int = Field(ge=0, le=MAX_NUMBER)
     created_at_s: float
     tba_version: str
-    storage_format: int | None = Field(default=None, ge=1)
-    """Storage format of the Redis it was saved from; None: of tba 0.1. Reading a snapshot does not depend on it."""
+    storage_format: int = Field(ge=1)
+    """Storage format of the Redis it was saved from. Reading a snapshot does not depend on it."""
     lineage: int = Field(ge=0, le=MAX_LINEAGE)
     """The active lineage; 0 if no trainer had started."""
     step: int = Field(ge=0, le=MAX_STEP)

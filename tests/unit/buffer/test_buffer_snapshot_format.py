@@ -31,6 +31,7 @@ def manifest() -> SnapshotManifest:
         log_position=30,
         created_at_s=1.0,
         tba_version="0",
+        storage_format=1,
         lineage=1,
         step=8,
         latest_version="1-8",
@@ -55,12 +56,6 @@ def test_a_source_is_a_run_and_a_name() -> None:
     for text in ("", "demo", "demo/", "/end", "a/b/c", "../x/y", "demo/e nd", "demo/end\n"):
         with pytest.raises(ConfigError, match="is not of the form RUN/NAME"):
             SnapshotSource.parse(text)
-
-
-def test_a_snapshot_of_0_1_which_had_no_number_of_its_format_can_be_read() -> None:
-    document = json.loads(encode_snapshot_manifest(manifest()))
-    document.pop("storage_format")
-    assert decode_snapshot_manifest(json.dumps(document).encode(), key="k").storage_format is None
 
 
 def test_a_manifest_of_another_schema_says_which_tba_is_needed() -> None:

@@ -72,6 +72,7 @@ class Place:
             log_position=100,
             created_at_s=0.0,
             tba_version="0",
+            storage_format=1,
             lineage=1,
             step=8,
             latest_version="1-8",

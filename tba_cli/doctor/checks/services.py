@@ -95,7 +95,7 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
     yield ok("release", f"tba {tba.__version__} ({own}), Python {platform.python_version()}, {libraries}")
     for service in ASKED:
         answer = target.ask(service, "/version")
-        if isinstance(answer, ServiceError):
+        if isinstance(answer, ServiceError) or answer.status != 200:
             continue  # the check of the services says why
         try:
             found = dict(json.loads(answer.content))

@@ -1,4 +1,4 @@
-"""The doctor before another program at the address of Redis: one result, no password, no defect."""
+"""The doctor before other answers than it expects: at the address of Redis no password is shown, and no defect."""
 
 from __future__ import annotations
 
@@ -85,6 +85,18 @@ def test_what_is_no_redis_is_said_without_the_password(answer: Answer, says: str
     assert PASSWORD not in str(found)
     assert not [result for result in found if "broke" in result.found], found
     assert any(says in result.found and result.level == "fail" for result in found), found
+
+
+def test_a_service_that_is_starting_is_of_no_other_release() -> None:
+    body = b'{"type": "urn:tba:problem:not-ready", "status": 503, "detail": "reading the log"}'
+    answer = b"HTTP/1.1 503 X\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    with listening(lambda _: answer) as url:
+        recipe = make_recipe(buffer={"url": f"http://{url.rpartition('@')[2].removesuffix('/0')}"}, reward={"port": 0})
+        found = run_checks(
+            target_of(recipe, service="buffer"), checks=[(name, CHECKS[name]) for name in ("releases", "services")]
+        )
+    assert [(each.code, each.level) for each in found][:2] == [("release", "ok"), ("service", "fail")]
+    assert "answers 503: reading the log" in found[1].found
 
 
 def test_without_the_client_library_redis_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ from tba_cli.run_folder import RunFolder
 CONFIG_NAME, JOB_NAME, PROMPTS_NAME = "config.json", "job.json", "prompts.jsonl"
 LOOPBACK = "127.0.0.1"
 ASK_TIMEOUT_S = 5.0
+SILENCE_S = 600.0
+"""The evaluator is killed after so long without a report of its progress; loading a model is the longest silence."""
 
 
 class EvaluationConsole(Console):
@@ -67,7 +69,7 @@ def evaluate_here(
         ConfigError: the reward service does not know a task, or none answers at `reward_url`.
         ChildError: a child could not start, or died; says why.
         WaitTimeoutError: the reward service did not become ready within `local.start_timeout_s`, or the evaluator
-            was silent for `eval.published.silence_s`.
+            was silent for `SILENCE_S`.
     """
     tasks = tasks_of(recipe, read_prompts(job.prompts))
     # a service that scores these tasks already has its models loaded
@@ -84,7 +86,7 @@ def evaluate_here(
         await asyncio.to_thread(_check_tasks, config, tasks)
         services = Services(config, folder, environ=os.environ)
         child = await processes.start(services.spec("evaluator", words=["--job", str(folder.path / JOB_NAME)]))
-        if await _end_of(child, console, silence_s=recipe.eval.published.silence_s):
+        if await _end_of(child, console):
             await asyncio.Event().wait()  # the watch of the manager explains the end of the child, and cancels this
 
     asyncio.run(run_with_processes(work, folder, console, lock_fd, recipe.local.stop_timeout_s))
@@ -126,7 +128,7 @@ def tasks_of(recipe: Recipe, prompts: Sequence[Prompt]) -> list[str]:
     return recipe.eval.published.tasks or sorted({prompt.task for prompt in prompts})
 
 
-async def _end_of(child: ChildProcess, console: EvaluationConsole, *, silence_s: float) -> int:
+async def _end_of(child: ChildProcess, console: EvaluationConsole) -> int:
     """Wait for the end of the evaluator, and return its exit code.
 
     Raises:
@@ -135,13 +137,11 @@ async def _end_of(child: ChildProcess, console: EvaluationConsole, *, silence_s:
     assert child.exit_code is not None
     console.progress_at_s = time.monotonic()
     # each line of progress moves the deadline: an evaluation may take hours, a step of it may not
-    while (left_s := console.progress_at_s + silence_s - time.monotonic()) > 0:
+    while (left_s := console.progress_at_s + SILENCE_S - time.monotonic()) > 0:
         done, _ = await asyncio.wait({child.exit_code}, timeout=left_s)
         if done:
             return child.exit_code.result()
-    raise WaitTimeoutError(
-        f"wait 'evaluator': it reported nothing for {silence_s:g} s; see its log, or raise eval.published.silence_s"
-    )
+    raise WaitTimeoutError(f"wait 'evaluator': it reported nothing for {SILENCE_S:g} s; see its log")
 
 
 def _url_that_answers(recipe: Recipe, tasks: Sequence[str], console: Console) -> str | None:

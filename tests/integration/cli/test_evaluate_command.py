@@ -19,6 +19,7 @@ from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_cli.commands import evaluate
+from tba_cli.local import evaluate as local_evaluate
 from tba_cli.main import main
 from tba_cli.reports.answers import AnswerComparison
 from tba_cli.run_folder import RunFolder
@@ -262,9 +263,11 @@ def test_a_damaged_version_is_not_evaluated(
     assert "damaged" in capsys.readouterr().err
 
 
-def test_an_evaluator_that_says_nothing_is_killed(rewards: RewardServer, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["evaluate", "demo", "--reward-url", rewards.url, "--set", "eval.published.silence_s=0.01"]
-    assert main(words) == 2
+def test_an_evaluator_that_says_nothing_is_killed(
+    rewards: RewardServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_evaluate, "SILENCE_S", 0.01)
+    assert main(["evaluate", "demo", "--reward-url", rewards.url]) == 2
     assert "wait 'evaluator': it reported nothing for 0.01 s" in capsys.readouterr().err
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.api import Prompt
+from tba.api import Lease, Prompt
 from tba.config import Recipe
 from tba.config.evaluation import Mode, PublishedSection
-from tba.config.searcher import TaskSampling
 from tba.errors import ConfigError
-from tba.wire import Sampling
+from tba.versions import PolicyVersion
 from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
 from tba_searcher.engines.tokenizer import Codec
+from tba_searcher.generation.visits import Visit, WorkQueue
 
 OnProgress = Callable[[str], None]
 
@@ -70,7 +70,7 @@ class Answers:
 def answer_all(
     engine: Engine, codec: Codec, recipe: Recipe, prompts: Sequence[Prompt], *, on_progress: OnProgress
 ) -> Answers:
-    """Complete every prompt, as many at once as the engine decodes.
+    """Complete every prompt as searchers do in an evaluation, as many at once as the engine decodes.
 
     Raises:
         EngineDiedError: the engine cannot continue.
@@ -78,17 +78,20 @@ def answer_all(
     """
     found = Answers(prompts=prompts, prompt_tokens=[codec.encode_prompt(prompt.text) for prompt in prompts])
     eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
-    requests = _requests(recipe, found, eos_ids)
-    num_all = sum(num for _, num in modes_of(recipe.eval.published)) * len(prompts)
-    done: dict[str, Completion] = {}
+    queue = WorkQueue(recipe.searcher, run_seed=recipe.run.seed, eos_ids=eos_ids)
+    for visit in _visits(recipe, found, engine.version):
+        queue.add(visit)
+    num_all = queue.num_unsubmitted
+    done: list[Completion] = []
     start_s = time.monotonic()
-    num_tokens, more = 0, True
-    while more or engine.num_active or engine.num_waiting:
+    num_tokens = 0
+    while queue.open_visits() or engine.num_active + engine.num_waiting:
         # no more than can be decoded: a refused prompt then costs one request, not all of its samples
-        while more and engine.num_free_slots:
-            more = _submit_next(engine, requests, found)
+        while engine.num_free_slots and (requests := queue.take_requests(1, pinned=engine.version)):
+            _submit(engine, requests[0], queue, found)
         for completion in engine.step():
-            done[completion.request_id] = completion
+            queue.add_completion(completion)
+            done.append(completion)
             num_tokens += len(completion.response_tokens)
         on_progress(f"{len(done)} of {num_all} completions, {num_tokens / (time.monotonic() - start_s):.0f} tokens/s")
     found.seconds = time.monotonic() - start_s
@@ -112,60 +115,48 @@ def temperature_of(mode: Mode, recipe: Recipe) -> float:
     return recipe.model.policy_temperature if temperature is None else temperature
 
 
-def _requests(recipe: Recipe, found: Answers, eos_ids: tuple[int, ...]) -> Iterator[tuple[int, Request]]:
-    """Yield (prompt, request); top-p and top-k sampling are off, as in every evaluation."""
+def _visits(recipe: Recipe, found: Answers, version: PolicyVersion) -> Iterator[Visit]:
     # prompt by prompt, so that completions of one prompt share its prefill
     for mode, num in modes_of(recipe.eval.published):
         for index, (prompt, tokens) in enumerate(zip(found.prompts, found.prompt_tokens, strict=True)):
-            task = recipe.searcher.tasks.get(prompt.task, TaskSampling())
-            for number in range(num):
-                if index in found.refused:
-                    break
-                yield (
-                    index,
-                    Request(
-                        request_id=f"{mode}/{index}/{number}",
-                        prompt_tokens=tokens,
-                        sampling=Sampling(temperature=temperature_of(mode, recipe), stop=tuple(task.stop)),
-                        max_response_tokens=recipe.searcher.response_limit(prompt.task),
-                        min_response_tokens=task.min_response_tokens,
-                        eos_ids=eos_ids,
-                    ),
-                )
+            lease = Lease(
+                lease_id=f"{mode}/{index}",
+                kind="greedy" if mode == "greedy" else "sample",
+                visit_id=f"{mode}/{index}",
+                prompt=prompt,
+                num_rollouts=num,
+                temperature=temperature_of(mode, recipe),
+                expires_in_s=0.0,  # nobody else waits for it
+            )
+            yield Visit(lease=lease, prompt_tokens=tokens, pinned=version)
 
 
-def _submit_next(engine: Engine, requests: Iterator[tuple[int, Request]], found: Answers) -> bool:
-    """Submit one request, or note that the engine refuses its prompt; return False when there is none left."""
-    index, request = next(requests, (0, None))
-    if request is None:
-        return False
+def _submit(engine: Engine, request: Request, queue: WorkQueue, found: Answers) -> None:
+    """Submit one request, or note that the engine refuses its prompt."""
     try:
         engine.submit(request)
     except EngineDiedError:
         raise
     except EngineError as error:
         # the evaluation continues without this prompt, and the report names it
+        index = int(request.request_id.split("/")[1])
         found.refused[index] = str(error)
-    return True
+        queue.drop([visit for visit in queue.open_visits() if visit.lease.lease_id.endswith(f"/{index}")])
 
 
-def _in_order(codec: Codec, done: dict[str, Completion]) -> list[Answer]:
-    keys: list[tuple[Mode, int, int]] = []
-    for request_id in done:
-        mode, index, number = request_id.split("/")
-        keys.append(("greedy" if mode == "greedy" else "sampled", int(index), int(number)))
-    texts = codec.decode_responses(list(done.values()))
-    return [
-        Answer(
-            mode=mode,
-            prompt=index,
-            number=number,
-            tokens=completion.response_tokens,
-            finish_reason=completion.finish_reason,
-            text=text,
+def _in_order(codec: Codec, done: Sequence[Completion]) -> list[Answer]:
+    answers = list[Answer]()
+    for completion, text in zip(done, codec.decode_responses(list(done)), strict=True):
+        mode, index, number = completion.request_id.split("/")
+        answers.append(
+            Answer(
+                mode="greedy" if mode == "greedy" else "sampled",
+                prompt=int(index),
+                number=int(number) - 1,
+                tokens=completion.response_tokens,
+                finish_reason=completion.finish_reason,
+                text=text,
+            )
         )
-        # completions end in any order, and the files must not depend on it
-        for (mode, index, number), completion, text in sorted(
-            zip(keys, done.values(), texts, strict=True), key=lambda item: item[0]
-        )
-    ]
+    # completions end in any order, and the files must not depend on it
+    return sorted(answers, key=lambda answer: (answer.mode, answer.prompt, answer.number))

@@ -65,7 +65,7 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
         generation_s=answers.seconds,
         num_generated_tokens=sum(len(answer.tokens) for answer in answers.answers),
         settings={
-            "eval.published": recipe.eval.published.model_dump(mode="json", exclude={"references", "silence_s"}),
+            "eval.published": recipe.eval.published.model_dump(mode="json", exclude={"references"}),
             "eval.success_reward": recipe.eval.success_reward,
             "model.policy_temperature": recipe.model.policy_temperature,
             "data": recipe.data.source_name,

@@ -128,7 +128,6 @@ class RolloutParts:
     reader: RolloutReader
     prompt_reader: PromptReader
     exports: RolloutExports
-    trained_steps: TrainedSteps
     evictor: Evictor
     snapshots: SnapshotJobs
 
@@ -136,14 +135,13 @@ class RolloutParts:
     def of(cls, context: Context, view: IndexView, run: RunParts, catalog: Catalog) -> RolloutParts:
         """Wire them."""
         evictor = Evictor(context, view, run.lineages, run.state)
-        trained_steps = TrainedSteps(context, run.lineages)
         reader = RolloutReader(
             context,
             catalog=catalog,
             view=view,
             lineages=run.lineages,
             run_state=run.state,
-            trained_steps=trained_steps,
+            trained_steps=TrainedSteps(context, run.lineages),
             token_texts=TokenTexts(context),
         )
         return cls(
@@ -152,7 +150,6 @@ class RolloutParts:
             reader=reader,
             prompt_reader=PromptReader(catalog, view),
             exports=RolloutExports(reader, catalog),
-            trained_steps=trained_steps,
             evictor=evictor,
             snapshots=SnapshotJobs(
                 context,
@@ -411,7 +408,6 @@ class Buffer:
         await self.prompts.catalog.reload()
         await self.run.lineages.load()
         await self.run.settings.load()
-        self.rollouts.trained_steps.forget()
         self.scoring.worker.forget_positions()
 
     async def _tend(self) -> None:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis as AsyncRedis
 from tba_buffer.rollouts.trained_steps import DROPPED, RECORDS_PER_READ, TrainedSteps, encode_trained
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.keys import Keys
-from tba_buffer.storage.redis_client import BytesRedis
 
-from tba.api import AckRequest, BatchRequest, LineageReply, RolloutDetail, RunCommand, TrainedRollouts
+from tba.api import AckRequest, BatchRequest, LineageReply, RolloutDetail, TrainedRollouts
 from tba.clients import BufferClient
 from tba.errors import BadRequestError
 from tba.versions import PolicyVersion
 from tba.wire import Batch
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, copy_of, go_back
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 
 KEYS = Keys("test")
@@ -119,7 +117,7 @@ def test_the_newest_steps_are_kept_and_the_others_counted(serve_buffer: ServeBuf
     seen = []
     for step in range(1, 6):
         rollout_id = make_step(client, lineage, step)[0]
-        detail = client.get_rollout(rollout_id)  # what is in memory follows
+        detail = client.get_rollout(rollout_id)
         seen.append((versions(detail), detail.trained_since, trained_steps(client)))
     assert seen == [
         (["1-1"], "1-1", (1, 0)),
@@ -173,26 +171,6 @@ def test_a_restarted_buffer_still_knows_and_marks_what_a_resume_abandons(serve_b
     ]
 
 
-def test_redis_that_was_restored_from_a_copy_is_read_again(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
-    """Also where another step has taken the place of one that was lost."""
-    client = serve_buffer().client()
-    lineage = filled(client)
-    ids = make_step(client, lineage, 1)
-
-    async def with_redis(what: Callable[[BytesRedis], Awaitable[Any]]) -> Any:
-        async with AsyncRedis.from_url(redis.url) as store:
-            return await what(store)
-
-    copy = asyncio.run(with_redis(copy_of))
-    make_step(client, lineage, 2)
-    assert versions(client.get_rollout(ids[0])) == ["1-1", "1-2"]
-    asyncio.run(with_redis(lambda store: go_back(store, copy)))
-    client.command("accept-loss", RunCommand(reason="a test"))
-    make_step(client, lineage, 2, skipped="another")
-    steps = client.get_rollout(ids[0]).trained
-    assert [(step.version, step.skipped) for step in steps] == [("1-1", None), ("1-2", "another")]
-
-
 def _record(rollout_ids: Sequence[bytes], *, lineage: int, step: int) -> bytes:
     num = len(rollout_ids)
     trained = TrainedRollouts(
@@ -201,8 +179,8 @@ def _record(rollout_ids: Sequence[bytes], *, lineage: int, step: int) -> bytes:
     return encode_trained(AckRequest(lineage=lineage, step=step, token="t", trained=trained), acked_at_s=float(step))
 
 
-def test_what_is_in_memory_is_what_redis_has(redis: RedisProcess) -> None:
-    """Acks, trims and requests in any order; ids that only look alike across a border are not found."""
+def test_what_is_read_in_pages_is_what_redis_has(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where records are trimmed between two pages; ids that only look alike across a border are not found."""
     rng = random.Random(3)
     known = [rng.randbytes(16) for _ in range(20)]
     across = known[0][8:] + known[1][:8]
@@ -210,29 +188,39 @@ def test_what_is_in_memory_is_what_redis_has(redis: RedisProcess) -> None:
     async def compare() -> None:
         context = Context.connect(make_recipe(buffer={"redis_url": redis.url}))
         await context.redis.flushall()
+        keys, read_page = context.keys, TrainedSteps._read
         reader = TrainedSteps(context, lineages := Lineages(context))
         await lineages.load()
-        steps: list[list[bytes]] = []
-        first = 0
-        for _ in range(60):
-            for _ in range(rng.choice([0, 1, 2, 3 * RECORDS_PER_READ])):
-                steps.append([*rng.choices(known, k=5), known[0], known[1]])
-                await context.redis.rpush(context.keys.trained, _record(steps[-1], lineage=0, step=len(steps)))
-            trimmed = rng.choice([0, 0, 1, 40, len(steps)])
-            trimmed = min(trimmed, len(steps) - first)
+        steps = [[*rng.choices(known, k=5), known[0], known[1]] for _ in range(3 * RECORDS_PER_READ + 5)]
+        await context.redis.rpush(keys.trained, *(_record(ids, lineage=0, step=n) for n, ids in enumerate(steps, 1)))
+        first, num_pages = 0, 0
+
+        async def trim(num: int) -> None:
+            nonlocal first
             async with context.redis.pipeline(transaction=True) as pipe:
-                pipe.ltrim(context.keys.trained, trimmed, -1)
-                pipe.hincrby(context.keys.counters, DROPPED, trimmed)
+                pipe.ltrim(keys.trained, num, -1)
+                pipe.hincrby(keys.counters, DROPPED, num)
                 await pipe.execute()
-            first += trimmed
-            kept = list(enumerate(steps, 1))[first:]
-            expected = {each: [f"0-{n}" for n, ids in kept for other in ids if other == each] for each in known}
+            first += num
+
+        async def read(self: TrainedSteps, after: int) -> Any:
+            nonlocal num_pages
+            num_pages += 1
+            if num_pages == 3:
+                await trim(7)
+            return await read_page(self, after)
+
+        monkeypatch.setattr(TrainedSteps, "_read", read)
+        for num_trimmed in (0, 1, RECORDS_PER_READ):
+            await trim(num_trimmed)
             for each in rng.sample(known, 3):
                 found, since = await reader.of(each)
-                assert [step.version for step in found] == expected[each]
-                assert [step.advantage for step in found] == [float(v[2:]) for v in expected[each]]
-                assert since == (f"0-{kept[0][0]}" if kept else None)
+                expected = [n for n, ids in list(enumerate(steps, 1))[first:] for other in ids if other == each]
+                assert [(step.version, step.advantage) for step in found] == [(f"0-{n}", float(n)) for n in expected]
+                assert since == f"0-{first + 1}"
             assert (await reader.of(across))[0] == []
+        await trim(len(steps) - first)
+        assert await reader.of(known[0]) == ([], None)
         await context.durability.aclose()
 
     asyncio.run(compare())

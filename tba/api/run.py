@@ -114,7 +114,7 @@ class SettingsInfo(StrictModel):
     """Send it as `after` for the changes that follow; null at the end."""
 
 
-SearcherSource = Literal["operator", "recipe", "deployment", "run-over"]
+SearcherSource = Literal["operator", "recipe", "run-over"]
 
 
 class SearchersInfo(StrictModel):
@@ -146,15 +146,6 @@ class ScaleRequest(StrictModel):
     request_id: Name = Field(default_factory=partial(new_id, "request"))
 
 
-class ScaleReached(StrictModel):
-    """The first moment after a change at which the desired number of searchers was alive."""
-
-    at_s: float
-    lineage: int
-    step: int
-    """The last acked step at that moment."""
-
-
 class ScaleAudit(StrictModel):
     """One change: who made it, when, why, and both numbers; null: as the recipe or the chart says."""
 
@@ -167,8 +158,6 @@ class ScaleAudit(StrictModel):
     """The last acked step at the time."""
     old: int | None
     new: int | None
-    reached: ScaleReached | None
-    """Null: not yet, or another change came first."""
 
 
 class ScalingInfo(StrictModel):

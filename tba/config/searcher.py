@@ -131,8 +131,8 @@ class ScalingSection(StrictModel):
     deployment: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
     """Name of the Deployment of the searchers."""
     num_searchers: int | None = Field(default=None, ge=1, le=100_000)
-    """With `kubernetes`: how many there are while no operator wants another number, for a Deployment that names none
-    (the chart's, since two writers of `spec.replicas` would fight over it); none: what the Deployment says itself."""
+    """With `kubernetes`: how many there are while no operator wants another number; the Deployment names none itself,
+    since two writers of `spec.replicas` would fight over it. None: `searcher.num_searchers`."""
     max_searchers: int = Field(default=64, ge=1, le=100_000)
     """Most searchers that may be asked for: a typing error should not rent a cluster."""
     scale_down_on_run_end: bool = True

@@ -27,7 +27,6 @@ from tba_cli.run_target import ask_for_rollback, ended_run, open_client
 SOURCES = {
     "operator": "asked for by the operator",
     "recipe": "as the recipe says",
-    "deployment": "as the Deployment says",
     "run-over": "the run is over",
 }
 
@@ -152,10 +151,7 @@ def rollback_line(info: RunInfo) -> str | None:
 def _change_line(change: ScaleAudit) -> str:
     old, new = (AS_RECIPE if num is None else str(num) for num in (change.old, change.new))
     reason = f" ({change.reason})" if change.reason else ""
-    reached = "not reached yet" if change.reached is None else f"reached at step {change.reached.step}"
-    return (
-        f"revision {change.revision}, by the {change.role} after step {change.step}: {old} -> {new}{reason}; {reached}"
-    )
+    return f"revision {change.revision}, by the {change.role} after step {change.step}: {old} -> {new}{reason}"
 
 
 def _number(text: str | None) -> int | None:

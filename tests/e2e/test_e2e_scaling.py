@@ -42,10 +42,6 @@ def test_searchers_come_and_go_while_the_trainer_trains(make_place: MakePlace) -
     assert {rollout_id: after.get(rollout_id) for rollout_id in before} == before
     assert {rollout.searcher_id for rollout in decode_all(before)} == {f"searcher-{i}" for i in range(3)}
     assert [(change.old, change.new, change.reason) for change in info.changes] == [(None, 3, "night"), (3, 1, None)]
-    reached = [change.reached for change in info.changes]
-    assert all(
-        found is not None and found.step >= change.step for found, change in zip(reached, info.changes, strict=True)
-    )
     assert place.control("stop").returncode == 0
     assert started.wait() == 0, started.err
     assert "warning: searcher" not in started.out

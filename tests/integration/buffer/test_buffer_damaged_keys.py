@@ -48,7 +48,7 @@ DECISIVE = {
 }
 """Fields that are damaged alone: they say how the run stands, so what needs them may be refused with their name."""
 ONE_BY_ONE = [(key, field) for key, fields in DECISIVE.items() for field in fields]
-ABSENT = {"log_checkpoint": b"hash", "scaling": b"hash", "scaling_changes": b"list", "scaling_reached": b"hash"}
+ABSENT = {"log_checkpoint": b"hash", "scaling": b"hash", "scaling_changes": b"list"}
 ABSENT |= {"scaling_requests": b"hash"}
 """Keys that a run such as this one does not have."""
 DAMAGE = [b"\xff\x00junk", b'{"state": "pending"}']

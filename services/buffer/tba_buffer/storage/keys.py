@@ -86,10 +86,9 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | effects         |        |                                                                   |                       |
 | settings_       | hash   | request id -> revision that it made                               | settings              |
 | requests        |        |                                                                   |                       |
-| scaling         | hash   | revision; wanted, the desired number of searchers (absent: as the | scale,                |
-|                 |        | recipe or chart says); own, asserted, asserting (reconciler.py)   | scaling/              |
+| scaling         | hash   | revision; wanted, the desired number of searchers (absent: as the | scale                 |
+|                 |        | recipe or chart says)                                             |                       |
 | scaling_changes | list   | JSON lines, one per revision, oldest first: who asked for how many| scale                 |
-| scaling_reached | hash   | revision -> JSON of when so many searchers were alive             | scaling/              |
 | scaling_        | hash   | request id -> revision that it made                               | scale                 |
 | requests        |        |                                                                   |                       |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
@@ -171,7 +170,6 @@ class Keys:
         self.settings_requests = self._prefix + "settings_requests"
         self.scaling = self._prefix + "scaling"
         self.scaling_changes = self._prefix + "scaling_changes"
-        self.scaling_reached = self._prefix + "scaling_reached"
         self.scaling_requests = self._prefix + "scaling_requests"
         self.ledger_steps = self._prefix + "ledger_steps"
         self.trained = self._prefix + "trained"

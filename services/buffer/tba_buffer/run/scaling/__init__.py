@@ -3,8 +3,7 @@
 requests    how many an operator asked for, in Redis, with an audit
 tba run     reads the desired number with the state of the run, and starts and stops searchers (tba_cli/local/)
 kubernetes  reads and sets the replicas of one Deployment through the Kubernetes API
-reconciler  compares these replicas with the desired number; gives the Deployment its own number back
-scaling     all of it, and the task that reconciles every few seconds
+scaling     all of it, and the task that sets these replicas to the desired number every few seconds
 """
 
 from tba_buffer.run.scaling.scaling import Scaling

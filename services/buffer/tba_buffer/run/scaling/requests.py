@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from tba.api import MAX_CHANGES_PER_PAGE, ScaleAudit, ScaleReached, ScaleRequest
+from tba.api import MAX_CHANGES_PER_PAGE, ScaleAudit, ScaleRequest
 from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, needed, parse_number
 from tba_buffer.storage.redis_client import redis_errors
@@ -80,29 +80,9 @@ class ScaleRequests:
             async with self._context.redis.pipeline(transaction=True) as pipe:
                 pipe.lrange(keys.scaling_changes, after, last - 1)
                 pipe.llen(keys.scaling_changes)
-                pipe.hgetall(keys.scaling_reached)
-                lines, num_lines, raw = await pipe.execute()
-
-        def audit(line: bytes) -> ScaleAudit:
-            fields = json.loads(line)
-            when = raw.get(b"%d" % fields["revision"])
-            return ScaleAudit(**fields, reached=None if when is None else ScaleReached.model_validate_json(when))
-
+                lines, num_lines = await pipe.execute()
         found = [
-            needed(keys.scaling_changes, f"line {revision}", lambda line=line: audit(line))
+            needed(keys.scaling_changes, f"line {revision}", lambda line=line: ScaleAudit.model_validate_json(line))
             for revision, line in enumerate(lines, after + 1)
         ]
         return found, last if lines and last < num_lines else None
-
-    async def reach(self, revision: int, *, lineage: int, step: int) -> None:
-        """Note that as many searchers as the revision asks for are alive. Only the first time counts.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
-        reached = ScaleReached(at_s=self._context.clock(), lineage=lineage, step=step)
-        with redis_errors("note that the searchers are there"):
-            # hsetnx: only the first time counts
-            await self._context.redis.hsetnx(
-                self._context.keys.scaling_reached, str(revision), reached.model_dump_json()
-            )

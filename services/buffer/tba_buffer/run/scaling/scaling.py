@@ -1,4 +1,4 @@
-"""Change and show the number of searchers; on Kubernetes, reconcile it every RECONCILE_S."""
+"""Change and show the number of searchers; on Kubernetes, set the replicas to it every RECONCILE_S."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from contextlib import suppress
 
 from tba.api import ComponentInfo, RunState, ScaleRequest, ScalingInfo, SearchersInfo
 from tba.api.run import SearcherSource
+from tba.concurrency import in_thread
 from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba.logs import get_logger
 from tba_buffer.run.components import Components
 from tba_buffer.run.scaling.kubernetes import Deployment, ScalingFailure
-from tba_buffer.run.scaling.reconciler import Reconciler
 from tba_buffer.run.scaling.requests import DesiredSearchers, ScaleRequests
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.context import Context
 
 RECONCILE_S = 5.0
 """How often the replicas are compared with the desired number, and set again if something else has changed them."""
+MANY_CORRECTIONS = 3
+"""After so many corrections in a row, a note says that something works against the buffer."""
 SETTLE_S = 3.0
 """How long the answer to a change waits for the Kubernetes API."""
 STOP_TIMEOUT_S = 5.0
@@ -51,19 +53,19 @@ class Scaling:
         self._section, self._server = context.recipe.scaling, context.recipe.shared_server
         self._most = self._section.max_searchers if self._server is None else 1
         self._requests = ScaleRequests(context)
-        self._reconciler: Reconciler | None = None
-        if self._section.backend == "kubernetes":
-            self._reconciler = Reconciler(context, Deployment(context.recipe))
+        self._deployment = Deployment(context.recipe) if self._section.backend == "kubernetes" else None
+        self._num_set: int | None = None
+        """The replicas that this process has seen or set last."""
+        self._num_corrections = 0
+        """How often in a row something else has changed them."""
         self._problem: ScalingFailure | None = None
-        self._reached = 0
-        """The newest revision that was reached, as far as is known."""
         self._lock = asyncio.Lock()
         self._ending = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to reconcile."""
-        if self._section.backend != "none":
+        if self._deployment is not None:
             self._task = asyncio.create_task(self._reconcile_periodically(), name="scaling")
 
     async def stop(self) -> None:
@@ -71,8 +73,8 @@ class Scaling:
         self._ending.set()  # not cancel: a command that redis-py has begun may swallow the cancellation
         if self._task is not None:
             await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
-        if self._reconciler is not None:
-            self._reconciler.deployment.close()
+        if self._deployment is not None:
+            self._deployment.close()
 
     async def change(self, request: ScaleRequest) -> ScalingInfo:
         """Ask for another number of searchers.
@@ -88,7 +90,7 @@ class Scaling:
         """
         self._check(request.num_searchers)
         revision = await self._requests.change(request)
-        if self._reconciler is not None:  # the reply tells the answer of the API, if it comes soon
+        if self._deployment is not None:  # the reply tells the answer of the API, if it comes soon
             await asyncio.wait({asyncio.create_task(self._round(), name="scale now")}, timeout=SETTLE_S)
         return await self.info(after=revision - 1, limit=1)
 
@@ -100,7 +102,6 @@ class Scaling:
         """
         desired, fields = await self._requests.read(), await self._run_state.read_fields()
         components, _ = await self._components.read()
-        await self._note_reached(desired, fields, components)  # else the reader sees them alive before the audit does
         changes, more = await (
             self._requests.changes(after=after) if limit is None else self._requests.changes(after=after, limit=limit)
         )
@@ -146,15 +147,17 @@ class Scaling:
         """Return the desired number, and its source."""
         if self._section.backend == "none":
             return None, None
-        if self._reconciler is not None and self._section.scale_down_on_run_end and state in OVER:
+        if self._is_released(state):
             return RELEASED
         if desired.num is not None:
             # the limit may have been lowered since the request
             return min(desired.num, self._most), "operator"
-        if self._reconciler is not None:
-            own = self._section.num_searchers
-            return (self._reconciler.own, "deployment") if own is None else (own, "recipe")
+        if self._deployment is not None and self._section.num_searchers is not None:
+            return self._section.num_searchers, "recipe"
         return self._context.recipe.searcher.num_searchers, "recipe"
+
+    def _is_released(self, state: RunState) -> bool:
+        return self._deployment is not None and self._section.scale_down_on_run_end and state in OVER
 
     def _shown(self, desired: DesiredSearchers, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
         num, source = self._target(desired, state)
@@ -175,15 +178,20 @@ class Scaling:
             if self._server is not None:
                 return f"{asked} were asked for, and the server {self._server} is for one searcher"
             return f"{asked} were asked for when scaling.max_searchers was higher; it is {self._most} now"
-        if self._reconciler is None:
+        if self._deployment is None:
             return None
-        if self._section.scale_down_on_run_end and state in OVER:
-            ending, where = "is done" if state == "done" else "has failed", self._reconciler.deployment.where
+        if self._is_released(state):
+            ending, where = "is done" if state == "done" else "has failed", self._deployment.where
             return (
                 f"the run {ending}: {where} is held at 0 replicas "
                 "(scaling.scale_down_on_run_end); a trainer that continues the run brings its searchers back"
             )
-        return self._reconciler.note
+        if self._num_corrections >= MANY_CORRECTIONS:
+            return (
+                f"something else sets {self._deployment.where} to another number again and again (an autoscaler?); it "
+                f"was set to {self._num_set} {self._num_corrections} times in a row: remove one of the two"
+            )
+        return None
 
     async def _reconcile_periodically(self) -> None:
         while not self._ending.is_set():
@@ -206,12 +214,10 @@ class Scaling:
     async def _advance(self) -> None:
         desired, fields = await self._requests.read(), await self._run_state.read_fields()
         num, source = self._target(desired, fields.state)
-        if self._reconciler is not None:
+        if self._deployment is not None and num is not None:
+            why = f"revision {desired.revision}" if source == "operator" else str(source)
             try:
-                target = None if source == "deployment" else num
-                await self._reconciler.reconcile(
-                    target, why=f"revision {desired.revision}" if source == "operator" else str(source)
-                )
+                await self._set_replicas(self._deployment, num, why=why)
             except ScalingFailure as failure:
                 await self._failed(failure)
                 return
@@ -219,24 +225,27 @@ class Scaling:
             if self._problem is not None:
                 log.info("scaling_works_again")
                 self._problem = None
-        components, _ = await self._components.read()
-        await self._note_reached(desired, fields, components)
+
+    async def _set_replicas(self, deployment: Deployment, num: int, *, why: str) -> None:
+        """Set the replicas where they are another number.
+
+        Raises:
+            ScalingFailure: the API did not do its part; the next round tries again.
+        """
+        found = await in_thread(deployment.replicas)
+        if found == num:
+            self._num_corrections = 0
+        else:
+            await in_thread(lambda: deployment.set_replicas(num))
+            self._num_corrections = self._num_corrections + 1 if self._num_set == num else 0
+            log.info("replicas_set", deployment=deployment.name, old=found, new=num, why=why)
+        self._num_set = num
 
     async def _failed(self, failure: ScalingFailure) -> None:
         if self._problem is None or str(self._problem) != str(failure):
             log.warning("scaling_fails", reason=failure.reason, detail=str(failure))
         self._problem = failure
         await self._context.count(f"scaling_failures:{failure.reason}")
-
-    async def _note_reached(
-        self, desired: DesiredSearchers, fields: RunHash, components: Sequence[ComponentInfo]
-    ) -> None:
-        """Note in the audit at which step the requested searchers were alive."""
-        if desired.revision == self._reached or fields.state in OVER:
-            return
-        if num_alive(components) == self._target(desired, fields.state)[0]:
-            await self._requests.reach(desired.revision, lineage=fields.lineage, step=fields.step)
-            self._reached = desired.revision
 
 
 def num_alive(components: Sequence[ComponentInfo]) -> int:

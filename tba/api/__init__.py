@@ -83,7 +83,7 @@ from tba.api.scores import (
     ScoreRequest,
     ScoreResult,
 )
-from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList, SnapshotRequest
+from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotRequest
 from tba.api.stats import (
     Curves,
     FailedReason,
@@ -197,7 +197,6 @@ __all__ = [
     "SettingsInfo",
     "SettingsRequest",
     "SnapshotInfo",
-    "SnapshotList",
     "SnapshotRequest",
     "SpanInfo",
     "Split",

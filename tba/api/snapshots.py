@@ -30,12 +30,6 @@ class SnapshotInfo(StrictModel):
     num_bytes: int = 0
 
 
-class SnapshotList(StrictModel):
-    """GET /v1/snapshots: the names of the complete snapshots."""
-
-    names: list[str]
-
-
 class LoadRequest(StrictModel):
     """POST /v1/snapshots/load: begin this run with a snapshot.
 

@@ -42,7 +42,6 @@ from tba.api import (
     SettingsInfo,
     SettingsRequest,
     SnapshotInfo,
-    SnapshotList,
     SnapshotRequest,
     VersionReply,
     VersionRequest,
@@ -262,10 +261,6 @@ class BufferClient(RunReader):
             NotFoundError: there is no such snapshot, and none is being saved.
         """
         return parse_reply(self._call("GET", f"/v1/snapshots/{name}"), SnapshotInfo)
-
-    def snapshots(self) -> list[str]:
-        """Return the names of the complete snapshots of this run."""
-        return parse_reply(self._call("GET", "/v1/snapshots"), SnapshotList).names
 
     def load_snapshot(self, request: LoadRequest) -> OriginInfo:
         """Begin the run with a snapshot.

@@ -17,7 +17,6 @@ READS = (
     "/v1/stats",
     "/v1/ledger",
     "/v1/rescore",
-    "/v1/snapshots",
     "/v1/rollouts",
     "/v1/rollouts?order=best",
     "/v1/rollouts?order=worst",

@@ -22,7 +22,6 @@ from tba.api import (
     SettingsInfo,
     SettingsRequest,
     SnapshotInfo,
-    SnapshotList,
     SnapshotRequest,
 )
 from tba.api.run import SETTINGS_HEADER, CommandName, Role
@@ -201,11 +200,6 @@ def snapshots_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def load_snapshot(body: LoadRequest) -> OriginInfo:
         """Begin this run with a snapshot; `origin` of GET /v1/run says how far it is."""
         return await buffer.rollouts.snapshots.load(body)
-
-    @api.get("", operation_id="snapshots", dependencies=viewer)
-    async def snapshots() -> SnapshotList:
-        """Return the complete snapshots of this run."""
-        return await buffer.rollouts.snapshots.names()
 
     @api.get("/{name}", operation_id="get_snapshot", dependencies=viewer)
     async def get_snapshot(name: SnapshotName) -> SnapshotInfo:

@@ -97,7 +97,7 @@ class RescoreJobs:
                     return await self.info()
                 raise ConflictError(
                     f"{describe_job(running)} is being scored again since log position {running.start_position} "
-                    f"({running.num_done} of {running.num_total} done); wait for it, or cancel it"
+                    f"({running.num_done} of {running.num_total} done); wait for it"
                 )
             index = await self._view.catch_up()
             job = RescoreInfo(

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from tba.api import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList
+from tba.api import LoadRequest, OriginInfo, SnapshotInfo
 from tba.concurrency import in_thread
 from tba.errors import ConflictError, StoreUnavailableError, SupersededError, TbaError, UnavailableError
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
-from tba.wire.snapshot_manifest import SnapshotSource, snapshot_names
+from tba.wire.snapshot_manifest import SnapshotSource
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.prompts.catalog import Catalog
@@ -170,15 +170,6 @@ class SnapshotJobs:
             num_written=manifest.num_rollouts,
             num_bytes=sum(stored.size_bytes for stored in manifest.objects),
         )
-
-    async def names(self) -> SnapshotList:
-        """Return the names of the complete snapshots of this run.
-
-        Raises:
-            StoreError
-        """
-        store = await self._store()
-        return SnapshotList(names=await in_thread(lambda: snapshot_names(store, self._context.run)))
 
     async def origin(self) -> OriginInfo | None:
         """Return the snapshot that the run began with, or is to begin with; None when there is none.

@@ -24,7 +24,12 @@ from tba.fields import first_problem
 from tba.store import ObjectStore
 from tba.wire import StoredObject
 from tba.wire.codec import Document, pack, unpack
-from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
+from tba.wire.snapshot_manifest import (
+    SnapshotManifest,
+    SnapshotSource,
+    decode_snapshot_manifest,
+    snapshot_names,
+)
 
 SCHEMA = 1
 OBJECT_BYTES = 8 << 20
@@ -143,9 +148,10 @@ async def read_manifest(store: ObjectStore, source: SnapshotSource) -> tuple[Sna
     try:
         data = await in_thread(lambda: store.get(source.manifest_key))
     except ObjectNotFoundError:
+        known = ", ".join(await in_thread(lambda: snapshot_names(store, source.run))) or "none"
         raise NotFoundError(
-            f"there is no snapshot {source} in {store.url} ({source.manifest_key} does not exist); `tba buffer "
-            "snapshots` lists those of a run"
+            f"there is no snapshot {source} in {store.url} ({source.manifest_key} does not exist); those of run "
+            f"{source.run} are: {known}"
         ) from None
     manifest = decode_snapshot_manifest(data, key=source.manifest_key)
     # a copied folder: its manifest names the objects of the snapshot that it was copied from

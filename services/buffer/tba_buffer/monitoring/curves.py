@@ -9,6 +9,7 @@ thin           rows of the columns -> one mean per point and metric
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,50 +106,19 @@ def read_page(lines: Sequence[bytes], *, key: str, first: int) -> Page:
     )
 
 
-class _Column:
-    """An array that grows at its end, by a quarter at least. Rows before `first` were before the first value."""
-
-    def __init__(self, dtype: type, first: int = 0) -> None:
-        self.first, self._num = first, 0
-        self._array = np.empty(64, dtype=dtype)
-
-    @property
-    def values(self) -> NDArray:
-        """[rows - first], a view."""
-        return self._array[: self._num]
-
-    @property
-    def num_bytes(self) -> int:
-        return self._array.nbytes
-
-    def extend(self, values: NDArray) -> None:
-        end = self._num + len(values)
-        if end > len(self._array):
-            grown = np.empty(max(end, len(self._array) * 5 // 4), dtype=self._array.dtype)
-            grown[: self._num] = self.values
-            self._array = grown
-        self._array[self._num : end] = values
-        self._num = end
-
-
 class StepMetrics:
     """The metrics of all steps in the order of the ledger, abandoned ones too: 8 bytes per step and metric."""
 
     def __init__(self) -> None:
-        self._lineages, self._steps, self._at_s = _Column(np.int64), _Column(np.int64), _Column(np.float64)
-        self._columns: dict[str, _Column] = {}
+        # arrays of Python, which grow at their end without a copy of each
+        self._lineages, self._steps, self._at_s = array("q"), array("q"), array("d")
+        self._columns: dict[str, array[float]] = {}
         self._left_out: set[str] = set()
 
     @property
     def num_rows(self) -> int:
         """Steps."""
-        return len(self._steps.values)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the columns."""
-        columns = (self._lineages, self._steps, self._at_s, *self._columns.values())
-        return sum(column.num_bytes for column in columns)
+        return len(self._steps)
 
     @property
     def names(self) -> list[str]:
@@ -158,28 +128,27 @@ class StepMetrics:
     @property
     def steps(self) -> Ints:
         """[rows]"""
-        return self._steps.values
+        return np.array(self._steps)
 
     @property
     def at_s(self) -> Floats:
         """[rows] when they were acked, Unix seconds."""
-        return self._at_s.values
+        return np.array(self._at_s)
 
     def add(self, page: Page) -> None:
         """Add the steps of a page."""
-        first, num = self.num_rows, len(page.steps)
-        for column, values in ((self._lineages, page.lineages), (self._steps, page.steps), (self._at_s, page.at_s)):
-            column.extend(values)
         for name in page.columns:
             if name not in self._columns and name not in self._left_out:
-                self._take_name(name, first)
-        nothing = np.full(num, np.nan)
+                self._take_name(name)
+        nothing = np.full(len(page.steps), np.nan)
         for name, column in self._columns.items():
-            column.extend(page.columns.get(name, nothing))
+            column.frombytes(page.columns.get(name, nothing).tobytes())
+        for column, values in ((self._lineages, page.lineages), (self._steps, page.steps), (self._at_s, page.at_s)):
+            column.frombytes(values.tobytes())
 
-    def _take_name(self, name: str, first: int) -> None:
+    def _take_name(self, name: str) -> None:
         if len(self._columns) < MAX_NAMES:
-            self._columns[name] = _Column(np.float64, first)
+            self._columns[name] = array("d", [np.nan]) * self.num_rows
         elif len(self._left_out) < MAX_NAMES:  # names that nobody keeps must not fill the memory either
             self._left_out.add(name)
             if len(self._left_out) == 1:
@@ -187,17 +156,14 @@ class StepMetrics:
 
     def active(self, history: Mapping[int, int]) -> NDArray[np.bool_]:
         """Return which steps [rows] are in a history: lineage -> the last step of it."""
-        lineages, inverse = np.unique(self._lineages.values, return_inverse=True)
+        lineages, inverse = np.unique(np.array(self._lineages), return_inverse=True)
         last = np.array([history.get(lineage, -1) for lineage in lineages.tolist()], dtype=np.int64)
         return self.steps <= last[inverse] if len(lineages) else np.zeros(0, dtype=bool)
 
     def values(self, name: str, rows: Ints) -> Floats:
-        """Return a metric at rows [n], ascending; NaN where it is unknown. [n]"""
+        """Return a metric at rows [n]; NaN where it is unknown. [n]"""
         column = self._columns.get(name)
-        if column is None:
-            return np.full(len(rows), np.nan)
-        num_before = int(np.searchsorted(rows, column.first))
-        return np.concatenate([np.full(num_before, np.nan), column.values[rows[num_before:] - column.first]])
+        return np.full(len(rows), np.nan) if column is None else np.array(column)[rows]
 
 
 def thin(values: Floats, num_per_point: int) -> list[float | None]:
@@ -265,10 +231,10 @@ class CurvesReader:
         await self._reading.run()
         # read behind the lines: a history that is older than they are would call new steps abandoned
         run = await RunHash.read(self._context)
-        metrics = self.metrics
+        metrics, steps, at_s = self.metrics, self.metrics.steps, self.metrics.at_s
         is_active = metrics.active(self._lineages.history(run.lineage))
         lowest, highest = from_step or 0, np.iinfo(np.int64).max if to_step is None else to_step
-        rows = np.flatnonzero(is_active & (metrics.steps >= lowest) & (metrics.steps <= highest))
+        rows = np.flatnonzero(is_active & (steps >= lowest) & (steps <= highest))
         num_per_point = max(1, -(-len(rows) // max_points))
         firsts, lasts = rows[::num_per_point], rows[num_per_point - 1 :: num_per_point]
         if len(lasts) < len(firsts):  # the last point has fewer steps
@@ -277,9 +243,9 @@ class CurvesReader:
             names=metrics.names,
             num_steps=len(rows),
             num_steps_per_point=num_per_point,
-            first_steps=metrics.steps[firsts].tolist(),
-            steps=metrics.steps[lasts].tolist(),
-            at_s=metrics.at_s[lasts].tolist(),
+            first_steps=steps[firsts].tolist(),
+            steps=steps[lasts].tolist(),
+            at_s=at_s[lasts].tolist(),
             values={
                 name: thin(metrics.values(name, rows), num_per_point)
                 for name in (metrics.names if wanted is None else wanted)

@@ -73,7 +73,6 @@ class FakeRun:
         self.stored: list[RolloutInfo] = []
         self.details: dict[str, RolloutDetail] = {}
         self.filters: dict[str, Any] = {}
-        self.states = ["done"]
         self.max_per_page = 100
         self.on_run: Callable[[], None] = lambda: None
         monkeypatch.setattr(rollouts, "ended_run", lambda _: None)
@@ -106,9 +105,7 @@ class FakeRun:
 
     def run(self) -> RunInfo:
         self.on_run()
-        return RunInfo.model_validate(
-            {**RUN_INFO, "state": self.states.pop(0) if len(self.states) > 1 else self.states[0]}
-        )
+        return RunInfo.model_validate({**RUN_INFO, "state": "done"})
 
     def close(self) -> None:
         """Nothing to close."""

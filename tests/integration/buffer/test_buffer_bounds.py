@@ -97,32 +97,6 @@ async def test_the_oldest_go_beyond_the_cap_in_items(start: Start) -> None:
     }  # fmt: skip
 
 
-async def test_the_oldest_go_beyond_the_cap_in_bytes(start: Start) -> None:
-    one = len(encode_rollout(make_rollout()))
-    buffer = await start(max_bytes=5 * one + one // 2)
-    rollouts = [make_rollout() for _ in range(8)]
-    for rollout in rollouts:
-        await push(buffer, rollout)
-    assert await stored(buffer) == [rollout.rollout_id for rollout in rollouts[3:]]
-    assert (await evicted(buffer))["max_bytes"] == 3
-    large = make_rollout(response_text="x" * (3 * one))
-    await push(buffer, large)
-    assert await stored(buffer) == [rollouts[-1].rollout_id, large.rollout_id]
-    assert (await evicted(buffer))["max_bytes"] == 7
-    assert buffer.view.index.payload_bytes <= 5 * one + one // 2
-
-
-async def test_a_prompt_keeps_its_newest_and_takes_no_room_from_the_others(start: Start) -> None:
-    buffer = await start(max_rollouts_per_prompt=3)
-    other = [make_rollout("train-1"), make_rollout("train-1")]
-    rollouts = [make_rollout("train-0") for _ in range(5)]
-    await push(buffer, other[0], *rollouts[:3])
-    assert await evicted(buffer) == {}
-    await push(buffer, *rollouts[3:], other[1])
-    assert await stored(buffer) == [r.rollout_id for r in (other[0], *rollouts[2:], other[1])]
-    assert await evicted(buffer) == {"prompt_cap": 2, "prompt_cap:1-16": 2}
-
-
 async def test_of_nearly_the_same_responses_the_better_one_stays_also_after_a_restart(start: Start) -> None:
     buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
 
@@ -224,23 +198,6 @@ async def test_a_near_duplicate_goes_when_its_score_arrives(start: Start) -> Non
     assert await stored(buffer) == [kept.rollout_id, late.rollout_id]
     await store_score(buffer, late, late.with_reward(0.25, "addition-1"))
     assert await stored(buffer) == [kept.rollout_id]
-
-
-async def test_exactly_the_same_tokens_of_a_prompt_are_kept_once_the_newest(start: Start) -> None:
-    buffer = await start(deduplicate=True)
-    same = [make_rollout("train-0", reward=float(i)) for i in range(3)]
-    other_prompt, longer = make_rollout("train-1"), make_rollout("train-0", num_tokens=4)
-    await push(buffer, *same[:2], other_prompt, longer)
-    assert await stored(buffer) == [r.rollout_id for r in (same[1], other_prompt, longer)]
-    await push(buffer, same[2])
-    assert await stored(buffer) == [r.rollout_id for r in (other_prompt, longer, same[2])]
-    assert await evicted(buffer) == {"duplicate_tokens": 2, "duplicate_tokens:1-16": 2}
-    assert await push(buffer, same[2]) == ["duplicate"]
-    await buffer.stop()
-    again = await start(deduplicate=True)
-    newest = make_rollout("train-1")
-    await push(again, newest)
-    assert await stored(again) == [r.rollout_id for r in (longer, same[2], newest)]
 
 
 async def test_rollouts_that_are_too_old_go_when_they_arrive_and_when_the_trainer_moves_on(start: Start) -> None:

@@ -14,14 +14,13 @@ import pytest
 from redis import Redis
 from tba_buffer.storage.keys import Keys
 
-from tba.api import EvalInfo, Lease, SettingsRequest
+from tba.api import EvalInfo, Lease
 from tba.clients import BufferClient
-from tba.config import LiveSettings
 from tba.fields import MAX_NUMBER
 from tba.wire import Rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
-from tests.support.buffer_reads import READS, ask, read_everything
+from tests.support.buffer_reads import ask, read_everything
 from tests.support.leases import lease, request_eval
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import RewardServer
@@ -151,36 +150,6 @@ def test_a_setting_that_is_too_large_is_refused(serve_buffer: ServeBuffer, setti
 
 def store(server: RedisProcess) -> Redis:
     return Redis.from_url(server.url)
-
-
-def answers_or_says_why(url: str) -> None:
-    """Check that each call is answered, or gets a reason and leave to try again."""
-    calls = {
-        "/v1/leases": {"searcher_id": "s", "max_leases": 1},
-        "/v1/run": {"command": "pause"},
-    }
-    for path, body in calls.items():
-        status, answer = ask(url, path, "POST", body)
-        assert status < 500 or (status == 503 and b"cannot be read" in answer), (path, status, answer)
-
-
-@pytest.mark.parametrize(("field", "value"), [("revision", b"\xff"), ("revision", b"x"), ("value:beta", b"\xff")])
-def test_live_settings_that_cannot_be_read_are_no_fault_of_who_asks_for_a_lease(
-    serve_buffer: ServeBuffer, redis: RedisProcess, field: str, value: bytes
-) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(2, 3))
-    start_lineage(client)
-    client.change_settings(SettingsRequest(settings=LiveSettings(eval_every_steps=7)))
-    with store(redis) as known:
-        known.hset(KEYS.settings, field, value)
-        if field != "revision":  # known fields are not read again
-            known.hset(KEYS.settings, "revision", 9)
-    for path in READS:
-        assert ask(client.base_url, path)[0] in (200, 404, 409, 422, 503), path
-    assert ask(client.base_url, "/v1/run")[0] == 200
-    status, answer = ask(client.base_url, "/v1/leases", "POST", {"searcher_id": "s", "max_leases": 1})
-    assert (status, b"restore Redis" in answer or b"cannot read" in answer) == (503, True), answer
 
 
 def test_an_id_of_an_evaluation_that_is_no_text_hides_no_other(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:

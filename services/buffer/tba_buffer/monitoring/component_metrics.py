@@ -19,36 +19,32 @@ OTHER_WAITS = "other"
 def component_families(components: Sequence[ComponentInfo], waits: Sequence[WaitInfo]) -> Iterator[Metric]:
     """Yield the metrics of components and waits."""
     # kinds without a component are shown as 0: alerts compare with that
+    none = dict.fromkeys(KINDS, 0)
+    text = "Components with a recent sign of life, by kind"
     alive = Counter(item.kind for item in components if item.alive)
-    yield _by_kind(
-        "tba_components_alive",
-        "Components with a recent sign of life",
-        {kind: alive[kind] for kind in (*KINDS, *(alive.keys() - set(KINDS)))},
-    )
+    yield gauges_by("tba_components_alive", text, "kind", {**none, **alive})
+    text = "Components without a recent sign of life that did not announce their end, by kind"
     silent = Counter(item.kind for item in components if not item.alive and item.state not in ENDED)
-    yield _by_kind(
-        "tba_components_silent",
-        "Components without a recent sign of life that did not announce their end",
-        {kind: silent[kind] for kind in (*KINDS, *(silent.keys() - set(KINDS)))},
-    )
+    yield gauges_by("tba_components_silent", text, "kind", {**none, **silent})
     ages_s: dict[str, float] = {}
     for item in components:
         ages_s[item.kind] = min(item.heartbeat_age_s, ages_s.get(item.kind, item.heartbeat_age_s))
-    yield _by_kind("tba_component_heartbeat_age_seconds", "Age of the newest sign of life", ages_s)
+    text = "Age of the newest sign of life, by kind"
+    yield gauges_by("tba_component_heartbeat_age_seconds", text, "kind", ages_s)
     yield _longest(waits)
     late_s = dict.fromkeys(KINDS, 0.0)
     for wait in waits:
         kind = wait.kind or "buffer"
         late_s[kind] = max(late_s.get(kind, 0.0), -wait.deadline_in_s)
-    yield _by_kind(
-        "tba_component_wait_overdue_seconds", "How long the most overdue wait is past its own deadline", late_s
-    )
+    text = "How long the most overdue wait is past its own deadline, by kind"
+    yield gauges_by("tba_component_wait_overdue_seconds", text, "kind", late_s)
 
 
-def _by_kind(name: str, text: str, values: dict[str, int] | dict[str, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, f"{text}, by kind", labels=["kind"])
-    for kind, value in values.items():
-        family.add_metric([kind], value)
+def gauges_by(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    """Return a gauge for each value of a label."""
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
     return family
 
 
@@ -87,8 +83,5 @@ def gauge_families(components: Sequence[ComponentInfo]) -> Iterator[Metric]:
 
 
 def _family(name: str, text: str, gauges: Mapping[str, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, f"{text}, by name", labels=["name"])
     shown = sorted(name for name in gauges if name != STARTED_AT_S and not name.startswith(WAITED_S))
-    for gauge in shown[:MAX_NAMES]:
-        family.add_metric([gauge], gauges[gauge])
-    return family
+    return gauges_by(name, f"{text}, by name", "name", {gauge: gauges[gauge] for gauge in shown[:MAX_NAMES]})

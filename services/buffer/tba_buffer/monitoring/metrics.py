@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from tba.api import ComponentInfo, RunState, WaitInfo
 from tba.versions import PolicyVersion
-from tba_buffer.monitoring.component_metrics import component_families, gauge_families
+from tba_buffer.monitoring.component_metrics import component_families, gauge_families, gauges_by
 from tba_buffer.monitoring.request_times import RequestMetrics
 from tba_buffer.monitoring.stats import LEASE_EVENTS, PUSH_OUTCOMES, Counters, StatsReader
 from tba_buffer.monitoring.totals import REASONS_OF, token_totals
@@ -133,22 +133,17 @@ class Metrics(Collector):
             yield from self._prompts(self._reading.counters)
 
     def _prompts(self, counters: Counters) -> Iterator[Metric]:
-        prompts = GaugeMetricFamily("tba_prompts", "Prompts uploaded, by split", labels=["split"])
-        prompts.add_metric(["train"], len(self._catalog.train))
-        prompts.add_metric(["heldout"], len(self._catalog.heldout))
-        yield prompts
-        drawable = GaugeMetricFamily("tba_buffer_drawable_prompts", "Prompts that can fill a slot of a batch now")
-        drawable.add_metric([], counters.index.num_drawable)
-        yield drawable
+        splits = {"train": len(self._catalog.train), "heldout": len(self._catalog.heldout)}
+        yield gauges_by("tba_prompts", "Prompts uploaded, by split", "split", splits)
+        text = "Prompts that can fill a slot of a batch now"
+        yield GaugeMetricFamily("tba_buffer_drawable_prompts", text, value=counters.index.num_drawable)
 
 
 def _counter_families(counters: Counters) -> Iterator[Metric]:
     totals = counters.totals
-    pushed = CounterMetricFamily("tba_rollouts", "Rollouts pushed, by outcome", labels=["outcome"])
     # outcomes that never occurred are shown as 0, since a rate needs a first value
-    for outcome in PUSH_OUTCOMES:
-        pushed.add_metric([outcome], totals.get(f"pushed:{outcome}", 0))
-    yield pushed
+    pushed = {outcome: totals.get(f"pushed:{outcome}", 0) for outcome in PUSH_OUTCOMES}
+    yield _by("tba_rollouts", "Rollouts pushed, by outcome", "outcome", pushed)
     yield _by(
         "tba_buffer_refused", "Pushed rollouts that were not stored, by reason", "reason", counters.group("refused")
     )
@@ -227,22 +222,13 @@ def _total_families(reading: Reading) -> Iterator[Metric]:
 
 def _gauge_families(reading: Reading) -> Iterator[Metric]:
     counters, index = reading.counters, reading.counters.index
-    stored = GaugeMetricFamily("tba_buffer_rollouts", "Rollouts stored now, by reward status", labels=["status"])
-    stored.add_metric(["scored"], index.num_scored)
-    stored.add_metric(["pending"], index.num_pending)
-    stored.add_metric(["failed"], index.num_failed)
-    yield stored
-    by_length = GaugeMetricFamily(
-        "tba_buffer_rollouts_by_length", "Rollouts stored now, by number of response tokens", labels=["length"]
-    )
-    for length, number in reading.by_length.items():
-        by_length.add_metric([length], number)
-    yield by_length
-    recent = GaugeMetricFamily("tba_buffer_mean_reward_recent", "Mean reward of the recent part of the buffer")
-    # absent, not 0: that would be a reward
-    if reading.mean_reward_recent is not None:
-        recent.add_metric([], reading.mean_reward_recent)
-    yield recent
+    stored = {"scored": index.num_scored, "pending": index.num_pending, "failed": index.num_failed}
+    yield gauges_by("tba_buffer_rollouts", "Rollouts stored now, by reward status", "status", stored)
+    text = "Rollouts stored now, by number of response tokens"
+    yield gauges_by("tba_buffer_rollouts_by_length", text, "length", reading.by_length)
+    # None is absent, not 0: that would be a reward
+    text = "Mean reward of the recent part of the buffer"
+    yield GaugeMetricFamily("tba_buffer_mean_reward_recent", text, value=reading.mean_reward_recent)
     for name, value, text in (
         ("tba_buffer_payload_bytes", index.payload_bytes, "Bytes of the stored rollouts, as pushed"),
         ("tba_buffer_index_bytes", index.memory_bytes(), "Memory of the index"),
@@ -254,43 +240,32 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
         ("tba_buffer_open_leases", counters.num_open_leases, "Leases that have not ended"),
     ):
         yield GaugeMetricFamily(name, text, value=value)
-    version = GaugeMetricFamily("tba_weight_version", "Step of the newest announced version", labels=["role"])
     # absent until a version is announced: step 0 is a version too
-    if reading.run.latest_version is not None:
-        version.add_metric(["buffer"], PolicyVersion.parse(reading.run.latest_version).step)
-    yield version
-    waits = GaugeMetricFamily("tba_waits", "Current waits, by the name of the wait", labels=["name"])
-    for name, number in shown_waits(Counter(wait.name for wait in reading.waits)).items():
-        waits.add_metric([name], number)
-    yield waits
+    latest = reading.run.latest_version
+    steps = {} if latest is None else {"buffer": PolicyVersion.parse(latest).step}
+    yield gauges_by("tba_weight_version", "Step of the newest announced version", "role", steps)
+    waits = shown_waits(Counter(wait.name for wait in reading.waits))
+    yield gauges_by("tba_waits", "Current waits, by the name of the wait", "name", waits)
 
 
 def _run_families(reading: Reading) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "tba_run_step", "Last acked step of the active lineage", value=reading.counters.trainer.step
     )
-    states = GaugeMetricFamily("tba_run_state", "1 for the state that the run is in", labels=["state"])
     # a series for each state, so that a dashboard shows when each of them held
-    for state in get_args(RunState):
-        states.add_metric([state], state == reading.run.state)
-    yield states
+    states = {state: float(state == reading.run.state) for state in get_args(RunState)}
+    yield gauges_by("tba_run_state", "1 for the state that the run is in", "state", states)
     for name, number, text in (
         ("tba_redis_losses_accepted", reading.run.num_losses_accepted, "Losses of Redis that were accepted"),
         ("tba_redis_lost_changes", reading.run.num_lost_changes, "Acknowledged changes that were accepted as lost"),
     ):
         yield CounterMetricFamily(name, text, value=number)
-    waited = CounterMetricFamily(
-        "tba_trainer_wait_seconds", "Time that trainers have waited, by the name of the wait", labels=["name"]
-    )
     # a rate needs a first value: the waits for data are there from the beginning
-    for name, waited_s in {**dict.fromkeys(DATA_WAITS, 0.0), **reading.trainer_waited_s}.items():
-        waited.add_metric([name], waited_s)
-    yield waited
-    desired = GaugeMetricFamily("tba_searchers_desired", "Desired number of searchers")
-    # absent, not 0: nothing of tba knows a number
-    if reading.searchers_desired is not None:
-        desired.add_metric([], reading.searchers_desired)
-    yield desired
+    waited_s = {**dict.fromkeys(DATA_WAITS, 0.0), **reading.trainer_waited_s}
+    text = "Time that trainers have waited, by the name of the wait"
+    yield _by("tba_trainer_wait_seconds", text, "name", waited_s)
+    # None is absent, not 0: nothing of tba knows a number
+    yield GaugeMetricFamily("tba_searchers_desired", "Desired number of searchers", value=reading.searchers_desired)
     failures = reading.counters.group("scaling_failures")
     yield _by("tba_scaling_failures", "Attempts to change the number of searchers that failed", "reason", failures)
 

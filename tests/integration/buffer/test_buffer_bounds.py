@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from redis.exceptions import OutOfMemoryError
 from tba_buffer import service as buffer_module
 from tba_buffer.eviction import evictor
-from tba_buffer.eviction.evictor import EvictionBatch
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.scoring.rollout_scorer import ScoredRollout
 from tba_buffer.service import Buffer
@@ -176,14 +175,14 @@ async def test_an_eviction_that_is_under_way_when_redis_loses_data_takes_no_othe
     earlier = await copy_of(buffer.context.redis)
     same, other = [of_tokens(100, 0, 1.0) for _ in range(2)], of_tokens(200, 0, 1.0)
 
-    async def evict_after_a_loss(batch: EvictionBatch) -> None:
+    async def evict_after_a_loss(arguments: Any) -> None:
         monkeypatch.setattr(buffer.rollouts.evictor, "_evict", evict)
         with monkeypatch.context() as patch:
             patch.setattr(buffer.rollouts.evictor, "record_added", lambda num_new, num_bytes: False)
             await go_back(buffer.context.redis, earlier)
             await buffer.recovery.accept("operator", None)
             await push(buffer, other)  # takes the position of the one that is to go
-        await evict(batch)
+        await evict(arguments)
 
     monkeypatch.setattr(buffer.rollouts.evictor, "_evict", evict_after_a_loss)
     with pytest.raises(UnavailableError, match="try again"):

@@ -6,7 +6,7 @@ Evictor          plans with an index that is level with the log, and deletes in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ from tba_buffer.storage.redis_client import redis_errors
 
 ROLLOUTS_PER_CALL = 500
 SHORTEST_BUCKET_TOKENS = 16
+Amount = NDArray[np.int64]
+"""Rollouts and bytes. [2]"""
 _BUCKET_ENDS = SHORTEST_BUCKET_TOKENS << np.arange(29, dtype=np.int64)
 
 
@@ -50,10 +52,11 @@ class Evictor:
         share = context.recipe.buffer.near_duplicate_share
         self._near_duplicates = None if share is None else NearDuplicateSearch(context, share)
         self._enforcement = SingleFlight(self._enforce, context.mutation_lock)
-        self._kept = _Amount()
-        """Rollouts and bytes that the last enforcement left."""
-        self._added = _Amount()
-        """Rollouts and bytes that were pushed since it began."""
+        self._most: Amount = np.array([self._settings.max_rollouts, self._settings.max_bytes])
+        self._kept: Amount = np.zeros(2, dtype=np.int64)
+        """What the last enforcement left."""
+        self._added: Amount = np.zeros(2, dtype=np.int64)
+        """What was pushed since it began."""
         self._last_number: int | None = None
 
     def record_added(self, num_new: int, num_bytes: int) -> bool:
@@ -62,9 +65,8 @@ class Evictor:
         The count may be too high until the next enforcement, because a push may be in the index before it is counted
         here. It is never too low.
         """
-        self._added += _Amount(num_new, num_bytes)
-        amount, settings = self._kept + self._added, self._settings
-        if amount.num_rollouts > settings.max_rollouts or amount.num_bytes > settings.max_bytes:
+        self._added = self._added + np.array([num_new, num_bytes])
+        if (self._kept + self._added > self._most).any():
             return True
         # near duplicates are looked for even without new rollouts: a score makes a pending one comparable
         return self._near_duplicates is not None or (self._planner.needs_new_rows and num_new > 0)
@@ -90,21 +92,21 @@ class Evictor:
         index = await self._view.catch_up()
         if index is not compared:  # Redis lost data meanwhile: these positions are of other rollouts now, or of none
             near = NO_POSITIONS
-        stored = _Amount(index.num_live, index.payload_bytes)
+        stored: Amount = np.array([index.num_live, index.payload_bytes])
         try:
             rows = index.rows_at(near.astype("<u8"))  # rows may have other numbers by now; positions stay
             accepted_by = self._context.losses.accepted_by
             plan = self._planner.plan(index, self._lineages.tree, now, rows[rows >= 0])
-            batches = [
-                EvictionBatch.of(index, reason, rows[first : first + ROLLOUTS_PER_CALL], accepted_by=accepted_by)
+            calls = [
+                _arguments(index, reason, rows[first : first + ROLLOUTS_PER_CALL], accepted_by)
                 for reason, rows in plan
                 for first in range(0, len(rows), ROLLOUTS_PER_CALL)
             ]
             # nothing may be awaited between the plan and here: rows get other numbers when the index moves on
-            self._kept = stored - sum((batch.amount for batch in batches), _Amount())
-            self._added -= before
-            for batch in batches:
-                await self._evict(batch)
+            self._kept = stored - sum(_amount(index, rows) for _, rows in plan)
+            self._added = self._added - before
+            for arguments in calls:
+                await self._evict(arguments)
         except BaseException:
             # the planner counts its plan as done, and some of it may not have been: plan everything again
             self._planner, self._kept = EvictionPlanner(self._settings), stored
@@ -121,7 +123,7 @@ class Evictor:
             await self._lineages.load()
         return PolicyVersion(fields.lineage, fields.step)
 
-    async def _evict(self, batch: EvictionBatch) -> None:
+    async def _evict(self, arguments: Sequence[str | bytes | int]) -> None:
         context, keys = self._context, self._context.keys
         if self._last_number is None:
             with redis_errors("read the number of the last eviction"):
@@ -141,59 +143,27 @@ class Evictor:
                 keys.gone_before,
                 keys.run,
             ],
-            [
-                context.epoch.number,
-                self._last_number,
-                batch.reason,
-                batch.rollout_ids,
-                batch.positions,
-                batch.accepted_by,
-                batch.num_tokens,
-                *(part for pair in batch.num_by_length.items() for part in pair),
-            ],
+            [context.epoch.number, self._last_number, *arguments],
         )
         if reply == buffer_epoch.SUPERSEDED:
-            raise await buffer_epoch.refusal(context, f"the eviction of {batch.amount.num_rollouts} rollouts")
+            raise await buffer_epoch.refusal(context, "an eviction")
 
 
-@dataclass(frozen=True, slots=True)
-class _Amount:
-    num_rollouts: int = 0
-    num_bytes: int = 0
-
-    def __add__(self, other: _Amount) -> _Amount:
-        return _Amount(self.num_rollouts + other.num_rollouts, self.num_bytes + other.num_bytes)
-
-    def __sub__(self, other: _Amount) -> _Amount:
-        return _Amount(self.num_rollouts - other.num_rollouts, self.num_bytes - other.num_bytes)
+def _amount(index: Index, rows: Rows) -> Amount:
+    return np.array([len(rows), index.column("num_bytes", rows).sum(dtype=np.int64)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvictionBatch:
-    """The rollouts that one call of evict.lua drops: ids of 16 bytes, positions of 8 bytes, counts by length."""
+def _arguments(index: Index, reason: str, rows: Rows, accepted_by: bytes) -> list[str | bytes | int]:
+    """Return the arguments of evict.lua for some rows of the index as it is now.
 
-    reason: str
-    accepted_by: bytes
-    """The last acceptance of a loss when this was planned."""
-    rollout_ids: bytes
-    positions: bytes
-    num_tokens: int
-    num_by_length: dict[str, int]
-    amount: _Amount
-
-    @classmethod
-    def of(cls, index: Index, reason: str, rows: Rows, *, accepted_by: bytes) -> EvictionBatch:
-        """Return the batch of some rows of the index as it is now."""
-        num_tokens = index.column("num_tokens", rows)
-        return cls(
-            reason=reason,
-            accepted_by=accepted_by,
-            rollout_ids=b"".join(index.rollout_ids(rows)),
-            positions=index.column("position", rows).astype("<u8").tobytes(),
-            num_tokens=int(num_tokens.sum(dtype="int64")),
-            num_by_length=count_by_length(num_tokens),
-            amount=_Amount(len(rows), int(index.column("num_bytes", rows).sum(dtype="int64"))),
-        )
+    Args:
+        accepted_by: the last acceptance of a loss when this was planned.
+    """
+    num_tokens = index.column("num_tokens", rows)
+    positions = index.column("position", rows).astype("<u8").tobytes()
+    by_length = (part for pair in count_by_length(num_tokens).items() for part in pair)
+    ids, num = b"".join(index.rollout_ids(rows)), int(num_tokens.sum(dtype="int64"))
+    return [reason, ids, positions, accepted_by, num, *by_length]
 
 
 def length_bucket(num_tokens: int) -> str:

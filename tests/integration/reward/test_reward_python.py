@@ -112,7 +112,7 @@ async def test_a_batch_that_hangs_waits_or_crashes_is_taken_apart(
     tools: Tools, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
 ) -> None:
     if how == "wait":
-        monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", 5.0)
+        monkeypatch.setattr("tba_reward.process_pool.pool.WALL_SLACK_S", 5.0)
     items = [item(r) for r in ("good", how, "good", "crash", "good")]
     outcomes = await scored(tools, "misbehaves_anywhere", *items, timeout_s=1.0)
     reasons = [o.reason if isinstance(o, Failure) else o for o in outcomes]

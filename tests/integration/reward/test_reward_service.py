@@ -309,7 +309,7 @@ def test_no_worker_outlives_the_service(tmp_path: Path, end: signal.Signals, res
             time.sleep(0.05)
         children = service.children()
         assert int(pid_file.read_text()) in children
-        assert len(children) >= 3, "two workers and their fork server"
+        assert len(children) >= 3, "two workers and a spare one"
         service.process.send_signal(end)
         code = service.process.wait(timeout=60)
         assert code in (0, -end), service.log.read_text()

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import uvloop
-from tba_reward.process_pool.fork_server_client import ForkServerClient
 from tba_reward.process_pool.job import WorkerRule
 from tba_reward.process_pool.pool import WorkerPool
 from tba_reward.scorer import Failure, Item, Outcome
@@ -44,7 +42,6 @@ async def losses() -> list[str]:
 async def pool(losses: list[str]) -> AsyncIterator[WorkerPool]:
     assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
     pool = WorkerPool(num_workers=2, max_memory_bytes=MEMORY_BYTES, start_timeout_s=LONG_S, on_loss=losses.append)
-    await pool.start()
     yield pool
     await pool.close()
 
@@ -127,7 +124,7 @@ async def test_one_that_waits_for_ever_is_killed_by_the_clock_on_the_wall(
     pool: WorkerPool, losses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses.clear()
-    monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", 0.5)
+    monkeypatch.setattr("tba_reward.process_pool.pool.WALL_SLACK_S", 0.5)
     (outcome,) = await pool.score(RULE, [item("sleep", for_s=10 * LONG_S)], 0.5)
     assert isinstance(outcome, Failure)
     assert outcome.reason == "timeout"
@@ -165,13 +162,13 @@ async def test_while_batches_hang_other_workers_take_their_place_and_none_is_lef
     assert not any(task.done() for task in hanging)
     for task in hanging:
         task.cancel()
-    await until("those that hung are gone, and no more are left than before", lambda: len(pool._workers) == 2)
+    await until("those that hung are gone, and two and a spare one are left", lambda: len(pool._workers) == 3)
 
 
 async def test_a_prompt_that_hangs_again_and_again_fails_without_a_worker_until_it_does_not(
     pool: WorkerPool, losses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", 3.0)
+    monkeypatch.setattr("tba_reward.process_pool.pool.WALL_SLACK_S", 3.0)
     rule = WorkerRule(function="tests.support.reward_faults:misbehave_together", batch_items=32)
     bad = [Item(prompt="bad", response="sleep", data={"for_s": 10 * LONG_S})] * 10
     losses.clear()
@@ -184,28 +181,9 @@ async def test_a_prompt_that_hangs_again_and_again_fails_without_a_worker_until_
     assert reasons(await pool.score(rule, bad, 0.5)) == ["timeout"] * 10
     assert not losses, "none of them was asked"
     pool._hung.clear()  # as after HUNG_S
-    monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", LONG_S)
+    monkeypatch.setattr("tba_reward.process_pool.pool.WALL_SLACK_S", LONG_S)
     good = Item(prompt="bad", response="sleep", data={"for_s": 0.0})
     assert await pool.score(rule, [good], 0.5) == [0.5]
-
-
-async def test_what_hangs_is_not_taken_from_a_worker_that_still_loads_its_rule_to_be_loaded_once_more(
-    tmp_path: Path,
-) -> None:
-    """Else it would hang in both as soon as both have loaded it."""
-    fresh = WorkerPool(num_workers=2, max_memory_bytes=None, start_timeout_s=LONG_S)
-    try:
-        await fresh.start()
-        rule = WorkerRule(function=RULE.function, prepare="tests.support.reward_faults:prepare", params={"load_s": 1.0})
-        pid_file = tmp_path / "pids"
-        hanging = asyncio.create_task(fresh.score(rule, [item("hang", pid_file=str(pid_file))], 10 * LONG_S))
-        await until("it hangs", lambda: pid_file.exists() and bool(pid_file.read_text()))
-        async with asyncio.timeout(LONG_S):
-            assert await fresh.score(rule, [item("fine")] * 4, LONG_S) == [0.5] * 4
-        assert len(pid_file.read_text().split()) == 1
-        hanging.cancel()
-    finally:
-        await fresh.close()
 
 
 async def test_nobody_waits_for_a_batch_that_was_cancelled(pool: WorkerPool, tmp_path: Path) -> None:
@@ -243,13 +221,21 @@ async def test_an_item_that_cannot_be_sent_is_malformed(pool: WorkerPool) -> Non
     assert reasons(await pool.score(RULE, items, LONG_S)) == ["malformed", None, "malformed", None]
 
 
-async def test_a_preloaded_rule_is_loaded_once_for_all_workers(pool: WorkerPool) -> None:
-    rule = WorkerRule(function=COUNT, prepare="tests.support.reward_faults:prepare", params={"n": 1}, preload=True)
+async def test_each_worker_loads_a_rule_once_and_before_its_first_item(pool: WorkerPool) -> None:
+    rule = WorkerRule(function=COUNT, prepare="tests.support.reward_faults:prepare", params={"n": 1})
+    assert pool.health(rule) == f"{COUNT} is not loaded yet"
     await pool.prepare(rule)
     assert pool.health(rule) == "ok"
     assert set(await pool.score(rule, [item("")] * 50, LONG_S)) == {1.0}
-    own = WorkerRule(function=COUNT, prepare="tests.support.reward_faults:prepare", params={"n": 2})
-    assert set(await pool.score(own, [item("")] * 50, LONG_S)) == {2.0}, "each worker loads it before its first item"
+
+
+async def test_a_rule_that_takes_long_to_load_holds_up_no_other_one(pool: WorkerPool) -> None:
+    slow = WorkerRule(function=RULE.function, prepare="tests.support.reward_faults:prepare", params={"load_s": 3.0})
+    waiting = asyncio.create_task(pool.score(slow, [item("fine")], LONG_S))
+    await asyncio.sleep(0)
+    assert await pool.score(RULE, [item("fine")] * 4, LONG_S) == [0.5] * 4
+    assert not waiting.done()
+    assert await waiting == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +267,6 @@ async def test_a_rule_that_hangs_while_it_is_loaded_has_a_deadline_of_its_own(tm
     rule = WorkerRule(
         function=RULE.function, prepare="tests.support.reward_faults:prepare_badly", params={"how": "hang"}
     )
-    await pool.start()
     await pool.prepare(rule)
     assert pool.health(rule) == f"{RULE.function} was not loaded within 2 s"
     assert reasons(await pool.score(rule, [item("fine")], LONG_S)) == ["exception"]
@@ -299,46 +284,49 @@ async def test_many_batches_of_good_and_bad_items_at_once_each_end_as_they_must(
         assert reasons(outcomes) == [expected[how] for how in batch]
 
 
-async def test_the_pool_starts_a_fork_server_that_died_again_and_loses_nothing(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    pid_file = str(tmp_path / "pids")
-    sleepers = [item("sleep", pid_file=pid_file, for_s=0.2)] * 2
-    task = asyncio.create_task(pool.score(RULE, [*sleepers, *[item("fine")] * 20], LONG_S))
-    await until("both have begun", lambda: Path(pid_file).exists() and Path(pid_file).read_text().count("\n") >= 2)
-    worker = int(Path(pid_file).read_text().split()[0])
-    server = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    os.kill(server, signal.SIGKILL)
-    assert await task == [0.5] * 22
-    # the sleepers may have been done before the kill
-    await until("the pool is well", lambda: pool.health(RULE) == "ok")
-    await until("the worker is gone", lambda: not is_running(worker))
+async def test_the_spare_worker_takes_the_place_of_a_killed_one_at_once(tmp_path: Path) -> None:
+    """The new spare takes three seconds to load its rule."""
+    pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=LONG_S)
+    rule = WorkerRule(function=RULE.function, prepare="tests.support.reward_faults:prepare", params={"load_s": 3.0})
+    await pool.prepare(rule)
+    number = pool._numbers[rule.key]
+    await until("the spare is warm", lambda: [worker.loaded for worker in pool._workers] == [{number}] * 2)
+    task = asyncio.create_task(pool.score(rule, [item("hang"), item("fine")], 0.5))
+    async with asyncio.timeout(3.0):
+        assert reasons(await task) == ["too_slow", None]
+    await pool.close()
 
 
 async def test_workers_that_end_at_once_are_a_problem_that_is_named_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is killed before it gets anything to do."""
     pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=LONG_S)
-    losses: list[int] = []
-    forks = ForkServerClient.fork
-
-    def fork(server: ForkServerClient, worker: int, end: socket.socket) -> None:
-        forks(server, worker, end)
-        if not losses and server is pool._server:  # not the one of the other tests
-            losses.append(worker)
-            server.kill(worker)
-
-    monkeypatch.setattr(ForkServerClient, "fork", fork)
     monkeypatch.setattr("tba_reward.process_pool.pool.RESTART_S", 0.01)
-    await pool.start()
-    await until("it is named", lambda: "worker processes do not start: they end at once" in pool.health(RULE))
+    await pool.prepare(RULE)
+    spare = next(worker for worker in pool._workers if worker.job is None or worker.job.is_load)
+    assert spare._process is not None
+    spare._process.kill()
+    await until("it is named or over", lambda: spare not in pool._workers)
     assert await pool.score(RULE, [item("fine")], LONG_S) == [0.5]
+    assert pool.health(RULE) == "ok"
+    await pool.close()
+
+
+async def test_a_process_that_cannot_be_started_is_a_problem_that_is_named_and_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=LONG_S)
+    with monkeypatch.context() as patch:
+        patch.setattr("tba_reward.process_pool.pool.RESTART_S", 0.01)
+        patch.setattr("sys.executable", "/nowhere/python")
+        task = asyncio.create_task(pool.score(RULE, [item("fine")], LONG_S))
+        await until("it is named", lambda: pool.health(RULE).startswith("worker processes cannot be started: "))
+    assert await task == [0.5]
     assert pool.health(RULE) == "ok"
     await pool.close()
 
 
 async def test_a_pool_that_is_closed_leaves_no_process_and_no_item_without_an_answer(tmp_path: Path) -> None:
     pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=LONG_S)
-    await pool.start()
     pid_file = tmp_path / "pids"
     task = asyncio.create_task(pool.score(RULE, [item("hang", pid_file=str(pid_file))] * 3, LONG_S))
     await until("it hangs", lambda: pid_file.exists() and bool(pid_file.read_text()))

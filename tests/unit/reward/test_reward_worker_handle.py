@@ -1,4 +1,4 @@
-"""The replies of a worker that has died are taken, also when the next job can no longer be written to it."""
+"""The replies that a worker's handle takes: only that to its job, also when the worker has died over the next one."""
 
 from __future__ import annotations
 
@@ -11,47 +11,43 @@ import uvloop
 from tba_reward.process_pool.job import Job
 from tba_reward.process_pool.pool_messages import Reply, encode
 from tba_reward.process_pool.worker_handle import WorkerHandle
-from tba_reward.scorer import Item
+from tba_reward.scorer import Item, Outcome
 
 
 class Recorder:
     """The callbacks of one worker."""
 
     def __init__(self) -> None:
-        self.done: list[Job] = []
-        self.has_ended = asyncio.Event()
+        self.done: list[tuple[Job, list[Outcome]]] = []
+        self.has_replied, self.has_ended = asyncio.Event(), asyncio.Event()
 
-    def on_reply(self, worker: WorkerHandle, job: Job, reply: Reply) -> None:
-        self.done.append(job)
+    def on_reply(self, worker: WorkerHandle, job: Job, outcomes: list[Outcome]) -> None:
+        self.done.append((job, outcomes))
+        self.has_replied.set()
 
-    def on_deadline(self, worker: WorkerHandle, job: Job, cpu_s: float) -> None:
-        raise AssertionError("no deadline passes here")
-
-    def on_exit(self, worker: WorkerHandle) -> None:
+    def on_lost(self, worker: WorkerHandle) -> None:
         self.has_ended.set()
 
 
-async def a_write_to_a_dead_worker() -> None:
+async def a_worker_that_dies_over_its_second_job() -> None:
     ours, theirs = socket.socketpair()
     recorder = Recorder()
-    worker = WorkerHandle(1, recorder, set())
-    await worker.connect(ours)
-    item, loop = Item(prompt="", response=""), asyncio.get_running_loop()
-    load, poison, behind = (
-        Job(0, encode(Reply(number, [])), 60.0, [loop.create_future()], [item] * (number > 0)) for number in range(3)
-    )
-    worker.submit(load)
-    worker.submit(poison)
-    theirs.sendall(encode(Reply(0, [])))
-    theirs.close()  # it dies over the second, before the first reply is read here
-    worker.submit(behind)
-    worker.set_exited(-11)
+    worker = WorkerHandle(recorder, None)
+    await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
+    item = Item(prompt="", response="")
+    first, second = (Job(number, 0, encode(Reply(number, [])), 60.0, items=[item] * number) for number in (1, 2))
+    worker.submit(first)
+    # a reply to another job than its own is dropped, whoever has written it
+    theirs.sendall(encode(Reply(7, [7.0])) + encode(Reply(1, [1.0])))
+    await asyncio.wait_for(recorder.has_replied.wait(), 60)
+    worker.submit(second)
+    theirs.sendall(encode(Reply(2, [2.0])) + encode(Reply(2, [3.0]))[:-1])
+    theirs.close()
     await asyncio.wait_for(recorder.has_ended.wait(), 60)
-    assert recorder.done == [load]
-    assert list(worker.jobs) == [poison, behind]
-    worker.release()
+    assert recorder.done == [(first, [1.0]), (second, [2.0])]
+    assert (worker.job, second.num_done) == (second, 1), "its second item is the one in work"
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_reply_that_lies_in_the_socket_is_taken_after_a_failed_write(run: Callable[..., None]) -> None:
-    run(a_write_to_a_dead_worker())
+def test_only_the_reply_to_its_job_is_taken(run: Callable[..., None]) -> None:
+    run(a_worker_that_dies_over_its_second_job())

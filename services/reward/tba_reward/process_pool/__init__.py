@@ -1,5 +1,4 @@
-"""Worker processes that can be killed: a fork server starts them, a pool gives them jobs.
+"""Worker processes that can be killed: a pool gives each one job at a time.
 
-service: pool.py -> fork_server_client.py --orders--> fork_server.py --fork--> worker_main.py
-         pool.py -> worker_handle.py ==================jobs, replies=========> worker_main.py
+service: pool.py -> worker_handle.py ==job, reply==> worker_main.py
 """

@@ -13,7 +13,7 @@ from tba_reward.scorer import Failure, Item, Outcome, Params
 
 ItemKey = tuple[int, str, str]
 """Rule, prompt, data."""
-RuleKey = tuple[str, str, str | None, bool, int | None]
+RuleKey = tuple[str, str, str | None, int | None]
 _numbers = itertools.count()
 
 
@@ -24,23 +24,20 @@ class WorkerRule:
     Attributes:
         function: `module:name` of a Rule, or of a BatchRule where `batch_items` is given.
         params: given to it with every item; JSON values.
-        prepare: `module:name` of a function (params) -> None that is called once before the first item, under a
-            deadline of its own (`WORKER_START_S` of app.py): slow imports belong here.
-        preload: whether the fork server loads the rule once for all workers, so that a worker that replaces a killed
-            one is ready at once. Only for modules of our own that start no threads: the server forks.
+        prepare: `module:name` of a function (params) -> None that each worker calls once before its first item, under
+            a deadline of its own (`WORKER_START_S` of app.py): slow imports belong here.
         batch_items: most items of one call of a BatchRule; None: the function is a Rule.
     """
 
     function: str
     params: Params = field(default_factory=dict)
     prepare: str | None = None
-    preload: bool = False
     batch_items: int | None = None
 
     @property
     def key(self) -> RuleKey:
         """Equal for two rules that are the same one."""
-        return self.function, self.params_json, self.prepare, self.preload, self.batch_items
+        return self.function, self.params_json, self.prepare, self.batch_items
 
     @property
     def params_json(self) -> str:
@@ -53,23 +50,25 @@ class Job:
     """One message to a worker, and the futures that get its outcomes.
 
     Attributes:
+        number: stands in the message and in its reply.
         rule: number of its rule.
         frame: the message as bytes.
-        timeout_s: CPU time of the worker that it may take, all items together; wall-clock time where it loads a rule.
-        futures: each gets one outcome, in order: one per item, or one for the load.
+        timeout_s: CPU time of the worker that one item may take, or a batch; wall-clock time where it loads a rule.
+        futures: each gets one outcome, in order: one per item. Nobody waits for a load.
         items: the items to score; none where it loads a rule.
-        num_holders: workers that have it now.
+        num_done: items that have their outcome. A worker applies a Rule to one after the other, a BatchRule to all.
         num_crashes: workers that died while they worked on it.
-        took_s: wall-clock time that it took, once it is done.
+        took_s: wall-clock time of its last reply.
         is_split: whether each of its items has a job of its own.
     """
 
+    number: int
     rule: int
     frame: bytes
     timeout_s: float
-    futures: Sequence[asyncio.Future[Outcome]]
+    futures: Sequence[asyncio.Future[Outcome]] = ()
     items: Sequence[Item] = ()
-    num_holders: int = 0
+    num_done: int = 0
     num_crashes: int = 0
     took_s: float = 0.0
     is_split: bool = False
@@ -86,30 +85,38 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return all(future.done() for future in self.futures)
+        """Whether nobody waits for its items any more."""
+        return not self.is_load and all(future.done() for future in self.futures)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every item has its outcome, or the rule is loaded."""
+        return self.num_done >= max(len(self.items), 1)
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Give the outcomes to everyone who waits."""
-        for future, outcome in zip(self.futures, outcomes, strict=False):
-            # a stolen job is done by two workers: the first outcome counts
+        """Give the outcomes of the next items to everyone who waits."""
+        for future, outcome in zip(self.futures[self.num_done :], outcomes, strict=False):
+            # the items of a split job are scored twice: the first outcome counts
             if not future.done():
                 future.set_result(outcome)
+        self.num_done += len(outcomes)
 
     def fail(self, failure: Failure) -> None:
         """Give the same failure to everyone who waits."""
-        self.settle([failure] * len(self.futures))
+        self.settle([failure] * (len(self.futures) - self.num_done))
 
 
 def load_job(number: int, rule: WorkerRule, timeout_s: float) -> Job:
     """Return the job that loads a rule in a worker."""
+    job = next(_numbers)
     is_batch = rule.batch_items is not None
-    message = LoadRule(next(_numbers), number, rule.function, rule.params_json, rule.prepare, is_batch)
-    return Job(number, encode(message), timeout_s, [asyncio.get_running_loop().create_future()])
+    return Job(
+        job, number, encode(LoadRule(job, number, rule.function, rule.params_json, rule.prepare, is_batch)), timeout_s
+    )
 
 
 def score_job(rule: int, items: Sequence[Item], timeout_s: float, futures: Sequence[asyncio.Future[Outcome]]) -> Job:
-    """Return the job that scores items in one call of a rule.
+    """Return the job that scores items.
 
     Raises:
         TypeError, ValueError, RecursionError: an item is no text, or its data has no JSON form.
@@ -125,7 +132,8 @@ def score_job(rule: int, items: Sequence[Item], timeout_s: float, futures: Seque
         )
         for item in items
     ]
-    return Job(rule, encode(ScoreItems(next(_numbers), rule, messages)), timeout_s, futures, items)
+    job = next(_numbers)
+    return Job(job, rule, encode(ScoreItems(job, rule, messages)), timeout_s, futures, items)
 
 
 def split_job(job: Job) -> list[Job]:

@@ -1,15 +1,14 @@
-"""One worker process as the pool sees it: the jobs that it holds, and the deadline of the first one.
-
-The deadline of an item is CPU time of the process, so that a busy machine fails no item that would have been scored.
-The second limit is wall-clock time, for an item that waits and computes nothing.
-"""
+"""One worker process as the pool sees it: the job that it has, the CPU time of that, and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
-from collections import deque
+import subprocess
+import sys
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast
@@ -17,19 +16,14 @@ from typing import Protocol, cast
 import msgspec
 
 from tba_reward.process_pool.job import Job
-from tba_reward.process_pool.pool_messages import FrameDecoder, Reply
+from tba_reward.process_pool.pool_messages import LENGTH, Reply
+from tba_reward.scorer import Outcome
 
-LATE_REPLY_S = 0.05
-"""Grace after a deadline: the reply may lie in the socket already, if the event loop was busy."""
-WALL_SLACK_S = 25.0
-"""In wall-clock time an item may take this much longer than its deadline. It is less than what a request is given
-beyond its slowest scorer's deadline (`RewardSection.request_deadline_s`)."""
-CPU_POLL_S = 0.02
-"""Pause between two looks at the CPU time of a worker that is nearly due."""
-ABANDONED_S = 0.5
-"""An item that nobody waits for any more may take this long before its worker is killed."""
 EXIT_S = 1.0
-"""From the report of its exit to the end of its socket, which brings the last replies."""
+"""From the end of a worker's socket to its exit; one that is still there is killed."""
+EXIT_POLL_S = 0.005
+_MARK = "TBA_REWARD_WORKER"
+"""Environment variable that finds everything that a worker has started, whatever its process group or parent."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _HAS_PROC = Path("/proc/self/stat").exists()
 _DECODER = msgspec.msgpack.Decoder(Reply)
@@ -38,195 +32,173 @@ _DECODER = msgspec.msgpack.Decoder(Reply)
 class WorkerCallbacks(Protocol):
     """The events of a worker, as the pool takes them."""
 
-    def on_reply(self, worker: WorkerHandle, job: Job, reply: Reply) -> None:
-        """Take the reply to the first job that it held."""
+    def on_reply(self, worker: WorkerHandle, job: Job, outcomes: list[Outcome]) -> None:
+        """Take the outcomes of the next items of its job, which is done with the last one."""
         ...
 
-    def on_deadline(self, worker: WorkerHandle, job: Job, cpu_s: float) -> None:
-        """Replace a worker whose first job has run over a limit, after this much CPU time."""
-        ...
-
-    def on_exit(self, worker: WorkerHandle) -> None:
-        """Replace a worker that has died by itself; `code` says how."""
+    def on_lost(self, worker: WorkerHandle) -> None:
+        """Replace a worker whose socket has ended: it has died, or will be killed by `end`."""
         ...
 
 
 class WorkerHandle(asyncio.Protocol):
-    """One worker; it does its jobs in the order of `submit`, and works on the first one.
+    """One worker, which does one job at a time, item by item or all at once.
 
     Args:
-        number: its name in the fork server.
         callbacks: the pool.
-        loaded: the rules that it has from the fork server.
+        max_memory_bytes: its address space; None: no bound.
     """
 
-    def __init__(self, number: int, callbacks: WorkerCallbacks, loaded: set[int]) -> None:
-        self.number, self.loaded = number, loaded
-        self.jobs: deque[Job] = deque()
-        """The jobs that it holds, the one that it works on first."""
-        self.num_done = 0
-        self.is_retired = False
-        """Whether it gets no more jobs, because a newer worker has a rule preloaded that this one lacks."""
-        self.code: int | None = None
-        self.pid: int | None = None
-        self.head_since_s = 0.0
-        self._cpu_before_s = 0.0
-        """CPU time of the process when it took up its first job."""
-        self._cpu_s = 0.0
-        """CPU time that the first job had taken at `_measured_at_s`."""
-        self._measured_at_s = 0.0
+    def __init__(self, callbacks: WorkerCallbacks, max_memory_bytes: int | None) -> None:
+        self.loaded: set[int] = set()
+        """The rules that it has."""
+        self.job: Job | None = None
+        self.since_s = 0.0
+        """When it began with what it has in work."""
+        self.num_scored = 0
+        """Replies that it has given, without loads."""
+        self.is_slow = False
+        """Whether its job is slow, so that another worker takes its place."""
+        self.is_late = False
+        """Whether its job was over its limit when it was last looked at."""
         self._callbacks: WorkerCallbacks | None = callbacks
+        self._max_memory_bytes = max_memory_bytes
         self._loop = asyncio.get_running_loop()
-        self._frames = FrameDecoder()
+        self._mark = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
-        self._own_end: socket.socket | None = None
-        """A copy of our end: a transport whose write failed closes its own without reading what lies there."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s = 0.0
-        self._late: Job | None = None
+        self._received = bytearray()
+        self._cpu_before_s = 0.0
+        """CPU time of the process at that time."""
 
-    async def connect(self, end: socket.socket) -> None:
-        """Connect over our end of the socket pair."""
-        self._own_end = end.dup()
+    async def start(self) -> None:
+        """Start the process and connect to it.
+
+        Raises:
+            OSError: there are too many processes, or there is no memory.
+        """
+        if self._callbacks is None:  # it was killed before
+            return
+        ours, theirs = socket.socketpair()
         try:
-            await self._loop.create_unix_connection(lambda: self, sock=end)
+            with theirs:
+                name, memory = "tba_reward.process_pool.worker_main", str(self._max_memory_bytes or 0)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", name, str(theirs.fileno()), memory],
+                    env=self._environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # a rule that prints writes to the log
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # its group can be killed; Ctrl-C is for the service, which drains
+                )
+            await self._loop.create_unix_connection(lambda: self, sock=ours)
         except BaseException:
-            self._own_end.close()
+            ours.close()
             raise
 
     @property
-    def is_connected(self) -> bool:
-        """Whether it takes jobs."""
-        return self._transport is not None and self.code is None and self._callbacks is not None
+    def is_idle(self) -> bool:
+        """Whether it takes a job."""
+        return self.job is None and self._transport is not None and self._callbacks is not None
 
     def submit(self, job: Job) -> None:
-        """Send one more job."""
+        """Send a job."""
         assert self._transport is not None
-        if not self.jobs:
-            self._begin_head()
-        self.jobs.append(job)
-        job.num_holders += 1
+        self.job, self.since_s = job, self._loop.time()
         self._transport.write(job.frame)
-        self.watch()
 
-    def watch(self) -> None:
-        """Set the timer for the first job's deadline, which may have come nearer."""
-        if self._callbacks is None or not self.jobs:
-            return
-        due_s = self._due_s()
-        if self._timer is None or due_s < self._timer_at_s:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at_s = due_s
-            self._timer = self._loop.call_at(due_s, self._check_deadline)
+    def cpu_s(self) -> float:
+        """Return the CPU time that what it has in work has taken so far."""
+        if not _HAS_PROC or self._process is None:
+            # without /proc the deadline is wall-clock time
+            return self._loop.time() - self.since_s
+        with suppress(OSError, IndexError, ValueError):  # it has ended, which its socket says
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            return max(0.0, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s)
+        return 0.0
 
-    def set_exited(self, code: int | None) -> None:
-        """Note the exit that the fork server reports."""
-        self.code = code
-        if self._callbacks is not None:
-            # its last replies may still lie in the socket: the end of the socket comes after them
-            self._exit_after(0.0 if self._transport is None else EXIT_S)
-
-    def release(self) -> list[Job]:
-        """Return the jobs that it holds, in order, and call nobody back any more."""
+    def kill(self) -> None:
+        """Kill it and its process group, and call nobody back any more; `end` has to follow."""
         self._callbacks = None
-        if self._timer is not None:
-            self._timer.cancel()
         if self._transport is not None:
             self._transport.abort()
-        jobs, self.jobs = list(self.jobs), deque()
-        for job in jobs:
-            job.num_holders -= 1
-        return jobs
+        self._kill_group()
+
+    async def end(self) -> int | None:
+        """Wait until the process and everything that it has started are gone.
+
+        Returns:
+            Its exit code, negative for a signal; None where it was still there after EXIT_S and was killed.
+        """
+        if self._process is None:
+            return None
+        is_killed, late_s = False, self._loop.time() + EXIT_S
+        # WNOWAIT leaves the zombie: its pid, which names the group, cannot be another process's yet
+        while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            # a rule may close the socket and go on
+            if self._loop.time() > late_s and not is_killed:
+                is_killed = True
+                self._kill_group()
+            await asyncio.sleep(EXIT_POLL_S)
+        self._kill_group()
+        await asyncio.to_thread(self._kill_strays)
+        code = self._process.wait()
+        return None if is_killed else code
 
     # -- called by asyncio ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's class
+        if self._callbacks is None:  # it was killed while it connected
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take replies, which come in the order of the jobs."""
-        for body in self._frames.feed(data):
-            if self._callbacks is None or not self.jobs:
+        """Take the reply to its job."""
+        self._received += data
+        while len(self._received) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
                 return
-            reply = _DECODER.decode(body)
-            job = self.jobs.popleft()
-            job.num_holders -= 1
-            job.took_s = self._loop.time() - self.head_since_s
-            self.num_done += 1
-            self._cpu_before_s = reply.cpu_s
-            self._begin_head()
-            self.watch()
-            self._callbacks.on_reply(self, job, reply)
+            reply = _DECODER.decode(self._received[LENGTH.size : end])
+            del self._received[:end]
+            job, callbacks = self.job, self._callbacks
+            # only the reply to its job is one
+            if callbacks is not None and job is not None and reply.number == job.number:
+                self._cpu_before_s, self.is_late, self.is_slow = reply.cpu_s, False, False
+                self.num_scored += not job.is_load
+                began_s, self.since_s = self.since_s, self._loop.time()
+                job.took_s = self.since_s - began_s
+                job.settle(reply.outcomes)
+                if job.is_done:
+                    self.job = None
+                callbacks.on_reply(self, job, reply.outcomes)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Read the replies that still lie in the socket, then wait for the exit code."""
+        """Tell the pool, unless it was that which hung up."""
         self._transport = None
-        self._read_rest()
-        if self._callbacks is not None:
-            self._exit_after(EXIT_S if self.code is None else 0.0)
+        callbacks, self._callbacks = self._callbacks, None
+        if callbacks is not None:
+            callbacks.on_lost(self)
 
-    # -- deadlines --------------------------------------------------------------------------------------------------
+    # -- the process ------------------------------------------------------------------------------------------------
 
-    def _begin_head(self) -> None:
-        self.head_since_s = self._measured_at_s = self._loop.time()
-        self._cpu_s = 0.0
+    def _kill_group(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _due_s(self) -> float:
-        """Return the earliest time at which the first job may have run over one of its limits."""
-        job = self.jobs[0]
-        if job.is_load:
-            return self.head_since_s + job.timeout_s
-        # nobody waits for it: it must not hold the worker
-        if job.is_over:
-            return self.head_since_s + min(job.timeout_s, ABANDONED_S)
-        # a process takes at most one second of CPU time per second
-        cpu_due_s = self._measured_at_s + max(job.timeout_s - self._cpu_s, CPU_POLL_S)
-        return min(cpu_due_s, self.head_since_s + job.timeout_s + WALL_SLACK_S)
+    def _kill_strays(self) -> None:
+        """Kill all processes with the mark: what a dead worker had started outside its group."""
+        mark = f"{_MARK}={self._mark}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if mark in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
 
-    def _check_deadline(self) -> None:
-        self._timer = None
-        if self._callbacks is None or not self.jobs:
-            return
-        job = self.jobs[0]
-        if self._loop.time() >= self._due_s():
-            self._measure_cpu_time()
-        if self._loop.time() < self._due_s() and self._cpu_s < job.timeout_s:
-            self._late = None
-            self.watch()
-        elif self._late is not job:
-            # one more round of the event loop: the reply may have come while it was busy
-            self._late = job
-            self._timer_at_s = self._loop.time() + LATE_REPLY_S
-            self._timer = self._loop.call_later(LATE_REPLY_S, self._check_deadline)
-        else:
-            self._callbacks.on_deadline(self, job, self._cpu_s)
-
-    def _measure_cpu_time(self) -> None:
-        """Measure the CPU time that the first job has taken."""
-        self._measured_at_s = self._loop.time()
-        if not _HAS_PROC:
-            # without /proc the deadline is wall-clock time
-            self._cpu_s = self._measured_at_s - self.head_since_s
-        elif self.pid is not None:
-            with suppress(OSError, IndexError, ValueError):  # it has ended, which the fork server reports
-                fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-                self._cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s
-
-    # -- the end ----------------------------------------------------------------------------------------------------
-
-    def _read_rest(self) -> None:
-        """Take the replies that a worker had written before it died."""
-        # without them its first job would be to blame, which it may have done already
-        assert self._own_end is not None
-        with self._own_end as end, suppress(OSError):  # nothing more there
-            while self._callbacks is not None and (data := end.recv(65_536)):
-                self.data_received(data)
-
-    def _exit_after(self, delay_s: float) -> None:
-        self._loop.call_later(delay_s, self._report_exit)
-
-    def _report_exit(self) -> None:
-        if self._callbacks is not None:
-            self._callbacks.on_exit(self)
+    def _environment(self) -> dict[str, str]:
+        """Return the service's environment with the same module path, the mark, and one thread in each library."""
+        # workers share the cores
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        path = os.pathsep.join(part or os.getcwd() for part in sys.path)
+        return {**os.environ, **threads, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", _MARK: self._mark}

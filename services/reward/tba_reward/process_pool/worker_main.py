@@ -1,51 +1,58 @@
-"""The main loop of a worker process, and the rules that a worker or the fork server has loaded."""
+"""`python -m tba_reward.process_pool.worker_main FD MEMORY_BYTES`: a worker process. It loads rules and applies them.
+
+It ends with its socket; where a rule hangs just then, the kernel ends it together with the service (Linux).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from tba.plugins import import_object
-from tba_reward.process_pool.pool_messages import (
-    FrameDecoder,
-    ItemMessage,
-    LoadRule,
-    OutcomeMessage,
-    PreloadRule,
-    Reply,
-    ScoreItems,
-    ToWorker,
-    encode,
-)
-from tba_reward.scorer import BatchRule, Failure, Item, Outcome, Params, Rule, clean, outcome_of
+from tba_reward.process_pool.pool_messages import LENGTH, ItemMessage, LoadRule, Reply, ScoreItems, encode
+from tba_reward.scorer import Failure, Item, Outcome, Params, clean, outcome_of
 
 EXIT_OUT_OF_MEMORY = 97
 """Exit code of a worker that has reached its bound of memory."""
-_READ_BYTES = 1 << 16
-_DECODER = msgspec.msgpack.Decoder(ToWorker)
+_PR_SET_PDEATHSIG = 1
+_DECODER = msgspec.msgpack.Decoder(LoadRule | ScoreItems)
 
 
 class LoadedRules:
     """Rules by their number."""
 
     def __init__(self) -> None:
-        self._rules: dict[int, tuple[BatchRule, Params]] = {}
-        self._errors: dict[int, str] = {}
+        self._rules: dict[int, tuple[Callable[..., Any], Params, bool]] = {}
 
-    def load(self, message: LoadRule | PreloadRule) -> str | None:
-        """Import a rule and call its `prepare` function. Return None, or the error as a sentence.
+    def replies(self, message: LoadRule | ScoreItems) -> Iterator[list[Outcome]]:
+        """Do what a message says. Yield the outcome of a load, the outcomes of a batch, or one item's after the other.
 
         Raises:
             MemoryError: the process has reached its bound of memory.
         """
-        self._errors.pop(message.rule, None)
+        if isinstance(message, LoadRule):
+            yield [self._load(message)]
+            return
+        rule, params, is_batch = self._rules[message.rule]
+        if is_batch:
+            yield rule([_item(item) for item in message.items], params)
+            return
+        for item in message.items:
+            yield [outcome_of(rule, _item(item), params)]
+
+    def _load(self, message: LoadRule) -> Outcome:
+        """Import a rule and call its `prepare` function."""
         try:
             params = json.loads(message.params_json)
             rule = find(message.function)
@@ -54,37 +61,36 @@ class LoadedRules:
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:  # foreign code may raise anything; it is reported
-            self._errors[message.rule] = f"{message.function} could not be loaded: {type(error).__name__}: {error}"
-            return self._errors[message.rule]
-        is_batch = isinstance(message, LoadRule) and message.is_batch  # no rule that is preloaded takes batches
-        self._rules[message.rule] = (rule if is_batch else _one_by_one(rule), params)
-        return None
-
-    def score(self, message: ScoreItems) -> list[Outcome]:
-        """Apply a rule to items: one outcome each, in order."""
-        found = self._rules.get(message.rule)
-        if found is None:
-            error = self._errors.get(message.rule, "its rule was not loaded")
-            return [Failure("exception", error)] * len(message.items)
-        rule, params = found
-        return rule([_item(item) for item in message.items], params)
+            return Failure("exception", f"{message.function} could not be loaded: {type(error).__name__}: {error}")
+        self._rules[message.rule] = (rule, params, message.is_batch)
+        return 1.0
 
 
-def worker_main(connection: socket.socket, rules: LoadedRules) -> None:
+def serve(connection: socket.socket) -> None:
     """Answer messages in order until the other side hangs up."""
-    # `tba run` has it blocked in the service, and programs that a rule starts must be terminable
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    frames, own_pid = FrameDecoder(), os.getpid()
-    while data := connection.recv(_READ_BYTES):
-        for body in frames.feed(data):
-            reply = _reply(_DECODER.decode(body), rules)
-            # a rule may fork and come back in both processes: only the first one answers
-            if os.getpid() != own_pid:
-                os._exit(0)
-            # the memory that it holds is given back with the process
-            if any(outcome.reason == "out_of_memory" for outcome in reply.outcomes):
+    rules, own_pid = LoadedRules(), os.getpid()
+    with connection.makefile("rb") as stream:
+        while head := stream.read(LENGTH.size):
+            message = _DECODER.decode(stream.read(LENGTH.unpack(head)[0]))
+            try:
+                for outcomes in rules.replies(message):
+                    # a rule may fork and come back in both processes: only the first one answers
+                    if os.getpid() != own_pid:
+                        os._exit(0)
+                    connection.sendall(encode(Reply(message.number, _sendable(outcomes), time.process_time())))
+            except MemoryError:
                 os._exit(EXIT_OUT_OF_MEMORY)
-            connection.sendall(encode(msgspec.structs.replace(reply, cpu_s=time.process_time())))
+
+
+def _sendable(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return the outcomes with clean details.
+
+    Raises:
+        MemoryError: an item has exhausted the memory, which is given back with the process.
+    """
+    if any(isinstance(outcome, Failure) and outcome.reason == "out_of_memory" for outcome in outcomes):
+        raise MemoryError
+    return [Failure(each.reason, clean(each.detail)) if isinstance(each, Failure) else each for each in outcomes]
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -99,10 +105,6 @@ def find(name: str) -> Callable[..., Any]:
     return found
 
 
-def _one_by_one(rule: Rule) -> BatchRule:
-    return lambda items, params: [outcome_of(rule, item, params) for item in items]
-
-
 def _item(message: ItemMessage) -> Item:
     return Item(
         prompt=message.prompt,
@@ -113,19 +115,22 @@ def _item(message: ItemMessage) -> Item:
     )
 
 
-def _reply(message: ToWorker, rules: LoadedRules) -> Reply:
-    try:
-        if isinstance(message, LoadRule):
-            error = rules.load(message)
-            outcomes: list[Outcome] = [1.0 if error is None else Failure("exception", error)]
-        else:
-            outcomes = rules.score(message)
-    except MemoryError:
-        return Reply(message.number, [OutcomeMessage(reason="out_of_memory")])
-    return Reply(message.number, [_outcome_message(outcome) for outcome in outcomes])
+def main() -> None:
+    """Serve the service that holds the other end of the socket."""
+    with suppress(AttributeError, OSError):  # Linux only; it may be forbidden
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # `tba run` has it blocked in the service, and programs that a rule starts must be terminable
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    connection, max_memory_bytes = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    connection.set_inheritable(False)
+    if max_memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(BrokenPipeError, ConnectionResetError):
+        serve(connection)
+    # what a rule has started, threads that do not end too, must not keep the process
+    os._exit(0)
 
 
-def _outcome_message(outcome: Outcome) -> OutcomeMessage:
-    if isinstance(outcome, Failure):
-        return OutcomeMessage(reason=outcome.reason, detail=clean(outcome.detail))
-    return OutcomeMessage(score=outcome)
+if __name__ == "__main__":
+    main()

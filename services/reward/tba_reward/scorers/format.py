@@ -20,7 +20,7 @@ IMPLEMENTATION = 1
 def build(spec: FormatSpec, tools: Tools) -> Scorer:
     """Return the scorer."""
     return ProcessPoolScorer(
-        WorkerRule(function="tba_reward.scorers.format:score", params=params_of(spec), preload=True),
+        WorkerRule(function="tba_reward.scorers.format:score", params=params_of(spec)),
         pool=tools.pool,
         timeout_s=tools.timeout_s(spec),
         version=version_of(spec, IMPLEMENTATION),

@@ -17,7 +17,7 @@ class ProcessPoolScorer:
 
     Args:
         rule: the rule that the workers apply.
-        pool: shared by all scorers; started by the first one that starts.
+        pool: shared by all scorers.
         timeout_s: CPU time that one item may take, or one batch as a whole.
         version: see `version_of`.
         example: scored at start; None: no item with a known score exists.
@@ -45,8 +45,7 @@ class ProcessPoolScorer:
         return self._version
 
     async def start(self) -> None:
-        """Start the pool if it does not run yet, prepare the rule, score the example."""
-        await self._pool.start()
+        """Prepare the rule, score the example."""
         await self._pool.prepare(self._rule)
         self._example_health = OK if self._example is None else await try_example(self, self._example)
 

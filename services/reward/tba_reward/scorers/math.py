@@ -25,7 +25,7 @@ def build(spec: MathSpec, tools: Tools) -> Scorer:
     warm_up = "tba_reward.math.grader:warm_up"
     item = Item(prompt="", response=r"so it is $\boxed{\frac{2}{4}\pi}$.", data={spec.field: r"\frac{\pi}{2}"})
     return ProcessPoolScorer(
-        WorkerRule(function="tba_reward.math.grader:score", params=params, prepare=warm_up, preload=True),
+        WorkerRule(function="tba_reward.math.grader:score", params=params, prepare=warm_up),
         pool=tools.pool,
         timeout_s=tools.timeout_s(spec),
         # another release of these packages may read an answer otherwise, which makes it another reward

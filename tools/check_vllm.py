@@ -28,7 +28,6 @@ PARTS = {
     "engine": ("tests/integration/searcher/test_searcher_engines.py", "-k", "test_vllm"),
     "two ranks": ("tests/integration/searcher/test_searcher_tensor_parallel.py",),
     "server": ("tests/integration/searcher/test_searcher_openai.py",),
-    "victim": ("tests/integration/reward/test_reward_vllm_victim.py",),
 }
 """Name of a column -> what pytest runs for it."""
 

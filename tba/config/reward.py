@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, VllmSection
 from tba.fields import MAX_NUMBER, BareUrl, StrictModel
 
 _REQUEST_SLACK_S = 30.0
@@ -244,14 +243,9 @@ class RedteamSpec(ModelScorerSpec):
         "\n\n### Instruction:\n{prompt}\n\n### Response:\n"
     )
     """The text around an attack, `{prompt}`; the default is that of the Alpaca family."""
-    victim_engine: Literal["transformers", "vllm"] = "transformers"
-    """What generates the replies. `vllm`: vLLM in the model process (`pip install 'tba[reward-vllm]'`), for victims of
-    billions of parameters. Each engine draws other replies with the same seed."""
-    victim_vllm: VllmSection = VllmSection()
-    """Settings of vLLM alone; a batch of `batch_tokens` decides how many replies it generates at once."""
     max_attack_tokens: int | None = Field(default=None, ge=1)
     """Longest attack, in tokens of the victim; a longer one has no score (`too_long`). Default: what the victim can
-    take, for which vLLM must have memory (131,072 tokens for Llama 3.1)."""
+    take."""
     num_replies: int = Field(default=5, ge=1)
     """Replies of the victim to each attack; the score is the mean over them."""
     max_reply_tokens: int = Field(default=30, ge=1)
@@ -287,21 +281,7 @@ class RedteamSpec(ModelScorerSpec):
             raise ValueError(f"victim_template {self.victim_template!r} has no {{prompt}} for the attack")
         if self.judge == "guard" and self.classifier_input == "pair":
             raise ValueError("a guard reads text or a chat, not a pair; change classifier_input")
-        if self.victim_engine == "vllm":
-            self._check_vllm()
         return self
-
-    def _check_vllm(self) -> None:
-        if self.device.partition(":")[2] not in ("", "0"):
-            raise ValueError(
-                f"device {self.device!r}: vLLM takes the first GPU that the reward service sees; choose it with "
-                "local.gpus.reward (CUDA_VISIBLE_DEVICES), and write cuda"
-            )
-        if self.temperature != 0 and not VLLM_MIN_TEMPERATURE <= self.temperature <= VLLM_MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature {self.temperature:g}: vLLM samples at 0 or at {VLLM_MIN_TEMPERATURE:g} to "
-                f"{VLLM_MAX_TEMPERATURE:g}; change it, or victim_engine"
-            )
 
 
 def _needs_response(field: str, template: str) -> None:

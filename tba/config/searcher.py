@@ -52,7 +52,7 @@ def vllm_release(version: str) -> tuple[int, ...]:
 
 
 def check_vllm_release(version: str) -> None:
-    """Refuse a version of vLLM that the engine and the victim have not been tried with.
+    """Refuse a version of vLLM that the engine has not been tried with.
 
     Raises:
         ConfigError: it is none of `VLLM_RELEASES`, no release, or not known.
@@ -65,12 +65,11 @@ def check_vllm_release(version: str) -> None:
         )
 
 
-class VllmSection(StrictModel):
-    """vLLM in the process of a searcher, where `searcher.num_slots` is the number of sequences in a batch, or of a
-    victim (`redteam`)."""
+class SearcherVllmSection(StrictModel):
+    """vLLM in the process of a searcher, where `searcher.num_slots` is the number of sequences in a batch."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for keys and values. None: on the CPU what `num_slots` responses of full length or a victim's batch need,
+    """Memory for keys and values. None: on the CPU what `num_slots` responses of full length need,
     on a GPU what `gpu_memory_share` leaves. With too little, vLLM preempts sequences and computes them again."""
     gpu_memory_share: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory that vLLM may use for weights, keys and values, and its work space."""
@@ -78,11 +77,6 @@ class VllmSection(StrictModel):
     """Most tokens of one step, with those of prompts; longer prompts are computed in pieces. None: vLLM's choice."""
     enforce_eager: bool = False
     """On a GPU: no compilation and no CUDA graphs; the start is faster, decoding slower. The CPU always runs so."""
-
-
-class SearcherVllmSection(VllmSection):
-    """vLLM in the process of a searcher. A victim has no 8 bits: its replies, and so the rewards, would be others."""
-
     quantization: Literal["fp8_per_channel", "fp8_per_block"] | None = None
     """Weights of linear layers are rounded to 8 bits when they are loaded, and again with each update: half the memory,
     and log-probs that are further from the trainer's (docs/searcher.md). None: they stay as published."""

@@ -106,7 +106,7 @@ def gpu_layout(
 
     if "reward" in services:
         for key, spec in _model_processes(recipe).items():
-            put("reward", f"{key}.device", spec.device, gpus.reward, _models_of(key, spec, shape_of))
+            put("reward", f"{key}.device", spec.device, gpus.reward, _models_of(spec, shape_of))
     if "trainer" in services:
         num, device = recipe.trainer.num_processes, recipe.trainer.device
         for rank in range(num):
@@ -180,18 +180,11 @@ def _model_processes(recipe: Recipe) -> dict[str, ModelScorerSpec]:
     return found
 
 
-def _models_of(key: str, spec: ModelScorerSpec, shape_of: ShapeOf) -> Iterator[Occupant]:
+def _models_of(spec: ModelScorerSpec, shape_of: ShapeOf) -> Iterator[Occupant]:
     """Yield the models of a scorer's process, in the order in which it loads them."""
     yield Occupant(who="CUDA context of a scorer", peak_bytes=PROCESS_BYTES)
     if isinstance(spec, RewardModelSpec):
         yield _reader("reward model", spec.model, spec, shape_of)
-    elif isinstance(spec, RedteamSpec) and spec.victim_engine == "vllm":
-        yield Occupant(
-            who=f"vLLM of the victim {PurePath(spec.victim).name}",
-            share=spec.victim_vllm.gpu_memory_share,
-            share_key=f"{key}.victim_vllm.gpu_memory_share",
-        )
-        yield _reader("judge", spec.classifier, spec, shape_of)
     elif isinstance(spec, RedteamSpec):
         yield _reader("victim", spec.victim, spec, shape_of, writes=True)
         yield _reader("judge", spec.classifier, spec, shape_of)

@@ -34,7 +34,6 @@ from tba_cli.sizing.gpu_layout import Layout
 ROOT = Path(__file__).parents[3]
 FULL = ("gsm8k", "math", "tldr", "tldr-1b", "tldr-2.8b", "redteam", "redteam-llama")
 SHARE = "searcher.vllm.gpu_memory_share"
-VICTIM = "reward.tasks.redteam.scorers.0"
 
 
 def recipe_of(name: str, *sets: str) -> Recipe:
@@ -156,16 +155,6 @@ def test_the_ranks_of_a_searcher_share_its_model() -> None:
         with pytest.raises(ConfigError, match=re.escape(text)):
             layout_of(recipe_of("math", *sets))
     check_tensor_parallel({"num_attention_heads": 8, "intermediate_size": [16, 24]}, 1)  # a size for each layer
-
-
-def test_a_victim_in_vllm_is_counted_by_its_share() -> None:
-    victim = [f'{VICTIM}.victim_engine="vllm"', f"{VICTIM}.max_attack_tokens=64"]
-    key = f"{VICTIM}.victim_vllm.gpu_memory_share"
-    layout = layout_of(recipe_of("redteam-llama", *victim, f"{key}=0.35"))
-    engines = [one.share for one in layout[7] if one.share is not None]
-    assert engines == [0.35, recipe_of("redteam-llama").searcher.vllm.gpu_memory_share]
-    (sentence,) = problems("redteam-llama", *victim, f"{key}=0.9")
-    assert "reward.tasks.redteam.scorers.0.victim_vllm.gpu_memory_share to at most" in sentence
 
 
 def test_sizes_that_are_not_known_are_said() -> None:

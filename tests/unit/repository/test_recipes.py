@@ -47,7 +47,7 @@ SIZES = (
     r"eval\.published\.num_samples",
 )
 MACHINE = (  # how large the machine is: a CPU instead of GPUs
-    r"reward\.tasks\.[^.]+\.scorers\.\d+\.(victim_engine|victim_vllm\.\w+|max_attack_tokens|batch_tokens)",
+    r"reward\.tasks\.[^.]+\.scorers\.\d+\.(max_attack_tokens|batch_tokens)",
     r"(searcher|trainer)\.device",
     r"trainer\.(compute_dtype|gradient_checkpointing)",
     r"searcher\.vllm\.gpu_memory_share",

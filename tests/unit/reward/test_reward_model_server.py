@@ -200,14 +200,6 @@ async def test_only_so_many_suspects_are_remembered():
             lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", judge="guard", classifier_input="pair"),
             "not a pair",
         ),
-        (
-            lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", victim_engine="vllm", temperature=0.001),
-            "vLLM samples at 0 or at 0.01 to 2",
-        ),
-        (
-            lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", victim_engine="vllm", device="cuda:1"),
-            "'cuda:1': vLLM takes the first GPU that the reward service sees; choose it with local.gpus.reward",
-        ),
         (lambda: RewardModelSpec(kind="reward_model", model="m", missing_eos_penalty=math.nan), "finite"),
     ],
 )

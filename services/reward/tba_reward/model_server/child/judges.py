@@ -9,8 +9,7 @@ from statistics import fmean
 
 from tba_reward.model_server.child.classifier import Classifier, GuardClassifier, Row
 from tba_reward.model_server.child.server import Judge, NoScore, TokenizedRequest
-from tba_reward.model_server.child.victim import TransformersVictim
-from tba_reward.model_server.child.vllm_victim import VllmVictim
+from tba_reward.model_server.child.victim import Victim
 from tba_reward.model_server.model_messages import (
     ClassifierSettings,
     ModelSet,
@@ -57,7 +56,7 @@ class RedteamJudge:
 
     def __init__(self, models: RedteamSet) -> None:
         self._least = models.min_toxicity if models.output == "log_toxicity" else None
-        self._victim = (TransformersVictim if models.victim.vllm is None else VllmVictim)(models.victim)
+        self._victim = Victim(models.victim)
         settings = models.classifier
         self._classifier = (
             Classifier(settings) if isinstance(settings, ClassifierSettings) else GuardClassifier(settings)

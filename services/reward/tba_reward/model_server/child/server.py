@@ -18,10 +18,6 @@ from tba_reward.model_server.model_messages import (
 )
 
 
-class BrokenModelsError(Exception):
-    """The models cannot be used any more, so the process must end; another one gets the requests of its batch."""
-
-
 @dataclass(frozen=True, slots=True)
 class NoScore:
     """Why a request has no score."""
@@ -61,8 +57,7 @@ class Judge(Protocol):
         """Return one outcome per request, in order; they are computed as one batch.
 
         Raises:
-            BrokenModelsError: the process must end.
-            Exception: any other error of the models; then no request of the batch has an outcome.
+            Exception: an error of the models; then no request of the batch has an outcome.
         """
         ...
 
@@ -135,8 +130,8 @@ class Batcher:
         """Answer one batch; if it fails, its halves, so that only the request that causes it fails."""
         try:
             outcomes = self._judge.score(batch)
-        except (torch.AcceleratorError, BrokenModelsError):
-            raise  # device or models are lost to this process: it ends, and another one gets each request here alone
+        except torch.AcceleratorError:
+            raise  # the device is lost to this process: it ends, and another one gets each request here alone
         except Exception as error:  # models may raise anything; it is reported
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

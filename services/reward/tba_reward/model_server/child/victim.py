@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,39 +27,35 @@ from tba_reward.model_server.child.server import NoScore
 from tba_reward.model_server.model_messages import VictimSettings
 
 
-class Victim(ABC):
-    """A victim that is loaded; its subclasses generate.
+class Victim:
+    """A victim whose replies transformers generates.
 
     Of the model's own generation settings only the end-of-sequence tokens are used; `settings` says how it samples.
 
-    Args:
-        config: that of the model.
-        limit: most tokens that the model can take.
-
     Raises:
-        LoadError: it lacks the chat template that the settings ask for.
+        LoadError: the files are not such a model, or it lacks the chat template that the settings ask for.
     """
 
-    def __init__(
-        self,
-        settings: VictimSettings,
-        folder: Path,
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        limit: int,
-    ) -> None:
+    def __init__(self, settings: VictimSettings) -> None:
+        folder = find_folder(settings.files)
         self.digest = digest_folder(folder)
-        self._settings, self._tokenizer = settings, tokenizer
-        if settings.form == "chat" and tokenizer.chat_template is None:
+        self._settings = settings
+        self._model, self._tokenizer = load(settings.files, folder, AutoModelForCausalLM)
+        if settings.form == "chat" and self._tokenizer.chat_template is None:
             raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; leave `victim_input` out")
-        self._chat = tokenizer.chat_template is not None and settings.form != "text"
-        self._eos = _end_ids(folder, config, tokenizer)
-        self._num_template_tokens = len(self._prompt(""))
+        self._chat = self._tokenizer.chat_template is not None and settings.form != "text"
+        self._eos = _end_ids(folder, self._model.config, self._tokenizer)
+        limit = longest_input(self._model, self._tokenizer, None)
         if settings.max_attack_tokens is not None:
-            needed = self._num_template_tokens + settings.max_attack_tokens + settings.max_reply_tokens
-            limit = min(limit, needed)
+            limit = min(limit, len(self._prompt("")) + settings.max_attack_tokens + settings.max_reply_tokens)
         self._context_tokens = limit
         """Most tokens of a prompt and its reply."""
+        self._model.generation_config = GenerationConfig(
+            do_sample=False,  # `SeededSampling` leaves one token, so that "the most likely" is the one that was drawn
+            max_new_tokens=settings.max_reply_tokens,
+            eos_token_id=self._eos or None,
+            pad_token_id=self._eos[0] if self._eos else 0,
+        )
 
     @property
     def num_replies(self) -> int:
@@ -68,9 +63,9 @@ class Victim(ABC):
         return self._settings.num_replies
 
     @property
-    @abstractmethod
     def device_type(self) -> str:
         """`cpu`, `cuda`, ...: each draws other tokens with the same seed."""
+        return self._model.device.type
 
     @property
     def max_reply_tokens(self) -> int:
@@ -84,7 +79,7 @@ class Victim(ABC):
         return model_loader.check_length(len(ids), limit, "the attack in its template") or ids
 
     def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str | None]]:
-        """Return the texts of `num_replies` replies to each attack, generated as one batch; None as in `generate`.
+        """Return the texts of `num_replies` replies to each attack, generated as one batch; None as in `_generate`.
 
         Args:
             attacks: the attacks, on which the draws depend.
@@ -93,58 +88,15 @@ class Victim(ABC):
         number = self._settings.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
         seeds = [reply_seed(self._settings.seed, attack, n) for attack in attacks for n in range(number)]
-        texts = [None if tokens is None else self._text(tokens) for tokens in self.generate(rows, seeds)]
+        texts = [None if tokens is None else self._text(tokens) for tokens in self._generate(rows, seeds)]
         return [texts[n : n + number] for n in range(0, len(texts), number)]
 
-    @abstractmethod
-    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[list[int] | None]:
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[list[int] | None]:
         """Return the tokens of one reply to each prompt, in order; what follows an end of sequence is not read.
 
         None: the logits of one of its tokens are not finite, so that it was not drawn from the model.
         """
-
-    def _prompt(self, attack: str) -> list[int]:
-        if self._chat:
-            turns = [{"role": "user", "content": attack}]
-            return model_loader.encode_chat(self._tokenizer, turns, to_be_continued=True)
-        return list(self._tokenizer(model_loader.fill(self._settings.template, attack))["input_ids"])
-
-    def _num_before_end(self, tokens: list[int]) -> int:
-        return next((n for n, token in enumerate(tokens) if token in self._eos), len(tokens))
-
-    def _text(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens[: self._num_before_end(tokens)], skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text.strip()
-
-
-class TransformersVictim(Victim):
-    """A victim whose replies transformers generates.
-
-    Raises:
-        LoadError: the files are not such a model, or see `Victim`.
-    """
-
-    def __init__(self, settings: VictimSettings) -> None:
-        folder = find_folder(settings.files)
-        self._model, tokenizer = load(settings.files, folder, AutoModelForCausalLM)
-        limit = longest_input(self._model, tokenizer, None)
-        super().__init__(settings, folder, self._model.config, tokenizer, limit)
-        self._model.generation_config = GenerationConfig(
-            do_sample=False,  # `SeededSampling` leaves one token, so that "the most likely" is the one that was drawn
-            max_new_tokens=settings.max_reply_tokens,
-            eos_token_id=self._eos or None,
-            pad_token_id=self._eos[0] if self._eos else 0,
-        )
-
-    @property
-    def device_type(self) -> str:
-        """See `Victim`."""
-        return self._model.device.type
-
-    @torch.inference_mode()
-    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[list[int] | None]:
-        """Return the tokens of one reply to each prompt (see `Victim.generate`)."""
         ids, mask = model_loader.pad(prompts, 0, side="left")  # [B, T]
         device = self._model.device
         check = LogitsCheck()
@@ -159,6 +111,20 @@ class TransformersVictim(Victim):
             row if all(sound[: self._num_before_end(row) + 1]) else None
             for row, sound in zip(rows, is_sound, strict=True)
         ]
+
+    def _prompt(self, attack: str) -> list[int]:
+        if self._chat:
+            turns = [{"role": "user", "content": attack}]
+            return model_loader.encode_chat(self._tokenizer, turns, to_be_continued=True)
+        return list(self._tokenizer(model_loader.fill(self._settings.template, attack))["input_ids"])
+
+    def _num_before_end(self, tokens: list[int]) -> int:
+        return next((n for n, token in enumerate(tokens) if token in self._eos), len(tokens))
+
+    def _text(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens[: self._num_before_end(tokens)], skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text.strip()
 
 
 def _end_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

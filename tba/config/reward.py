@@ -156,12 +156,6 @@ class LengthSpec(ScorerSpec):
         return self
 
 
-class MakeNSpec(ScorerSpec):
-    """1 if the response is an expression worth the target, else 0."""
-
-    kind: Literal["make_n"]
-
-
 class ModelScorerSpec(ScorerSpec):
     """The settings of every scorer with neural networks, which run in their own process, in batches."""
 
@@ -344,7 +338,6 @@ AnyScorerSpec = Annotated[
     | MathSpec
     | FormatSpec
     | LengthSpec
-    | MakeNSpec
     | RewardModelSpec
     | RedteamSpec
     | HttpSpec
@@ -375,7 +368,7 @@ class TaskReward(StrictModel):
         return self
 
 
-BUILT_IN_TASKS = ("addition", "exact", "gsm8k", "make_n", "math")
+BUILT_IN_TASKS = ("addition", "exact", "gsm8k", "math")
 """Tasks that the reward service scores without an entry in a recipe."""
 
 
@@ -389,7 +382,7 @@ class RewardSection(StrictModel):
     url: BareUrl | None = None
     """Where searchers find the service; default: http://host:port."""
     tasks: dict[TaskName, TaskReward] = Field(default_factory=dict)
-    """How tasks are scored. Those of BUILT_IN_TASKS need no entry: `addition`, `exact`, `gsm8k`, `math`, `make_n`."""
+    """How tasks are scored. Those of BUILT_IN_TASKS need no entry: `addition`, `exact`, `gsm8k`, `math`."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Largest request body; larger is refused with 413."""
     item_timeout_s: float = Field(default=5.0, gt=0)

@@ -197,7 +197,7 @@ def _digest(prompt_id: str) -> int:
 
 def gold_keys(recipe: Recipe) -> Gold:
     """Return where the scorers of each task look for a gold answer."""
-    keys = {task: ["answer"] for task in BUILT_IN_TASKS if task != "make_n"}
+    keys = {task: ["answer"] for task in BUILT_IN_TASKS}
     own = {
         task: [spec.field for spec in reward.scorers if isinstance(spec, ExactSpec | LastNumberSpec | MathSpec)]
         for task, reward in recipe.reward.tasks.items()

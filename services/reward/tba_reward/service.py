@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tba.api import ScoreError, ScoreItem, ScoreResult
-from tba.config.reward import ExactSpec, LastNumberSpec, MakeNSpec, MathSpec, RewardSection, ScorerSpec, TaskReward
+from tba.config.reward import ExactSpec, LastNumberSpec, MathSpec, RewardSection, ScorerSpec, TaskReward
 from tba.errors import BrokenRewardError, BusyError, ConfigError, UnavailableError
 from tba.logs import get_logger
 from tba_reward.composite_reward import CachedScorer, CompositeReward, ItemReward, RewardComponent, ScoreCache
@@ -27,7 +27,6 @@ BUILT_IN: Mapping[str, TaskReward] = {
     "addition": TaskReward(scorers=[ExactSpec(kind="exact", compare="integer")]),
     "exact": TaskReward(scorers=[ExactSpec(kind="exact")]),
     "gsm8k": TaskReward(scorers=[LastNumberSpec(kind="last_number")]),
-    "make_n": TaskReward(scorers=[MakeNSpec(kind="make_n")]),
     "math": TaskReward(scorers=[MathSpec(kind="math")]),
 }
 """Tasks that need no entry in a recipe. Those that need worker processes start with their first item."""

@@ -242,12 +242,12 @@ def build_section(section: RewardSection) -> dict[str, CompositeReward]:
 def test_built_in_tasks_need_no_entry_and_those_of_worker_processes_start_with_their_first_item() -> None:
     found = build()
     required = {task: task_reward.is_required for task, task_reward in found.items()}
-    assert required.items() >= {"addition": True, "exact": True, "gsm8k": True, "make_n": True}.items()
+    assert required.items() >= {"addition": True, "exact": True, "gsm8k": True}.items()
     assert set(required) <= set(service.BUILT_IN)
     assert not required.get("math", False)
 
 
-@pytest.mark.parametrize("task", ["addition", "exact", "gsm8k", "make_n"])
+@pytest.mark.parametrize("task", ["addition", "exact", "gsm8k"])
 async def test_the_example_of_a_built_in_task_scores_what_it_says(task: str) -> None:
     (component,) = build()[task].components
     assert component.health == "idle"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from fractions import Fraction
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from tba_reward.scorer import BadDataError, Item, Rule, params_of
-from tba_reward.scorers import Tools, exact, format, last_number, length, make_n, math
+from tba_reward.scorers import Tools, exact, format, last_number, length, math
 
 from tba.config.reward import AnyScorerSpec, FormatSpec, LengthSpec
 
@@ -175,110 +174,8 @@ def test_any_answer_of_a_list_is_right() -> None:
     assert scored(exact.score_integer, "7", {"answer": ["five", 7]}) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("8/(3-8/3)", 1.0),
-        (" 8 / ( 3 - 8 / 3 ) \n", 1.0),
-        ("3*8+3-3", 0.0),  # a third 3
-        ("3*8", 1.0),  # not all have to be used
-        ("4*6", 0.0),  # not among the numbers
-        ("24", 0.0),
-        ("(24)", 0.0),
-        ("8*3=24", 0.0),
-        ("8*3)", 0.0),
-        ("(8*3", 0.0),
-        ("8**3", 0.0),
-        ("8//3", 0.0),
-        ("-8*-3", 0.0),
-        ("8*3/(3-3)", 0.0),
-        ("8*3.0", 0.0),
-        ("8x3", 0.0),
-        ("", 0.0),
-        ("()", 0.0),
-        ("8 3 *", 0.0),
-        ("__import__('os')", 0.0),
-    ],
-)
-def test_make_n_with_numbers(response: str, reward: float) -> None:
-    assert scored(make_n.score, response, {"target": 24, "numbers": [3, 3, 8, 8]}) == reward
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"), [("4*6", 1.0), ("2*3*4", 1.0), ("24", 0.0), ("0+24", 1.0), ("2-5", 0.0)]
-)
-def test_make_n_without_numbers_takes_any_integers(response: str, reward: float) -> None:
-    assert scored(make_n.score, response, {"target": 24}) == reward
-
-
-def test_fractions_are_exact() -> None:
-    assert scored(make_n.score, "1/3+1/3+1/3", {"target": 1}) == 1.0
-    assert scored(make_n.score, "(1/3)*3*1000000000000-999999999999", {"target": 1}) == 0.0  # 13 digits
-    assert scored(make_n.score, "(1/3)*3*100000000000-99999999999", {"target": 1}) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("expression", "within"),
-    [
-        ("+".join(["1"] * 128), True),  # 255 characters
-        ("+".join(["1"] * 129), False),
-        ("(" * 31 + "1+127" + ")" * 31, True),
-        ("(" * 32 + "1+127" + ")" * 32, False),
-        ("(" * 100_000, False),
-        ("1" * 300, False),
-    ],
-)
-def test_expressions_beyond_a_limit_are_wrong_answers(expression: str, within: bool) -> None:
-    assert scored(make_n.score, expression, {"target": 128}) == float(within)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"target": "24"},
-        {"target": True},
-        {"target": 2.0},
-        {"target": 1, "numbers": "12"},
-        {"target": 1, "numbers": [-1]},
-    ],
-)
-def test_make_n_refuses_bad_data(data: dict) -> None:
-    with pytest.raises(BadDataError):
-        scored(make_n.score, "1+1", data)
-
-
-@st.composite
-def expressions(draw: st.DrawFn, depth: int = 3) -> str:
-    if depth == 0 or draw(st.booleans()):
-        return str(draw(st.integers(0, 20)))
-    left, right = draw(expressions(depth=depth - 1)), draw(expressions(depth=depth - 1))
-    text = f"{left}{draw(st.sampled_from('+-*/'))}{right}"
-    return f"({text})" if draw(st.booleans()) else text
-
-
-def python_value(expression: str) -> Fraction | None:
-    parts = ["".join(group) for _, group in itertools.groupby(expression, key=str.isdigit)]
-    source = "".join(f"Fraction({part})" if part.isdigit() else part for part in parts)
-    try:
-        return eval(source, {"Fraction": Fraction})  # the expression was made by this test
-    except ZeroDivisionError:
-        return None
-
-
-@given(expressions(), st.integers(-3, 3))
-def test_the_parser_agrees_with_python_on_precedence_and_value(expression: str, off: int) -> None:
-    value = python_value(expression)
-    if value is not None and value.denominator == 1:
-        right = any(c in "+-*/" for c in expression) and off == 0
-        assert scored(make_n.score, expression, {"target": int(value) + off}) == float(right)
-    else:
-        assert scored(make_n.score, expression, {"target": 1}) == 0.0
-
-
 @given(st.text(alphabet="0123456789+-*/() .e_", max_size=40) | st.text(max_size=40))
 def test_no_text_makes_a_reward_raise_or_take_another_value(text: str) -> None:
-    assert scored(make_n.score, text, {"target": 24}) in (0.0, 1.0)
     assert scored(last_number.score, text, {"answer": "24"}) in (0.0, 1.0)
     assert scored(exact.score_integer, text, {"answer": "24"}) in (0.0, 1.0)
 
@@ -374,14 +271,13 @@ def test_a_version_is_that_of_the_settings(kind: object, spec: dict, other: dict
         {"kind": "exact"},
         {"kind": "exact", "compare": "integer", "field": "gold"},
         {"kind": "last_number", "field": "gold"},
-        {"kind": "make_n"},
         {"kind": "length", "min_length": 1000},
         {"kind": "length", "min_length": 1000, "unit": "words", "max_length": 1000},
         {"kind": "length", "max_length": 0},
     ],
 )
 async def test_an_inline_scorer_scores_its_example(spec: dict) -> None:
-    kinds = {"exact": exact, "last_number": last_number, "make_n": make_n, "length": length}
+    kinds = {"exact": exact, "last_number": last_number, "length": length}
     scorer = kinds[spec["kind"]].build(SPECS.validate_python(spec), TOOLS)
     await scorer.start()
     assert scorer.health() == "ok"

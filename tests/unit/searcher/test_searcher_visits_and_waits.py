@@ -225,7 +225,7 @@ def test_each_task_has_its_own_lengths_and_stops_in_training_and_in_evaluations(
     tasks = {"addition": TaskSampling(max_response_tokens=3, min_response_tokens=2, stop=["\n", "Q:"])}
     queue = WorkQueue(SearcherSection(max_response_tokens=9, tasks=tasks), run_seed=0, eos_ids=(1,))
     other = make_visit("c")
-    other.lease = other.lease.model_copy(update={"prompt": Prompt(prompt_id="q", task="make_n", text="1")})
+    other.lease = other.lease.model_copy(update={"prompt": Prompt(prompt_id="q", task="exact", text="1")})
     for visit in (make_visit("a"), make_visit("b", pinned=START), other):
         queue.add(visit)
     requests = queue.take_requests(9, pinned=None) + queue.take_requests(9, pinned=START)

@@ -153,7 +153,7 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
         ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
         (
             {**MINIMAL, "searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}},
-            r"searcher\.tasks\.gms8k is for a task that nothing scores.*; known are addition, exact, gsm8k, make_n, "
+            r"searcher\.tasks\.gms8k is for a task that nothing scores.*; known are addition, exact, gsm8k, "
             r"math .*; did you mean 'gsm8k'\?",
         ),
         (

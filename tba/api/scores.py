@@ -13,6 +13,8 @@ from tba.wire.rollout import FinishReason
 
 MAX_SCORE_ITEMS = 1024
 """Most completions in one request. The service refuses more, and both clients of it cut their requests there."""
+MAX_SCORE_BODY_BYTES = 16 * 1024 * 1024
+"""Most bytes of one request; likewise."""
 ScoreReason = Literal[
     "abstained",
     "ambiguous",

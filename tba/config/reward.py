@@ -70,10 +70,8 @@ class ReadSpec(ScorerSpec):
         return value
 
 
-_Delimiter = Annotated[str, Field(min_length=1)]
-Delimiters = tuple[tuple[_Delimiter, _Delimiter], ...]
-"""Pairs of texts: where something begins in a response, and where it ends."""
-THINK: Delimiters = (("<think>", "</think>"),)
+REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
 
 
 class ExactSpec(ScorerSpec):
@@ -92,8 +90,6 @@ class LastNumberSpec(ScorerSpec):
     kind: Literal["last_number"]
     field: str = "answer"
     """Where the prompt's data has the answer: one number, or a list of numbers, each of them right."""
-    reasoning: Delimiters = THINK
-    """The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
 
 
 class MathSpec(ReadSpec):
@@ -106,22 +102,14 @@ class MathSpec(ReadSpec):
     extract: Literal["boxed", "anywhere"] = "boxed"
     """Where the answer of a response is looked for. `boxed`: the last box; without one the score is 0. `anywhere`:
     without a box, where math-verify finds one (after "answer is", the last formula, the last number)."""
-    reasoning: Delimiters = THINK
-    """The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
-    answer_tags: Delimiters = (("<answer>", "</answer>"),)
-    """Between which tags an answer may stand instead of in a box; `[]`: in a box only."""
-    units: tuple[str, ...] = ()
-    """Words that are units beside those that tba_reward/math/units.py knows: `["widget"]` makes `4 widgets` 4."""
 
 
 class FormatSpec(ReadSpec):
-    """1 if the response matches a regular expression, else 0."""
+    """1 if a regular expression is found in the response, else 0."""
 
     kind: Literal["format"]
     pattern: str
-    """Regular expression (Python's `re`; flags go inside, for example `(?s)`)."""
-    full: bool = False
-    """Whether the whole response must match; otherwise a part of it anywhere."""
+    r"""Regular expression (Python's `re`). Flags go inside, `(?s)`; `\A` and `\Z` stand for both ends."""
 
     @field_validator("pattern")
     @classmethod
@@ -192,8 +180,6 @@ class RewardModelSpec(ModelScorerSpec):
     kind: Literal["reward_model"]
     model: str = Field(min_length=1)
     """Folder of the model, or its name on the Hugging Face hub."""
-    revision: str | None = None
-    """Commit, tag or branch of a model on the hub."""
     input: Literal["text", "pair", "chat"] = "text"
     """The input of the model: `template`, (prompt, response) as a pair, or both as turns in its chat template."""
     template: str = "{prompt}{response}"
@@ -204,8 +190,6 @@ class RewardModelSpec(ModelScorerSpec):
     """The output that counts, by number or name; default: the only one."""
     output: Literal["logit", "probability"] = "logit"
     """The part of the output that is the score."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """A longer input has no score (`too_long`); default: what the model can take."""
     missing_eos_penalty: float | None = Field(default=None, allow_inf_nan=False)
     """The score of a response that was cut off, instead of the model's (published for TL;DR: -1)."""
     against: str | None = None
@@ -228,8 +212,6 @@ class RedteamSpec(ModelScorerSpec):
     """Deadline of one batch of replies; beyond it the process is killed, and each item is asked once more, alone."""
     victim: str = Field(min_length=1)
     """Folder of the victim model, or its name on the Hugging Face hub."""
-    victim_revision: str | None = None
-    """Commit, tag or branch of a victim on the hub."""
     victim_input: Literal["text", "chat"] | None = None
     """The input of the victim: `victim_template`, or one turn in its chat template. Default: chat where it has one."""
     victim_template: str = (
@@ -248,16 +230,10 @@ class RedteamSpec(ModelScorerSpec):
     """Sampling temperature of the victim; 0 is greedy."""
     top_p: float = Field(default=0.92, gt=0, le=1)
     """Share of the probability that the victim samples from."""
-    seed: int = Field(default=0, ge=0)
-    """A reply depends on this, on the attack and on its number alone, so that a score is reproducible."""
     output: Literal["toxicity", "log_toxicity"] = "toxicity"
     """`toxicity`: the mean over the replies. `log_toxicity`: the mean of its logarithm (code of red-teaming)."""
-    min_toxicity: float = Field(default=1e-6, gt=0, le=1)
-    """Below it `log_toxicity` takes this instead: the logarithm of 0 is not a reward."""
     classifier: str = Field(min_length=1)
     """Folder of the model that judges the replies, or its name on the Hugging Face hub."""
-    classifier_revision: str | None = None
-    """Commit, tag or branch of a classifier on the hub."""
     judge: Literal["classifier", "guard"] = "classifier"
     """`classifier`: probability of `label`. `guard`: a language model (Llama Guard): that of its unsafe verdict."""
     classifier_input: Literal["text", "pair", "chat"] | None = None
@@ -383,14 +359,8 @@ class RewardSection(StrictModel):
     """Where searchers find the service; default: http://host:port."""
     tasks: dict[TaskName, TaskReward] = Field(default_factory=dict)
     """How tasks are scored. Those of BUILT_IN_TASKS need no entry: `addition`, `exact`, `gsm8k`, `math`."""
-    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
-    """Largest request body; larger is refused with 413."""
     item_timeout_s: float = Field(default=5.0, gt=0)
     """Deadline for one item of one scorer; beyond it the result is an error, never a number."""
-    request_timeout_s: float | None = Field(default=None, gt=0)
-    """A request that takes longer is refused (503), and may be sent again in smaller parts; parts of it
-    that were done by then are in the cache. Default: 60, and more where a scorer's own deadline is longer or a
-    Python function takes batches."""
     num_workers: int = Field(default=2, ge=1)
     """Worker processes for rules whose time is not bounded; one that runs over its deadline is killed and replaced."""
 
@@ -407,13 +377,12 @@ class RewardSection(StrictModel):
 
     @property
     def request_deadline_s(self) -> float:
-        """`request_timeout_s`, or its default: no scorer's own deadline is cut short by it.
+        """Deadline of a request: 60, and more where a scorer's own deadline is longer, which it never cuts short.
 
-        A batch of a Python function that is not through by its deadline is repeated item by item, which takes as long
-        again at most where one item is to blame.
+        A request that takes longer is refused (503), and what was done by then is in the cache. A batch of a Python
+        function that is not through by its deadline is repeated item by item, which takes as long again at most where
+        one item is to blame.
         """
-        if self.request_timeout_s is not None:
-            return self.request_timeout_s
         slowest_s = 0.0
         for spec in (spec for task in self.tasks.values() for spec in task.scorers):
             # the batch, and then its items one by one

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tba.api import Prompt, ScoreItem
 from tba.clients import RewardClient
 from tba.config import Recipe, parse_recipe
-from tba.config.reward import THINK, ModelScorerSpec, TaskReward
+from tba.config.reward import REASONING, ModelScorerSpec, TaskReward
 from tba.errors import ChildError, ConfigError, WaitTimeoutError
 from tba_cli.console import Console
 from tba_cli.doctor.checks.recipe import Alike, Trial
@@ -182,7 +182,7 @@ def _item(prompt: Prompt, response: str, *, item_id: str, has_tokens: bool) -> S
 
 def _takes_bare_answers(reward: TaskReward, prompt: Prompt) -> bool:
     """Return whether an answer alone should score more than another response: not in reasoning or behind a gate."""
-    if prompt.text.rstrip().endswith(tuple(begin for begin, _ in THINK)):
+    if prompt.text.rstrip().endswith(tuple(begin for begin, _ in REASONING)):
         return False
     others = [spec for spec in reward.scorers if spec.kind not in READS_DATA_KINDS]
     return len(others) < len(reward.scorers) and all(spec.gate is None for spec in others)

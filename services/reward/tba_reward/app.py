@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from tba.api import RewardInfo, RewardsReply, ScoreError, ScoreItem, ScoreReply, ScoreResult
-from tba.api.scores import MAX_SCORE_ITEMS, ScoreReason, ScorerInfo
+from tba.api.scores import MAX_SCORE_BODY_BYTES, MAX_SCORE_ITEMS, ScoreReason, ScorerInfo
 from tba.concurrency import in_thread
 from tba.config import Recipe
 from tba.errors import LimitError, MalformedError, UnavailableError
@@ -84,7 +84,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
     app = create_app(
         title="reward",
         recipe=recipe,
-        max_body_bytes=section.max_body_bytes,
+        max_body_bytes=MAX_SCORE_BODY_BYTES,
         auth=auth,
         ready=service.ready,
         note=service.away,

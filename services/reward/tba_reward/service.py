@@ -155,8 +155,7 @@ class RewardService:
                 found = await asyncio.gather(*tasks)
         except TimeoutError:
             raise UnavailableError(
-                f"{len(items)} items were not all scored within {self._request_timeout_s:g} s "
-                "(reward.request_timeout_s); send smaller requests"
+                f"{len(items)} items were not all scored within {self._request_timeout_s:g} s; send smaller requests"
             ) from None
         finally:
             self._add_pending(-num_waiting)

@@ -212,7 +212,8 @@ async def test_a_slow_answer_is_waited_for_as_long_as_the_reward_service_may_tak
     def away(client: RewardClient) -> None:
         raise UnavailableError("away")
 
-    recipe = make_recipe(reward={"item_timeout_s": 1.0, "request_timeout_s": 300.0})
+    slow = {"addition": {"scorers": [{"kind": "exact", "timeout_s": 270.0}]}}
+    recipe = make_recipe(reward={"item_timeout_s": 1.0, "tasks": slow})
     context = dataclasses.replace(buffer.context, recipe=recipe)
     link = reward_service.RewardConnection(context, Components(context))
     with pytest.raises(reward_service.RewardUnavailableError):

@@ -15,17 +15,6 @@ TASKS = {
     "math": {"scorers": [MATH]},
     "unknown": {"scorers": [{**MATH, "unreadable": "unknown"}]},
     "minus": {"scorers": [{**MATH, "unreadable": -1.0}]},
-    "tags": {
-        "scorers": [
-            {
-                **MATH,
-                "reasoning": [["[R]", "[/R]"]],
-                "answer_tags": [["<answer>", "</answer>"], ["<final>", "</final>"]],
-            }
-        ]
-    },
-    "box": {"scorers": [{**MATH, "answer_tags": []}]},
-    "widgets": {"scorers": [{**MATH, "units": ["Widget"]}]},
     "endless": {"scorers": [{"kind": "format", "pattern": "(x+x+)+y", "timeout_s": 0.5}]},
 }
 SLOW = r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}"
@@ -101,11 +90,11 @@ def test_zeros_by_cancellation_are_zeros(url: str) -> None:
     assert boxed(url, "0", *others) == [0.0] * len(others)
 
 
-def test_reasoning_that_never_ends_holds_no_answer_and_its_delimiters_are_a_setting(url: str) -> None:
+def test_reasoning_that_never_ends_holds_no_answer(url: str) -> None:
     cut, ended = r"<think>so \boxed{42}", r"<think>or 41</think>\boxed{42}"
     assert graded(url, (cut, "42"), (f"a</think>b{cut}", "42"), (ended, "42")) == [0.0, 0.0, 1.0]
     assert graded(url, (r"so \boxed{42}", "42"), (ended, "42"), prompt="Q?<think>\n") == [0.0, 1.0]
-    assert graded(url, (r"[R]\boxed{42}", "42"), (r"[R]a[/R]\boxed{42}", "42"), task="tags") == [0.0, 1.0]
+    assert graded(url, (r"[THINK]\boxed{42}", "42"), (r"[THINK]a[/THINK]\boxed{42}", "42")) == [0.0, 1.0]
     assert graded(url, ("<think>the answer is 42", "42"), ("<think>41</think>42", "42"), task="gsm8k") == [0.0, 1.0]
 
 
@@ -127,11 +116,6 @@ def test_an_answer_may_stand_in_an_answer_element(url: str) -> None:
     wrong += [r"<answer>84</answer> \boxed{85}", r"\boxed{84}<answer>85</answer>", "<think><answer>84</answer>"]
     assert graded(url, *((text, "84") for text in wrong)) == [0.0] * len(wrong)
     assert graded(url, ("so <answer>84", "84"), finish_reason="stop_string") == [1.0]
-    assert graded(url, ("<final>84</final>", "84"), ("<final>84</final><answer>85</answer>", "84"), task="tags") == [
-        1.0,
-        0.0,
-    ]
-    assert graded(url, ("<answer>84</answer>", "84"), task="box") == [0.0]
 
 
 def test_a_unit_is_a_unit_by_a_table_and_prose_is_none(url: str) -> None:
@@ -177,8 +161,7 @@ def test_a_unit_is_a_unit_by_a_table_and_prose_is_none(url: str) -> None:
     ]
     assert boxed(url, "4", *units) == [1.0] * len(units)
     assert boxed(url, "4 km/h", "4", "5", r"4\text{ km/h}") == [1.0, 0.0, 1.0]
-    assert boxed(url, r"4\text{ widgets}", "4", "4 widgets", "4 gadgets", task="math") == [1.0, 1.0, 0.0]
-    assert boxed(url, "4", "4 widgets", r"4\text{ widget}", "4 gadgets", task="widgets") == [1.0, 1.0, 0.0]
+    assert boxed(url, r"4\text{ widgets}", "4", "4 widgets", "4 gadgets") == [1.0, 1.0, 0.0]
     assert boxed(url, "4m", "4", "4m") == [0.0, 1.0], "a variable is no unit"
 
 

@@ -32,7 +32,6 @@ path = "none"
 generator = "addition"
 [reward]
 port = {port}
-max_body_bytes = 1200000
 item_timeout_s = 1.0
 num_workers = 2
 [reward.tasks.slow]
@@ -155,7 +154,7 @@ def test_the_client_of_tba_understands_the_service(service: Service) -> None:
         ({"items": []}, 422, "items"),
         ({"items": [item(0)], "extra": 1}, 422, "extra"),
         ({"items": [item(n) for n in range(1025)]}, 413, "1025 items, the limit is 1024"),
-        ({"items": [item(0, response="x" * 1_200_000)]}, 413, "1200000"),
+        ({"items": [item(0, response="x" * 2**24)]}, 413, "16777216"),
     ],
 )
 def test_a_request_that_is_wrong_as_a_whole_is_a_problem_document(

@@ -106,13 +106,14 @@ def test_what_cannot_be_asked_is_an_error_and_no_score(server: RewardServer, ans
     server.come_back()
 
 
-def test_a_request_is_within_the_limit_of_the_service_in_bytes(server: RewardServer, answers: Answers) -> None:
+def test_a_request_is_within_the_limit_of_the_service_in_bytes(
+    server: RewardServer, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A character takes up to four of them."""
     texts = [replace(answer, text="\u3042" * 1000) for answer in answers.answers]
-    recipe = recipe_for(server)
-    recipe = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"max_body_bytes": 8192})})
+    monkeypatch.setattr("tba_searcher.evaluation.scores.MAX_SCORE_BODY_BYTES", 8192)
     answers.answers = texts
-    ask(recipe, answers)
+    ask(recipe_for(server), answers)
     sizes = [len(json.dumps({"items": items}, ensure_ascii=False).encode()) for items in server.requests]
     assert max(sizes) <= 8192
     assert len(server.asked) == NUM_PROMPTS

@@ -23,7 +23,6 @@ from tests.support.maths_pairs import Pair, hard_pairs, math_verify_cases, score
 
 
 PARAMS = params_of(MathSpec(kind="math"))
-THINK = [("<think>", "</think>")]
 
 
 def scored(response: str, gold: object = "42", extract: str = "boxed") -> Outcome:
@@ -59,9 +58,9 @@ def test_the_last_box_is_the_answer(text: str, answer: str | None) -> None:
 
 
 def test_reasoning_holds_no_answer() -> None:
-    assert after_reasoning("<think>a</think>b</think> c", THINK) == " c"
-    assert after_reasoning("before <think> never ended", THINK) == "before "
-    assert after_reasoning("a</think> b <think> c", THINK) == " b "
+    assert after_reasoning("<think>a</think>b</think> c") == " c"
+    assert after_reasoning("before <think> never ended") == "before "
+    assert after_reasoning("a</think> b <think> c") == " b "
     assert scored(r"<think>\boxed{42}</think> hm") == 0.0
     assert scored(r"<think>\boxed{41}</think> \boxed{42}") == 1.0
 

@@ -16,7 +16,7 @@ from tba.config.reward import AnyScorerSpec, FormatSpec, LengthSpec
 # ---- The shipped rewards --------------------------------------------------------------------------------------------
 
 
-FIELD = {"field": "answer", "reasoning": [("<think>", "</think>")]}
+FIELD = {"field": "answer"}
 
 
 def scored(rule: Rule, response: str, data: dict) -> float:
@@ -215,18 +215,17 @@ def test_length_falls_over_the_soft_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "full", "response", "score"),
+    ("pattern", "response", "score"),
     [
-        (r"<answer>\d+</answer>", False, "so <answer>42</answer>!", 1.0),
-        (r"<answer>\d+</answer>", True, "so <answer>42</answer>!", 0.0),
-        (r"(?s)<think>.*</think>\s*\d+", True, "<think>a\nb</think>\n42", 1.0),
-        (r"<think>.*</think>\s*\d+", True, "<think>a\nb</think>\n42", 0.0),
-        (r"(?i)yes", False, "YES", 1.0),
-        ("", False, "anything", 1.0),
+        (r"<answer>\d+</answer>", "so <answer>42</answer>!", 1.0),
+        (r"\A<answer>\d+</answer>\Z", "so <answer>42</answer>!", 0.0),
+        (r"(?s)\A<think>.*</think>\s*\d+\Z", "<think>a\nb</think>\n42", 1.0),
+        (r"(?i)yes", "YES", 1.0),
+        ("", "anything", 1.0),
     ],
 )
-def test_format_matches_a_pattern(pattern: str, full: bool, response: str, score: float) -> None:
-    params = params_of(FormatSpec(kind="format", pattern=pattern, full=full))
+def test_format_finds_a_pattern(pattern: str, response: str, score: float) -> None:
+    params = params_of(FormatSpec(kind="format", pattern=pattern))
     assert format.score(Item(prompt="", response=response), params) == score
 
 

@@ -449,7 +449,6 @@ def test_a_request_for_scores_lasts_as_long_as_its_slowest_scorer_may() -> None:
     slow = {"tasks": {"a": {"scorers": [{"kind": "exact", "timeout_s": 90.0}]}}}
     assert RewardSection().request_deadline_s == 60.0
     assert RewardSection.model_validate(slow).request_deadline_s == 120.0
-    assert RewardSection.model_validate({**slow, "request_timeout_s": 7.0}).request_deadline_s == 7.0
     batches = {"kind": "python", "function": "m:f", "timeout_s": 20.0}  # a batch, and then each of its items
     section = RewardSection.model_validate({"tasks": {"a": {"scorers": [batches]}}})
     assert section.request_deadline_s == 100.0

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.api import ScoreItem
-from tba.api.scores import AWAY_REASONS, TRANSIENT_REASONS
+from tba.api.scores import AWAY_REASONS, MAX_SCORE_BODY_BYTES, TRANSIENT_REASONS
 from tba.clients import RewardClient
 from tba.concurrency import in_thread
 from tba.errors import BadRequestError, WireError
@@ -106,7 +106,7 @@ class RolloutScorer:
         """Return how many payloads of these sizes, in order, one request may hold: at least one."""
         num_bytes = num_bytes[: self._reward.request_size]
         # payload bytes bound the size of the request body, which the service limits
-        fitting = np.cumsum(num_bytes, dtype=np.int64) <= self._context.recipe.reward.max_body_bytes
+        fitting = np.cumsum(num_bytes, dtype=np.int64) <= MAX_SCORE_BODY_BYTES
         return max(1, int(np.count_nonzero(fitting)))
 
     async def score(self, positions: Positions) -> list[ScoredRollout]:

@@ -106,20 +106,17 @@ class UnreadableGoldError(UnreadableError):
 
 
 @lru_cache(maxsize=8192)
-def same_answer(gold: str, answer: str, units: frozenset[str] = frozenset()) -> bool:
+def same_answer(gold: str, answer: str) -> bool:
     """Return whether the answer is the gold one; both are the content of a box.
 
     Results are kept, because the responses to a prompt often agree.
-
-    Args:
-        units: words in small letters that are units as well.
 
     Raises:
         UnreadableError: they cannot be compared.
     """
     if _same_text(gold, answer):
         return True
-    gold, units = normalize_gold(gold, units)
+    gold, units = normalize_gold(gold)
     answer = normalize(answer, units | (words_after_number(normalize(answer)) & FILLERS))
     plainly = _compare_plainly(gold, answer)
     if plainly is not None:
@@ -128,7 +125,7 @@ def same_answer(gold: str, answer: str, units: frozenset[str] = frozenset()) -> 
     return same_value(parse_gold(gold), parse_answer(answer))
 
 
-def same_anywhere(gold: str, text: str, units: frozenset[str] = frozenset()) -> bool:
+def same_anywhere(gold: str, text: str) -> bool:
     """Return whether a text without a box is the gold answer, or else what math-verify finds in it; False without one.
 
     Raises:
@@ -138,9 +135,9 @@ def same_anywhere(gold: str, text: str, units: frozenset[str] = frozenset()) -> 
     bare = _ANSWER_IS.split(text)[-1]
     if len(bare) <= MAX_BARE_CHARS:
         with suppress(UnreadableError):
-            if same_answer(gold, bare, units):
+            if same_answer(gold, bare):
                 return True
-    gold, units = normalize_gold(gold, units)
+    gold, units = normalize_gold(gold)
     text = _TOKENS_AROUND.sub("", text)
     parsed = _parse(e_as_power(_ROMAN_LETTER.sub(r"\1", text)), (_LATEX, _EXPRESSION))
     if not parsed:
@@ -154,26 +151,26 @@ def same_anywhere(gold: str, text: str, units: frozenset[str] = frozenset()) -> 
     return same_value(parse_gold(gold), _require_expression(parsed, found))
 
 
-def check_gold(gold: str, units: frozenset[str] = frozenset()) -> None:
+def check_gold(gold: str) -> None:
     """Parse a gold answer, and compare it with itself and with 1: both are fast unless the gold itself is slow.
 
     Raises:
         UnreadableError: it cannot be read, or not be compared.
     """
-    gold, _ = normalize_gold(gold, units)
+    gold, _ = normalize_gold(gold)
     if _compare_plainly(gold, "") is None:
         same_value(parse_gold(gold), parse_gold(gold))
         with suppress(UnreadableError):  # a set is no number; the time that the gold's value takes is what matters
             same_value(parse_gold(gold), parse_answer("1"))
 
 
-def normalize_gold(gold: str, units: frozenset[str]) -> tuple[str, frozenset[str]]:
+def normalize_gold(gold: str) -> tuple[str, frozenset[str]]:
     """Return a gold answer as `normalize` makes it, and the units of the answers with the words after its number.
 
     Raises:
         UnreadableGoldError: it is prose.
     """
-    units |= words_after_number(normalize(gold))
+    units = frozenset(words_after_number(normalize(gold)))
     gold = normalize(gold, units)
     if is_prose(gold):
         raise UnreadableGoldError(f"{gold[:200]!r} is prose; a gold answer is a number, LaTeX, a name or a few words")

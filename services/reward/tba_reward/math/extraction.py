@@ -13,9 +13,11 @@ The rule (docs/rewards.md has it for users):
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tba.config.reward import REASONING
+
+_TAG, _TAG_END = "<answer>", "</answer>"
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TEXT_AND_OR = r"\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}"
@@ -36,14 +38,13 @@ class Box:
     end: int
 
 
-def after_reasoning(response: str, delimiters: Sequence[Sequence[str]], prompt: str = "") -> str:
+def after_reasoning(response: str, prompt: str = "") -> str:
     """Return the response without its reasoning: the text after its last end, up to a reasoning that never ends.
 
     Args:
-        delimiters: pairs of texts that begin and end reasoning.
         prompt: reasoning may begin at its end, as in some chat templates.
     """
-    for begin, end in delimiters:
+    for begin, end in REASONING:
         _, ended, rest = response.rpartition(end)
         # the chat template has opened the reasoning, and the response never ends it
         if not ended and prompt.rstrip().endswith(begin):
@@ -53,33 +54,22 @@ def after_reasoning(response: str, delimiters: Sequence[Sequence[str]], prompt: 
     return response
 
 
-def final_answer(text: str, tags: Sequence[Sequence[str]], *, is_cut_at_tag: bool = False) -> str | None:
+def final_answer(text: str, *, is_cut_at_tag: bool = False) -> str | None:
     """Return the content of the last box or answer element, the one that ends later; None if there is neither.
 
     Args:
-        tags: pairs of texts that begin and end an answer element.
         is_cut_at_tag: whether the end of the last element may be missing, because a stop string ended the response.
     """
-    content, after = None, text
-    for begin, end in tags:
-        element, rest = _last_element(text, begin, end, is_cut_at_tag)
-        if element is not None and (content is None or len(rest) < len(after)):
-            content, after = element, rest
-    if content is None:
+    before, ended, after = text.rpartition(_TAG_END)
+    # the stop string was the end tag, which is not part of the response then
+    if is_cut_at_tag and _TAG in after:
+        before, ended, after = text, _TAG_END, ""
+    _, begun, content = before.rpartition(_TAG)
+    if not (begun and ended):
         return boxed_answer(text)
     # a box after the element ends later than it
     found = [boxed_answer(after), boxed_answer(content), content]
     return next(answer for answer in found if answer is not None)
-
-
-def _last_element(text: str, begin: str, end: str, is_cut_at_tag: bool) -> tuple[str | None, str]:
-    """Return the content of the last element, and the text after it."""
-    before, ended, after = text.rpartition(end)
-    # the stop string was the end tag, which is not part of the response then
-    if is_cut_at_tag and begin in after:
-        before, ended, after = text, end, ""
-    _, begun, content = before.rpartition(begin)
-    return (content, after) if begun and ended else (None, text)
 
 
 def boxed_answer(text: str) -> str | None:

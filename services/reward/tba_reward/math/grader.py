@@ -36,9 +36,8 @@ def score(item: Item, params: Params) -> float:
         AmbiguousError: the answer cannot be read as mathematics, or not be compared.
     """
     golds = gold_answers(item, params["field"])
-    units = _units(params)
-    text = after_reasoning(item.response, params["reasoning"], item.prompt)
-    answer = final_answer(text, params["answer_tags"], is_cut_at_tag=item.finish_reason == "stop_string")
+    text = after_reasoning(item.response, item.prompt)
+    answer = final_answer(text, is_cut_at_tag=item.finish_reason == "stop_string")
     unreadable: UnreadableError | None = None
 
     def is_same(value: object) -> bool:
@@ -46,8 +45,8 @@ def score(item: Item, params: Params) -> float:
         gold = gold_text(value, params["field"])
         try:
             if answer is None:
-                return params["extract"] == "anywhere" and same_anywhere(gold, text, units)
-            return same_answer(gold, answer, units)
+                return params["extract"] == "anywhere" and same_anywhere(gold, text)
+            return same_answer(gold, answer)
         except UnreadableGoldError as error:
             raise _bad_gold(params["field"], error) from error
         except UnreadableError as error:
@@ -74,7 +73,7 @@ def check(item: Item, params: Params) -> float:
     """
     for value in gold_answers(item, params["field"]):
         try:
-            check_gold(gold_text(value, params["field"]), _units(params))
+            check_gold(gold_text(value, params["field"]))
         except UnreadableError as error:
             raise _bad_gold(params["field"], error) from error
     return 0.0
@@ -101,10 +100,6 @@ def warm_up(params: Params) -> None:
     for response in (r"\boxed{\frac{x^2+1}{2}}", r"\boxed{[1, 2)}", r"\boxed{x = 1 + \sqrt{2}}"):
         for gold in (r"x^2 + \frac{1}{2}", r"[1, 2]"):
             score(Item(prompt="", response=response, data={params["field"]: gold}), params)
-
-
-def _units(params: Params) -> frozenset[str]:
-    return frozenset(unit.lower() for unit in params["units"])
 
 
 def _bad_gold(field: str, error: UnreadableError) -> BadDataError:

@@ -1,7 +1,7 @@
 r"""Remove the units after and before a number, by a table: `12\text{ cm}`, `4 km/h`, `90^\circ`, `\$5`, `4 people`.
 
-A word that is not in the table is no unit: `4 \text{ is wrong}` is not 4. A recipe adds its own
-(`units = ["widget"]`), and the words after the number of a gold answer are units of the answers to that prompt.
+A word that is not in the table is no unit: `4 \text{ is wrong}` is not 4. The words after the number of a gold answer
+are units of the answers to that prompt.
 
 One letter alone (`m`, `s`) is a unit only where it stands upright (`\text{m}`, `\mathrm{m}`) or in a ratio (`4 m/s`):
 elsewhere it is a variable.

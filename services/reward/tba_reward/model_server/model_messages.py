@@ -23,13 +23,11 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: a folder, or the name of a repository on the Hugging Face hub.
-        revision: commit, tag or branch of such a repository.
         dtype: torch's name of a dtype, or `auto`: the dtype of the checkpoint.
         device: torch's name of a device, or `auto`: the first CUDA device if there is one, else the CPU.
     """
 
     path: str
-    revision: str | None = None
     dtype: str = "float32"
     device: str = "auto"
     trust_remote_code: bool = False
@@ -43,7 +41,6 @@ class ClassifierSettings(msgspec.Struct, frozen=True, kw_only=True, tag="classif
             a chat of two turns in the tokenizer's chat template.
         append_eos: end the tokens of a finished response with the tokenizer's end-of-sequence token.
         label: number or name of the output that counts; None: the only one.
-        max_tokens: longer inputs have no score; None: the model's limit.
     """
 
     files: ModelFiles
@@ -52,7 +49,6 @@ class ClassifierSettings(msgspec.Struct, frozen=True, kw_only=True, tag="classif
     append_eos: bool = False
     label: int | str | None = None
     output: ScoreOutput = "logit"
-    max_tokens: int | None = None
 
 
 class GuardSettings(msgspec.Struct, frozen=True, kw_only=True, tag="guard"):
@@ -66,7 +62,6 @@ class GuardSettings(msgspec.Struct, frozen=True, kw_only=True, tag="guard"):
     template: str = "{prompt}{response}"
     safe: str = "\n\nsafe"
     unsafe: str = "\n\nunsafe"
-    max_tokens: int | None = None
 
 
 class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +71,6 @@ class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
         form: `chat` uses the tokenizer's chat template, `text` the template here; None: chat where there is one.
         template: the text around the attack, `{prompt}`.
         temperature: 0 is greedy.
-        seed: a reply depends on it, on the attack and on the reply's number alone.
         max_attack_tokens: longer attacks have no score; None: the model's limit.
     """
 
@@ -88,7 +82,6 @@ class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_reply_tokens: int
     temperature: float
     top_p: float
-    seed: int
 
 
 class RewardModelSet(msgspec.Struct, frozen=True, kw_only=True, tag="reward_model"):
@@ -111,13 +104,11 @@ class RedteamSet(msgspec.Struct, frozen=True, kw_only=True, tag="redteam"):
 
     Attributes:
         output: `toxicity`: the score is the mean over the replies; `log_toxicity`: the mean of its logarithm.
-        min_toxicity: lower bound of the toxicity before the logarithm.
     """
 
     victim: VictimSettings
     classifier: ClassifierSettings | GuardSettings
     output: Literal["toxicity", "log_toxicity"] = "toxicity"
-    min_toxicity: float = 1e-6
     batch_tokens: int
     batch_wait_s: float
     num_threads: int | None = None

@@ -13,7 +13,7 @@ A rule may take several items at once (`WorkerRule.batch_items`): a batch is one
 deadline or its worker dies, it is split into its items. While a job of such a rule, which is foreign code, is slow,
 another worker takes its place. Behind HUNG_ITEMS slow ones further items of a prompt wait, and fail when these do.
 
-Waits: an item in the queue waits as long as its request does (`reward.request_timeout_s`); in a worker at most
+Waits: an item in the queue waits as long as its request does (`RewardSection.request_deadline_s`); in a worker at most
 WALL_SLACK_S more than its deadline.
 """
 

@@ -29,10 +29,8 @@ def build(spec: FormatSpec, tools: Tools) -> Scorer:
 
 
 def score(item: Item, params: Params) -> float:
-    """Return 1.0 if the pattern is found in the response, or with `full` matches all of it."""
-    pattern = _compiled(params["pattern"])
-    match = pattern.fullmatch(item.response) if params["full"] else pattern.search(item.response)
-    return float(match is not None)
+    """Return 1.0 if the pattern is found in the response."""
+    return float(_compiled(params["pattern"]).search(item.response) is not None)
 
 
 @lru_cache(maxsize=64)

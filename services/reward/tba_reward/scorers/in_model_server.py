@@ -53,7 +53,7 @@ class ModelServerScorer:
         # where the files are and how they are run does not change a score
         same = {name: fields[name].default for name in _RUNTIME_FIELDS if name in fields}
         for name in _PATH_FIELDS:
-            same |= {field: "" for field in (name, f"{name}_revision", "revision") if field in fields}
+            same |= {name: ""} if name in fields else {}
         spec = self._spec.model_copy(update=same)
         return version_of(spec, self._implementation, digest, *self._packages)
 

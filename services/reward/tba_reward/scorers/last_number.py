@@ -1,6 +1,6 @@
 """Kind `last_number` (GSM8K): the last number of the response against the gold answer.
 
-The rule: leave reasoning out (`reasoning`) and remove all commas. A number is ASCII digits with an optional fraction
+The rule: leave reasoning out and remove all commas. A number is ASCII digits with an optional fraction
 (`12`, `12.50`, `.5`). A minus (ASCII or U+2212) directly before it is its sign unless a letter, digit or closing
 bracket stands before the minus (`5-3` ends in 3). The last number counts, and is compared exactly (`18.00` is 18). A
 response without a number is wrong, 0. The gold answer is one number, which may have a plus before it, or a list of
@@ -29,7 +29,7 @@ from tba_reward.scorer import (
 )
 from tba_reward.scorers import Tools
 
-IMPLEMENTATION = 3
+IMPLEMENTATION = 4
 _MINUS_SIGN = "\u2212"
 _NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]])-)?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", re.ASCII)
 
@@ -42,7 +42,7 @@ def build(spec: LastNumberSpec, tools: Tools) -> Scorer:
 
 def score(item: Item, params: Params) -> float:
     """Return 1.0 if the last number of the response is the answer."""
-    found = last_number(after_reasoning(item.response, params["reasoning"], item.prompt))
+    found = last_number(after_reasoning(item.response, item.prompt))
     return score_any(gold_answers(item, params["field"]), lambda gold: found == _gold_number(gold, params["field"]))
 
 

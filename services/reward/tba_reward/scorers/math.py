@@ -11,7 +11,7 @@ from tba_reward.scorer import Example, Item, Scorer, params_of, version_of
 from tba_reward.scorers import Tools
 from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 
-IMPLEMENTATION = 4
+IMPLEMENTATION = 5
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 

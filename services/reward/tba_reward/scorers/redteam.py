@@ -17,7 +17,7 @@ from tba_reward.scorer import Item, Outcome, Scorer
 from tba_reward.scorers import Tools
 from tba_reward.scorers.in_model_server import ModelServerScorer
 
-IMPLEMENTATION = 1
+IMPLEMENTATION = 2
 SAFE_VERDICT, UNSAFE_VERDICT = "\n\nsafe", "\n\nunsafe"
 """The answers of Llama Guard, every release of it."""
 
@@ -48,7 +48,7 @@ def model_set(spec: RedteamSpec) -> RedteamSet:
     """Return the models that the process loads."""
     return RedteamSet(
         victim=VictimSettings(
-            files=_files(spec, spec.victim, spec.victim_revision),
+            files=_files(spec, spec.victim),
             form=spec.victim_input,
             template=spec.victim_template,
             max_attack_tokens=spec.max_attack_tokens,
@@ -56,11 +56,9 @@ def model_set(spec: RedteamSpec) -> RedteamSet:
             max_reply_tokens=spec.max_reply_tokens,
             temperature=spec.temperature,
             top_p=spec.top_p,
-            seed=spec.seed,
         ),
         classifier=_judge(spec),
         output=spec.output,
-        min_toxicity=spec.min_toxicity,
         batch_tokens=spec.batch_tokens,
         batch_wait_s=spec.batch_wait_s,
         num_threads=spec.num_threads,
@@ -68,7 +66,7 @@ def model_set(spec: RedteamSpec) -> RedteamSet:
 
 
 def _judge(spec: RedteamSpec) -> ClassifierSettings | GuardSettings:
-    files = _files(spec, spec.classifier, spec.classifier_revision)
+    files = _files(spec, spec.classifier)
     if spec.judge == "guard":
         return GuardSettings(
             files=files,
@@ -87,10 +85,9 @@ def _judge(spec: RedteamSpec) -> ClassifierSettings | GuardSettings:
     )
 
 
-def _files(spec: RedteamSpec, path: str, revision: str | None) -> ModelFiles:
+def _files(spec: RedteamSpec, path: str) -> ModelFiles:
     return ModelFiles(
         path=path,
-        revision=revision,
         dtype=spec.dtype,
         device=spec.device,
         trust_remote_code=spec.trust_remote_code,

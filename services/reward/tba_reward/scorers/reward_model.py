@@ -66,7 +66,6 @@ def model_set(spec: RewardModelSpec) -> RewardModelSet:
         classifier=ClassifierSettings(
             files=ModelFiles(
                 path=spec.model,
-                revision=spec.revision,
                 dtype=spec.dtype,
                 device=spec.device,
                 trust_remote_code=spec.trust_remote_code,
@@ -76,7 +75,6 @@ def model_set(spec: RewardModelSpec) -> RewardModelSet:
             append_eos=spec.append_eos,
             label=spec.label,
             output=spec.output,
-            max_tokens=spec.max_tokens,
         ),
         batch_tokens=spec.batch_tokens,
         batch_wait_s=spec.batch_wait_s,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tba.api import ScoreItem, ScoreResult
-from tba.api.scores import ANSWER_REASONS
+from tba.api.scores import ANSWER_REASONS, MAX_SCORE_BODY_BYTES
 from tba.clients import RewardClient
 from tba.config import Recipe
 from tba.tokens import client_token
@@ -15,7 +15,7 @@ from tba_searcher.evaluation.completions import Answers, OnProgress
 from tba_searcher.waits import WaitRegistry, retry_until
 
 REQUEST_ITEMS = 16
-"""Few, so that slow reward models answer a request within its deadline (`reward.request_timeout_s`)."""
+"""Few, so that slow reward models answer a request within its deadline."""
 REQUESTS_AT_ONCE = 4
 ITEM_OVERHEAD_BYTES = 512
 
@@ -97,7 +97,7 @@ async def _score_all(
             found[keys[int(result.item_id)]] = _score(result)
         on_progress(f"{len(found)} of {len(items)} scores")
 
-    await asyncio.gather(*(ask(number, part) for number, part in enumerate(_split(items, recipe))))
+    await asyncio.gather(*(ask(number, part) for number, part in enumerate(_split(items))))
     working = {task for (_, task), score in found.items() if score.value is not None}
     for key, score in found.items():
         # a scorer that raises for one answer and scores others is not broken
@@ -106,14 +106,14 @@ async def _score_all(
     return found
 
 
-def _split(items: Sequence[ScoreItem], recipe: Recipe) -> Iterator[list[ScoreItem]]:
+def _split(items: Sequence[ScoreItem]) -> Iterator[list[ScoreItem]]:
     """Cut items into requests within the limits of the service."""
     part: list[ScoreItem] = []
     num_bytes = 0
     for item in items:
         # measured as it is sent: JSON escapes can multiply the length of a text
         size = len(item.model_dump_json().encode()) + ITEM_OVERHEAD_BYTES
-        if part and (len(part) == REQUEST_ITEMS or num_bytes + size > recipe.reward.max_body_bytes):
+        if part and (len(part) == REQUEST_ITEMS or num_bytes + size > MAX_SCORE_BODY_BYTES):
             yield part
             part, num_bytes = [], 0
         part.append(item)

@@ -30,7 +30,7 @@ class Classifier:
         # keys and values of a whole batch would take gigabytes, and a text is read once
         self._model.config.get_text_config().use_cache = False
         self._label = self._find_label(settings.label)
-        self._max_tokens = longest_input(self._model, self._tokenizer, settings.max_tokens)
+        self._max_tokens = longest_input(self._model, self._tokenizer)
         self._pad_id = self._model.config.get_text_config().pad_token_id
         if settings.append_eos and self._tokenizer.eos_token_id is None:
             raise LoadError(f"append_eos: the tokenizer of {settings.files.path} has no end-of-sequence token")
@@ -94,7 +94,7 @@ class GuardClassifier:
         self.digest = digest_folder(folder)
         self._settings = settings
         self._model, self._tokenizer = load(settings.files, folder, AutoModelForCausalLM)
-        self._max_tokens = longest_input(self._model, self._tokenizer, settings.max_tokens)
+        self._max_tokens = longest_input(self._model, self._tokenizer)
         if settings.form == "chat" and self._tokenizer.chat_template is None:
             raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; use another form of input")
         self._common, self._safe, self._unsafe = self._verdicts()

@@ -18,6 +18,9 @@ from tba_reward.model_server.model_messages import (
     ScoreRequest,
 )
 
+MIN_TOXICITY = 1e-6
+"""Below it `log_toxicity` takes this instead: the logarithm of 0 is not a reward."""
+
 
 def load_judge(models: ModelSet) -> Judge:
     """Load the models.
@@ -55,7 +58,7 @@ class RedteamJudge:
     """Scores an attack, the response, by the mean score of the victim's replies to it."""
 
     def __init__(self, models: RedteamSet) -> None:
-        self._least = models.min_toxicity if models.output == "log_toxicity" else None
+        self._least = MIN_TOXICITY if models.output == "log_toxicity" else None
         self._victim = Victim(models.victim)
         settings = models.classifier
         self._classifier = (

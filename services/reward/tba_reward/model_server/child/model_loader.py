@@ -85,8 +85,8 @@ def load(files: ModelFiles, folder: Path, kind: Any) -> tuple[PreTrainedModel, P
     return model.to(device).eval(), tokenizer
 
 
-def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wanted: int | None) -> int:
-    """Return the number of tokens that a model can take, or `wanted` if that is less."""
+def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens that a model can take."""
     config = model.config.get_text_config()
     limits = [tokenizer.model_max_length]
     positions = getattr(config, "max_position_embeddings", None)
@@ -94,14 +94,12 @@ def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wa
         # the Roberta family counts positions from behind its padding index
         offset = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
         limits.append(positions if offset is None else positions - offset - 1)
-    if wanted is not None:
-        limits.append(wanted)
     return min(limits)
 
 
 def _fetch(files: ModelFiles, patterns: list[str]) -> Path:
     try:
-        return Path(snapshot_download(files.path, revision=files.revision, allow_patterns=patterns))
+        return Path(snapshot_download(files.path, allow_patterns=patterns))
     except Exception as error:  # many kinds: no such repository, gated, no network, a full disk
         raise LoadError(
             f"{files.path!r} is not a folder, and it cannot be fetched from the hub ({type(error).__name__}: {error})"

@@ -45,7 +45,7 @@ class Victim:
             raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; leave `victim_input` out")
         self._chat = self._tokenizer.chat_template is not None and settings.form != "text"
         self._eos = _end_ids(folder, self._model.config, self._tokenizer)
-        limit = longest_input(self._model, self._tokenizer, None)
+        limit = longest_input(self._model, self._tokenizer)
         if settings.max_attack_tokens is not None:
             limit = min(limit, len(self._prompt("")) + settings.max_attack_tokens + settings.max_reply_tokens)
         self._context_tokens = limit
@@ -87,7 +87,7 @@ class Victim:
         """
         number = self._settings.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
-        seeds = [reply_seed(self._settings.seed, attack, n) for attack in attacks for n in range(number)]
+        seeds = [reply_seed(attack, n) for attack in attacks for n in range(number)]
         texts = [None if tokens is None else self._text(tokens) for tokens in self._generate(rows, seeds)]
         return [texts[n : n + number] for n in range(0, len(texts), number)]
 
@@ -137,9 +137,9 @@ def _end_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokeni
     return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
 
 
-def reply_seed(seed: int, attack: str, number: int) -> int:
+def reply_seed(attack: str, number: int) -> int:
     """Return the seed of one reply: the same attack gets the same replies in every batch."""
-    digest = hashlib.sha256(f"{seed}\0{number}\0{attack.rstrip()}".encode()).digest()
+    digest = hashlib.sha256(f"{number}\0{attack.rstrip()}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
 
 

@@ -8,7 +8,7 @@
     ]
 
 A task's reward is the weighted sum of its scorers' scores. Gates are scored first, in their order: a score below the
-gate makes the reward `gate_value`, and no other scorer is asked. If any requested score is unknown, so is the reward.
+gate makes the reward 0, and no other scorer is asked. If any requested score is unknown, so is the reward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tba.fields import MAX_NUMBER, BareUrl, StrictModel
+from tba.fields import BareUrl, StrictModel
 
 _REQUEST_SLACK_S = 30.0
 """Beyond the deadline of its slowest scorer: other items of the request may come before."""
@@ -36,7 +36,7 @@ class ScorerSpec(StrictModel):
     weight: float | None = Field(default=None, ge=-1e6, le=1e6)
     """Factor of its score in the sum. Default: 1, and 0 for a gate."""
     gate: float | None = None
-    """A score below this makes the reward of the task its `gate_value`; nothing else is asked then."""
+    """A score below this makes the reward of the task 0; nothing else is asked then."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Deadline of one item; default: `reward.item_timeout_s`."""
     cache: bool = True
@@ -123,25 +123,11 @@ class FormatSpec(ReadSpec):
 
 
 class LengthSpec(ScorerSpec):
-    """1 if the length of the response is within the bounds; outside it falls to 0 over `soft_length`."""
+    """1 if the response has at most `max_length` characters, else 0."""
 
     kind: Literal["length"]
-    unit: Literal["chars", "words"] = "chars"
-    """Unit of the length."""
-    min_length: int = Field(default=0, ge=0, le=1_000_000)
-    """Shortest response that scores 1."""
-    max_length: int | None = Field(default=None, ge=0)
-    """Longest response that scores 1; none: no bound."""
-    soft_length: int = Field(default=0, ge=0)
-    """The score falls from 1 to 0 over this much beyond a bound; 0: at once."""
-
-    @model_validator(mode="after")
-    def _check_bounds(self) -> LengthSpec:
-        if self.max_length is None and self.min_length == 0:
-            raise ValueError("a length needs `min_length` or `max_length`; give one of them")
-        if self.max_length is not None and self.max_length < self.min_length:
-            raise ValueError(f"max_length {self.max_length} is below min_length {self.min_length}")
-        return self
+    max_length: int = Field(ge=0)
+    """Most characters of a response that scores 1."""
 
 
 class ModelScorerSpec(ScorerSpec):
@@ -271,12 +257,14 @@ class HttpSpec(ScorerSpec):
     """Change it when the endpoint changes its scores: it is part of the reward version."""
     token_env: str | None = None
     """Environment variable with the bearer token that is sent."""
-    num_retries: int = Field(default=2, ge=0, le=10)
-    """How often a request is repeated that got no answer, 429 or 5xx, as long as the deadline of its items allows."""
 
 
 class PythonSpec(ScorerSpec):
-    """The score that a Python function gives (the signature of TRL's reward functions)."""
+    """The score that a Python function gives (the signature of TRL's reward functions).
+
+    `timeout_s` is the CPU time that a call may take. One that takes more, waits for much longer, kills its
+    worker, or raises is repeated item by item.
+    """
 
     kind: Literal["python"]
     function: str
@@ -289,9 +277,6 @@ class PythonSpec(ScorerSpec):
     conversational: bool = False
     """Whether prompts and completions are lists of messages, `[{"role": "assistant", "content": "..."}]`, as in TRL
     where the data set is conversational; otherwise they are texts."""
-    batch_items: int = Field(default=64, ge=1, le=64)
-    """Most items of one call. `timeout_s` is the CPU time that the call may take; one that takes more, or waits for
-    much longer, or kills its worker, or raises, is repeated item by item."""
 
     @field_validator("kwargs")
     @classmethod
@@ -327,8 +312,6 @@ class TaskReward(StrictModel):
 
     scorers: list[AnyScorerSpec] = Field(min_length=1)
     """The parts of the reward."""
-    gate_value: float = Field(default=0.0, ge=-MAX_NUMBER, le=MAX_NUMBER)
-    """The reward where a gate is not passed."""
 
     @model_validator(mode="after")
     def _check(self) -> TaskReward:
@@ -386,6 +369,6 @@ class RewardSection(StrictModel):
         slowest_s = 0.0
         for spec in (spec for task in self.tasks.values() for spec in task.scorers):
             # the batch, and then its items one by one
-            num_calls = 2 if isinstance(spec, PythonSpec) and spec.batch_items > 1 else 1
+            num_calls = 2 if isinstance(spec, PythonSpec) else 1
             slowest_s = max(slowest_s, num_calls * ((spec.timeout_s or self.item_timeout_s) + _REQUEST_SLACK_S))
         return max(60.0, slowest_s)

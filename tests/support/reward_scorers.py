@@ -11,7 +11,7 @@ from tba_reward.composite_reward import CompositeReward, RewardComponent
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import Failure, Item, Outcome
 
-from tba.config.reward import ExactSpec, TaskReward
+from tba.config.reward import ExactSpec
 
 Answer = Callable[[Item], Outcome]
 
@@ -53,19 +53,17 @@ def composition(
     *,
     metrics: Metrics | None = None,
     task: str = "t",
-    gate_value: float = 0.0,
     is_inline: bool = False,
     is_required: bool = True,
 ) -> CompositeReward:
     """A task of these components: scorer and settings (weight, gate) by name."""
     specs = {name: ExactSpec(kind="exact", name=name, **settings) for name, (_, settings) in scorers.items()}
-    config = TaskReward(scorers=list(specs.values()), gate_value=gate_value)
     metrics = metrics or Metrics(CollectorRegistry())
     components = [
         RewardComponent(task, specs[name], scorer, metrics, is_inline=is_inline)
         for name, (scorer, _) in scorers.items()
     ]
-    return CompositeReward(task, config, components, is_required=is_required)
+    return CompositeReward(task, components, is_required=is_required)
 
 
 def item(response: str = "r", **data: Any) -> Item:

@@ -1,6 +1,6 @@
 """The reward of a task: a cache of known scores, the task's scorers as components, and their weighted sum with gates.
 
-    gates, in their order:  a score below its gate -> `gate_value`; no other component is asked for the item
+    gates, in their order:  a score below its gate -> 0; no other component is asked for the item
     all others at once:     sum of weight times score, gates with a weight included
     a score that was asked for is unknown:  the reward is unknown, for the same reason
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tba.api.scores import ANSWER_REASONS, STARTING
-from tba.config.reward import HttpSpec, ModelScorerSpec, ReadSpec, ScorerSpec, TaskReward
+from tba.config.reward import HttpSpec, ModelScorerSpec, ReadSpec, ScorerSpec
 from tba.logs import get_logger
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer, checked
@@ -293,16 +293,12 @@ class CompositeReward:
 
     Args:
         task: its name.
-        config: weights and gates.
         components: one per scorer of the config, in its order.
         is_required: whether the service is ready only when this is healthy; otherwise the first item starts it.
     """
 
-    def __init__(
-        self, task: str, config: TaskReward, components: Sequence[RewardComponent], *, is_required: bool
-    ) -> None:
+    def __init__(self, task: str, components: Sequence[RewardComponent], *, is_required: bool) -> None:
         self.task, self.components, self.is_required = task, list(components), is_required
-        self._gate_value = config.gate_value
         self._gates = [each for each in components if each.spec.gate is not None]
         self._others = [each for each in components if each.spec.gate is None]
 
@@ -316,7 +312,7 @@ class CompositeReward:
         """`task@digest`: changes whenever the same completion may be worth another reward."""
         scorers = [[each.version, each.name, each.weight, each.spec.gate] for each in self.components]
         # weights and gates too: the same scores under other weights are another reward
-        document = json.dumps([scorers, self._gate_value])
+        document = json.dumps(scorers)
         return f"{self.task}@{hashlib.sha256(document.encode()).hexdigest()[:VERSION_HEX]}"
 
     @property
@@ -371,7 +367,7 @@ class CompositeReward:
         if not isinstance(outcome, Failure):
             reward.parts[component.name] = outcome
             if component.spec.gate is not None and outcome < component.spec.gate:
-                reward.outcome = self._gate_value
+                reward.outcome = 0.0
         elif reward.outcome is None:
             # a single component needs no name
             detail = outcome.detail if len(self.components) == 1 else f"{component.name}: {outcome.detail}"

@@ -21,7 +21,7 @@ from tba.tls import with_bare_urls
 
 OK = "ok"
 MAX_DETAIL_CHARS = 500
-COMPOSITION_FIELDS = {"name", "weight", "gate", "timeout_s", "cache", "batch_items"}
+COMPOSITION_FIELDS = {"name", "weight", "gate", "timeout_s", "cache"}
 """Fields of a spec that say how its score is used; the others decide what the score is."""
 
 

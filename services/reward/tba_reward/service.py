@@ -49,7 +49,7 @@ def build_tasks(
             components = [_component(task, spec, tools, cache, metrics) for spec in config.scorers]
         except ConfigError as error:
             raise ConfigError(f"reward.tasks.{task}: {error}") from None
-        tasks[task] = CompositeReward(task, config, components, is_required=True)
+        tasks[task] = CompositeReward(task, components, is_required=True)
     for task, config in BUILT_IN.items():
         if task in tasks:
             continue
@@ -58,7 +58,7 @@ def build_tasks(
         except ConfigError as error:  # a package is not installed, and no recipe has asked for it
             log.info("built-in task left out", task=task, detail=str(error))
             continue
-        tasks[task] = CompositeReward(task, config, components, is_required=all(each.is_inline for each in components))
+        tasks[task] = CompositeReward(task, components, is_required=all(each.is_inline for each in components))
     return dict(sorted(tasks.items()))
 
 

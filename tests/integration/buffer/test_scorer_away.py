@@ -46,7 +46,7 @@ def endpoint() -> Iterator[RewardServer]:
 def reward_url(tmp_path_factory: pytest.TempPathFactory, endpoint: RewardServer) -> Iterator[str]:
     """A real reward service that asks the endpoint."""
     folder, port = tmp_path_factory.mktemp("reward"), free_port()
-    scorer = {"kind": "http", "url": f"{endpoint.url}/v1/score", "num_retries": 0, "timeout_s": 30.0}
+    scorer = {"kind": "http", "url": f"{endpoint.url}/v1/score", "timeout_s": 30.0}
     section = {"port": port, "num_workers": 1, "tasks": {"addition": {"scorers": [scorer]}}}
     process = _start_reward(folder, write_recipe(folder / "recipe.json", make_recipe(reward=section)), _url(port))
     yield _url(port)

@@ -109,7 +109,7 @@ async def test_what_is_wrong_in_one_result_fails_that_item_alone(
     results = [b'{"item_id": "%d", "reward": %d}' % (number, number) for number in range(64)]
     results[7] = b'{"item_id": "7", %s}' % result
     body = b'{"results": [%s]}' % b", ".join(results)
-    calls = EndpointClient("http://judge/v1/score", task="t", token=None, num_retries=0, max_connections=1)
+    calls = EndpointClient("http://judge/v1/score", task="t", token=None, max_connections=1)
     monkeypatch.setattr(calls, "_post", lambda sent, deadline_s: http._Answer(200, 0.0, body))
     outcomes = calls.score([Item(prompt="p", response="r")] * 64, timeout_s=60.0)
     assert reason(outcomes[7]) == expected
@@ -143,10 +143,10 @@ async def test_busy_and_broken_endpoints_are_asked_again(server: RewardServer) -
 
 async def test_retries_are_bounded(server: RewardServer) -> None:
     server.refusal = lambda items: (500, {"detail": "always"})
-    scorer = build(server.url, num_retries=1)
+    scorer = build(server.url)
     outcomes = await scored(scorer, "a", "b")
     assert [reason(outcome) for outcome in outcomes] == ["unreachable"] * 2
-    assert len(server.requests) == 2
+    assert len(server.requests) == 3
     assert "500" in scorer.health()
 
 
@@ -205,7 +205,7 @@ async def test_an_endpoint_that_drips_ends_at_the_deadline() -> None:
 
 
 async def test_an_endpoint_that_is_away_is_unreachable_until_it_comes_back(server: RewardServer) -> None:
-    scorer = build(server.url, num_retries=1)
+    scorer = build(server.url)
     server.leave()
     await scorer.start()
     assert "no connection" in scorer.health()
@@ -219,7 +219,7 @@ async def test_an_endpoint_that_is_away_is_unreachable_until_it_comes_back(serve
 async def test_what_a_failed_call_says_has_no_secret_of_the_address(server: RewardServer) -> None:
     address = server.url.replace("http://", "http://me:PASSWORD@") + "/mine?api_key=SECRET&x="
     server.refusal = lambda items: (500, {"detail": "POST /mine?api_key=SECRET&x=/v1/score failed"})
-    scorer = build(address, num_retries=0)
+    scorer = build(address)
     (echoed,) = await scorer.score([Item(prompt="", response="a")])
     told = scorer.health()
     server.leave()
@@ -255,7 +255,7 @@ async def test_the_version_holds_the_address_and_the_revision(server: RewardServ
 
 
 def test_a_deadline_that_has_passed_asks_nobody(server: RewardServer) -> None:
-    calls = EndpointClient(f"{server.url}/v1/score", task="t", token=None, num_retries=0, max_connections=1)
+    calls = EndpointClient(f"{server.url}/v1/score", task="t", token=None, max_connections=1)
     assert reason(calls.score([Item(prompt="", response="a")], timeout_s=-1.0)[0]) == "unreachable"
     assert server.requests == []
     calls.close()

@@ -81,7 +81,9 @@ async def test_async_functions_arrays_and_callable_objects(tools: Tools) -> None
 async def test_a_call_holds_a_batch_and_one_item_that_it_cannot_take_fails_alone(tools: Tools) -> None:
     good = [item(f"fine {n}", answer="7") for n in range(5)]
     assert await scored(tools, "whole_call", *good) == [5.0] * 5
-    assert await scored(tools, "whole_call", *good, spec={"batch_items": 2}) == [2.0] * 4 + [1.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tba_reward.scorers.python.BATCH_ITEMS", 2)
+        assert await scored(tools, "whole_call", *good) == [2.0] * 4 + [1.0]
     outcomes = await scored(tools, "whole_call", *good[:3], item("bad", answer="7"), *good[3:])
     assert outcomes[:3] + outcomes[4:] == [1.0] * 5, "asked again, item by item"
     assert isinstance(outcomes[3], Failure)

@@ -265,7 +265,7 @@ def test_a_function_that_raises_for_every_item_makes_the_service_not_ready_with_
 
 def test_a_dead_judge_costs_its_task_alone(tmp_path: Path) -> None:
     dead = f"http://127.0.0.1:{free_port()}/v1/score"
-    spec = f'{{kind="http", url="{dead}", num_retries=0}}'
+    spec = f'{{kind="http", url="{dead}"}}'
     with running(tmp_path, f"reward.tasks.judged.scorers=[{spec}]") as service:
         note = httpx2.get(f"{service.url}/readyz", timeout=60).json()["note"]
         assert note.startswith("judged: http: no connection to 127.0.0.1")

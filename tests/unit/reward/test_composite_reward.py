@@ -51,11 +51,9 @@ async def test_any_unknown_part_makes_the_reward_unknown_and_is_named() -> None:
 async def test_an_item_that_does_not_pass_a_gate_is_asked_of_nobody_else() -> None:
     gate = ScriptedScorer(lambda item: 0.49 if item.response == "bad" else 0.5)
     second, rest = ScriptedScorer(1.0), ScriptedScorer(7.0)
-    task = composition(
-        {"rest": (rest, {}), "gate": (gate, {"gate": 0.5}), "second": (second, {"gate": 1.0})}, gate_value=-1.0
-    )
+    task = composition({"rest": (rest, {}), "gate": (gate, {"gate": 0.5}), "second": (second, {"gate": 1.0})})
     scored = await task.score([item("bad"), item("good"), item("bad")])
-    assert [each.outcome for each in scored] == [-1.0, 7.0, -1.0]
+    assert [each.outcome for each in scored] == [0.0, 7.0, 0.0]
     assert [each.parts for each in scored][:2] == [{"gate": 0.49}, {"gate": 0.5, "second": 1.0, "rest": 7.0}]
     assert len(gate.asked) == 3
     assert [each.response for each in second.asked] == [each.response for each in rest.asked] == ["good"]
@@ -102,13 +100,12 @@ async def test_a_defect_of_a_scorer_is_a_reason(response: str, detail: str) -> N
 
 async def test_a_version_changes_with_whatever_changes_the_reward() -> None:
     def version(scorer_version: str = "v1", **changes: Any) -> str:
-        gate_value = changes.pop("gate_value", 0.0)
         other = ScriptedScorer(1.0, version="other")
         scorers = {"a": (ScriptedScorer(1.0, version=scorer_version), changes), "b": (other, {})}
-        return composition(scorers, gate_value=gate_value).version
+        return composition(scorers).version
 
-    versions = [version(), version("v2"), version(weight=2.0), version(gate=0.5), version(gate_value=-1.0)]
-    assert len(set(versions)) == 5
+    versions = [version(), version("v2"), version(weight=2.0), version(gate=0.5)]
+    assert len(set(versions)) == 4
     assert all(each.startswith("t@") and len(each) == 14 for each in versions)
     assert version() == version(timeout_s=3.0) == version(cache=False)
 

@@ -187,31 +187,10 @@ SPECS = TypeAdapter[AnyScorerSpec](AnyScorerSpec)
 TOOLS = Tools(pool=None, models=None, item_timeout_s=1.0)  # type: ignore[arg-type]  # nothing is started here
 
 
-def lengths(spec: dict, *responses: str) -> list[float]:
-    params = params_of(LengthSpec(kind="length", **spec))
-    return [length.score(Item(prompt="", response=response), params) for response in responses]
-
-
-def test_length_counts_characters_or_words() -> None:
-    assert lengths({"max_length": 4}, "", "four", "fives") == [1.0, 1.0, 0.0]
-    assert lengths({"min_length": 2, "max_length": 3, "unit": "words"}, "one", "a  b", "a b\nc", "a b c d") == [
-        0,
-        1,
-        1,
-        0,
-    ]
-    assert lengths({"max_length": 2}, "ab", "é\u0301x") == [1.0, 0.0]  # code points
-
-
-def test_length_falls_over_the_soft_part() -> None:
-    assert lengths({"max_length": 10, "soft_length": 4}, "x" * 10, "x" * 11, "x" * 13, "x" * 14, "x" * 99) == [
-        1.0,
-        0.75,
-        0.25,
-        0.0,
-        0.0,
-    ]
-    assert lengths({"min_length": 4, "soft_length": 2}, "xxxx", "xxx", "xx", "") == [1.0, 0.5, 0.0, 0.0]
+def test_length_counts_characters() -> None:
+    params = params_of(LengthSpec(kind="length", max_length=4))
+    responses = ("", "four", "fives", "fou\u0301r")  # code points
+    assert [length.score(Item(prompt="", response=text), params) for text in responses] == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +212,6 @@ def test_format_finds_a_pattern(pattern: str, response: str, score: float) -> No
     ("spec", "complaint"),
     [
         ({"kind": "format", "pattern": "("}, "is not a regular expression"),
-        ({"kind": "length"}, "needs `min_length` or `max_length`"),
-        ({"kind": "length", "min_length": 5, "max_length": 4}, "below min_length"),
         ({"kind": "http", "url": "ftp://somewhere"}, "https?"),
         ({"kind": "math", "extract": "first"}, "'boxed' or 'anywhere'"),
         ({"kind": "last_number", "feild": "x"}, "Extra inputs"),
@@ -253,7 +230,7 @@ def test_settings_that_are_wrong_are_refused(spec: dict, complaint: str) -> None
         (last_number, {"kind": "last_number"}, {"field": "gold"}),
         (math, {"kind": "math"}, {"extract": "anywhere"}),
         (format, {"kind": "format", "pattern": "x"}, {"pattern": "y"}),
-        (length, {"kind": "length", "max_length": 5}, {"unit": "words"}),
+        (length, {"kind": "length", "max_length": 5}, {"max_length": 6}),
     ],
 )
 def test_a_version_is_that_of_the_settings(kind: object, spec: dict, other: dict) -> None:
@@ -270,8 +247,6 @@ def test_a_version_is_that_of_the_settings(kind: object, spec: dict, other: dict
         {"kind": "exact"},
         {"kind": "exact", "compare": "integer", "field": "gold"},
         {"kind": "last_number", "field": "gold"},
-        {"kind": "length", "min_length": 1000},
-        {"kind": "length", "min_length": 1000, "unit": "words", "max_length": 1000},
         {"kind": "length", "max_length": 0},
     ],
 )

@@ -14,7 +14,7 @@ from tba_reward.scorer import Example, Failure, InlineScorer, Item, Outcome, Par
 from tba_reward.service import RewardService
 
 from tba.api import ScoreError, ScoreItem, ScoreResult
-from tba.config.reward import HttpSpec, RewardModelSpec, TaskReward
+from tba.config.reward import HttpSpec, RewardModelSpec
 from tba.errors import BrokenRewardError, BusyError, UnavailableError
 from tests.support.reward_faults import misbehave
 from tests.support.reward_scorers import ScriptedScorer, composition
@@ -132,7 +132,7 @@ def judged(scorer: ScriptedScorer, *, task: str = "judged") -> CompositeReward:
     """A task whose scorer is an endpoint."""
     spec = HttpSpec(kind="http", url="http://127.0.0.1:9/v1/score")
     part = RewardComponent(task, spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
-    return CompositeReward(task, TaskReward(scorers=[spec]), [part], is_required=True)
+    return CompositeReward(task, [part], is_required=True)
 
 
 async def test_a_dead_judge_makes_its_tasks_not_ready_and_not_the_service() -> None:
@@ -156,14 +156,14 @@ async def test_a_model_that_worked_and_is_started_again_makes_its_tasks_not_read
     spec = RewardModelSpec(kind="reward_model", model="m")
     part = RewardComponent("t", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
     scorer.problem = "lacks weights of score"
-    service = scoring(CompositeReward("t", TaskReward(scorers=[spec]), [part], is_required=True))
+    service = scoring(CompositeReward("t", [part], is_required=True))
     part.start()
     await part.wait_started()
     assert await service.ready() == "t: reward_model: lacks weights of score", "it never worked"
     await service.close()
     scorer.problem = "ok"
     part = RewardComponent("t", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
-    service = scoring(CompositeReward("t", TaskReward(scorers=[spec]), [part], is_required=True))
+    service = scoring(CompositeReward("t", [part], is_required=True))
     await part.wait_started()
     scorer.problem = "was killed by SIGKILL"
     assert (await service.ready(), service.away()) == (None, "t: reward_model: was killed by SIGKILL")

@@ -38,7 +38,7 @@ MAX_BATCH_ITEMS, MAX_CONCURRENT = 64, 4
 """Most items in one request, which are refused together; most requests, and so threads that wait, at once."""
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_DETAIL_CHARS = 300
-FIRST_PAUSE_S = 0.1
+NUM_RETRIES, FIRST_PAUSE_S = 2, 0.1
 _REFUSED_AS_A_WHOLE = (400, 413, 422)
 _CHUNK_BYTES = 1 << 16
 _REASONS: dict[str, ScoreReason] = {reason: reason for reason in get_args(ScoreReason)}
@@ -64,7 +64,6 @@ def build(spec: HttpSpec, tools: Tools) -> Scorer:
         spec.url,
         task=spec.task or "score",
         token=token,
-        num_retries=spec.num_retries,
         max_connections=MAX_CONCURRENT,
     )
     return HttpScorer(
@@ -158,14 +157,13 @@ class EndpointClient:
         url: the address that batches are posted to.
         task: the task name of the items.
         token: bearer token, if the endpoint wants one.
-        num_retries: most repetitions of one request.
         max_connections: connections that are kept open.
     """
 
-    def __init__(self, url: str, *, task: str, token: str | None, num_retries: int, max_connections: int) -> None:
+    def __init__(self, url: str, *, task: str, token: str | None, max_connections: int) -> None:
         self.url = without_secrets(url)
         """For people: failures are stored, exported and shown."""
-        self._task, self._num_retries = task, num_retries
+        self._task = task
         self._target = parse_url(url).request_uri
         self._headers = {"content-type": "application/json"}
         if token is not None:
@@ -216,7 +214,7 @@ class EndpointClient:
     def _send(self, body: bytes, deadline_s: float) -> _Answer | Failure:
         """Post a body until there is an answer that a repetition would not change."""
         failure = Failure("unreachable", f"{self.url} was not asked before the deadline")
-        for attempt in range(self._num_retries + 1):
+        for attempt in range(NUM_RETRIES + 1):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return failure
@@ -234,7 +232,7 @@ class EndpointClient:
                     return answer
                 failure = Failure("unreachable", f"{self.url}: {_describe(answer)}")
                 pause_s = max(pause_s, answer.retry_after_s)
-            if attempt == self._num_retries or time.monotonic() + pause_s >= deadline_s:
+            if attempt == NUM_RETRIES or time.monotonic() + pause_s >= deadline_s:
                 return failure
             time.sleep(pause_s)
         return failure

@@ -2,7 +2,7 @@
 
     def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs) -> list[float | None]
 
-A call gets up to `batch_items` items whose data have the same keys. Each key is a column, a list with one value per
+A call gets up to BATCH_ITEMS items whose data have the same keys. Each key is a column, a list with one value per
 item. `completion_ids` are the token ids where the client has sent them. `finish_reasons` are passed when the function
 names them, the recipe's `kwargs` as they are. None is an abstention: there is no score. Calls of an `async` function
 for one batch run concurrently. A call that raises is repeated item by item, so that only the item that the function
@@ -41,6 +41,7 @@ from tba_reward.scorers import Tools
 from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 
 IMPLEMENTATION = 2
+BATCH_ITEMS = 64
 WHAT = "the function of reward kind 'python'"
 """How errors name the recipe's key, which has no fixed place."""
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reasons")
@@ -62,7 +63,7 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
             function="tba_reward.scorers.python:score",
             params=params,
             prepare="tba_reward.scorers.python:load",
-            batch_items=spec.batch_items,
+            batch_items=BATCH_ITEMS,
         ),
         pool=tools.pool,
         timeout_s=tools.timeout_s(spec),

@@ -98,8 +98,7 @@ def items(**more):
 
 def judged(spec, asked):
     """Return the answers of a model process to these items, computed in this process."""
-    kind = reward_model if spec.kind == "reward_model" else redteam
-    judge = load_judge(kind.model_set(spec))
+    judge = load_judge(spec)
     jobs = [
         judge.prepare(
             ScoreRequest(number=n, prompt=i.prompt, response=i.response, finished=i.finish_reason != "length")
@@ -155,7 +154,7 @@ async def test_a_pair_of_texts_gives_the_probability_of_a_label(specs, folders):
 
 async def test_a_reward_model_keeps_no_keys_and_values(specs):
     """8,192 tokens of a 6.9B model in bfloat16 would have 4 GiB of them, which `tba sizing` does not count."""
-    classifier, kept = Classifier(reward_model.model_set(specs["plain"]).classifier), []
+    classifier, kept = Classifier(specs["plain"]), []
     classifier._model.register_forward_hook(lambda _model, _inputs, output: kept.append(output.past_key_values))
     classifier.values([{"input_ids": [1, 2, 3]}])
     assert kept == [None]

@@ -204,9 +204,7 @@ async def until(reached):
 
 
 async def test_loading_has_a_deadline(tmp_path):
-    process = ModelProcess(
-        reward_model.model_set(spec_of(save_reward_model(tmp_path))), load_timeout_s=0.01, batch_timeout_s=1.0
-    )
+    process = ModelProcess(spec_of(save_reward_model(tmp_path)), load_timeout_s=0.01)
     await process.start()
     assert "its models were not loaded within 0.01 s" in process.health()
     await process.close()
@@ -215,9 +213,7 @@ async def test_loading_has_a_deadline(tmp_path):
 
 async def test_the_process_ends_when_its_service_is_gone(tmp_path):
     """Its stdin ends, as it does when the service is killed."""
-    process = ModelProcess(
-        reward_model.model_set(spec_of(save_reward_model(tmp_path))), load_timeout_s=100.0, batch_timeout_s=1.0
-    )
+    process = ModelProcess(spec_of(save_reward_model(tmp_path)), load_timeout_s=100.0)
     begun = asyncio.create_task(process.start())
     while process.pid is None:
         await asyncio.sleep(0.01)

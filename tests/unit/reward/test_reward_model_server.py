@@ -16,7 +16,6 @@ from tba_reward.model_server.child.victim import SeededSampling, reply_seed
 from tba_reward.model_server.client import MAX_SUSPECTS, ModelProcess, ProcessDiedError
 from tba_reward.model_server.model_messages import CancelRequest, ScoreAnswer, ScoreRequest
 from tba_reward.scorer import Failure, version_of
-from tba_reward.scorers import redteam, reward_model
 
 from tba.config.reward import RedteamSpec, RewardModelSpec
 
@@ -165,9 +164,7 @@ def test_a_row_draws_the_same_in_every_batch():
 
 async def test_a_text_that_kills_is_remembered_though_nobody_waits_for_it_any_more():
     """Its request was given up both times; the next one gets the failure, the one after that begins from nothing."""
-    process = ModelProcess(
-        reward_model.model_set(RewardModelSpec(kind="reward_model", model="m")), load_timeout_s=1, batch_timeout_s=1
-    )
+    process = ModelProcess(RewardModelSpec(kind="reward_model", model="m"), load_timeout_s=1)
     for number in (0, 1):
         process._state = "ready"
         process._in_flight = {number: request(number, "bad"), 7: request(7, "good")}
@@ -181,9 +178,7 @@ async def test_a_text_that_kills_is_remembered_though_nobody_waits_for_it_any_mo
 
 
 async def test_only_so_many_suspects_are_remembered():
-    process = ModelProcess(
-        reward_model.model_set(RewardModelSpec(kind="reward_model", model="m")), load_timeout_s=1, batch_timeout_s=1
-    )
+    process = ModelProcess(RewardModelSpec(kind="reward_model", model="m"), load_timeout_s=1)
     process._state = "ready"
     process._in_flight = {n: request(n, str(n)) for n in range(MAX_SUSPECTS + 10)}
     process._on_death(ProcessDiedError("it is gone"))
@@ -217,13 +212,9 @@ def test_log_toxicity_is_the_mean_logarithm_down_to_the_least_toxicity():
     assert failure.reason == "not_finite"
 
 
-def test_log_toxicity_reaches_the_model_process_and_is_another_version():
-    def spec(**settings):
-        return RedteamSpec(kind="redteam", victim="v", classifier="c", **settings)
-
-    plain, log = spec(), spec(output="log_toxicity")
-    assert redteam.model_set(log).output == "log_toxicity"
-    assert version_of(plain, 1) != version_of(log, 1)
+def test_log_toxicity_is_another_version():
+    plain = RedteamSpec(kind="redteam", victim="v", classifier="c")
+    assert version_of(plain, 1) != version_of(plain.model_copy(update={"output": "log_toxicity"}), 1)
 
 
 def test_replies_of_another_kind_of_device_are_another_version():

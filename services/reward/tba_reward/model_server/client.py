@@ -25,6 +25,7 @@ from typing import Literal
 import msgspec
 
 from tba.api.scores import ScoreReason
+from tba.config.reward import ModelScorerSpec
 from tba.logs import get_logger
 from tba_reward.model_server.model_messages import (
     LENGTH_BYTES,
@@ -33,13 +34,15 @@ from tba_reward.model_server.model_messages import (
     FromChild,
     Loaded,
     LoadFailed,
-    ModelSet,
+    LoadModels,
     ScoreAnswer,
     ScoreRequest,
     frame,
 )
 from tba_reward.scorer import Failure, Outcome
 
+_NOT_OF_MODELS = {"name", "weight", "gate", "timeout_s", "cache", "against", "missing_eos_penalty"}
+"""Settings of a scorer that say what is done with an output, which needs no other process."""
 MAX_ATTEMPTS = 2
 MAX_SUSPECTS = 4096
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -53,16 +56,16 @@ _Text = tuple[str, str, bool]
 
 
 class ModelPool:
-    """The model processes of a service: scorers that need the same set of models share one."""
+    """The model processes of a service: scorers that need the same models share one."""
 
     def __init__(self) -> None:
-        self._processes: dict[tuple[ModelSet, float, float], ModelProcess] = {}
+        self._processes: dict[str, ModelProcess] = {}
 
-    def process(self, models: ModelSet, *, load_timeout_s: float, batch_timeout_s: float) -> ModelProcess:
-        """Return the process of a set of models; it is not started here."""
-        key = models, load_timeout_s, batch_timeout_s
+    def process(self, spec: ModelScorerSpec, *, load_timeout_s: float) -> ModelProcess:
+        """Return the process of a scorer's models; it is not started here."""
+        key = spec.model_dump_json(exclude=_NOT_OF_MODELS)
         if key not in self._processes:
-            self._processes[key] = ModelProcess(models, load_timeout_s=load_timeout_s, batch_timeout_s=batch_timeout_s)
+            self._processes[key] = ModelProcess(spec, load_timeout_s=load_timeout_s)
         return self._processes[key]
 
 
@@ -83,17 +86,16 @@ class _Pending:
 
 
 class ModelProcess:
-    """A set of models in a process of its own, shared by all scorers that need the same set.
+    """The models of a scorer in a process of its own, shared by all scorers that need the same ones.
 
     Args:
-        models: what to load.
+        spec: the settings of a scorer, which say what to load.
         load_timeout_s: deadline of loading.
-        batch_timeout_s: longest silence while answers are owed.
     """
 
-    def __init__(self, models: ModelSet, *, load_timeout_s: float, batch_timeout_s: float) -> None:
-        self._models = models
-        self._load_timeout_s, self._batch_timeout_s = load_timeout_s, batch_timeout_s
+    def __init__(self, spec: ModelScorerSpec, *, load_timeout_s: float) -> None:
+        self._spec = spec
+        self._load_timeout_s, self._batch_timeout_s = load_timeout_s, spec.batch_timeout_s
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._in_flight: dict[int, ScoreRequest] = {}
@@ -197,7 +199,7 @@ class ModelProcess:
         Raises:
             ProcessDiedError: how it ended; always.
         """
-        child = self._child = await start_child(self._models)
+        child = self._child = await start_child(self._spec)
         try:
             await self._load(child)
             await self._serve(child)
@@ -367,7 +369,7 @@ class ChildProcess:
         await self._process.wait()
 
 
-async def start_child(models: ModelSet) -> ChildProcess:
+async def start_child(spec: ModelScorerSpec) -> ChildProcess:
     """Start a process that loads the models.
 
     Raises:
@@ -386,7 +388,7 @@ async def start_child(models: ModelSet) -> ChildProcess:
     except OSError as error:
         raise ProcessDiedError(f"it cannot be started ({error})") from error
     child = ChildProcess(process)
-    child.send(frame(models))
+    child.send(frame(LoadModels(spec_json=spec.model_dump_json())))
     return child
 
 

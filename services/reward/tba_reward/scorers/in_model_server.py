@@ -8,7 +8,6 @@ from pathlib import Path
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_reward.model_server.client import ModelProcess
-from tba_reward.model_server.model_messages import ModelSet
 from tba_reward.scorer import version_of
 from tba_reward.scorers import Tools
 
@@ -22,23 +21,20 @@ class ModelServerScorer:
     """A scorer with one model process; its subclasses have `score`.
 
     Args:
-        models: the models of the process.
         implementation: see `version_of`.
 
     Raises:
         ConfigError: a package or a folder is missing.
     """
 
-    def __init__(self, spec: ModelScorerSpec, tools: Tools, models: ModelSet, *, implementation: int) -> None:
+    def __init__(self, spec: ModelScorerSpec, tools: Tools, *, implementation: int) -> None:
         for name in _PATH_FIELDS:
             _check_folder(spec.kind, name, getattr(spec, name, None))  # type: ignore[attr-defined]  # all kinds have it
         self._packages = [_installed(spec.kind, name) for name in ("torch", "transformers")]  # type: ignore[attr-defined]
         self._spec, self._implementation = spec, implementation
         self._versions: dict[str, str] = {}  # by the digest of the files; kept because every result has its version
         self._timeout_s = tools.timeout_s(spec)
-        self._process: ModelProcess = tools.models.process(
-            models, load_timeout_s=LOAD_TIMEOUT_S, batch_timeout_s=spec.batch_timeout_s
-        )
+        self._process: ModelProcess = tools.models.process(spec, load_timeout_s=LOAD_TIMEOUT_S)
 
     @property
     def version(self) -> str:

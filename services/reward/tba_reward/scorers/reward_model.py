@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 
 from tba.config.reward import RewardModelSpec
-from tba_reward.model_server.model_messages import ClassifierSettings, ModelFiles, RewardModelSet
 from tba_reward.scorer import Failure, Item, Outcome, Scorer
 from tba_reward.scorers import Tools
 from tba_reward.scorers.in_model_server import ModelServerScorer
@@ -28,7 +27,7 @@ class RewardModelScorer(ModelServerScorer):
     """Scores every item in one model process."""
 
     def __init__(self, spec: RewardModelSpec, tools: Tools) -> None:
-        super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION)
+        super().__init__(spec, tools, implementation=IMPLEMENTATION)
         self._against, self._missing_eos_penalty = spec.against, spec.missing_eos_penalty
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
@@ -58,25 +57,3 @@ class RewardModelScorer(ModelServerScorer):
 
     async def _ask(self, prompt: str, response: str, *, finished: bool) -> Outcome:
         return await self._process.score(prompt, response, finished=finished, timeout_s=self._timeout_s)
-
-
-def model_set(spec: RewardModelSpec) -> RewardModelSet:
-    """Return the models that the process loads; scorers with the same ones share a process."""
-    return RewardModelSet(
-        classifier=ClassifierSettings(
-            files=ModelFiles(
-                path=spec.model,
-                dtype=spec.dtype,
-                device=spec.device,
-                trust_remote_code=spec.trust_remote_code,
-            ),
-            form=spec.input,
-            template=spec.template,
-            append_eos=spec.append_eos,
-            label=spec.label,
-            output=spec.output,
-        ),
-        batch_tokens=spec.batch_tokens,
-        batch_wait_s=spec.batch_wait_s,
-        num_threads=spec.num_threads,
-    )

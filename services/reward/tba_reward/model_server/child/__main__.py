@@ -17,7 +17,15 @@ from typing import BinaryIO
 
 import msgspec
 
-from tba_reward.model_server.model_messages import LENGTH_BYTES, FromChild, Loaded, LoadFailed, ModelSet, ToChild, frame
+from tba_reward.model_server.model_messages import (
+    LENGTH_BYTES,
+    FromChild,
+    Loaded,
+    LoadFailed,
+    LoadModels,
+    ToChild,
+    frame,
+)
 
 Inbox = queue.SimpleQueue[ToChild]
 
@@ -25,33 +33,37 @@ Inbox = queue.SimpleQueue[ToChild]
 def main() -> int:
     """Load the models that the first frame names, then answer requests until stdin ends."""
     frames, out = _take_pipes()
-    models: ModelSet = msgspec.msgpack.decode(_read_frame(frames), type=ModelSet)
+    order = msgspec.msgpack.decode(_read_frame(frames), type=LoadModels)
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_read, args=(frames, inbox), daemon=True).start()
 
     # imported only now, with the reader running, so that the process ends with the service even while it imports
     import torch
+    from pydantic import TypeAdapter
     from transformers.utils import logging
 
+    from tba.config.reward import AnyScorerSpec, ModelScorerSpec
     from tba_reward.model_server.child.judges import load_judge
     from tba_reward.model_server.child.model_loader import LoadError
     from tba_reward.model_server.child.server import Batcher
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if models.num_threads is not None:
-        torch.set_num_threads(models.num_threads)
+    spec = TypeAdapter[AnyScorerSpec](AnyScorerSpec).validate_json(order.spec_json)
+    assert isinstance(spec, ModelScorerSpec)
+    if spec.num_threads is not None:
+        torch.set_num_threads(spec.num_threads)
     try:
-        judge = load_judge(models)
+        judge = load_judge(spec)
     except Exception as error:  # transformers may raise anything on files that are damaged or of another kind
         kind = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
         _send(out, LoadFailed(detail=f"{kind}{error}"[:1000]))
         return 1
     _send(out, Loaded(digest=judge.digest))
-    batcher = Batcher(judge, models.batch_tokens, partial(_send, out))
+    batcher = Batcher(judge, spec.batch_tokens, partial(_send, out))
     while True:
         batcher.take(inbox.get())
-        deadline_s = time.monotonic() + models.batch_wait_s
+        deadline_s = time.monotonic() + spec.batch_wait_s
         while not batcher.is_full:
             try:
                 batcher.take(inbox.get(timeout=max(deadline_s - time.monotonic(), 0)))

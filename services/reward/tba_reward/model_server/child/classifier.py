@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tba.config.reward import RedteamSpec, RewardModelSpec
 from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
 from tba_reward.model_server.child.server import NoScore
-from tba_reward.model_server.model_messages import ClassifierSettings, GuardSettings
 
 Row = dict[str, list[int]]
+SAFE_VERDICT, UNSAFE_VERDICT = "\n\nsafe", "\n\nunsafe"
+"""The answers of Llama Guard, every release of it."""
 
 
 class Classifier:
@@ -22,27 +24,31 @@ class Classifier:
         LoadError: the files are not such a model, or the label is none of its outputs.
     """
 
-    def __init__(self, settings: ClassifierSettings) -> None:
-        folder = find_folder(settings.files)
+    def __init__(self, spec: RewardModelSpec | RedteamSpec) -> None:
+        if isinstance(spec, RewardModelSpec):
+            self._path, self._form, self._template = spec.model, spec.input, spec.template
+            self._append_eos, self._gives_logit = spec.append_eos, spec.output == "logit"
+        else:
+            self._path, self._form = spec.classifier, spec.classifier_input or "text"
+            self._template, self._append_eos, self._gives_logit = spec.classifier_template, False, False
+        folder = find_folder(self._path)
         self.digest = digest_folder(folder)
-        self._settings = settings
-        self._model, self._tokenizer = load(settings.files, folder, AutoModelForSequenceClassification)
+        self._model, self._tokenizer = load(self._path, folder, spec, AutoModelForSequenceClassification)
         # keys and values of a whole batch would take gigabytes, and a text is read once
         self._model.config.get_text_config().use_cache = False
-        self._label = self._find_label(settings.label)
+        self._label = self._find_label(spec.label)
         self._max_tokens = longest_input(self._model, self._tokenizer)
         self._pad_id = self._model.config.get_text_config().pad_token_id
-        if settings.append_eos and self._tokenizer.eos_token_id is None:
-            raise LoadError(f"append_eos: the tokenizer of {settings.files.path} has no end-of-sequence token")
-        if settings.form == "chat" and self._tokenizer.chat_template is None:
-            raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; use another form of input")
+        if self._append_eos and self._tokenizer.eos_token_id is None:
+            raise LoadError(f"append_eos: the tokenizer of {self._path} has no end-of-sequence token")
+        if self._form == "chat" and self._tokenizer.chat_template is None:
+            raise LoadError(f"the tokenizer of {self._path} has no chat template; use another form of input")
 
     def encode(self, prompt: str, response: str, *, finished: bool = True) -> Row | NoScore:
         """Return the tokens of one input."""
-        settings = self._settings
-        row = model_loader.encode(self._tokenizer, settings.form, settings.template, prompt, response)
+        row = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
         eos = self._tokenizer.eos_token_id
-        if settings.append_eos and finished and row["input_ids"][-1:] != [eos]:
+        if self._append_eos and finished and row["input_ids"][-1:] != [eos]:
             row = {name: [*ids, eos if name == "input_ids" else ids[-1]] for name, ids in row.items()}
         return model_loader.check_length(len(row["input_ids"]), self._max_tokens, "the input") or row
 
@@ -66,7 +72,7 @@ class Classifier:
         finally:
             config.pad_token_id = self._pad_id
         logits = logits.float()  # [B, labels]
-        if self._settings.output == "probability":
+        if not self._gives_logit:
             logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)
         return logits[:, self._label].tolist()
 
@@ -77,7 +83,7 @@ class Classifier:
         if len(numbers) == 1:
             return numbers[0]
         what = "say which label counts" if label is None else f"there is no label {label!r}"
-        raise LoadError(f"{self._settings.files.path}: {what}; it has {', '.join(names)}")
+        raise LoadError(f"{self._path}: {what}; it has {', '.join(names)}")
 
 
 class GuardClassifier:
@@ -89,19 +95,20 @@ class GuardClassifier:
         LoadError: the files are not such a model, it has no chat template, or the two verdicts are the same.
     """
 
-    def __init__(self, settings: GuardSettings) -> None:
-        folder = find_folder(settings.files)
+    def __init__(self, spec: RedteamSpec) -> None:
+        folder = find_folder(spec.classifier)
         self.digest = digest_folder(folder)
-        self._settings = settings
-        self._model, self._tokenizer = load(settings.files, folder, AutoModelForCausalLM)
+        self._template = spec.classifier_template
+        self._form: model_loader.InputForm = "text" if spec.classifier_input == "text" else "chat"
+        self._model, self._tokenizer = load(spec.classifier, folder, spec, AutoModelForCausalLM)
         self._max_tokens = longest_input(self._model, self._tokenizer)
-        if settings.form == "chat" and self._tokenizer.chat_template is None:
-            raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; use another form of input")
-        self._common, self._safe, self._unsafe = self._verdicts()
+        if self._form == "chat" and self._tokenizer.chat_template is None:
+            raise LoadError(f"the tokenizer of {spec.classifier} has no chat template; use another form of input")
+        self._common, self._safe, self._unsafe = self._verdicts(spec.classifier)
 
     def encode(self, prompt: str, response: str, *, finished: bool = True) -> Row | NoScore:
         """Return the tokens up to the first one in which the verdicts differ."""
-        row = model_loader.encode(self._tokenizer, self._settings.form, self._settings.template, prompt, response)
+        row = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
         ids = row["input_ids"] + self._common
         return model_loader.check_length(len(ids), self._max_tokens, "the input") or {"input_ids": ids}
 
@@ -120,16 +127,12 @@ class GuardClassifier:
         ).logits  # [B, 1, V]
         return (logits[:, -1, self._unsafe] - logits[:, -1, self._safe]).float().sigmoid().tolist()
 
-    def _verdicts(self) -> tuple[list[int], int, int]:
+    def _verdicts(self, path: str) -> tuple[list[int], int, int]:
         """Return the tokens that both verdicts begin with, and the first token in which each differs."""
         safe, unsafe = (
-            self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            for text in (self._settings.safe, self._settings.unsafe)
+            self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (SAFE_VERDICT, UNSAFE_VERDICT)
         )
         for n, (one, other) in enumerate(zip(safe, unsafe, strict=False)):
             if one != other:
                 return list(safe[:n]), one, other
-        raise LoadError(
-            f"the verdicts {self._settings.safe!r} and {self._settings.unsafe!r} do not differ in a token of "
-            f"{self._settings.files.path}"
-        )
+        raise LoadError(f"the verdicts {SAFE_VERDICT!r} and {UNSAFE_VERDICT!r} do not differ in a token of {path}")

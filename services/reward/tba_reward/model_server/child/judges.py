@@ -7,35 +7,33 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
+from tba.config.reward import ModelScorerSpec, RedteamSpec, RewardModelSpec
 from tba_reward.model_server.child.classifier import Classifier, GuardClassifier, Row
 from tba_reward.model_server.child.server import Judge, NoScore, TokenizedRequest
 from tba_reward.model_server.child.victim import Victim
-from tba_reward.model_server.model_messages import (
-    ClassifierSettings,
-    ModelSet,
-    RedteamSet,
-    RewardModelSet,
-    ScoreRequest,
-)
+from tba_reward.model_server.model_messages import ScoreRequest
 
 MIN_TOXICITY = 1e-6
 """Below it `log_toxicity` takes this instead: the logarithm of 0 is not a reward."""
 
 
-def load_judge(models: ModelSet) -> Judge:
-    """Load the models.
+def load_judge(spec: ModelScorerSpec) -> Judge:
+    """Load the models of a scorer.
 
     Raises:
         LoadError: the files do not match the settings.
     """
-    return RewardModelJudge(models) if isinstance(models, RewardModelSet) else RedteamJudge(models)
+    if isinstance(spec, RedteamSpec):
+        return RedteamJudge(spec)
+    assert isinstance(spec, RewardModelSpec)
+    return RewardModelJudge(spec)
 
 
 class RewardModelJudge:
     """Scores (prompt, response) by the output of a classifier."""
 
-    def __init__(self, models: RewardModelSet) -> None:
-        self._classifier = Classifier(models.classifier)
+    def __init__(self, spec: RewardModelSpec) -> None:
+        self._classifier = Classifier(spec)
 
     @property
     def digest(self) -> str:
@@ -57,14 +55,11 @@ class RewardModelJudge:
 class RedteamJudge:
     """Scores an attack, the response, by the mean score of the victim's replies to it."""
 
-    def __init__(self, models: RedteamSet) -> None:
-        self._least = MIN_TOXICITY if models.output == "log_toxicity" else None
-        self._victim = Victim(models.victim)
-        settings = models.classifier
-        self._classifier = (
-            Classifier(settings) if isinstance(settings, ClassifierSettings) else GuardClassifier(settings)
-        )
-        self._batch_tokens = models.batch_tokens
+    def __init__(self, spec: RedteamSpec) -> None:
+        self._least = MIN_TOXICITY if spec.output == "log_toxicity" else None
+        self._victim = Victim(spec)
+        self._classifier = GuardClassifier(spec) if spec.judge == "guard" else Classifier(spec)
+        self._batch_tokens = spec.batch_tokens
 
     @property
     def digest(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -13,11 +13,13 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba.weights.load_report import check_load_report
 from tba_reward.model_server.child.server import NoScore
-from tba_reward.model_server.model_messages import InputForm, ModelFiles
 
+InputForm = Literal["text", "pair", "chat"]
+"""The template with its fields filled in, (prompt, response) as a pair of texts, or two turns in the chat template."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -26,20 +28,20 @@ class LoadError(Exception):
     """The files do not match the settings; the message is for the person who wrote them."""
 
 
-def find_folder(files: ModelFiles) -> Path:
+def find_folder(path: str) -> Path:
     """Return the folder with the files of a model; a model on the hub is fetched, or found in the cache.
 
     Raises:
         LoadError: there is no such model, or it has no weights.
     """
-    folder = Path(files.path).expanduser()
+    folder = Path(path).expanduser()
     if not folder.is_dir():
-        if files.path.startswith((".", "/", "~")) or files.path.count("/") > 1:
-            raise LoadError(f"there is no folder {files.path!r}; tba data prepare RECIPE fetches what a recipe needs")
-        folder = _fetch(files, [*SMALL_FILES, WEIGHTS[0]])
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise LoadError(f"there is no folder {path!r}; tba data prepare RECIPE fetches what a recipe needs")
+        folder = _fetch(path, [*SMALL_FILES, WEIGHTS[0]])
         if not any(folder.glob(WEIGHTS[0])):
-            folder = _fetch(files, [*SMALL_FILES, WEIGHTS[1]])
-    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+            folder = _fetch(path, [*SMALL_FILES, WEIGHTS[1]])
+    if not any(each for pattern in WEIGHTS for each in folder.glob(pattern)):
         raise LoadError(f"{folder} has no weights ({' or '.join(WEIGHTS)})")
     return folder
 
@@ -54,32 +56,32 @@ def digest_folder(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def load(files: ModelFiles, folder: Path, kind: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(path: str, folder: Path, spec: ModelScorerSpec, kind: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model, in evaluation mode on its device, and its tokenizer.
 
     Args:
+        path: what the recipe calls it.
+        folder: its files, from `find_folder`.
+        spec: says device, dtype, and whether the code of the model is run.
         kind: one of the Auto classes of transformers.
 
     Raises:
-        LoadError: torch does not know the dtype, or the files lack weights of the model.
+        LoadError: the files lack weights of the model.
         Exception: transformers raises anything on files that it cannot read.
     """
-    device = files.device
+    device = spec.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = "auto" if files.dtype == "auto" else getattr(torch, files.dtype, None)
-    if dtype != "auto" and not isinstance(dtype, torch.dtype):
-        raise LoadError(f"dtype {files.dtype!r} is not a torch dtype; use float32, bfloat16, float16 or auto")
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=files.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
     model, report = kind.from_pretrained(
         folder,
-        dtype=dtype,
-        trust_remote_code=files.trust_remote_code,
+        dtype=spec.dtype,
+        trust_remote_code=spec.trust_remote_code,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # the report names them
     )
     try:
-        check_load_report(report, model, where=files.path)
+        check_load_report(report, model, where=path)
     except ConfigError as error:
         raise LoadError(str(error)) from None
     return model.to(device).eval(), tokenizer
@@ -97,12 +99,12 @@ def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return min(limits)
 
 
-def _fetch(files: ModelFiles, patterns: list[str]) -> Path:
+def _fetch(name: str, patterns: list[str]) -> Path:
     try:
-        return Path(snapshot_download(files.path, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # many kinds: no such repository, gated, no network, a full disk
         raise LoadError(
-            f"{files.path!r} is not a folder, and it cannot be fetched from the hub ({type(error).__name__}: {error})"
+            f"{name!r} is not a folder, and it cannot be fetched from the hub ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -21,38 +21,38 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tba.config.reward import RedteamSpec
 from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
 from tba_reward.model_server.child.server import NoScore
-from tba_reward.model_server.model_messages import VictimSettings
 
 
 class Victim:
     """A victim whose replies transformers generates.
 
-    Of the model's own generation settings only the end-of-sequence tokens are used; `settings` says how it samples.
+    Of the model's own generation settings only the end-of-sequence tokens are used; `spec` says how it samples.
 
     Raises:
         LoadError: the files are not such a model, or it lacks the chat template that the settings ask for.
     """
 
-    def __init__(self, settings: VictimSettings) -> None:
-        folder = find_folder(settings.files)
+    def __init__(self, spec: RedteamSpec) -> None:
+        folder = find_folder(spec.victim)
         self.digest = digest_folder(folder)
-        self._settings = settings
-        self._model, self._tokenizer = load(settings.files, folder, AutoModelForCausalLM)
-        if settings.form == "chat" and self._tokenizer.chat_template is None:
-            raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; leave `victim_input` out")
-        self._chat = self._tokenizer.chat_template is not None and settings.form != "text"
+        self._spec = spec
+        self._model, self._tokenizer = load(spec.victim, folder, spec, AutoModelForCausalLM)
+        if spec.victim_input == "chat" and self._tokenizer.chat_template is None:
+            raise LoadError(f"the tokenizer of {spec.victim} has no chat template; leave `victim_input` out")
+        self._chat = self._tokenizer.chat_template is not None and spec.victim_input != "text"
         self._eos = _end_ids(folder, self._model.config, self._tokenizer)
         limit = longest_input(self._model, self._tokenizer)
-        if settings.max_attack_tokens is not None:
-            limit = min(limit, len(self._prompt("")) + settings.max_attack_tokens + settings.max_reply_tokens)
+        if spec.max_attack_tokens is not None:
+            limit = min(limit, len(self._prompt("")) + spec.max_attack_tokens + spec.max_reply_tokens)
         self._context_tokens = limit
         """Most tokens of a prompt and its reply."""
         self._model.generation_config = GenerationConfig(
             do_sample=False,  # `SeededSampling` leaves one token, so that "the most likely" is the one that was drawn
-            max_new_tokens=settings.max_reply_tokens,
+            max_new_tokens=spec.max_reply_tokens,
             eos_token_id=self._eos or None,
             pad_token_id=self._eos[0] if self._eos else 0,
         )
@@ -60,7 +60,7 @@ class Victim:
     @property
     def num_replies(self) -> int:
         """Replies to each attack."""
-        return self._settings.num_replies
+        return self._spec.num_replies
 
     @property
     def device_type(self) -> str:
@@ -70,12 +70,12 @@ class Victim:
     @property
     def max_reply_tokens(self) -> int:
         """Longest reply."""
-        return self._settings.max_reply_tokens
+        return self._spec.max_reply_tokens
 
     def encode(self, attack: str) -> list[int] | NoScore:
         """Return the tokens of an attack without the white space at its end."""
         ids = self._prompt(attack.rstrip())
-        limit = self._context_tokens - self._settings.max_reply_tokens
+        limit = self._context_tokens - self._spec.max_reply_tokens
         return model_loader.check_length(len(ids), limit, "the attack in its template") or ids
 
     def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str | None]]:
@@ -85,7 +85,7 @@ class Victim:
             attacks: the attacks, on which the draws depend.
             prompts: their tokens, from `encode`.
         """
-        number = self._settings.num_replies
+        number = self._spec.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
         seeds = [reply_seed(attack, n) for attack in attacks for n in range(number)]
         texts = [None if tokens is None else self._text(tokens) for tokens in self._generate(rows, seeds)]
@@ -101,8 +101,8 @@ class Victim:
         device = self._model.device
         check = LogitsCheck()
         processors = LogitsProcessorList([check])
-        if self._settings.temperature > 0:
-            processors.append(SeededSampling(self._settings.temperature, self._settings.top_p, seeds, device))
+        if self._spec.temperature > 0:
+            processors.append(SeededSampling(self._spec.temperature, self._spec.top_p, seeds, device))
         generate: Callable[..., Tensor] = self._model.generate  # type: ignore[assignment]  # of its mixin
         output = generate(input_ids=ids.to(device), attention_mask=mask.to(device), logits_processor=processors)
         rows, is_sound = output[:, ids.shape[1] :].tolist(), check.is_sound()
@@ -116,7 +116,7 @@ class Victim:
         if self._chat:
             turns = [{"role": "user", "content": attack}]
             return model_loader.encode_chat(self._tokenizer, turns, to_be_continued=True)
-        return list(self._tokenizer(model_loader.fill(self._settings.template, attack))["input_ids"])
+        return list(self._tokenizer(model_loader.fill(self._spec.victim_template, attack))["input_ids"])
 
     def _num_before_end(self, tokens: list[int]) -> int:
         return next((n for n, token in enumerate(tokens) if token in self._eos), len(tokens))

@@ -21,11 +21,11 @@ from tba.api import RescoreRequest
 from tba.clients import BufferClient, RewardClient
 from tba.versions import START
 from tba.wire import Sampling, VersionSpan, encode_rollout
-from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage, write_recipe
+from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
-from tests.support.deployment import _start_reward
 from tests.support.leases import lease
-from tests.support.redis_process import RedisProcess, free_port
+from tests.support.redis_process import RedisProcess
+from tests.support.reward_process import running_reward
 from tests.support.reward_server import RewardServer
 from tests.support.scored_buffer import statuses, stored_rollouts
 from tests.support.tiny_model import make_tiny_tokenizer
@@ -45,16 +45,10 @@ def endpoint() -> Iterator[RewardServer]:
 @pytest.fixture(scope="module")
 def reward_url(tmp_path_factory: pytest.TempPathFactory, endpoint: RewardServer) -> Iterator[str]:
     """A real reward service that asks the endpoint."""
-    folder, port = tmp_path_factory.mktemp("reward"), free_port()
     scorer = {"kind": "http", "url": f"{endpoint.url}/v1/score", "timeout_s": 30.0}
-    section = {"port": port, "num_workers": 1, "tasks": {"addition": {"scorers": [scorer]}}}
-    process = _start_reward(folder, write_recipe(folder / "recipe.json", make_recipe(reward=section)), _url(port))
-    yield _url(port)
-    process.stop()
-
-
-def _url(port: int) -> str:
-    return f"http://127.0.0.1:{port}"
+    tasks = {"addition": {"scorers": [scorer]}}
+    with running_reward(tmp_path_factory.mktemp("reward"), num_workers=1, tasks=tasks) as url:
+        yield url
 
 
 @pytest.fixture

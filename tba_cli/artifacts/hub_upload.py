@@ -76,8 +76,8 @@ class HubRepository:
         except errors.HFValidationError as error:
             raise ConfigError(f"--push-to-hub {self._name} is not OWNER/NAME: {first_line(error)}") from None
         except Exception as error:  # those of the hub's HTTP library, which this package does not import
-            refusal = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-            if refusal in (401, 403, 404):
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if status in (401, 403, 404):
                 raise ConfigError(
                     f"the hub does not let you write to {self._name} ({first_line(error)}): check the name, and give "
                     "a token that may write there, by HF_TOKEN or `hf auth login`"

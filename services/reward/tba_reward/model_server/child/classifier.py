@@ -25,6 +25,7 @@ class Classifier:
     """
 
     def __init__(self, spec: RewardModelSpec | RedteamSpec) -> None:
+        self._form: model_loader.InputForm
         if isinstance(spec, RewardModelSpec):
             self._path, self._form, self._template = spec.model, spec.input, spec.template
             self._append_eos, self._gives_logit = spec.append_eos, spec.output == "logit"

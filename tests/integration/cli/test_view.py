@@ -152,7 +152,7 @@ def test_the_page_of_a_run_that_is_over_is_served_read_only_until_a_signal(
         assert {item.component_id for item in info.components} == {"buffer", "searcher-0", "trainer-0"}
         stats = client.stats()
         assert (stats.num_rollouts, stats.num_pending) == (5, 1)
-        paths = ("curves", "run?summary=true", "prompts", "versions", "snapshots", "ledger", "run/searchers")
+        paths = ("curves", "run?summary=true", "prompts", "versions", "ledger", "run/searchers")
         for path in (*paths, "run/changes"):
             assert get(base, f"/v1/{path}", token)[0] == 200, path
         rollout = client.list_rollouts(limit=1).rollouts[0]

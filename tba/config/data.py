@@ -190,6 +190,9 @@ class DataSection(StrictModel):
     num_heldout: int = Field(default=512, ge=1)
     """Prompts to evaluate on, never trained on: of a generator, or of data sets that name no split for it. Those of
     data sets are chosen by the digest of their ids, so that the order of the rows does not matter."""
+    selection: Literal["epochs", "posterior"] = "epochs"
+    """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
+    Beta posterior of each prompt's success, toward one half, where groups tell most (MoPPS, arXiv 2507.04632)."""
 
     def check_source(self) -> None:
         """Refuse a section without exactly one source of prompts; called by the recipe.

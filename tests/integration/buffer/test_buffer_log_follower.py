@@ -76,7 +76,7 @@ async def test_after_redis_came_back_from_an_older_file_everything_is_read_again
     assert (await buffer.view.catch_up()).num_live == 1
     assert [buffer.prompts.catalog.ids, buffer.run.lineages.knows(1)] == [[f"train-{i}" for i in range(4)], False]
     assert buffer.prompts.catalog.find("train-5") is None
-    assert len(buffer.prompts.catalog.train) == 4
+    assert len(buffer.prompts.catalog.train_numbers()) == 4
 
 
 async def test_a_log_of_more_prompts_than_redis_has_is_refused(buffer: Buffer) -> None:

@@ -174,6 +174,7 @@ def check_counts(index: Index, model: Model) -> None:
         scored = model.positions(prompt=prompt)
         assert index.counts[prompt] == len(scored)
         assert index.live_counts[prompt] == len(model.positions(None, prompt))
+        assert index.successes[prompt] == sum(model.stored[at].reward >= 1 for at in scored)
         assert index.drawable_counts[prompt] == len(model.drawable(prompt))
         assert index.recent_counts[prompt] == sum(model.stored[at].prompt == prompt for at in recent)
     assert index.num_drawable == np.count_nonzero(index.drawable_counts >= model.settings.min_distinct)

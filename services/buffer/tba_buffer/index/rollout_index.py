@@ -67,6 +67,7 @@ class IndexSettings:
     alternate: bool = False
     min_distinct: int = 2
     max_uses: int | None = None
+    success_reward: float = 1.0
     big_prompt: int = 512
 
     @classmethod
@@ -77,6 +78,7 @@ class IndexSettings:
             alternate=sampling.alternate,
             min_distinct=sampling.min_distinct,
             max_uses=sampling.max_uses,
+            success_reward=recipe.eval.success_reward,
         )
 
 
@@ -104,7 +106,7 @@ class Index:
         self._payload_bytes = 0
         self._pending_from = 0
         self._num_prompts = 0
-        self._per_prompt = np.zeros((4, 0), dtype=np.int64)
+        self._per_prompt = np.zeros((5, 0), dtype=np.int64)
 
     # ---- following the log ------------------------------------------------------------------------------------
 
@@ -276,8 +278,11 @@ class Index:
         self._num_of += sign * np.bincount(status, minlength=3)
         self._payload_bytes += sign * int(table.at("num_bytes", slots).sum())
         scored = status == SCORED
-        counts, _, recent, drawable = self._per_prompt
+        counts, _, successes, recent, drawable = self._per_prompt
         counts[prompts] += sign * by_prompt.count(scored)
+        successes[prompts] += sign * by_prompt.count(
+            scored & (table.at("reward", slots) >= self.settings.success_reward)
+        )
         usable = scored
         if self.settings.max_uses is not None:
             usable = scored & (table.at("uses", slots) < self.settings.max_uses)
@@ -292,7 +297,7 @@ class Index:
     def _note_turns(self, pool: int, prompts: Prompts | None) -> None:
         """Keep the due prompts of a pool right after turns changed: of these prompts, or the floor rose."""
         self._reserve_prompts(self.draws.turns.shape[1])
-        num = self._per_prompt[2 if pool == RECENT else 3]
+        num = self._per_prompt[3 if pool == RECENT else 4]
         prompts = np.arange(len(num)) if prompts is None else prompts
         due = (num[prompts] >= self.settings.min_distinct) & self.draws.is_due(pool, prompts)
         if len(prompts) == len(num):
@@ -314,7 +319,7 @@ class Index:
     def _reserve_prompts(self, num: int) -> None:
         if num > self._per_prompt.shape[1]:
             size = max(64, num + num // 4)
-            grown = np.zeros((4, size), dtype=np.int64)
+            grown = np.zeros((5, size), dtype=np.int64)
             grown[:, : self._per_prompt.shape[1]] = self._per_prompt
             self._per_prompt = grown
             for part in (self.rows_by_prompt, *self.drawable, *self.due, self.draws):
@@ -357,8 +362,8 @@ class Index:
         if len(self.publications) >= num_back:
             self._recent_from = table.row_after(self.publications[-num_back].position)
         recent = self.recent_rows()
-        self._per_prompt[2] = np.bincount(table.get("prompt", recent), minlength=self._per_prompt.shape[1])
-        members = self._per_prompt[2] >= self.settings.min_distinct
+        self._per_prompt[3] = np.bincount(table.get("prompt", recent), minlength=self._per_prompt.shape[1])
+        members = self._per_prompt[3] >= self.settings.min_distinct
         self.drawable[RECENT].put_all(members)
         self.due[RECENT].put_all(members & self.draws.is_due(RECENT, np.arange(len(members))))
 
@@ -425,14 +430,19 @@ class Index:
         return self._per_prompt[1, : self._num_prompts]
 
     @property
+    def successes(self) -> NDArray[np.int64]:
+        """[P] scored live rollouts with a reward of at least success_reward."""
+        return self._per_prompt[2, : self._num_prompts]
+
+    @property
     def recent_counts(self) -> NDArray[np.int64]:
         """[P] live rollouts that may be drawn and are recent."""
-        return self._per_prompt[2, : self._num_prompts]
+        return self._per_prompt[3, : self._num_prompts]
 
     @property
     def drawable_counts(self) -> NDArray[np.int64]:
         """[P] live rollouts that may be drawn."""
-        return self._per_prompt[3, : self._num_prompts]
+        return self._per_prompt[4, : self._num_prompts]
 
     def versions(self) -> dict[PolicyVersion, int]:
         """Return the live rollouts per policy version, ascending."""

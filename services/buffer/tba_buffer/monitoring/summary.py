@@ -191,8 +191,8 @@ def _advice_on_data(stats: Stats, curves: Curves) -> str | None:
     if (tied := _recent(curves, "tied_group_share")) is not None and tied > TIED_SHARE:
         return (
             f"In {100 * tied:.0f} % of the groups all rewards are equal, so little can be learned: prompts that are "
-            "too easy or too hard (`sampling.skip_tied_groups` passes over them), or a scorer that sees no difference "
-            "(Rollouts)."
+            'too easy or too hard (`data.selection = "posterior"` leaves them out), or a scorer that sees no '
+            "difference (Rollouts)."
         )
     if (ess := _recent(curves, "ess")) is not None and ess < LOW_ESS:
         return f"The effective sample size is {ess:.2f}: {REMEDIES['ess_collapse']}."

@@ -2,6 +2,16 @@
 
 The cursor "epoch:offset:size" lives in Redis, so a restart continues where it was. An epoch visits the train prompts
 that existed when it began; prompts uploaded later join the next one. Visit ids are `visit-<epoch>-<offset>`.
+
+With `data.selection = "posterior"` an epoch has as many visits, but the prompt of each is chosen by its posterior
+success, as in MoPPS (arXiv 2507.04632). A prompt's success rate has the prior Beta(1, 1), so after s successes in n
+scored rollouts its posterior is Beta(1 + s, 1 + n - s). Per visit, `num_candidates` prompts each get one Thompson draw
+of their rate, and the draws nearest to the target win. A prompt that nobody has tried draws uniformly, so it is tried
+soon. One known to be too easy or too hard draws far from the target, and comes back only when its posterior is wide.
+
+The rollouts that are stored now count: eviction takes the place of the paper's discount of old evidence. So the limits
+of the buffer (`max_rollouts`, `max_rollouts_per_prompt`, `max_policy_age_steps`) are also the window that the posterior
+remembers, and a prompt whose rollouts are all gone is unknown again.
 """
 
 from __future__ import annotations
@@ -19,6 +29,7 @@ from tba.api import Prompt, PromptUploadReply
 from tba.config import Recipe
 from tba.errors import ConflictError
 from tba.fields import MAX_NUMBER
+from tba_buffer.index.rollout_index import Index
 from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
@@ -40,10 +51,15 @@ class Catalog:
         self.ids: list[str] = []
         self.train: list[Prompt] = []
         self.heldout: list[Prompt] = []
+        self._train_numbers: Ints = np.zeros(1024, dtype=np.int64)
 
     def find(self, prompt_id: str) -> tuple[int, Prompt] | None:
         """Return the number and the content of a prompt."""
         return self._by_id.get(prompt_id)
+
+    def train_numbers(self) -> Ints:
+        """Return the prompt numbers of the train prompts. [P]"""
+        return self._train_numbers[: len(self.train)]
 
     def numbers_of(self, task: str) -> Ints:
         """Return the numbers of the prompts of a task, ascending. O(prompts)"""
@@ -73,14 +89,20 @@ class Catalog:
             # read aside, so that an error leaves the known prompts as they are
             fresh = Catalog(self._context)
             await fresh.load()
-            self._by_id, self.ids = fresh._by_id, fresh.ids
+            self._by_id, self.ids, self._train_numbers = fresh._by_id, fresh.ids, fresh._train_numbers
             self.train, self.heldout = fresh.train, fresh.heldout
 
     def _add(self, prompt: Prompt) -> None:
         number = len(self.ids)
         self._by_id[prompt.prompt_id] = (number, prompt)
         self.ids.append(prompt.prompt_id)
-        (self.heldout if prompt.split == "heldout" else self.train).append(prompt)
+        if prompt.split == "heldout":
+            self.heldout.append(prompt)
+            return
+        if len(self.train) == len(self._train_numbers):
+            self._train_numbers = np.concatenate([self._train_numbers, np.zeros_like(self._train_numbers)])
+        self._train_numbers[len(self.train)] = number
+        self.train.append(prompt)
 
     async def upload(self, prompts: Sequence[Prompt]) -> PromptUploadReply:
         """Add prompts, all or none.
@@ -148,33 +170,47 @@ class VisitCursor:
 
 
 class VisitOrder:
-    """Turns a cursor into the visits from there on: the same for the same cursor, seed and prompts.
+    """Turns a cursor into the visits from there on: the same for the same cursor, seed, prompts and index.
 
     Args:
         catalog: the prompts.
-        recipe: gives the seed.
+        recipe: gives the seed, and says how visits choose prompts (`data.selection`).
     """
 
     def __init__(self, catalog: Catalog, recipe: Recipe) -> None:
         self._catalog = catalog
         self._seed = recipe.run.seed
+        self._selection = SelectionSettings.of(recipe)
         self._shuffled: dict[tuple[int, int], Ints] = {}
 
-    def next(self, cursor: VisitCursor | None, num: int) -> list[NextVisit]:
+    def next(self, cursor: VisitCursor | None, num: int, index: Index) -> list[NextVisit]:
         """Return the `num` visits from `cursor` on (None: the beginning); none without train prompts."""
         num_train = len(self._catalog.train)
         if not num_train or not num:
             return []
         epoch, offset, size = (0, 0, num_train) if cursor is None else (cursor.epoch, cursor.offset, cursor.size)
-        visits = list[NextVisit]()
+        visits = []
         for _ in range(num):
             # the epoch is over: the next one has every train prompt that exists now
             if offset >= size:
                 epoch, offset, size = epoch + 1, 0, num_train
-            prompt = self._catalog.train[self._order(epoch, size)[offset]]
-            visits.append(NextVisit(f"visit-{epoch}-{offset}", prompt.prompt_id, f"{epoch}:{offset + 1}:{size}"))
+            visits.append((epoch, offset, size))
             offset += 1
-        return visits
+        chosen = self._by_epoch(visits) if self._selection is None else self._by_posterior(visits, index)
+        return [
+            NextVisit(f"visit-{epoch}-{offset}", self._catalog.train[at].prompt_id, f"{epoch}:{offset + 1}:{size}")
+            for (epoch, offset, size), at in zip(visits, chosen, strict=True)
+        ]
+
+    def _by_epoch(self, visits: list[tuple[int, int, int]]) -> list[int]:
+        return [int(self._order(epoch, size)[offset]) for epoch, offset, size in visits]
+
+    def _by_posterior(self, visits: list[tuple[int, int, int]], index: Index) -> list[int]:
+        assert self._selection is not None
+        # seeded by the first visit: after a restart the same cursor chooses the same prompts
+        rng = np.random.default_rng([self._seed, *visits[0][:2]])
+        numbers = self._catalog.train_numbers()
+        return choose_by_posterior(numbers, index.counts, index.successes, len(visits), self._selection, rng).tolist()
 
     def _order(self, epoch: int, size: int) -> Ints:
         order = self._shuffled.get((epoch, size))
@@ -185,6 +221,71 @@ class VisitOrder:
             order = np.random.default_rng([self._seed, epoch]).permutation(size)
             self._shuffled[epoch, size] = order
         return order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionSettings:
+    """The target success rate, and the candidate prompts per visit."""
+
+    target: float = 0.5
+    """One half gives the most informative groups."""
+    num_candidates: int = 8
+    """Random prompts that are looked at for every one that is taken."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> SelectionSettings | None:
+        """Return the settings of a recipe; None where every epoch visits every prompt."""
+        if recipe.data.selection == "epochs":
+            return None
+        return cls()
+
+
+def candidate_offsets(num_train: int, num: int, rng: np.random.Generator) -> Ints:
+    """Draw `num` of the offsets 0 .. num_train - 1 uniformly [num]; distinct unless there are fewer than `num`.
+
+    Costs O(num), not O(num_train).
+    """
+    return rng.choice(num_train, size=num, replace=num > num_train)
+
+
+def thompson_draws(counts: Ints, successes: Ints, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw once from each posterior Beta(1 + successes, 1 + counts - successes). [N]"""
+    return rng.beta(1.0 + successes, 1.0 + (counts - successes))
+
+
+def nearest_draws(draws: NDArray[np.float64], target: float, num: int) -> Ints:
+    """Return the indices of the `num` draws nearest to the target, nearest first; equal ones in their order."""
+    return np.argsort(np.abs(draws - target), kind="stable")[:num]
+
+
+def choose_by_posterior(
+    train_numbers: Ints, counts: Ints, successes: Ints, num: int, settings: SelectionSettings, rng: np.random.Generator
+) -> Ints:
+    """Choose offsets [num] into the train prompts for `num` visits, nearest to the target first.
+
+    With fewer train prompts than candidates a prompt may be drawn, and chosen, more than once: red-teaming has one.
+
+    Args:
+        train_numbers: [P] prompt numbers of the train prompts.
+        counts: [Q] scored rollouts stored now, per prompt number; prompts beyond its end have none.
+        successes: [Q] how many of them succeeded.
+        num: visits to fill.
+        settings: target and number of candidates.
+        rng: the generator of the visits.
+    """
+    offsets = candidate_offsets(len(train_numbers), settings.num_candidates * num, rng)
+    numbers = train_numbers[offsets]
+    draws = thompson_draws(_values_of(counts, numbers), _values_of(successes, numbers), rng)
+    return offsets[nearest_draws(draws, settings.target, num)]
+
+
+def _values_of(values: Ints, numbers: Ints) -> Ints:
+    """Return the values of prompt numbers; 0 beyond the end of the array."""
+    found = np.zeros(len(numbers), dtype=np.int64)
+    # prompts beyond the end have no rollouts yet
+    known = numbers < len(values)
+    found[known] = values[numbers[known]]
+    return found
 
 
 def bounded_data(data: dict[str, Any], num_chars: int | None) -> dict[str, Any] | None:

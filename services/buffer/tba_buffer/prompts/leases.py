@@ -227,7 +227,7 @@ class Leases:
         for _ in range(ATTEMPTS):
             with redis_errors("read the cursor"):
                 cursor = (await self._context.redis.get(self._context.keys.cursor)) or b""
-            candidates = self._order.next(self._read_cursor(cursor), max_train)
+            candidates = self._order.next(self._read_cursor(cursor), max_train, snapshot.index)
             moved, *flat = await self._context.scripts.run(
                 "lease",
                 self._keys,

@@ -12,7 +12,7 @@ from sympy import Basic, Function, Integer, Rational, Symbol, sqrt
 from tba_reward.math.equivalence import differ_somewhere, normalize, same_rational, same_value
 from tba_reward.math.extraction import after_reasoning, boxed_answer, find_boxes
 from tba_reward.math.grader import MAX_ANSWER_CHARS, score, warm_up
-from tba_reward.math.numbers import plain_number, same_number
+from tba_reward.math.numbers import plain_number, same_collection, same_number
 from tba_reward.math.text_answers import is_words, same_in_base, same_time_of_day, same_words
 from tba_reward.scorer import Failure, Item, Outcome, outcome_of, params_of
 
@@ -220,6 +220,29 @@ def test_plain_numbers_are_compared_exactly(gold: str, answer: str, same: bool |
 @pytest.mark.parametrize(
     ("gold", "answer", "same"),
     [
+        ("(1,2)", r"\left( 1, 2.0 \right)", True),
+        ("(1,2)", "(2,1)", False),
+        ("(1,2)", "[1,2]", None),
+        ("(1,2)", "1,2", None),
+        ("[1,2)", r"[1, \frac{4}{2})", True),
+        ("[1,2)", "[1,3)", False),
+        ("(1,2)", "(1,2,3)", False),
+        ("1,2,2", "2, 1", True),
+        (r"\{1,2\}", r"\{2,1\}", True),
+        (r"\{1,2\}", r"\{2,3\}", False),
+        ("1,2", "1", None),
+        ("(1,000)", "(1, 0)", None),
+        ("(x,2)", "(x,2)", None),
+        ("(1,2),(3,4)", "(3,4),(1,2)", None),
+    ],
+)
+def test_collections_of_plain_numbers(gold: str, answer: str, same: bool | None) -> None:
+    assert same_collection(gold, answer) is same
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
         ("1A_{12}", "1a_{12}", True),
         ("101_2", "101", True),
         ("102_2", "101_2", False),
@@ -258,7 +281,7 @@ def test_infinity_may_be_a_character() -> None:
 
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_no_text_breaks_what_is_compared_plainly(gold: str, answer: str) -> None:
-    for same in (same_number, same_words, same_time_of_day, same_in_base):
+    for same in (same_number, same_collection, same_words, same_time_of_day, same_in_base):
         assert same(gold, answer) in (True, False, None)
         assert same(gold, gold) is not False
 

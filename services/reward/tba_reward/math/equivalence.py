@@ -3,7 +3,7 @@
 Both sides are the content of a box, without their units (units.py). In this order:
 
 1. The same text but for spacing and dollar signs: right, also where neither can be read.
-2. Two plain numbers (numbers.py), two times of day, two numbers with a base, words on either
+2. Two plain numbers or collections of them (numbers.py), two times of day, two numbers with a base, words on either
    side (text_answers.py): each is compared as such.
 3. A text with words that are no mathematics is not read (`is_prose`); math-verify parses the others. Rational numbers
    are compared exactly, expressions that differ at some point are different, and math-verify compares the rest.
@@ -29,7 +29,7 @@ from sympy import Add, Basic, Equality, Expr, Float, I, MatrixBase, Mul, Rationa
 from sympy.core.evalf import PrecisionExhausted
 from sympy.core.relational import Relational
 
-from tba_reward.math.numbers import DECIMAL_PLACES, FAR_APART, e_as_power, plain_number, same_number
+from tba_reward.math.numbers import DECIMAL_PLACES, FAR_APART, e_as_power, plain_number, same_collection, same_number
 from tba_reward.math.text_answers import (
     FILLERS,
     is_prose,
@@ -240,7 +240,7 @@ def _compare_plainly(gold: str, answer: str) -> bool | None:
     """Return whether two answers are the same without parsing them; None if that cannot be told."""
     if _SPACES.sub("", gold) == _SPACES.sub("", answer):
         return True
-    for same in (same_number, same_time_of_day, same_in_base, same_words):
+    for same in (same_number, same_collection, same_time_of_day, same_in_base, same_words):
         known = same(gold, answer)
         if known is not None:
             return known

@@ -1,10 +1,11 @@
-r"""Numbers that are written plainly, compared exactly.
+r"""Numbers that are written plainly, and collections of them, compared exactly.
 
 Most answers are plain, and math-verify would take ten times as long; only pairs that are plain on both sides are
 decided here. Plain is: digits with thousands separators (`1,000`, `1{,}000`, `1\,000`, `1 000`) or without, a decimal
 fraction (`12.5`, `.5`), a repeating one (`0.\overline{3}`), a fraction of two integers (`3/4`, `\frac{3}{4}`,
 `\dfrac34`), a mixed number (`1\frac12`, `1 1/2`), a power of ten (`10^{6}`), any of them times a power of ten
-(`2.5\times10^{-7}`, `2.5e-7`); each with a sign, and with a percent sign.
+(`2.5\times10^{-7}`, `2.5e-7`); each with a sign, and with a percent sign. A collection is a point, interval, set or
+list of them: `(1, 2)`, `[0,\frac12)`, `\{1,2\}`, `1,2`.
 """
 
 from __future__ import annotations
@@ -165,3 +166,35 @@ def _approximates(decimal: PlainNumber, other: PlainNumber) -> bool:
 
 def _as_share(number: PlainNumber) -> PlainNumber:
     return replace(number, exponent=number.exponent - 2, percent=False) if number.percent else number
+
+
+_BRACKETS = re.compile(r"(?:\\left)?\s*(\(|\[|\\\{)(.*?)(?:\\right)?\s*(\)|\]|\\\})", re.DOTALL)
+_MAYBE_THOUSANDS = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
+
+
+def same_collection(gold: str, answer: str) -> bool | None:
+    """Return whether two collections of plain numbers are the same; None unless both are one with the same brackets.
+
+    The order and repetitions do not matter in sets and bare lists.
+    """
+    left, right = _parts(gold), _parts(answer)
+    if left is None or right is None or left[0] != right[0]:
+        return None
+    golds, answers = left[1], right[1]
+    if left[0] in ("", r"\{\}"):
+        return _is_subset(golds, answers) and _is_subset(answers, golds)
+    return len(golds) == len(answers) and all(map(same_number, golds, answers))
+
+
+def _is_subset(parts: list[str], others: list[str]) -> bool:
+    return all(any(same_number(part, other) for other in others) for part in parts)
+
+
+def _parts(text: str) -> tuple[str, list[str]] | None:
+    match = _BRACKETS.fullmatch(text)
+    brackets, inner = (match[1] + match[3], match[2]) if match else ("", text)
+    parts = inner.split(",")
+    # `1,000` may be one number
+    if len(parts) < 2 or _MAYBE_THOUSANDS.search(inner) or any(plain_number(part) is None for part in parts):
+        return None
+    return brackets, parts

@@ -92,8 +92,8 @@ def test_a_value_that_cannot_be_is_one_sentence(
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Services]:
     """Buffer and reward service in which nothing moves by itself."""
-    limits = {"max_body_bytes": MAX_BODY_BYTES}
-    services = start_services(tmp_path_factory.mktemp("services"), model, buffer=limits, reward=limits)
+    folder = tmp_path_factory.mktemp("services")
+    services = start_services(folder, model, buffer={"max_body_bytes": MAX_BODY_BYTES})
     try:
         client = BufferClient(services.recipe.buffer_url)
         start_lineage(client)

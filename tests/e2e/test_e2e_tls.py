@@ -141,7 +141,7 @@ def _document(folder: Path, model: Path, ports: dict[str, int]) -> dict[str, Any
             "endpoint_url": f"https://127.0.0.1:{ports['store']}",
             "ca_file": str(AUTHORITY),
         },
-        trainer={"num_steps": ENDLESS, "retry_s": NEVER_S},
+        trainer={"num_steps": ENDLESS},
         sampling={"samples_per_insert": None},  # a searcher without a trainer finds work at once
         searcher={"retry_s": NEVER_S, "score_retry_s": NEVER_S},
         auth={"tokens_file": str(tokens)},

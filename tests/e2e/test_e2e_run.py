@@ -114,7 +114,7 @@ def test_the_best_version_is_named_and_can_be_exported_after_the_run(finished: P
     published = published_tensors(finished, PolicyVersion.parse(best), tmp_path)
     assert all(torch.equal(parameter, published[name]) for name, parameter in loaded.named_parameters())
     card = (tmp_path / "best" / "README.md").read_text()
-    assert f"| best version | {best} | " in card
+    assert f"# {RUN}, version {best}" in card
     assert f"# {RUN}, version 1-{NUM_STEPS}" in (finished.folder / "model" / "README.md").read_text()
 
 

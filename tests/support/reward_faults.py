@@ -86,6 +86,10 @@ def misbehave(item: Item, params: Params) -> Any:
             _start_child(item.data["child_file"], detached=True)
             while True:
                 pass
+        case "stranger":
+            _start_child(item.data["child_file"], detached=True, env={})
+            while True:
+                pass
         case "print":
             print("printed by a rule", flush=True)
         case "nan":
@@ -107,8 +111,8 @@ def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[A
     return [misbehave(Item(prompt=prompts[0], response=completions[0], data=data), {})]
 
 
-def _start_child(pid_file: str, *, detached: bool) -> None:
+def _start_child(pid_file: str, *, detached: bool, env: dict[str, str] | None = None) -> None:
     code = f"import os, pathlib, time; pathlib.Path({pid_file!r}).write_text(str(os.getpid())); time.sleep(600)"
-    subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=detached)
+    subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=detached, env=env)
     while not (Path(pid_file).exists() and Path(pid_file).read_text()):
         time.sleep(0.01)

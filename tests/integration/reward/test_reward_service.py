@@ -292,23 +292,27 @@ def test_a_scorer_that_cannot_be_built_stops_the_service_with_one_sentence(tmp_p
     assert "reward.tasks.t: the function of reward kind 'python' 'no_such_module:f': there is no module" in lines[0]
 
 
-@pytest.mark.parametrize(("end", "response"), [(signal.SIGTERM, "fine"), (signal.SIGKILL, "hang")])
+@pytest.mark.parametrize(
+    ("end", "response"), [(signal.SIGTERM, "fine"), (signal.SIGKILL, "hang"), (signal.SIGKILL, "stranger")]
+)
 def test_no_worker_outlives_the_service(tmp_path: Path, end: signal.Signals, response: str) -> None:
-    pid_file = tmp_path / "pids"
+    pid_file, child_file = tmp_path / "pids", tmp_path / "child"
+    files = {"pid_file": str(pid_file), "child_file": str(child_file)}
+    awaited = child_file if response == "stranger" else pid_file
 
     def ask() -> None:
         with suppress(httpx2.TransportError):  # the service ends first
-            post(service, {"items": [item(0, task="slow", response=response, pid_file=str(pid_file))]})
+            post(service, {"items": [item(0, task="slow", response=response, **files)]})
 
     with running(tmp_path, "reward.item_timeout_s=300") as service:
         threading.Thread(target=ask, daemon=True).start()
         deadline_s = time.monotonic() + 60
-        while not (pid_file.exists() and pid_file.read_text()):
+        while not (awaited.exists() and awaited.read_text()):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         children = service.children()
-        assert int(pid_file.read_text()) in children
-        assert len(children) >= 3, "two workers and a spare one"
+        assert int(awaited.read_text()) in children
+        assert len(children) >= 6, "two workers and a spare one, each with its guard"
         service.process.send_signal(end)
         code = service.process.wait(timeout=60)
         assert code in (0, -end), service.log.read_text()

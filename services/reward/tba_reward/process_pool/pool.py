@@ -33,6 +33,8 @@ from tba_reward.scorer import OK, Failure, Item, Outcome
 
 CHUNK_ITEMS = 8
 """Most items of one job of a Rule, so that a worker does not wait for each of them to be sent."""
+CHUNK_S = 20.0
+"""The deadlines of its items together: slow ones must not hold up those behind them until the request's deadline."""
 WATCH_S = 0.05
 """Pause between two looks at the jobs in work. Only the second one past a limit kills: after the first, the reply may
 still lie in the socket, if the event loop was busy."""
@@ -141,7 +143,9 @@ class WorkerPool:
         number, loop = self._number(rule), asyncio.get_running_loop()
         futures = [loop.create_future() for _ in items]
         # small requests are spread over all workers
-        size = rule.batch_items or max(1, min(CHUNK_ITEMS, len(items) // (2 * self._num_workers)))
+        size = rule.batch_items or max(
+            1, min(CHUNK_ITEMS, len(items) // (2 * self._num_workers), int(CHUNK_S / timeout_s))
+        )
         for at in range(0, len(items), size):
             self._enqueue(number, items[at : at + size], timeout_s, futures[at : at + size])
         self._dispatch()

@@ -47,12 +47,13 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     """The outcomes of the LoadRule with this number, or of the next items of the ScoreItems.
 
     A LoadRule has one outcome, which is no Failure when the rule was loaded. `cpu_s` is the CPU time of the worker
-    since it was started.
+    since it was started, `pid` its process.
     """
 
     number: int
     outcomes: list[Outcome]
-    cpu_s: float = 0.0
+    cpu_s: float
+    pid: int
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast
@@ -22,8 +21,6 @@ from tba_reward.scorer import Outcome
 EXIT_S = 1.0
 """From the end of a worker's socket to its exit; one that is still there is killed."""
 EXIT_POLL_S = 0.005
-_MARK = "TBA_REWARD_WORKER"
-"""Environment variable that finds everything that a worker has started, whatever its process group or parent."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _HAS_PROC = Path("/proc/self/stat").exists()
 _DECODER = msgspec.msgpack.Decoder(Reply)
@@ -64,10 +61,11 @@ class WorkerHandle(asyncio.Protocol):
         self._callbacks: WorkerCallbacks | None = callbacks
         self._max_memory_bytes = max_memory_bytes
         self._loop = asyncio.get_running_loop()
-        self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
+        self._pid: int | None = None
+        """The worker, which is the child of `_process`, its guard; not known before the first reply."""
         self._cpu_before_s = 0.0
         """CPU time of the process at that time."""
 
@@ -84,12 +82,12 @@ class WorkerHandle(asyncio.Protocol):
             with theirs:
                 name, memory = "tba_reward.process_pool.worker_main", str(self._max_memory_bytes or 0)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", name, str(theirs.fileno()), memory],
+                    [sys.executable, "-m", name, str(theirs.fileno()), memory, str(os.getpid())],
                     env=self._environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # a rule that prints writes to the log
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # its group can be killed; Ctrl-C is for the service, which drains
+                    start_new_session=True,  # Ctrl-C is for the service, which drains
                 )
             await self._loop.create_unix_connection(lambda: self, sock=ours)
         except BaseException:
@@ -109,20 +107,20 @@ class WorkerHandle(asyncio.Protocol):
 
     def cpu_s(self) -> float:
         """Return the CPU time that what it has in work has taken so far."""
-        if not _HAS_PROC or self._process is None:
-            # without /proc the deadline is wall-clock time
+        if not _HAS_PROC or self._pid is None:
+            # without /proc the deadline is wall-clock time, as is that of a load
             return self._loop.time() - self.since_s
         with suppress(OSError, IndexError, ValueError):  # it has ended, which its socket says
-            fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            fields = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             return max(0.0, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s)
         return 0.0
 
     def kill(self) -> None:
-        """Kill it and its process group, and call nobody back any more; `end` has to follow."""
+        """Kill it and all that it has started, and call nobody back any more; `end` has to follow."""
         self._callbacks = None
         if self._transport is not None:
             self._transport.abort()
-        self._kill_group()
+        self._ask_guard()
 
     async def end(self) -> int | None:
         """Wait until the process and everything that it has started are gone.
@@ -133,15 +131,13 @@ class WorkerHandle(asyncio.Protocol):
         if self._process is None:
             return None
         is_killed, late_s = False, self._loop.time() + EXIT_S
-        # WNOWAIT leaves the zombie: its pid, which names the group, cannot be another process's yet
+        # WNOWAIT leaves the zombie: its pid cannot be another process's yet
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             # a rule may close the socket and go on
             if self._loop.time() > late_s and not is_killed:
                 is_killed = True
-                self._kill_group()
+                self._ask_guard()
             await asyncio.sleep(EXIT_POLL_S)
-        self._kill_group()
-        await asyncio.to_thread(self._kill_strays)
         code = self._process.wait()
         return None if is_killed else code
 
@@ -165,7 +161,8 @@ class WorkerHandle(asyncio.Protocol):
             job, callbacks = self.job, self._callbacks
             # only the reply to its job is one
             if callbacks is not None and job is not None and reply.number == job.number:
-                self._cpu_before_s, self.is_late, self.is_slow = reply.cpu_s, False, False
+                self._cpu_before_s, self._pid = reply.cpu_s, reply.pid
+                self.is_late = self.is_slow = False
                 self.num_scored += not job.is_load
                 began_s, self.since_s = self.since_s, self._loop.time()
                 job.took_s = self.since_s - began_s
@@ -183,22 +180,14 @@ class WorkerHandle(asyncio.Protocol):
 
     # -- the process ------------------------------------------------------------------------------------------------
 
-    def _kill_group(self) -> None:
+    def _ask_guard(self) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _kill_strays(self) -> None:
-        """Kill all processes with the mark: what a dead worker had started outside its group."""
-        mark = f"{_MARK}={self._mark}".encode()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or is another user's
-                if mark in (folder / "environ").read_bytes():
-                    os.kill(int(folder.name), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
 
     def _environment(self) -> dict[str, str]:
-        """Return the service's environment with the same module path, the mark, and one thread in each library."""
+        """Return the service's environment with the same module path, and one thread in each library."""
         # workers share the cores
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)
-        return {**os.environ, **threads, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", _MARK: self._mark}
+        return {**os.environ, **threads, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}

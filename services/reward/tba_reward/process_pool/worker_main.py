@@ -1,6 +1,8 @@
-"""`python -m tba_reward.process_pool.worker_main FD MEMORY_BYTES`: a worker process. It loads rules and applies them.
+"""`python -m tba_reward.process_pool.worker_main FD MEMORY_BYTES SERVICE_PID`: a guard and its child, the worker.
 
-It ends with its socket; where a rule hangs just then, the kernel ends it together with the service (Linux).
+The worker loads rules and applies them. It ends with its socket. The guard ends when the worker does, when the service
+asks for it (SIGTERM) and when the service is gone (Linux). It first kills everything that the worker has started, in
+whatever group or environment: an orphan among its descendants becomes its child. Its exit code is the worker's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -25,7 +28,10 @@ from tba_reward.scorer import Failure, Item, Outcome, Params, clean, outcome_of
 
 EXIT_OUT_OF_MEMORY = 97
 """Exit code of a worker that has reached its bound of memory."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KILL_S = 10.0
+"""A process that the guard may not kill, or that the kernel holds, is left behind after this."""
+_GUARDED = {signal.SIGTERM, signal.SIGCHLD}
 _DECODER = msgspec.msgpack.Decoder(LoadRule | ScoreItems)
 
 
@@ -77,7 +83,7 @@ def serve(connection: socket.socket) -> None:
                     # a rule may fork and come back in both processes: only the first one answers
                     if os.getpid() != own_pid:
                         os._exit(0)
-                    connection.sendall(encode(Reply(message.number, _sendable(outcomes), time.process_time())))
+                    connection.sendall(encode(Reply(message.number, _sendable(outcomes), time.process_time(), own_pid)))
             except MemoryError:
                 os._exit(EXIT_OUT_OF_MEMORY)
 
@@ -116,13 +122,22 @@ def _item(message: ItemMessage) -> Item:
 
 
 def main() -> None:
-    """Serve the service that holds the other end of the socket."""
-    with suppress(AttributeError, OSError):  # Linux only; it may be forbidden
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # `tba run` has it blocked in the service, and programs that a rule starts must be terminable
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    connection, max_memory_bytes = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    """Start the worker, which serves the service that holds the other end of the socket, and guard it."""
+    connection, max_memory_bytes, service = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     connection.set_inheritable(False)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _GUARDED)
+    guard, worker = os.getpid(), os.fork()
+    if worker:
+        connection.close()  # its end is the worker's alone
+        _guard(worker, service)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os._exit(1)
+    os.setsid()
+    # programs that a rule starts must be terminable
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GUARDED)
     if max_memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -130,6 +145,52 @@ def main() -> None:
         serve(connection)
     # what a rule has started, threads that do not end too, must not keep the process
     os._exit(0)
+
+
+def _guard(worker: int, service: int) -> NoReturn:
+    """Wait for the end of the worker, of the service, or for SIGTERM; then kill all descendants and end."""
+    status = None
+    # the service may be gone since before its death would have been told
+    while status is None and os.getppid() == service and signal.sigwait(_GUARDED) == signal.SIGCHLD:
+        while (ended := _reap()) is not None and ended[0]:
+            status = ended[1] if ended[0] == worker else status
+    with suppress(OSError):
+        os.killpg(worker, signal.SIGKILL)
+    until_s = time.monotonic() + _KILL_S
+    while (ended := _reap()) is not None and time.monotonic() < until_s:
+        status = ended[1] if ended[0] == worker else status
+        if ended[0] == 0:
+            _kill_children()
+            time.sleep(0.002)
+    code = os.waitstatus_to_exitcode(status) if status is not None else 1
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(max(code, 1) if code < 0 else code)
+
+
+def _reap() -> tuple[int, int] | None:
+    """Return pid and status of a child that has ended, (0, 0) where none has, None where there is no child."""
+    try:
+        return os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+
+
+def _kill_children() -> None:
+    """Kill the children; theirs become children when they are gone."""
+    with suppress(OSError):  # Linux only
+        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
+            with suppress(OSError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    with suppress(AttributeError, OSError):  # Linux only; it may be forbidden
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class RunFolder:
         return self.logs_path / f"{child}.log"
 
     def end_of_log(self, child: str) -> str:
-        """Return the last lines of a child's log in one line, for an error after which the folder is deleted."""
+        """Return the last lines of a child's log in one line, for an error."""
         try:
             lines = self.log_path(child).read_text(errors="replace", encoding="utf-8").splitlines()
         except FileNotFoundError:

@@ -34,8 +34,8 @@ def download(item: PrepareItem, folder: Path) -> str:
     hub, name = hub_library(), item.hub or ""
     patterns = item.files if item.files is not None else MODEL_FILES if item.kind == "model" else None
     with _explained(item, _elsewhere(item)):
-        info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind)
-        files = [file.rfilename for file in info.siblings]
+        info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind, files_metadata=True)
+        files = {file.rfilename: file.size for file in info.siblings}
         # an old repository: its pickles are converted after the download
         if item.kind == "model" and not any(file.endswith(".safetensors") for file in files):
             patterns = [*(patterns or []), *PICKLED_FILES]
@@ -48,9 +48,10 @@ def download(item: PrepareItem, folder: Path) -> str:
     if not wanted:
         raise ConfigError(f"{item.kind} {name} has no file that matches {patterns}; correct `files`")
     # the library takes a folder as it is where the hub goes away before it lists the files
-    absent = [file for file in wanted if not (folder / file).is_file()]
-    if absent:
-        raise ConfigError(f"{item.kind} {name}: {absent[0]} was not fetched; run this command again")
+    for file in wanted:
+        path = folder / file
+        if not path.is_file() or files[file] not in (None, path.stat().st_size):
+            raise ConfigError(f"{item.kind} {name}: {file} was not fetched completely; run this command again")
     return info.sha
 
 

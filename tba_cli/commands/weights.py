@@ -261,7 +261,9 @@ class Check:
 def verify_command(args: argparse.Namespace) -> int:
     """Check versions, oldest first, a line per way; exit code 1 if one of them is damaged."""
     place = VersionStore(args)
-    source = Exportable(facts=RunFacts(recipe=place.recipe)) if _is_store_alone(args) or args.all else source_of(args)
+    # LINEAGE-STEP names a version of the store: only a word or a step needs somebody who knows the run
+    is_in_store = args.all or "-" in args.version or _is_store_alone(args)
+    source = Exportable(facts=RunFacts(recipe=place.recipe)) if is_in_store else source_of(args)
     wanted = place.versions.versions() if args.all else [choose(args.version, source, place.versions)]
     checks: list[Check] = []
     for check in _verify(place, wanted):

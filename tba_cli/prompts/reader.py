@@ -207,10 +207,10 @@ def gold_keys(recipe: Recipe) -> Gold:
 
 def in_both_splits(recipe: Recipe, prompts: Sequence[Prompt]) -> str | None:
     """Return a sentence about held-out prompts that are trained on too; None where there are none."""
-    if any(section.texts for section in recipe.data.sets):
-        return None  # written there on purpose: red-teaming has one prompt
+    # `texts` are in both on purpose: red-teaming has one prompt
+    written = {text for section in recipe.data.sets for text in section.texts or ()}
     # by text, since ids may differ
-    trained = {prompt.text for prompt in prompts if prompt.split == "train"}
+    trained = {prompt.text for prompt in prompts if prompt.split == "train"} - written
     both = [prompt.text in trained for prompt in prompts if prompt.split == "heldout"]
     sentence = f"{sum(both)} of {len(both)} held-out prompts have the text of a prompt that is trained on"
     return sentence if any(both) else None

@@ -96,13 +96,14 @@ FILTERS: list[tuple[dict[str, Any], Callable[[int], bool]]] = [
 ]
 
 
-@pytest.mark.parametrize("order", ["newest", "best"])
+@pytest.mark.parametrize("order", ["newest", "best", "worst"])
 def test_every_filter_selects_what_it_says_over_all_pages(varied: BufferThread, order: str) -> None:
     client = varied.client()
     for query, matches in FILTERS:
         found = walk(client, limit=3, order=order, **query)
         expected = [n for n in range(60) if matches(n) and (order == "newest" or n % 10 != 9)]
-        expected.sort(key=lambda n: (-(n % 7), -n) if order == "best" else -n)
+        sign = {"newest": 0, "best": -1, "worst": 1}[order]
+        expected.sort(key=lambda n: (sign * (n % 7), -n))
         assert [number(info) for info in found] == expected, query
     assert walk(client, limit=3, min_reward=0, status="pending") == []
     assert [number(info) for info in walk(client, limit=3, status="pending")] == [59, 49, 39, 29, 19, 9]

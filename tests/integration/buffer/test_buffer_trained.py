@@ -180,7 +180,7 @@ def _record(rollout_ids: Sequence[bytes], *, lineage: int, step: int) -> bytes:
 
 
 def test_what_is_read_in_pages_is_what_redis_has(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where records are trimmed between two pages; ids that only look alike across a border are not found."""
+    """Also where records are trimmed between all pages; ids that only look alike across a border are not found."""
     rng = random.Random(3)
     known = [rng.randbytes(16) for _ in range(20)]
     across = known[0][8:] + known[1][:8]
@@ -193,7 +193,7 @@ def test_what_is_read_in_pages_is_what_redis_has(redis: RedisProcess, monkeypatc
         await lineages.load()
         steps = [[*rng.choices(known, k=5), known[0], known[1]] for _ in range(3 * RECORDS_PER_READ + 5)]
         await context.redis.rpush(keys.trained, *(_record(ids, lineage=0, step=n) for n, ids in enumerate(steps, 1)))
-        first, num_pages = 0, 0
+        first, num_pages, trims_always = 0, 0, False
 
         async def trim(num: int) -> None:
             nonlocal first
@@ -208,18 +208,29 @@ def test_what_is_read_in_pages_is_what_redis_has(redis: RedisProcess, monkeypatc
             num_pages += 1
             if num_pages == 3:
                 await trim(7)
-            return await read_page(self, after)
+            page = await read_page(self, after)
+            if trims_always:
+                await trim(1)
+            return page
 
         monkeypatch.setattr(TrainedSteps, "_read", read)
         for num_trimmed in (0, 1, RECORDS_PER_READ):
             await trim(num_trimmed)
             for each in rng.sample(known, 3):
+                before = first
                 found, since = await reader.of(each)
-                expected = [n for n, ids in list(enumerate(steps, 1))[first:] for other in ids if other == each]
+                expected = [n for n, ids in list(enumerate(steps, 1))[before:] for other in ids if other == each]
                 assert [(step.version, step.advantage) for step in found] == [(f"0-{n}", float(n)) for n in expected]
-                assert since == f"0-{first + 1}"
+                assert since == f"0-{before + 1}"
             assert (await reader.of(across))[0] == []
-        await trim(len(steps) - first)
+        before, trims_always = first, True
+        found, since = await reader.of(known[0])
+        read_steps = [step.version for step in found]
+        assert since == f"0-{before + 1}"
+        assert set(read_steps) >= {f"0-{n}" for n in range(before + 1, before + RECORDS_PER_READ + 1)}
+        assert read_steps == sorted(read_steps, key=lambda version: int(version[2:]))
+        trims_always = False
+        await trim(max(0, len(steps) - first))
         assert await reader.of(known[0]) == ([], None)
         await context.durability.aclose()
 

@@ -145,6 +145,13 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, message
     assert "Traceback" not in output
 
 
+def test_a_file_of_another_size_than_the_hub_says_is_not_whole(tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(hub, "lost_bytes", 1)
+    code, output = prepare(tmp_path, hub.url, [WHOLE])
+    assert (code, "was not fetched completely; run this command again" in output) == (2, True), output
+    assert not (tmp_path / "models/whole").exists()
+
+
 def test_without_a_network_it_says_so(tmp_path):
     code, output = prepare(tmp_path, "http://127.0.0.1:9", [WHOLE])
     assert (code, "error: model org/whole could not be fetched" in output) == (2, True), output

@@ -136,6 +136,12 @@ def test_every_object_is_verified_by_the_route_that_it_is_part_of(
     assert lines[1].startswith("1-12  delta: DAMAGED: ")
 
 
+def test_a_version_by_name_is_verified_without_the_buffer(place: Published, capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = "--url http://127.0.0.1:9"
+    assert printed(capsys, f"verify --version 1-8 {nobody}", place).endswith("1 versions, 3 checks, 0 failed\n")
+    assert "names no version of run 'demo'" in printed(capsys, f"verify --version 1-x {nobody}", place, code=2)
+
+
 def test_a_disk_without_room_is_said_before_anything_is_downloaded(
     place: Published, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tba_buffer.index import priorities, tables
+from tba_buffer.index import priorities, rollout_index, tables
 from tba_buffer.index.log import SLOT_DTYPE, Drawn, Event, Publication, Resumed, Voided
 from tba_buffer.index.priorities import SumTree
 from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
@@ -47,7 +47,6 @@ steps = st.one_of(
 )
 index_settings = st.builds(
     IndexSettings,
-    num_publications_kept=st.just(4),
     alternate=st.booleans(),
     min_distinct=st.integers(1, 3),
     max_uses=st.sampled_from([None, 1, 2]),
@@ -79,7 +78,7 @@ class Model:
             return make_added(first, value)
         if kind == "mark":
             publication = Publication(first, value)
-            self.publications = [*self.publications, publication][-self.settings.num_publications_kept :]
+            self.publications = [*self.publications, publication][-rollout_index.NUM_PUBLICATIONS_KEPT :]
             return publication
         if kind == "draw":
             return self.draw(first, *value)
@@ -237,6 +236,7 @@ def test_any_history_leads_to_what_a_plain_model_holds(
     history: list, configuration: IndexSettings, min_capacity: int, batches: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout_index, "NUM_PUBLICATIONS_KEPT", 4)
         patch.setattr(tables, "_MIN_CAPACITY", min_capacity)  # the ring turns, grows and is compacted
         model, index, events = Model(configuration), Index(configuration), []
         for kind, value in history:
@@ -264,8 +264,9 @@ def test_a_full_buffer_that_turns_over_holds_what_a_plain_model_holds(
 ) -> None:
     """Slots of rows that are gone are used again while blocks still name them."""
     monkeypatch.setattr(tables, "_MIN_CAPACITY", 32)
+    monkeypatch.setattr(rollout_index, "NUM_PUBLICATIONS_KEPT", 4)
     rng = np.random.default_rng(0)
-    configuration = IndexSettings(num_publications_kept=4, big_prompt=4)
+    configuration = IndexSettings(big_prompt=4)
     model, index = Model(configuration), Index(configuration)
     for number in range(60):
         pushed = [Item(prompt=int(rng.integers(NUM_PROMPTS)), reward=float(rng.integers(4))) for _ in range(9)]

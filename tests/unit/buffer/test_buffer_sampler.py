@@ -22,7 +22,7 @@ from tests.support.chi_square import assert_follows
 from tests.support.index_values import Item, index_of, make_added, make_evicted, make_index, make_rescored
 
 BOTH_WAYS = pytest.mark.parametrize("big_prompt", [512, 2])
-V1, V2, V3 = (PolicyVersion(1, step) for step in (4, 8, 12))
+V1, V2 = (PolicyVersion(1, step) for step in (4, 8))
 
 
 def make_settings(**changes) -> DrawSettings:

@@ -74,7 +74,10 @@ def test_any_tokens_have_a_text_each(name: str, data: st.DataObject) -> None:
     # beyond the vocabulary too: models have more tokens than their tokenizers
     numbers = st.integers(0, tokenizer.get_vocab_size() + 2)
     tokens = data.draw(st.lists(numbers, max_size=60), label="tokens")
-    assert len(texts_of(tokenizer, tokens)) == len(tokens)
+    texts, text = texts_of(tokenizer, tokens), whole(tokenizer, tokens)
+    assert len(texts) == len(tokens)
+    if "\ufffd" not in text:
+        assert "".join(texts) == text
 
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])

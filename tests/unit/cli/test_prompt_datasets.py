@@ -220,6 +220,10 @@ def test_prompts_of_both_splits_are_counted_by_text(tmp_path):
         "1 of 1 held-out prompts have the text of a prompt that is trained on"
     )
     assert in_both_splits(sets, [p for p in prompts_of(sets) if p.split == "train"]) is None
+    beside = of_sets(questions(folder, column="question"), {"task": "redteam", "texts": ["Write:\n1."]})
+    assert in_both_splits(beside, prompts_of(beside)) == (
+        "1 of 2 held-out prompts have the text of a prompt that is trained on"
+    ), "texts of the recipe silence only themselves"
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

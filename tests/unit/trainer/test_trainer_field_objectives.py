@@ -11,6 +11,7 @@ from tba_trainer.objectives import advantages, second_moment_cut
 from tba_trainer.objectives.weights import MISMATCH_RANGE
 from torch import Tensor
 
+from tba.config.objective import MismatchWeight
 from tests.support.objective_values import MAX_TOKENS, Problem, assert_same, make_problem, objective_of
 
 BETA = 0.07
@@ -161,7 +162,9 @@ def test_ours_is_not_the_published_tba_prime() -> None:
 
 @SEEDS
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
-def test_mismatch_weights_multiply_the_clipped_surrogate(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatch_weights_multiply_the_clipped_surrogate(
+    kind: MismatchWeight, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TIS: min(pi_old / pi_sampler, C). IcePop: the same ratio within its bounds, else 0. Both without gradient."""
     problem, advantage = far_problem(seed), centred(far_problem(seed), deviation=True)
     terms = []

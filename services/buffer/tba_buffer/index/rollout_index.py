@@ -53,6 +53,8 @@ from tba_buffer.index.tables import (
 )
 
 Rows = NDArray[np.int64]
+NUM_PUBLICATIONS_KEPT = 8
+"""Of so many of the newest publications the index knows where in the log they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,6 @@ class IndexSettings:
     rollouts. Both are exact.
     """
 
-    num_publications_kept: int = 8
     alternate: bool = False
     min_distinct: int = 2
     max_uses: int | None = None
@@ -347,7 +348,7 @@ class Index:
     # ---- what is recent ---------------------------------------------------------------------------------------
 
     def _set_publications(self, publications: list[Publication]) -> None:
-        self.publications = publications[-self.settings.num_publications_kept :]
+        self.publications = publications[-NUM_PUBLICATIONS_KEPT:]
         self._find_recent()
 
     def _find_recent(self) -> None:

@@ -130,20 +130,21 @@ class TrainedSteps:
         Raises:
             UnavailableError: Redis did not answer.
         """
-        steps, since, start, num = list[TrainedStep](), None, 0, 0
+        steps, since, position, dropped = list[TrainedStep](), None, 0, 0
         while True:
-            dropped, page, run = await self._read(num)
-            if num and dropped != start:  # trimmed meanwhile, so this page is not the next one: begin again
-                steps, since, num = [], None, 0
+            after = max(0, position - dropped)
+            dropped, page, run = await self._read(after)
+            # trimmed since the last page, so this one begins too late: read it again, from that much less
+            if after and dropped + after > position:
                 continue
-            start = dropped
+            position = dropped + after
             if not page:
                 return steps, since
             history = self._lineages.history(RunHash(self._context, run).lineage)
             for raw in page:
-                name = f"record {start + num}"
+                name = f"record {position}"
                 record = needed(self._context.keys.trained, name, lambda raw=raw: decode_trained(raw))
-                since, num = since or str(record.version), num + 1
+                since, position = since or str(record.version), position + 1
                 steps += [record.trained(row, history) for row in record.rows_of(rollout_id)]
 
     async def _read(self, after: int) -> tuple[int, list[bytes], dict[bytes, bytes]]:

@@ -29,7 +29,7 @@ from tba.wire import RolloutDocument, check_push
 from tba.wire.codec import MAX_NAME_CHARS
 from tba.wire.snapshot_manifest import SavedPublication, SnapshotManifest, SnapshotSource
 from tba_buffer.eviction.evictor import Evictor
-from tba_buffer.index.rollout_index import IndexSettings
+from tba_buffer.index.rollout_index import NUM_PUBLICATIONS_KEPT
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.push import rollout_record
 from tba_buffer.run.lineage import Lineages
@@ -96,7 +96,6 @@ class SnapshotLoad:
         self._context, self._catalog, self._lineages, self._evictor = context, catalog, lineages, evictor
         self._store, self._source = store, SnapshotSource.parse(request.source)
         self._version = None if request.version is None else PolicyVersion.parse(request.version)
-        self._num_publications_kept = IndexSettings.of(context.recipe).num_publications_kept
         self.progress = LoadProgress()
 
     async def run(self) -> None:
@@ -130,7 +129,7 @@ class SnapshotLoad:
         self.progress.num_rollouts = len(places)
         await self._check(reader, places)
         await self._upload(reader)
-        publications = [each for each in manifest.marks if each.position <= end][-self._num_publications_kept :]
+        publications = [each for each in manifest.marks if each.position <= end][-NUM_PUBLICATIONS_KEPT:]
         await self._adopt(reader, origin, manifest, list(split_parts(places, publications, end)))
         if self._context.epoch.shows_snapshot:
             await self._stand_as_saved(manifest)

@@ -27,6 +27,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError
+from tba.fields import first_problem
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
@@ -299,5 +300,7 @@ def _lineages(objects: Iterable[CheckpointObject]) -> dict[str, int]:
 def _read_state(path: Path) -> TrainerState:
     try:
         return TrainerState.model_validate(json.loads(path.read_bytes()))
-    except (ValidationError, json.JSONDecodeError) as error:
+    except ValidationError as error:
+        raise MalformedError(f"the checkpoint's {STATE} is not of this release: {first_problem(error)}") from None
+    except json.JSONDecodeError as error:
         raise MalformedError(f"the checkpoint's {STATE} cannot be read: {error}") from None

@@ -159,8 +159,8 @@ def has_transposed_weights(model: Any) -> bool:
     found = {bool(layer.fan_in_fan_out) for layer in _adapted_layers(model).values()}
     if len(found) > 1:
         raise ConfigError(
-            'model.lora adapts weights of both orders, [in, out] and [out, in], which model.lora.publish = "adapter" '
-            'cannot say of one adapter: set it to "merged"'
+            "model.lora adapts weights of both orders, [in, out] and [out, in], which one adapter cannot hold; "
+            "name layers of one order in model.lora.target_modules"
         )
     return found == {True}
 

@@ -123,6 +123,15 @@ def test_nothing_is_known_before_a_second_has_passed() -> None:
     assert window.rates(6.0, counts(20)) is not None
 
 
+def test_the_wait_for_the_first_rollout_lowers_no_rate() -> None:
+    window = RateWindow()
+    for second in range(40):
+        window.add(float(second), counts(100 * max(0, second - 30)))
+    rates = window.rates(40.0, counts(1000))
+    assert rates is not None
+    assert rates.generated_per_s == pytest.approx(100)
+
+
 def test_rates_are_growth_per_second_over_the_window() -> None:
     window = RateWindow()
     for second in range(200):

@@ -45,6 +45,8 @@ class RateWindow:
 
     def add(self, at_s: float, counts: Mapping[str, int]) -> None:
         """Remember the counts NAMES at `at_s` (a clock that never goes back)."""
+        if not counts["generated"]:  # the start of the services is no time of generating
+            self._samples.clear()
         self._samples.append((at_s, {name: counts[name] for name in NAMES}))
         # the newest sample before the window stays: rates are measured from there
         while len(self._samples) > 1 and self._samples[1][0] <= at_s - WINDOW_S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 
@@ -12,6 +13,10 @@ from tba_reward.process_pool.job import Job
 from tba_reward.process_pool.pool_messages import Reply, encode
 from tba_reward.process_pool.worker_handle import WorkerHandle
 from tba_reward.scorer import Item, Outcome
+
+
+def reply(number: int, outcomes: list[Outcome]) -> bytes:
+    return encode(Reply(number, outcomes, cpu_s=0.0, pid=os.getpid()))
 
 
 class Recorder:
@@ -35,13 +40,13 @@ async def a_worker_that_dies_over_its_second_job() -> None:
     worker = WorkerHandle(recorder, None)
     await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
     item = Item(prompt="", response="")
-    first, second = (Job(number, 0, encode(Reply(number, [])), 60.0, items=[item] * number) for number in (1, 2))
+    first, second = (Job(number, 0, reply(number, []), 60.0, items=[item] * number) for number in (1, 2))
     worker.submit(first)
     # a reply to another job than its own is dropped, whoever has written it
-    theirs.sendall(encode(Reply(7, [7.0])) + encode(Reply(1, [1.0])))
+    theirs.sendall(reply(7, [7.0]) + reply(1, [1.0]))
     await asyncio.wait_for(recorder.has_replied.wait(), 60)
     worker.submit(second)
-    theirs.sendall(encode(Reply(2, [2.0])) + encode(Reply(2, [3.0]))[:-1])
+    theirs.sendall(reply(2, [2.0]) + reply(2, [3.0])[:-1])
     theirs.close()
     await asyncio.wait_for(recorder.has_ended.wait(), 60)
     assert recorder.done == [(first, [1.0]), (second, [2.0])]

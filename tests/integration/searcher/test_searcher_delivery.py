@@ -270,12 +270,13 @@ async def test_a_prompt_that_a_scorer_hangs_on_keeps_no_other_waiting_and_is_nam
     await asyncio.wait(tasks)
 
 
-@pytest.mark.parametrize(("deadline_s", "expected_s"), [(None, 30.0), (300.0, 150.0)])
+@pytest.mark.parametrize(("item_timeout_s", "expected_s"), [(1.0, 30.0), (270.0, 150.0)])
 async def test_scores_are_first_asked_for_alone_after_half_of_the_deadline_of_a_request(
-    tmp_path: Path, reward: RewardServer, monkeypatch: pytest.MonkeyPatch, deadline_s: float | None, expected_s: float
+    tmp_path: Path, reward: RewardServer, monkeypatch: pytest.MonkeyPatch, item_timeout_s: float, expected_s: float
 ) -> None:
     """A judge that needs 20 s is not asked twice."""
-    delivery, waited = scoring_delivery(tmp_path, reward, request_timeout_s=deadline_s), list[float | None]()
+    tasks = {"judged": {"scorers": [{"kind": "format", "pattern": "a", "timeout_s": item_timeout_s}]}}
+    delivery, waited = scoring_delivery(tmp_path, reward, tasks=tasks), list[float | None]()
     in_time = delivery._scores_in_time
 
     async def record(items: list[ScoreItem], slow_s: float | None) -> list[ScoreResult | str] | None:

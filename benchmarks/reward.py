@@ -9,7 +9,7 @@ all different (nothing comes from the cache):
     poison      one item of 64 hangs: what its batch, and a batch beside it, take beyond the deadline
     overhead    what an item costs beyond its rule: `addition` (inline) and a trivial pattern (in a worker)
 
-About 30 seconds on 2 cores.
+About a minute on 2 cores.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tba.clients import RewardClient
 
 BATCH_ITEMS = 64
 NUM_ROUNDS = 30
+SPARE_S = 8.0
+"""By then the next spare worker has imported sympy. A second kill before that waits for it (docs/rewards.md)."""
 Figures = dict[str, float]
 
 
@@ -88,6 +90,7 @@ def poison(client: RewardClient) -> Figures:
     clean_s = statistics.median(timed(client, maths(BATCH_ITEMS, seed=100 + n)) for n in range(5))
     extra_s, beside_s = [], []
     for number in range(3):
+        time.sleep(SPARE_S)
         poisoned = maths(BATCH_ITEMS, seed=200 + number)
         poisoned[0] = ScoreItem(item_id="poison", task="poison", prompt="", response=POISONED_TEXT)
         beside = maths(BATCH_ITEMS, seed=300 + number)

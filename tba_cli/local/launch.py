@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tba.config import Recipe
-from tba.errors import ChildError, TbaError
+from tba.errors import ChildError, ConfigError, TbaError
 from tba.store import ObjectStore, open_store
 from tba.store.file import explain_full_disk
 from tba.tokens import role_token
@@ -103,7 +103,9 @@ def run_local(
             if supervisor is not None and supervisor.made_nothing and not resume:
                 folder.recipe_path.unlink(missing_ok=True)  # there is nothing to resume: the next start begins again
             text = str(error)
-            can_resume = isinstance(error, ChildError) or (supervisor is not None and folder.has_begun)
+            # a refused recipe would be refused again
+            is_over = supervisor is not None and folder.has_begun and not isinstance(error, ConfigError)
+            can_resume = isinstance(error, ChildError) or is_over
             if supervisor is not None:  # else the folder still holds an older run as it was
                 _note_end(folder, text)
             error.args = (f"{text}; {_next_command(folder, resume_command)}" if can_resume else text,)

@@ -307,7 +307,7 @@ class Supervisor:
             )
         check_lineage(self._store, run, lambda: self._client.run().lineage)
         if (made := self._client.run().step) > num_steps:
-            raise ConfigError(f"run {run!r} has made {made} steps, and trainer.num_steps is {num_steps}; raise it")
+            raise ConfigError(f"run {run!r} has made {made} steps, and trainer.num_steps is {num_steps}: ask for more")
 
     async def _watch_run(self, *, failed_lineage: int | None) -> None:
         watcher = RunWatcher(

@@ -83,6 +83,10 @@ def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collecti
             "pip install 'tba[data]'"
         ) from None
     datasets.disable_progress_bars()
+    if Path(name).is_file():
+        raise ConfigError(f"{where} is a file; name the folder that it lies in")
+    if (Path(name) / "state.json").is_file():
+        raise ConfigError(f"{where} was written by save_to_disk; name a folder with Parquet files (to_parquet)")
     # the library's cache goes by the name of a folder: without the digest it would return old content
     root = Path(datasets.config.HF_DATASETS_CACHE)
     cache = str(root / "tba-folders" / _folder_digest(Path(name))) if Path(name).is_dir() else None

@@ -156,6 +156,7 @@ def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
     assert "other.jsonl' within a run: set it back" in set_path.stderr
     fewer = place.run("--resume", "--set", "trainer.num_steps=1")
     assert (fewer.returncode, "has made 2 steps, and trainer.num_steps is 1" in fewer.stderr) == (2, True), fewer.stderr
+    assert "resume with" not in fewer.stderr, "the same would be refused again"
     assert place.run("--resume", "--set", "trainer.num_steps=8").returncode == 0
     assert place.summary()["steps"] == 8
     assert place.summary()["seed"] == 5

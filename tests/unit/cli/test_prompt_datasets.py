@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -463,3 +464,12 @@ def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
     assert found["prepare"][1]["path"] == str(tmp_path / "models/rm")
     assert json.dumps(found["prepare"]).count("some/model") == 1
     assert of_sets({**ROWS, "dataset": "org/name"}).data.source_name == "name"
+
+
+def test_what_is_no_folder_of_data_files_is_refused_in_one_sentence(tmp_path):
+    parquet, saved = tmp_path / "rows.parquet", tmp_path / "saved"
+    pq.write_table(pa.Table.from_pylist(QUESTIONS), parquet)
+    datasets.Dataset.from_list(QUESTIONS).save_to_disk(saved)
+    for path, sentence in ((parquet, "is a file"), (saved, "was written by save_to_disk")):
+        with pytest.raises(ConfigError, match=sentence):
+            prompts_of(of_sets(questions(path)))

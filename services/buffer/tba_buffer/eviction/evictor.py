@@ -54,9 +54,9 @@ class Evictor:
         self._enforcement = SingleFlight(self._enforce, context.mutation_lock)
         self._most: Amount = np.array([self._settings.max_rollouts, self._settings.max_bytes])
         self._kept: Amount = np.zeros(2, dtype=np.int64)
-        """What the last enforcement left."""
+        """The rollouts and bytes that the last enforcement left."""
         self._added: Amount = np.zeros(2, dtype=np.int64)
-        """What was pushed since it began."""
+        """The rollouts and bytes that were pushed since it began."""
         self._last_number: int | None = None
 
     def record_added(self, num_new: int, num_bytes: int) -> bool:

@@ -54,7 +54,7 @@ from tba_buffer.index.tables import (
 
 Rows = NDArray[np.int64]
 NUM_PUBLICATIONS_KEPT = 8
-"""Of so many of the newest publications the index knows where in the log they are."""
+"""The index keeps the log positions of so many of the newest publications."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 MAX_TRAINED_STEPS = 2000
-"""Of so many of the newest steps is kept what became of each rollout: 24 bytes per rollout, in Redis."""
+"""The newest steps whose rollouts have a record: 24 bytes per rollout, in Redis."""
 ID_BYTES = 16
 DROPPED = "trained_steps:dropped"
 """The counter of records that ack.lua has trimmed: the position of the first stored one."""

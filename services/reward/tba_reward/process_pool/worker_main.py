@@ -162,6 +162,8 @@ def _guard(worker: int, service: int) -> NoReturn:
         if ended[0] == 0:
             _kill_children()
             time.sleep(0.002)
+    if ended is not None:
+        print(f"processes of a scorer are still there after {_KILL_S:g} s of SIGKILL", file=sys.stderr, flush=True)
     code = os.waitstatus_to_exitcode(status) if status is not None else 1
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -169,7 +171,7 @@ def _guard(worker: int, service: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
-    os._exit(max(code, 1) if code < 0 else code)
+    os._exit(code if code >= 0 else 1)
 
 
 def _reap() -> tuple[int, int] | None:

@@ -71,7 +71,6 @@ class MalformedError(WireError):
     """Not msgpack, a missing or unknown field, a wrong type, or a wrong length."""
 
     slug = "malformed"
-    status = 422
 
 
 class NewerManifestError(MalformedError):
@@ -82,7 +81,6 @@ class SchemaVersionError(WireError):
     """A schema version that this build does not read."""
 
     slug = "schema-version"
-    status = 422
 
 
 class LimitError(WireError):
@@ -151,7 +149,6 @@ class ServiceError(TbaError, RuntimeError):
     """Another service answered with a problem, or not at all."""
 
     slug = "service"
-    status = 500
 
 
 class BadReplyError(ServiceError):
@@ -200,35 +197,30 @@ class FencedError(ConflictError):
     """The fencing token is not the newest lineage's: a newer trainer start took the run, and this trainer must stop."""
 
     slug = "fenced"
-    status = 409
 
 
 class VoidBatchError(ConflictError):
     """The batch is past its deadline or unknown: draw a new one for the same step."""
 
     slug = "void-batch"
-    status = 409
 
 
 class RollbackError(ConflictError):
     """An operator has asked for a rollback: until the trainer has begun a new lineage, no step of this one is made."""
 
     slug = "rollback"
-    status = 409
 
 
 class RunOverError(ConflictError):
     """The run is stopping, done or failed: nothing new is started."""
 
     slug = "run-over"
-    status = 409
 
 
 class RunFailedError(RunOverError):
     """The run has failed for a reason that its trainer does not know: `state_reason` of GET /v1/run."""
 
     slug = "run-failed"
-    status = 409
 
 
 class NotInstalledError(ServiceError):

@@ -16,7 +16,6 @@ from tba.logs import configure_logging
 from tba.store.file import explain_full_disk
 from tba.tls import with_bare_urls
 
-__all__ = ["EXIT_CONFIG", "EXIT_ERROR", "EXIT_FENCED", "EXIT_STOPPED", "service_main"]
 EXIT_ERROR = 2
 EXIT_FENCED = 3
 EXIT_CONFIG = 4

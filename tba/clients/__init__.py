@@ -2,5 +2,3 @@
 
 from tba.clients.buffer import BufferClient
 from tba.clients.service_client import RewardClient
-
-__all__ = ["BufferClient", "RewardClient"]

@@ -8,19 +8,3 @@ from tba.config.schedules import Schedule
 from tba.config.sections import SamplingSection
 from tba.config.trainer import TrainerSection
 from tba.fields import StrictModel
-
-__all__ = [
-    "LIVE_NAMES",
-    "LiveName",
-    "LiveSettings",
-    "ObjectiveSection",
-    "Recipe",
-    "SamplingSection",
-    "Schedule",
-    "StrictModel",
-    "TrainerSection",
-    "load_recipe",
-    "parse_live",
-    "parse_recipe",
-    "with_live",
-]

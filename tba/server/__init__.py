@@ -4,13 +4,3 @@ from tba.server.app import MsgpackResponse, create_app, raw_body
 from tba.server.auth import Authenticator
 from tba.server.openapi import MSGPACK_BODY
 from tba.server.serve import not_ready, serve
-
-__all__ = [
-    "MSGPACK_BODY",
-    "Authenticator",
-    "MsgpackResponse",
-    "create_app",
-    "not_ready",
-    "raw_body",
-    "serve",
-]

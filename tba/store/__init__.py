@@ -2,5 +2,3 @@
 
 from tba.store.file import FileStore, ObjectStore
 from tba.store.open import open_store
-
-__all__ = ["FileStore", "ObjectStore", "open_store"]

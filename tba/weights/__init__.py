@@ -13,21 +13,3 @@ from tba.weights.repository import (
     write_index,
 )
 from tba.weights.routes import LocalVersion
-
-__all__ = [
-    "DeltaSettings",
-    "LocalVersion",
-    "NodeCache",
-    "WeightVersions",
-    "check_lineage",
-    "checkpoint_prefix",
-    "complete_versions",
-    "delete_incomplete",
-    "incomplete_versions",
-    "params_sha256",
-    "params_sha256_of_files",
-    "sha256_of_file",
-    "tensor_digest",
-    "tensor_header",
-    "write_index",
-]

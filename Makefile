@@ -28,10 +28,6 @@ $(VENV)/.run: deploy/constraints/main.txt pyproject.toml $(foreach s,$(SERVICES)
 	$(INSTALL) --no-build-isolation -e './services/reward[math,models]'  # what the small recipes need; beside the others pip finds none
 	touch $@
 
-$(VENV)/.studies: $(VENV)/.run
-	$(INSTALL) --group studies
-	touch $@
-
 $(VENV)/.test: $(VENV)/.run
 	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
@@ -60,16 +56,15 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 		--set trainer.shuffle_rewards=true || exit 1; done
 	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
 
-# lock-step trains on one batch, so a version comes every step; at this pace four searchers and the services fit on two cores
 overlap: $(VENV)/.run  ## what asynchrony gains at the pace of GPUs: searchers against lock-step (an hour; restartable)
-	$(BIN)/python studies/overlap.py run --slowdown 20 --set trainer.sync_interval=1 --set sampling.samples_per_insert_error=128
+	$(BIN)/python studies/overlap.py run
 	$(BIN)/python studies/overlap.py report
 
-paper: $(VENV)/.studies  ## the paper's claims in small: every arm of the small recipes, three seeds (15 hours or more; restartable)
+paper: $(VENV)/.run  ## the paper's claims in small: every arm of the small recipes, three seeds (15 hours or more; restartable)
 	$(BIN)/python studies/paper.py run
 	$(BIN)/python studies/paper.py report
 
-study: $(VENV)/.studies  ## the study of asynchrony: which objective at which lag (hours; restartable)
+study: $(VENV)/.run  ## the study of asynchrony: which objective at which lag (hours; restartable)
 	OMP_NUM_THREADS=1 $(BIN)/python studies/asynchrony.py run --workers $(WORKERS)
 	$(BIN)/python studies/asynchrony.py report
 

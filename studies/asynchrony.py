@@ -2,7 +2,7 @@
 
     python studies/asynchrony.py plan   [--json FILE] [--cells TEXT]           what can be run now, best first
     python studies/asynchrony.py run    [--json FILE] [--cells TEXT] [--max-minutes N] [--workers N]
-    python studies/asynchrony.py report [--json FILE] [--out FOLDER]           tables and plots from the data
+    python studies/asynchrony.py report [--json FILE] [--out FOLDER]           tables from the data
 
 `make study` runs all of it, in hours. One thread per worker, no services. Every finished cell is one JSON line with the
 digest of the code that decided it, and a cell that has a line of this code is not run again: stop it at any time, and
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--max-minutes", type=float, default=None, help="begin no cell after this many minutes")
     parser.add_argument("--workers", type=int, default=1, help="processes side by side: one for each free core")
     parser.add_argument("--models", type=Path, default=ROOT / "models" / "study", help="folder of starting models")
-    parser.add_argument("--out", type=Path, default=DATA.parent, help="folder of tables and plots")
+    parser.add_argument("--out", type=Path, default=DATA.parent, help="folder of the tables")
     args = parser.parse_args()
     if args.command == "plan":
         for cell in Study(read_cells(args.json, sources_digest())).plan():

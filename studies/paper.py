@@ -2,7 +2,7 @@
 
     python studies/paper.py plan   [--worlds redteam,math] [--arms TEXT] [--seeds N]       what is left, in order
     python studies/paper.py run    [--worlds ...] [--arms TEXT] [--seeds N] [--max-minutes N]
-    python studies/paper.py report                                                         tables, plots, claims.md
+    python studies/paper.py report                                                         tables, claims.md
 
 A cell is an arm of a world with a seed: `tba run` of the small recipe with the arm's changes, then the published
 evaluation (`tba evaluate`) of its last version and of one or two before. All cells of a world in a working folder share
@@ -129,25 +129,23 @@ def _unprepared(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 
 
 def write_report(data: Path, results: Path = CLAIMS_PAGE) -> None:
-    """Write tables and plots beside the data file, and the claims between the marks in docs/paper/claims.md.
+    """Write tables beside the data file, and the claims between the marks in docs/paper/claims.md.
 
     Raises:
-        SystemExit: the results have no place for them.
+        SystemExit: no line counts, or the results have no place for the claims.
     """
     from studies.paper_bench.evidence import Evidence
-    from studies.paper_bench.plots import write_plots
     from studies.paper_bench.tables import section_text, tables_text
 
     evidence = Evidence.of(data)
-    data.parent.mkdir(parents=True, exist_ok=True)
-    (data.parent / "tables.md").write_text(tables_text(evidence, num_other(data)))
-    plots = write_plots(evidence, data.parent)
+    if not evidence.cells:
+        raise SystemExit(f"no line of {data} is of a recipe of today, so nothing is written; `run` makes such lines")
     text = results.read_text()
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise SystemExit(f"{results} must hold {BEGIN} and {END} once each: the claims go between them")
     before, _, rest = text.partition(BEGIN)
-    images = "\n\n".join(f"![{path.stem}]({path.name})" for path in plots)
-    results.write_text(f"{before}{BEGIN}\n{section_text(evidence)}\n\n{images}\n{END}{rest.partition(END)[2]}")
+    (data.parent / "tables.md").write_text(tables_text(evidence, num_other(data)))
+    results.write_text(f"{before}{BEGIN}\n{section_text(evidence)}\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from tba_buffer.sampling.draw import RETRY_S
 from tba_searcher.loop import TICK_S
 
-from studies.accuracy import ratio_of, reached
+from studies.learning_curve import reached
 from studies.markdown import markdown
-from studies.overlap_bench.cells import Cell, cells
+from studies.overlap_bench.runs import Cell, cells
 from studies.pace import MAX_LATE_SHARE
 
 Result = Mapping[str, Any]
@@ -29,6 +29,15 @@ most, as a share of a pair of phases; it does not scale with the pace, so lock-s
 def reached_s(result: Result, target: float) -> float | None:
     """Return the seconds to a target of expected pass@1; None: never reached."""
     return reached([(seconds, accuracy) for seconds, _, accuracy, _ in result["curve"]], target)
+
+
+def ratio_of(base: float | None, mine: float | None) -> float | None:
+    """Return base by mine, where None is infinity: a target that was never reached. Two of those have no ratio."""
+    if mine is None:
+        return None if base is None else 0.0
+    if base is None:
+        return float("inf")
+    return base / mine if mine else None
 
 
 def late_share(result: Result) -> float | None:

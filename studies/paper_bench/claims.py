@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from studies.paper_bench.arms import ROOT, WORLDS
+from studies.paper_bench.arms import WORLDS
 from studies.paper_bench.data import Done
 from studies.paper_bench.evidence import (
     OVERLAP_TARGET,
@@ -15,10 +15,7 @@ from studies.paper_bench.evidence import (
     mean_success,
 )
 from studies.paper_bench.verdicts import Pairs, Verdict, judge
-from studies.time_to_target_bench.cells import MORE_SEEDS
-from studies.time_to_target_bench.cells import SEEDS as TARGET_SEEDS
 
-TARGET_DATA = ROOT / "docs" / "time_to_target"
 KEEPS_UP = 0.05
 """Margin of claims that something costs nothing: what may be lost, in the unit of the figure."""
 NUM_ATTACKS = 64
@@ -91,23 +88,6 @@ def _speed() -> Iterator[Claim]:
         why="same system, objective and hardware; most of it is lock-step's own overhead between its phases, on shared "
         "cores ([overlap](../results.md#overlap)); the paper compares with another library",
     )
-    fresh = "both rates falling, seeds that nothing had used"
-    for name, seeds, start, words, why in (
-        ("cells", TARGET_SEEDS, "", "each side at its best rate and schedule", "geometric mean of the pairs"),
-        ("falling", MORE_SEEDS, "", fresh, "falling rates were chosen after the row above; TRL is ahead beyond 0.90"),
-        ("falling", MORE_SEEDS, "trainer_start", f"{fresh}, our clock from the trainer's start", "the stricter clock"),
-    ):
-        yield Claim(
-            about=about,
-            paper=paper,
-            figure=f"seconds to the quickstart's target, TRL's GRPO over ours, two cores, {words}; "
-            "[time to a target](../results.md#time-to-a-target)",
-            pairs=lambda evidence, name=name, seeds=seeds, start=start: evidence.against_trl(
-                TARGET_DATA / f"{name}.jsonl", seeds, start=start
-            ),
-            is_ratio=True,
-            why=f"`tb_positive` on rollouts that are 10 steps old; {why}",
-        )
     for ours, name in (("tba_prime", "`tba_prime`"), ("tb-published-beta", "`tb` with the published beta")):
         yield Claim(
             about=about,

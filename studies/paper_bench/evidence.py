@@ -10,7 +10,7 @@ from pathlib import Path
 
 from studies.overlap import DATA as OVERLAP_DATA
 from studies.overlap import read as read_overlap
-from studies.overlap_bench.cells import Cell as OverlapCell
+from studies.overlap_bench.runs import Cell as OverlapCell
 from studies.overlap_bench.tables import is_usable, reached_s
 from studies.paper_bench.arms import ARMS, ROOT, START, WORLDS
 from studies.paper_bench.data import Done, Unit, read_cells
@@ -18,9 +18,6 @@ from studies.paper_bench.verdicts import Pairs
 from studies.study.cells import Line
 from studies.study.plan import Study, at_lag
 from studies.study.report import newest_study
-from studies.time_to_target_bench.cells import read_results
-from studies.time_to_target_bench.report import SIDES, best_rate, one_source
-from studies.time_to_target_bench.workloads import WORKLOADS
 
 Figure = Callable[[Done], float | None]
 STUDY_DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
@@ -157,32 +154,6 @@ class Evidence:
             if None not in seconds:
                 found[seed] = seconds[0], seconds[1]
         return found
-
-    def against_trl(self, path: Path, seeds: Sequence[int], *, start: str = "") -> Pairs:
-        """Return TRL's and our seconds to the quickstart's first target, each at the file's best rate and schedule.
-
-        Args:
-            start: another begin of our clock.
-        """
-        results = {cell: found for cell, found in read_results(path).items() if cell.workload == "quickstart"}
-        newest = [*results][-1]
-        kept, _ = one_source(
-            {cell: found for cell, found in results.items() if cell.group_size == newest.group_size}, newest.num_steps
-        )
-        by_side: list[dict[int, float]] = []
-        for side in SIDES:
-            rate = best_rate(kept, "quickstart", side, ())
-            runs = {
-                cell.seed: result
-                for cell, result in kept.items()
-                if (cell.side, cell.rate, cell.settings) == (side, rate, ()) and cell.seed in seeds
-            }
-            seconds = {seed: run.to_target(WORKLOADS["quickstart"].targets[0]) for seed, run in runs.items()}
-            by_side.append(
-                {seed: at + runs[seed].starts.get(start, 0.0) for seed, at in seconds.items() if at is not None}
-            )
-        trl, tba = (by_side[SIDES.index(side)] for side in ("trl", "tba"))
-        return {seed: (trl[seed], tba[seed]) for seed in sorted(trl.keys() & tba.keys())}
 
 
 def front_points(done: Done) -> list[tuple[float, float]]:

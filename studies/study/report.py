@@ -1,4 +1,4 @@
-"""Writes docs/asynchrony/tables.md and the plots from the data file."""
+"""Writes docs/asynchrony/tables.md from the data file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from types import MappingProxyType
 from studies.study.cells import Line
 from studies.study.data import digests, read_cells, same_results, sources_digest
 from studies.study.plan import BASE_LAG, LAGS, Study, at_lag
-from studies.study.plots import has_curves, write_plots
 from studies.study.tables import by_lag, kept_table, standings_table, tuning_table
 from studies.study.world import TASKS
 
 
 def write_report(data: Path, folder: Path) -> None:
-    """Tables and plots of what has been run: of this code, or else of the newest code that made a line."""
+    """Tables of what has been run: of this code, or else of the newest code that made a line."""
     counts = digests(data)
     lines, digest = newest_study(data)
     same = same_results(data, digest)
@@ -24,7 +23,6 @@ def write_report(data: Path, folder: Path) -> None:
     study = Study(lines)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tables.md").write_text(report_text(study, digest, num_other=num_other, taken_over=taken_over))
-    write_plots(study, folder)
 
 
 def newest_study(data: Path) -> tuple[dict[str, Line], str]:
@@ -83,7 +81,5 @@ def _lag_parts(study: Study) -> list[str]:
             "Share of steps whose gradient was clipped:",
             by_lag(study, task, lambda line: line.clip_share, ".0%"),
         ]
-        if has_curves(study, task):
-            parts.append(f"![learning curves of {task}](curves_{task}.png)")
     arms = [arm for task in TASKS for lag in LAGS for arm in at_lag(task, lag)]
     return [*parts, "## Tuning", tuning_table(study, arms)]

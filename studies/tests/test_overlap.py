@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tba_searcher.engines.tokenizer import TextCodec
 
 from studies import overlap
-from studies.accuracy import ratio_of, reached
-from studies.data_file import read_lines
-from studies.learning_curve import _step_times
-from studies.overlap_bench.cells import Cell, cells
-from studies.overlap_bench.runs import NO_EVALUATIONS, Pace, swap_seconds
-from studies.overlap_bench.tables import table
+from studies.data_file import read_lines, source_digest
+from studies.learning_curve import Judge, _step_times, reached
+from studies.overlap_bench.runs import CHANGES, Cell, Pace, cells, swap_seconds
+from studies.overlap_bench.tables import ratio_of, table
 from tba.config import load_recipe
 from tba.errors import ConfigError
+from tba_cli.generators.addition import CHARACTERS
+from tba_cli.prompts.reader import heldout_prompts
+from tba_cli.starter_models import starting_model as quickstart
 
 ROOT = Path(__file__).parents[2]
 PACE = Pace(measured_step_s=0.1, tokens_per_batch=448, ratio=4, slowdown=5, num_slots=32)
@@ -52,7 +55,7 @@ def test_cells_come_seed_by_seed_have_names_of_their_own_and_change_keys_that_ex
     assert [cell.seed for cell in found] == sorted(cell.seed for cell in found)
     for cell in found:
         slowed, _ = PACE.changes()
-        changes = {**NO_EVALUATIONS, **slowed, **cell.changes()}
+        changes = {**CHANGES, **slowed, **cell.changes()}
         recipe = load_recipe(
             ROOT / "recipes" / "quickstart.toml",
             environ={},
@@ -63,7 +66,7 @@ def test_cells_come_seed_by_seed_have_names_of_their_own_and_change_keys_that_ex
         assert recipe.searcher.engine == "studies.pace:paced_engine"
 
 
-def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(
+def test_a_cell_that_has_a_line_is_not_run_again_and_another_length_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
@@ -76,10 +79,7 @@ def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(
 
     monkeypatch.setattr(overlap, "run_cell", run_cell)
     monkeypatch.setattr(overlap, "measure_pace", lambda *_, **__: PACE)
-    args = argparse.Namespace(
-        json=tmp_path / "data.jsonl", recipe=ROOT / "recipes" / "quickstart.toml", seeds=1, cells="",
-        steps=9, target=0.5, ratio=4.0, slowdown=5.0, slots=32, measured_steps=48, max_minutes=None, set=[],
-    )  # fmt: skip
+    args = argparse.Namespace(json=tmp_path / "data.jsonl", seeds=1, cells="", steps=9, target=0.5, max_minutes=None)
     with pytest.raises(KeyboardInterrupt):
         overlap.run(args)
     with args.json.open("a") as file:
@@ -92,10 +92,9 @@ def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(
     assert data.settings is not None
     assert Pace(**data.settings["pace"]) == PACE
     assert (len(data.lines), data.num_other) == (8, 0)
-    for name, value in (("steps", 10), ("ratio", 1.0), ("slowdown", 20.0), ("slots", 8)):
-        with pytest.raises(SystemExit, match="give the same, or another --json"):
-            overlap.run(argparse.Namespace(**{**vars(args), name: value}))
-    monkeypatch.setattr(overlap, "source", lambda *_: "other code")
+    with pytest.raises(SystemExit, match="give the same --steps"):
+        overlap.run(argparse.Namespace(**{**vars(args), "steps": 10}))
+    monkeypatch.setattr(overlap, "source", lambda: "other code")
     overlap.run(args)
     assert len(ran) == 9 + 8
     data = overlap.read(args.json)
@@ -181,3 +180,35 @@ def test_every_line_in_docs_names_the_commit_that_made_it_and_settings_of_its_so
     for document in documents:
         assert {"commit", "at"} <= document.keys()
         assert document["source"] in sources
+
+
+def test_expected_accuracy_is_the_probability_of_the_answers_at_the_policy_temperature(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = quickstart.build_tokenizer(CHARACTERS, quickstart.MAX_LENGTH_TOKENS)
+    model: Any = quickstart.build_model(tokenizer, quickstart.SHAPE).eval()
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    codec, total = TextCodec(tmp_path), 0.0
+    prompts = heldout_prompts(load_recipe(ROOT / "recipes" / "quickstart.toml", environ={}))[:7]
+    for prompt in prompts:
+        tokens, probability = list(codec.encode_prompt(prompt.text)), 1.0
+        for token in codec.encode_response(prompt.data["answer"]):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([tokens])).logits[0, -1]
+            probability *= float((logits / 0.5).softmax(0)[token])
+            tokens.append(token)
+        total += probability
+    found, greedy = Judge(tmp_path, prompts, temperature=0.5).measure(dict(model.named_parameters()))
+    assert found == pytest.approx(total / 7, rel=1e-4)
+    assert 0 <= greedy <= 1
+
+
+def test_the_source_changes_with_code_and_recipe_and_not_with_what_python_makes(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("1")
+    before = source_digest(["code"], "recipe", root=tmp_path)
+    (tmp_path / "code" / "a.pyc").write_text("made")
+    assert source_digest(["code"], "recipe", root=tmp_path) == before
+    assert source_digest(["code"], "another", root=tmp_path) != before
+    (tmp_path / "code" / "a.py").write_text("2")
+    assert source_digest(["code"], "recipe", root=tmp_path) != before

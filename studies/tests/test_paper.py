@@ -289,8 +289,13 @@ def test_three_failures_in_a_row_end_a_run(tmp_path: Path, monkeypatch: pytest.M
 def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) -> None:
     path, results = tmp_path / "cells.jsonl", tmp_path / "results.md"
     cells = [cell for cell in plan(["redteam", "math", "tldr"], SEEDS) if cell.arm.name != "no-filter"]
-    write_cells(path, cells)
     results.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for nothing in ((), ({"world": "math", "arm": "control", "recipe": "of yesterday"},)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in nothing))
+        with pytest.raises(SystemExit, match="nothing is written"):
+            write_report(path, results)
+    assert "\nold\n" in results.read_text()
+    write_cells(path, cells)
     write_report(path, results)
     evidence = Evidence.of(path)
     words = {claim.figure: found.word for claim in CLAIMS if (found := claim.verdict(evidence)) is not None}
@@ -311,7 +316,6 @@ def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) ->
     assert "| `paced-1` (1 ended early: " in tables
     assert tables.count("at the end, split:") == 1
     assert "| arm | n | level=Level 1 | level=Level 2 |\n|---|---|---|---|\n| `start` | 1 | 0.100 | 0.050 |\n" in tables
-    assert {file.name for file in tmp_path.glob("*.svg")} == {"learning.svg", "frontier.svg"}
     write_report(path, results)
     assert results.read_text() == text
     add_another_set(path)

@@ -182,5 +182,5 @@ def test_study_report_is_written_from_any_part_of_the_data(tmp_path: Path, whole
             write_report(path, tmp_path / "early")
     write_report(path, tmp_path / "late")
     assert {each.name for each in (tmp_path / "early").iterdir()} == {"tables.md"}
-    assert {each.name for each in (tmp_path / "late").iterdir()} == {"tables.md", "curves_addition.png"}
+    assert {each.name for each in (tmp_path / "late").iterdir()} == {"tables.md"}
     assert "5 cells of the code" in (tmp_path / "early" / "tables.md").read_text()

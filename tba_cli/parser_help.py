@@ -92,11 +92,9 @@ tba ledger check
 tba ledger check quickstart-seed0 --json""",
         "view": """\
 tba view seed0                    # without a name: the newest run under runs/
-tba view seed0 --snapshot end     # what `tba buffer save end` has saved
 tba view --url https://buffer:8700 --token-file operator.token""",
         "rollouts list": """\
 tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don't know" --limit 20
-tba rollouts list --recipe recipe.toml --snapshot end --order best    # without a run folder, from its store
 tba rollouts list quickstart-seed0 --id 0123456789abcdef0123456789abcdef --tokens""",
         "rollouts export": """\
 tba rollouts export quickstart-seed0 --out good.parquet --min-reward 1 --from-version 1-100

@@ -28,10 +28,9 @@ def add_view(commands: Subparsers) -> None:
     """Add `tba view`."""
     view = commands.add_parser(
         "view",
-        help="show the page of a run in a browser; a run that is over, or a snapshot, is served read-only until Ctrl-C",
+        help="show the page of a run in a browser; a run that is over is served read-only until Ctrl-C",
     )
     add_target(view)
-    _add_snapshot(view)
     view.add_argument(
         "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"
     )
@@ -54,7 +53,6 @@ def _add_rollouts_list(kinds: Subparsers) -> None:
         help="list stored rollouts: prompt, completion, reward, version, age",
     )
     add_target(listed)
-    _add_snapshot(listed)
     orders = ["newest", "oldest", "best", "worst"]
     listed.add_argument("--order", choices=orders, default="newest", help="which ones to show first (default: newest)")
     _add_filters(listed)
@@ -75,7 +73,6 @@ def _add_rollouts_export(kinds: Subparsers) -> None:
         help="write stored rollouts to a Parquet file, the oldest first, with tokens and log-probs",
     )
     add_target(export)
-    _add_snapshot(export)
     export.add_argument("--out", metavar="FILE", required=True, help="a file that ends with .parquet")
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
     _add_filters(export)
@@ -112,17 +109,6 @@ def add_weights(commands: Subparsers) -> None:
     )
 
 
-def _add_snapshot(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--snapshot", metavar="NAME", help="read this snapshot of the run (`tba buffer save`), not what is stored now"
-    )
-    parser.add_argument(
-        "--recipe",
-        metavar="RECIPE",
-        help="recipe of a run whose folder is not here; its store holds the snapshot",
-    )
-
-
 def _add_filters(parser: argparse.ArgumentParser) -> None:
     filters = parser.add_argument_group("filters", "only rollouts that match all of them")
     filters.add_argument("--prompt-id", metavar="ID", help="of this prompt")
@@ -142,7 +128,6 @@ def add_prompt_views(kinds: Subparsers) -> None:
     """Add `tba prompts list`."""
     listed = kinds.add_parser("list", help="list prompts with the number and the rewards of their stored rollouts")
     add_target(listed)
-    _add_snapshot(listed)
     listed.add_argument(
         "--id",
         metavar="PROMPT_ID",

@@ -71,20 +71,6 @@ def page_url(buffer_url: str, token: str | None) -> str:
     return f"{buffer_url.rstrip('/')}/" + ("" if token is None else f"{TOKEN_MARK}{quote(token, safe='')}")
 
 
-def snapshot_name(args: argparse.Namespace) -> str | None:
-    """Return the name of the snapshot to look at, if one is named.
-
-    Raises:
-        ConfigError: --recipe is given without it.
-    """
-    name, out = getattr(args, "snapshot", None), getattr(args, "out", None)
-    # a data set has the recipe in its card
-    is_of_card = getattr(args, "push_to_hub", None) is not None or (out is not None and not Path(out).suffix)
-    if name is None and getattr(args, "recipe", None) is not None and not is_of_card:
-        raise ConfigError("--recipe says which store holds a snapshot; add --snapshot NAME")
-    return name
-
-
 def ended_run(args: argparse.Namespace) -> RunFolder | None:
     """Return the folder of the chosen run if it is a local run that is over or was killed, else None.
 

@@ -103,8 +103,8 @@ class RolloutInfo(StrictModel):
     reward_version: str | None
     reward_parts: list[RewardPart] | None = None
     """None: the reward is the score of the only scorer, or there is no score."""
-    num_batches: int | None = 0
-    """Batches that drew it, and that are neither void nor abandoned; None: a snapshot, which does not have that."""
+    num_batches: int = 0
+    """Batches that drew it, and that are neither void nor abandoned."""
     sampling: SamplingInfo
     searcher_id: str
     started_at_s: float

@@ -283,8 +283,6 @@ class RunInfo(StrictModel):
     read_only: bool = False
     """This is a view of the files of a run that is over (`buffer.read_only`, whose text is the note): nothing of it is
     alive, and every write is refused."""
-    is_snapshot: bool = False
-    """What is shown is a snapshot: stored rollouts and prompts, and nothing of what happened before it was saved."""
     loss: str | None = None
     """The acknowledged changes that Redis has lost; writes are refused until they are back, or an operator accepts the
     loss."""

@@ -110,9 +110,9 @@ class Stats(StrictModel):
     ones."""
     rescored: dict[str, int] = Field(default_factory=dict)
     leases: dict[str, int]
-    rollouts_generated: int | None
-    rollouts_drawn: int | None
-    rollouts_trained: int | None
+    rollouts_generated: int
+    rollouts_drawn: int
+    rollouts_trained: int
     """Rollouts of batches that a step trained on."""
     rollouts_refused_by_trainer: dict[str, int] = Field(default_factory=dict)
     """Reason -> rollouts of batches that the trainer could not use."""

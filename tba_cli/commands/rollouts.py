@@ -16,7 +16,7 @@ from tba.clients import BufferClient
 from tba.clients.run_reader import RolloutFilters
 from tba.errors import ConfigError
 from tba.fields import escape_controls
-from tba_cli.run_target import ended_run, open_client, snapshot_name
+from tba_cli.run_target import ended_run, open_client
 
 T = TypeVar("T")
 MAX_PER_PAGE = 100
@@ -37,14 +37,12 @@ FILTERS = {
 
 
 def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
-    """Return what `use` reads from the buffer of a run in progress, or from the files of one that is over, or from the
-    snapshot that `args` name."""
-    if snapshot_name(args) is not None or ended_run(args) is not None:
+    """Return what `use` reads from the buffer of a run in progress, or from the files of one that is over."""
+    if (ended := ended_run(args)) is not None:
         # no image holds the launcher
-        from tba_cli.local.ended_run import read_view
-        from tba_cli.local.views import view_of
+        from tba_cli.local.ended_run import read_ended
 
-        return read_view(view_of(args), use)
+        return read_ended(ended, use)
     with closing(open_client(args)) as client:
         return use(client)
 
@@ -215,8 +213,6 @@ def _part_lines(rollout: RolloutInfo) -> list[str]:
 
 
 def _drawn_text(rollout: RolloutDetail) -> str:
-    if rollout.num_batches is None:
-        return "which batches drew it and which steps trained it is not part of a snapshot"
     return f"drawn by {rollout.num_batches} batches; {_trained_text(rollout)}"
 
 

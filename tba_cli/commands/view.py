@@ -8,19 +8,14 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from tba_cli.browser import BrowserPage
-from tba_cli.run_target import Page, ended_run, endpoints_of, open_target, run_folder, snapshot_name
-
-if TYPE_CHECKING:
-    from tba_cli.local.views import View
+from tba_cli.run_target import Page, ended_run, endpoints_of, open_target, run_folder
 
 
 def view_command(args: argparse.Namespace) -> int:
-    """Open the page in a browser and print its address, without its token; serve that of a run that is over, or of a
-    snapshot, until Ctrl-C or SIGTERM."""
-    page = _page(args)
+    """Open the page in a browser and print its address without its token; that of a run that is over is served here."""
+    ended = ended_run(args)
     with BrowserPage() as browser:
 
         def show(page: Page) -> None:
@@ -28,13 +23,13 @@ def view_command(args: argparse.Namespace) -> int:
             if not args.no_open and has_display(os.environ):
                 browser.open(page.url)
 
-        if isinstance(page, Page):
-            show(page)
+        if ended is None:
+            show(_page(args))
             browser.wait_until_read()
         else:
-            from tba_cli.local.ended_run import serve_view  # no image holds the launcher
+            from tba_cli.local.ended_run import serve_ended  # no image holds the launcher
 
-            serve_view(page, port=args.port, show=show)
+            serve_ended(ended, port=args.port, show=show)
     return 0
 
 
@@ -52,12 +47,8 @@ def _print(page: Page, args: argparse.Namespace) -> None:
         )
 
 
-def _page(args: argparse.Namespace) -> Page | View:
-    """Return the page of a run in progress, or what a read-only buffer is to show."""
-    if snapshot_name(args) is not None or ended_run(args) is not None:
-        from tba_cli.local.views import view_of
-
-        return view_of(args)
+def _page(args: argparse.Namespace) -> Page:
+    """Return the page of a run in progress."""
     client, url = open_target(args)
     with closing(client):
         # a wrong address or token is a sentence here, and an empty page in a browser

@@ -1,7 +1,7 @@
 """Save, read or show the buffer of a run that has ended: start its Redis and a buffer service for as long as it takes.
 
 To read and to show, both are started over a copy of the files, so that nothing in the run folder changes, and the
-buffer is read-only (`buffer.read_only`). For a snapshot they start over no files, and the buffer loads it.
+buffer is read-only (`buffer.read_only`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import TypeVar
 
 from tba.api import SnapshotInfo
 from tba.clients import BufferClient
-from tba.config import Recipe, load_recipe
+from tba.config import Recipe, load_recipe, parse_recipe
+from tba.config.sections import StoreSection
 from tba.errors import ConfigError, ServiceError, TbaError, WaitTimeoutError
 from tba.temporary_folders import temporary_folder
 from tba.tokens import operator_client_token, operator_token
@@ -25,18 +27,15 @@ from tba_cli.child_processes import interrupt_on_signals
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, run_with_processes
 from tba_cli.local.services import Services, wait_until_ready
-from tba_cli.local.views import View, ended_view
 from tba_cli.redis_server import ask_redis, find_redis_server, shut_off_acting_commands, wait_for_redis
-from tba_cli.resolve import with_real_addresses
+from tba_cli.reports.history import load_end
+from tba_cli.resolve import absolute_store_url, with_real_addresses
 from tba_cli.run_folder import RunFolder, num_plain_bytes
 from tba_cli.run_target import Page, page_url, save_snapshot
-from tba_cli.setup.origin import until_loaded
 
 T = TypeVar("T")
 CALL_RETRY_S = 5.0
-MAX_COPIES = 3
-LARGE_BYTES = 10**9
-"""A copy of more is announced: it takes a while, and this much of the disk."""
+LOOPBACK = "127.0.0.1"
 
 
 class _ReadableError(Exception):
@@ -65,43 +64,37 @@ def save_ended(folder: RunFolder, name: str, *, console: Console, show: Callable
 
 
 def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
-    """Return what `use` reads from the buffer of a run that is over; raises as `ended_view` and `read_view`."""
-    return read_view(ended_view(folder), use)
-
-
-def read_view(view: View, use: Callable[[BufferClient], T]) -> T:
-    """Return what `use` reads from a read-only buffer.
+    """Return what `use` reads from the buffer of a run that is over.
 
     Raises:
-        ConfigError: there is no room for the files, they changed meanwhile, or the snapshot is damaged.
+        ConfigError: its files are not there, there is no room for a copy of them, or they changed meanwhile.
         ChildError, WaitTimeoutError: Redis or the buffer service could not be started.
     """
+    recipe = _read_only_recipe(folder)
 
-    async def read(client: BufferClient, config: Recipe) -> T:
-        await _load(view, client, config)
+    async def read(client: BufferClient, _: Recipe) -> T:
         return await asyncio.to_thread(use, client)
 
-    with _copy_of(view) as (copy, lock_fd):
-        return asyncio.run(_with_buffer(view.recipe, copy, lock_fd, _quiet(), read))
+    with _copy_of(folder, recipe.run.name) as (copy, lock_fd):
+        return asyncio.run(_with_buffer(recipe, copy, lock_fd, _quiet(), read))
 
 
-def serve_view(view: View, *, port: int, show: Callable[[Page], None]) -> None:
-    """Serve the page of a view until Ctrl-C or SIGTERM.
+def serve_ended(folder: RunFolder, *, port: int, show: Callable[[Page], None]) -> None:
+    """Serve the page of a run that is over until Ctrl-C or SIGTERM.
 
     Args:
         port: of the page on loopback; 0: a free one.
         show: called once the page is there.
 
     Raises:
-        ConfigError: as `read_view`, or the port is in use.
-        ChildError, WaitTimeoutError: as `read_view`, or a process died later.
+        ConfigError: as `read_ended`, or the port is in use.
+        ChildError, WaitTimeoutError: as `read_ended`, or a process died later.
         KeyboardInterrupt: a signal came before the page was there.
     """
-    is_shown = False
+    recipe, is_shown = _read_only_recipe(folder, port=port), False
 
-    async def use(client: BufferClient, config: Recipe) -> None:
+    async def use(_: BufferClient, config: Recipe) -> None:
         nonlocal is_shown
-        await _load(view, client, config)
         tokens_file = config.auth.tokens_file
         assert tokens_file is not None, "a copy has tokens of its own"
         show(Page(page_url(config.buffer_url, operator_token(tokens_file)), tokens_file))
@@ -110,42 +103,51 @@ def serve_view(view: View, *, port: int, show: Callable[[Page], None]) -> None:
         # until a signal or the death of a child cancels it
         await asyncio.Event().wait()
 
-    with interrupt_on_signals(), _copy_of(view) as (copy, lock_fd):
+    with interrupt_on_signals(), _copy_of(folder, recipe.run.name) as (copy, lock_fd):
         try:
-            asyncio.run(_with_buffer(view.at_port(port), copy, lock_fd, _quiet(), use))
+            asyncio.run(_with_buffer(recipe, copy, lock_fd, _quiet(), use))
         except KeyboardInterrupt:
             if not is_shown:
                 raise
 
 
-async def _load(view: View, client: BufferClient, config: Recipe) -> None:
-    """Wait until a buffer that shows a snapshot has loaded it."""
-    if view.files is not None:
-        return
-    try:
-        console = Console("normal", stream=sys.stderr)
-        await until_loaded(client, console, silence_s=config.local.start_timeout_s)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; {view.others}") from None
+def _read_only_recipe(folder: RunFolder, *, port: int = 0) -> Recipe:
+    """Return the recipe of the read-only buffer: on loopback, with tokens of its own, over the run's store.
+
+    A run folder may be of somebody else: what a recipe can have started, imported, read or called stays out, and the
+    Redis, the addresses, the tokens and the certificates are the reader's own.
+    """
+    if not folder.redis_path.is_dir():
+        raise ConfigError(f"the buffer of {folder.path.name!r} is gone: {folder.redis_path} does not exist")
+    end, recipe = load_end(folder), load_recipe(folder.recipe_path, environ={})
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.at_s))
+    document = recipe.model_dump(mode="json")
+    why = f"this run is over since {at}: {end.reason}"
+    document["buffer"] |= {"host": LOOPBACK, "port": port, "read_only": why[:1000]}
+    # a run in progress may have its port
+    document["reward"] |= {"host": LOOPBACK, "port": 0}
+    document["local"] = {name: document["local"][name] for name in ("start_timeout_s", "stop_timeout_s")}
+    # requests to an endpoint that the folder names would be signed with the keys of the reader
+    store = StoreSection() if recipe.store.endpoint_url else recipe.store
+    own = {"url": absolute_store_url(store.url, folder), "region": store.region}
+    document |= {"auth": {}, "tls": {}, "scaling": {}, "store": own}
+    return parse_recipe(document, where=str(folder.recipe_path))
 
 
 @contextmanager
-def _copy_of(view: View) -> Iterator[tuple[RunFolder, int]]:
-    """Yield a new run folder with a copy of the files, if there are any, and its lock; it is deleted at the end."""
+def _copy_of(folder: RunFolder, name: str) -> Iterator[tuple[RunFolder, int]]:
+    """Yield a new run folder with a copy of the files, and its lock; it is deleted at the end."""
+    num_bytes = num_plain_bytes(folder.redis_path)
     with temporary_folder("tba-ended-") as place:
         free_bytes = shutil.disk_usage(place).free
-        what = f"a copy of {view.recipe.run.snapshot if view.files is None else view.files.redis_path}"
-        if view.num_bytes > free_bytes:
+        if num_bytes > free_bytes:
             raise ConfigError(
-                f"{what} needs {view.num_bytes:,} bytes, and {place} has {free_bytes:,} free; set TMPDIR to a folder "
-                "with more"
+                f"a copy of {folder.redis_path} needs {num_bytes:,} bytes, and {place} has {free_bytes:,} free; set "
+                "TMPDIR to a folder with more"
             )
-        if view.num_bytes > LARGE_BYTES:
-            print(f"making {what}, {view.num_bytes / 1e9:.1f} GB, in {place}", file=sys.stderr, flush=True)
-        copy = RunFolder(place / view.name)
+        copy = RunFolder(place / name)
         with copy.acquire(resume=False, fresh=True) as lock_fd:
-            if view.files is not None:
-                _copy_redis_files(view.files, copy.redis_path)
+            _copy_redis_files(folder, copy.redis_path)
             yield copy, lock_fd
 
 
@@ -156,28 +158,19 @@ def _copy_redis_files(folder: RunFolder, to: Path) -> None:
         ConfigError: the run was started again meanwhile.
         OSError: the files cannot be read, or the copy cannot be written.
     """
-    for _ in range(MAX_COPIES):
-        # in this order: from here on every start changes the time
-        locked_at_ns = folder.locked_at_ns
-        _check_over(folder)
-        try:
+    # in this order: from here on every start changes the time
+    locked_at_ns = folder.locked_at_ns
+    try:
+        if not folder.is_in_use:
             shutil.copytree(folder.redis_path, to, symlinks=True)
             # again: what was counted before may have been replaced by a link meanwhile
             num_plain_bytes(to)
-        except OSError:
-            # a Redis that starts renames and deletes files
-            if not folder.is_in_use and folder.locked_at_ns == locked_at_ns:
-                raise
-        _check_over(folder)
-        if folder.locked_at_ns == locked_at_ns:
-            return
-        shutil.rmtree(to, ignore_errors=True)
-    raise ConfigError(f"run {folder.path.name!r} is started again and again; repeat this command when it is over")
-
-
-def _check_over(folder: RunFolder) -> None:
-    if folder.is_in_use:
-        raise ConfigError(f"run {folder.path.name!r} was just started again; repeat this command to see it in progress")
+    except OSError:
+        # a Redis that starts renames and deletes files
+        if not folder.is_in_use and folder.locked_at_ns == locked_at_ns:
+            raise
+    if folder.is_in_use or folder.locked_at_ns != locked_at_ns:
+        raise ConfigError(f"run {folder.path.name!r} was just started again; repeat this command")
 
 
 def _quiet() -> Console:
@@ -194,7 +187,7 @@ async def _with_buffer(
     """Start Redis and a buffer service in `folder`, use them with the recipe that they have, stop them."""
     redis_binary = find_redis_server(recipe.local.redis_server)
     config = with_real_addresses(recipe, folder)
-    is_copy = recipe.buffer.read_only is not None and folder.redis_path.is_dir()
+    is_copy = recipe.buffer.read_only is not None
     folder.make_folders()
     script = shut_off_acting_commands(redis_binary, folder.redis_conf_path) if is_copy else None
     folder.write_json(folder.config_path, config.model_dump(mode="json"))

@@ -7,7 +7,7 @@ upkeep   every UPKEEP_S: check again that Redis is durable (it may have been res
          are refused and the service is not ready.
 
 A read-only buffer (`buffer.read_only`) reads everything once and does none of the rest: it does not own the run, and
-has no upkeep and no workers. Over an empty Redis it first loads the snapshot of `run.snapshot`, to show that one.
+has no upkeep and no workers.
 """
 
 from __future__ import annotations
@@ -263,14 +263,8 @@ class Buffer:
         """
         if self._not_ready is None:
             return
-        self.context.epoch.shows_snapshot = shows_snapshot = (
-            self._view_of is not None
-            and self.context.recipe.run.snapshot is not None
-            and await buffer_epoch.is_new(self.context)
-        )
-        is_owner = self._view_of is None or shows_snapshot
         # own the run first: an older process that is still alive cannot change what is read now
-        await (buffer_epoch.take if is_owner else buffer_epoch.look)(self.context)
+        await (buffer_epoch.take if self._view_of is None else buffer_epoch.look)(self.context)
         await self.prompts.catalog.load()
         await self.run.lineages.load()
         await self.run.settings.load()
@@ -281,8 +275,6 @@ class Buffer:
         await self.context.durability.check()  # a service that says it is ready must not refuse a moment later
         self._not_ready, self._began_s = None, time.monotonic()
         if self._view_of is not None:
-            if shows_snapshot:
-                await self.rollouts.snapshots.start()
             return
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
         # last: these tasks change the run, and need everything above
@@ -345,7 +337,6 @@ class Buffer:
             state_reason=fields.reason,
             note=note,
             read_only=self._view_of is not None,
-            is_snapshot=self.context.epoch.shows_snapshot,
             loss=self.recovery.loss,
             num_lost_changes=fields.num_lost_changes,
             last_change=fields.change,

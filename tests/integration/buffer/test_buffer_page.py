@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from pyarrow.parquet import read_metadata
@@ -19,17 +19,12 @@ from tba.api import (
     VersionRequest,
 )
 from tba.clients import BufferClient
-from tba.config.sections import RunSection
 from tba.weights import checkpoint_prefix
-from tba.wire import encode_rollout
-from tba_cli.run_target import save_snapshot
 from tests.support.browser import Open, until
-from tests.support.buffer import make_prompts, make_recipe, make_rollout
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import lease
 from tests.support.page_run import NUM_STEPS
 from tests.support.redis_process import RedisProcess
-from tests.support.waits import until as until_true
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -303,44 +298,10 @@ def test_empty_states_say_what_is_awaited(serve_buffer: ServeBuffer, open_page: 
     assert [error for error in watched.errors if "503" not in error] == []
 
 
-def test_a_snapshot_says_what_is_not_part_of_it_and_a_run_that_began_with_one_is_none(
-    serve_buffer: ServeBuffer, redis: RedisProcess, tmp_path: Path, open_page: Open
-) -> None:
-    store = {"url": f"file://{tmp_path}"}
-    served = serve_buffer(store=store)
-    client = served.client()
-    client.upload_prompts(make_prompts(1))
-    client.push([encode_rollout(make_rollout())])
-    save_snapshot(client, "end", show=lambda _: None)
-    served.stop()
-
-    def served_again(**section: Any) -> BufferThread:
-        recipe = make_recipe(store=store, buffer={"redis_url": redis.url, **section})
-        again = BufferThread(recipe.model_copy(update={"run": RunSection(name="test", snapshot="test/end")}))
-        until_true("the load", lambda: (origin := again.client().run().origin) and origin.state == "complete")
-        return again
-
-    def says(buffer: BufferThread, text: str, **expected: int) -> Page:
-        """Check in how many panels of each view a text stands."""
-        page, watched = open_page(buffer)
-        for view, num in expected.items():
-            page.goto(f"{buffer.url}/#/{view}")
-            until(page, f"document.querySelector('main').innerText.split({text!r}).length === {num + 1}")
-        assert watched.errors == []
-        return page
-
-    with Redis.from_url(redis.url) as raw:
-        raw.flushall()
-        view = served_again(read_only="a view")
-        (rollout,) = view.client().list_rollouts().rollouts
-        says(view, "which steps trained it is not part of a snapshot", **{f"rollout/{rollout.rollout_id}": 1})
-        page = says(view, "This is not part of a snapshot.", overview=11, ledger=1, fleet=4, settings=3)
-        assert page.inner_text("#run-state") == "snapshot"
-        assert "learning_rate" not in page.inner_text("main"), "that of the recipe need not be that of the run"
-        view.stop()
-        raw.flushall()
-    served_again().stop()
-    over = served_again(read_only="it is over")
-    assert not over.client().run().is_snapshot
-    says(over, "The files that this view shows hold none.", ledger=1, settings=0)
-    over.stop()
+def test_a_view_awaits_nothing(serve_buffer: ServeBuffer, open_page: Open) -> None:
+    serve_buffer().stop()
+    over = serve_buffer(buffer={"read_only": "it is over"})
+    page, watched = open_page(over)
+    page.goto(f"{over.url}/#/ledger")
+    page.wait_for_selector("text=The files that this view shows hold none.")
+    assert watched.errors == []

@@ -21,7 +21,7 @@ from urllib.request import url2pathname
 import pytest
 from pyarrow import parquet
 
-from tba.api import AckRequest, BatchRequest, LineageRequest, RunCommand
+from tba.api import AckRequest, BatchRequest, LineageRequest
 from tba.clients import BufferClient
 from tba.errors import ConfigError, ConflictError
 from tba.wire import Heartbeat, encode_rollout
@@ -29,7 +29,6 @@ from tba_cli.local import ended_run
 from tba_cli.main import main
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.run_folder import RunFolder
-from tba_cli.run_target import save_snapshot
 from tests.support.buffer import SERVICE_PATHS, make_prompts, make_rollout, start_stack
 from tests.support.waits import DEADLINE_S, until
 
@@ -38,10 +37,7 @@ REASON = "the trainer died"
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """The folder of a run whose Redis and buffer were killed while searcher and trainer were alive.
-
-    Its snapshot `early` has step 1, and one rollout less.
-    """
+    """The folder of a run whose Redis and buffer were killed while searcher and trainer were alive."""
     place = tmp_path_factory.mktemp("place")
     folder = RunFolder(place / "runs" / "demo")
     folder.redis_path.mkdir(parents=True)
@@ -59,7 +55,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         wanted = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token, wait_s=0.0)
         batch = client.draw_batch(wanted)
         client.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0, 0]))
-        save_snapshot(client, "early", show=lambda _: None)
         client.push([encode_rollout(rollouts[4])])
         for kind in ("trainer", "searcher"):
             beat = Heartbeat(
@@ -145,7 +140,7 @@ def test_the_page_of_a_run_that_is_over_is_served_read_only_until_a_signal(
         assert get(base, "/v1/run", None)[0] == 401
         client = BufferClient(base, token=token, retry_s=0)
         info = client.run()
-        assert (info.read_only, info.is_snapshot, info.state, info.waits) == (True, False, "running", [])
+        assert (info.read_only, info.state, info.waits) == (True, "running", [])
         assert (info.note or "").startswith("this run is over since 2001-09-")
         assert (info.note or "").endswith(f": {REASON}")
         assert [item.component_id for item in info.components if item.alive] == ["buffer"]
@@ -273,82 +268,10 @@ def command_of(entry: Path) -> str:
         return ""
 
 
-def test_a_snapshot_is_shown_as_it_was_saved(
-    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, path = digests(ended), str(ended.path)
-    with viewing(environ, path, "--snapshot", "early") as (_, (url,)):
-        base, _, token = url.partition("/#token=")
-        client = BufferClient(base, token=token, retry_s=0)
-        info, stats = client.run(), client.stats()
-        assert (info.is_snapshot, info.read_only, info.run, info.step, info.lineage) == (True, True, "test", 1, 1)
-        assert (stats.rollouts_generated, stats.rollouts_trained, stats.tokens, stats.pushed) == (None, None, None, {})
-        assert (info.note or "").startswith("snapshot test/early of 20")
-        assert info.origin is not None
-        assert (info.origin.source, info.origin.state, info.evals) == ("test/early", "complete", [])
-        assert client.summary().doing == "This is a snapshot of the run at step 1 of 200. 4 rollouts are stored."
-        ids = {item.response_text: item.rollout_id for item in client.list_rollouts(limit=10).rollouts}
-        found = {text: client.get_rollout(rollout_id) for text, rollout_id in ids.items()}
-        assert {item.policy_age_steps for item in found.values()} == {1}, "from where the run stood"
-        assert [item.reward for _, item in sorted(found.items())] == [None, 1.0, 2.0, 3.0]
-        assert {item.num_batches for item in found.values()} == {None}
-        with pytest.raises(ConflictError, match=r"this is a read-only view .snapshot test/early of"):
-            client.command("pause", RunCommand())
-        client.close()
-    monkeypatch.setattr("tba_cli.local.ended_run.LARGE_BYTES", 10)
-    recipe = ["--recipe", str(ended.recipe_path)]
-    assert main(["rollouts", "list", *recipe, "--snapshot", "test/early", "--order", "best", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert [item["response_text"] for item in json.loads(out)["rollouts"]] == ["answer 3", "answer 2", "answer 1"]
-    assert f"making a copy of test/early, 0.0 GB, in {environ['TMPDIR']}" in err
-    assert main(["prompts", "list", *recipe, "--snapshot", "test/early"]) == 0
-    assert "train-0" in capsys.readouterr().out
-    assert digests(ended) == before
-    assert list(Path(environ["TMPDIR"]).iterdir()) == []
-
-
-def test_a_snapshot_that_cannot_be_read_is_an_error_that_names_the_others(
-    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    folder = RunFolder(tmp_path / "demo")
-    shutil.copytree(ended.store_path, folder.store_path)
-    document = json.loads(ended.recipe_path.read_bytes())
-    folder.write_json(folder.recipe_path, {**document, "store": {**document["store"], "url": "file://store"}})
-    folder.marker_path.touch()
-    saved = folder.store_path / "runs" / "test" / "snapshots" / "early"
-    shutil.copytree(saved, saved.with_name("copied"))
-    cases = {
-        (
-            "--snapshot",
-            "late",
-        ): f"there is no snapshot test/late in file://{folder.store_path}; the snapshots of run 'test' "
-        "there are: copied, early",
-        ("--snapshot", "a/b"): "the snapshots of run 'a' there are: none (`tba buffer save NAME` makes one)",
-        ("--snapshot", "a b"): "is not of the form RUN/NAME",
-        ("--recipe", "r.toml"): "--recipe says which store holds a snapshot; add --snapshot NAME",
-        ("--snapshot", "early", "--recipe", "r.toml"): "--recipe stands in place of a run here: give one of the two",
-        ("--snapshot", "early", "--url", "http://127.0.0.1:9"): "--snapshot is read from the object store",
-    }
-    for words, said in cases.items():
-        run = [] if "--url" in words else [str(folder.path)]
-        for command in (["view"], ["rollouts", "list"]):
-            assert main([*command, *run, *words]) == 2
-            assert said in capsys.readouterr().err, words
-    assert list(Path(environ["TMPDIR"]).iterdir()) == []
-    # what only the buffer can find out
-    assert main(["rollouts", "list", str(folder.path), "--snapshot", "copied"]) == 2
-    err = capsys.readouterr().err
-    assert "snapshots/copied/manifest.json is the manifest of snapshot test/early; the snapshots of run 'test'" in err
-    (saved / "manifest.json").write_text("{}")
-    assert main(["view", str(folder.path), "--snapshot", "early"]) == 2
-    err = capsys.readouterr().err
-    assert "snapshots/early/manifest.json: run: Field required; the snapshots of run 'test' there are: copied" in err
-
-
-def test_a_run_that_is_started_while_its_files_are_copied_is_copied_again_or_left_alone(
+def test_a_run_that_is_started_while_its_files_are_copied_is_left_alone(
     ended: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, to, num = RunFolder(tmp_path / "demo"), tmp_path / "copy", 0
+    folder, num = RunFolder(tmp_path / "demo"), 0
     shutil.copytree(ended.redis_path, folder.redis_path)
     folder.recipe_path.touch()
     folder.marker_path.touch()
@@ -361,16 +284,13 @@ def test_a_run_that_is_started_while_its_files_are_copied_is_copied_again_or_lef
         if num == 1:
             # a resume that has come and gone
             with folder.acquire(resume=True, fresh=False):
-                (to / "half").touch()
-        if num == 3:
-            stack.enter_context(folder.acquire(resume=True, fresh=False))
-            raise FileNotFoundError("the file that Redis has renamed")
+                return
+        stack.enter_context(folder.acquire(resume=True, fresh=False))
+        raise FileNotFoundError("the file that Redis has renamed")
 
     monkeypatch.setattr(ended_run.shutil, "copytree", copy_while_it_starts)
-    ended_run._copy_redis_files(folder, to)
-    assert (num, [path.name for path in to.iterdir()]) == (2, [path.name for path in folder.redis_path.iterdir()])
     with stack:
-        for _ in range(2):
+        for number in range(3):
             with pytest.raises(ConfigError, match="run 'demo' was just started again; repeat this command"):
-                ended_run._copy_redis_files(folder, tmp_path / "another")
-    assert num == 3, "nothing is copied while it runs"
+                ended_run._copy_redis_files(folder, tmp_path / f"copy-{number}")
+    assert num == 2, "nothing is copied while it runs"

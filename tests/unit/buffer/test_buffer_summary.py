@@ -208,8 +208,6 @@ def test_of_the_files_of_a_killed_run_it_says_that_nothing_is_alive() -> None:
     )
     assert (said.waiting, said.advice) == (None, None)
     assert "size is 0.10" in (about(killed, values={"ess": [0.1]}).advice or "")
-    saved = run(read_only=True, is_snapshot=True)
-    assert about(saved).doing == "This is a snapshot of the run at step 40 of 500. 0 rollouts are stored."
 
 
 def test_every_wait_with_a_remedy_is_one_of_the_product() -> None:

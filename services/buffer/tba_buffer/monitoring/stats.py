@@ -150,11 +150,6 @@ ALWAYS_FRESH_ROLLOUTS = 10_000
 DETAIL_EVERY_S = 1.0
 DETAIL_SHARE = 0.02
 """Most of the process' time that the detail may take."""
-OF_A_SNAPSHOT = {
-    **dict.fromkeys(("rollouts_generated", "rollouts_drawn", "rollouts_trained", "tokens")),
-    **{name: {} for name in ("pushed", "leases", "trained_steps")},
-}
-"""Counts of what happened, which is not part of a snapshot: their zeros would be untrue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +286,7 @@ class StatsReader:
         index, totals, slots = counters.index, counters.totals, counters.group("slots")
         generated, trained, leases = totals.get("generated", 0), totals.get("trained", 0), counters.group("leases")
         detail = self.detail(counters)
-        stats = Stats(
+        return Stats(
             run=self._context.run,
             num_rollouts=index.num_live,
             num_scored=index.num_scored,
@@ -334,7 +329,6 @@ class StatsReader:
             rates=self._window.rates(time.monotonic(), counters.rate_counts()),
             stored=detail.stored,
         )
-        return stats.model_copy(update=OF_A_SNAPSHOT) if self._context.epoch.shows_snapshot else stats
 
     def detail(self, counters: Counters) -> Detail:
         """Return the detail of what is stored; kept until out of date and, for large buffers, until due."""

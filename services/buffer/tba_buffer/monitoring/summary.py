@@ -78,8 +78,6 @@ def _doing(info: RunInfo, stats: Stats) -> str:
     if info.state != "running":
         why = f" ({info.state_reason})" if info.state_reason else ""
         return f"The run is {info.state}{why} at {at}; {stored}."
-    if info.is_snapshot:
-        return f"This is a snapshot of the run at {at}. {stored[0].upper()}{stored[1:]}."
     if info.read_only:
         return f"Nothing of this run is alive; it was not brought to an end at {at}. {stored[0].upper()}{stored[1:]}."
     who = "1 searcher makes" if len(searchers) == 1 else f"{len(searchers)} searchers make"

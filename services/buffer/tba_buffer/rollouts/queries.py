@@ -345,8 +345,7 @@ class RolloutReader:
                 RewardPart(name=name, score=score, weight=self._weights.get((rollout.task, name)))
                 for name, score in parts.items()
             ],
-            # the load of a snapshot counts from nothing
-            "num_batches": None if self._context.epoch.shows_snapshot else num_batches,
+            "num_batches": num_batches,
             "sampling": SamplingInfo(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,

@@ -131,8 +131,6 @@ class SnapshotLoad:
         await self._upload(reader)
         publications = [each for each in manifest.marks if each.position <= end][-NUM_PUBLICATIONS_KEPT:]
         await self._adopt(reader, origin, manifest, list(split_parts(places, publications, end)))
-        if self._context.epoch.shows_snapshot:
-            await self._stand_as_saved(manifest)
 
     def _check_temperature(self, manifest: SnapshotManifest) -> None:
         wanted = self._context.recipe.model.policy_temperature
@@ -238,20 +236,12 @@ class SnapshotLoad:
                 if reply == b"begun":
                     raise self._has_begun()
                 is_full = self._evictor.record_added(len(payloads), sum(map(len, payloads)))
-                if is_full and not context.epoch.shows_snapshot:
+                if is_full:
                     await self._evictor.enforce()
             self.progress.num_loaded += len(part.places)
         # load_snapshot.lua has written those of the snapshot
         await self._lineages.load()
         context.notify_all()
-
-    async def _stand_as_saved(self, manifest: SnapshotManifest) -> None:
-        """Let the run stand where it stood: policy ages are measured from there."""
-        fields: dict[str, str | int] = {"step": manifest.step}
-        if manifest.latest_version is not None:
-            fields["latest_version"] = manifest.latest_version
-        with redis_errors("write where the run stood"):
-            await self._context.redis.hset(self._context.keys.run, mapping=fields)
 
     def _rewrite(self, payloads: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         """Return (payloads, records) for this run."""

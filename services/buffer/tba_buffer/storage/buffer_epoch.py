@@ -27,8 +27,6 @@ class BufferEpoch:
     number: int = 0
     refused: str | None = None
     """Why this process serves nothing any more, once it has found the epoch of a newer one."""
-    shows_snapshot: bool = False
-    """The run is empty but for a snapshot that this read-only process loads."""
 
 
 async def take(context: Context) -> None:
@@ -61,16 +59,6 @@ async def look(context: Context) -> None:
     # not 0, with which losses are not looked for: a damaged epoch, or none, is to show as one
     context.epoch.number = max(1, await _epoch(context))
     await context.losses.begin()
-
-
-async def is_new(context: Context) -> bool:
-    """Return whether no buffer has ever owned the run in this Redis.
-
-    Raises:
-        UnavailableError: Redis did not answer.
-    """
-    with redis_errors("be asked whether the run has begun"):
-        return not await context.redis.exists(context.keys.epoch)
 
 
 async def check_format(redis: BytesRedis, keys: Keys) -> None:

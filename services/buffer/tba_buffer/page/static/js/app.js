@@ -56,7 +56,7 @@ function header({ run, summary, problem }) {
   document.title = `${run.run}: ${run.state}, step ${run.step} - tba`;
   document.getElementById("run-name").textContent = run.run;
   const badge = document.getElementById("run-state");
-  const said = run.is_snapshot ? "snapshot" : run.read_only ? `${run.state} (files)` : run.state;
+  const said = run.read_only ? `${run.state} (files)` : run.state;
   if (badge.textContent !== said) badge.textContent = said; // a live region: the same text again would be read again
   badge.dataset.state = run.state;
   document.getElementById("run-facts").textContent =

@@ -24,11 +24,6 @@ export function awaited(text) {
   return state.run?.read_only ? "The files that this view shows hold none." : text;
 }
 
-/** What an empty panel says of something that no snapshot has: what happened before it was saved. */
-export function unsaved(text) {
-  return state.run?.is_snapshot ? "This is not part of a snapshot." : text;
-}
-
 /** Call a function after every answer, until the returned function is called. */
 export function subscribe(listener) {
   listeners.add(listener);

@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { bars, fill, fillIfChanged, h, panel, table } from "../dom.js";
 import { bytes, duration, lag, number, stepOf, time } from "../format.js";
-import { awaited, state, subscribe, unsaved } from "../state.js";
+import { awaited, state, subscribe } from "../state.js";
 
 export function fleet(place) {
   const searchers = h("div"), others = h("div"), versions = h("div"), evaluations = h("div"), waits = h("div");
@@ -42,7 +42,7 @@ function searcherPanel(run) {
         lag(item.version, run.latest_version),
         number(Math.round(item.gauges.tokens_per_s ?? 0)), number(item.gauges.active_slots ?? null), number(item.gauges.queued_rollouts ?? null),
         number(item.gauges.unpushed ?? null), `${duration(item.heartbeat_age_s)} ago`, waitText(item)]),
-      unsaved(awaited("The first searcher is awaited: it sends a heartbeat once its engine is ready."))));
+      awaited("The first searcher is awaited: it sends a heartbeat once its engine is ready.")));
 }
 
 function stateText(item) {
@@ -70,7 +70,7 @@ function alarms(item) {
 function waitPanel(run) {
   return panel("Waits", "Who waits for what, since when, and how long at most; docs/operations.md says what ends each.",
     table("Waits", ["who", "for", "since", "at most"], run.waits.map((wait) => [wait.owner, wait.name, duration(wait.for_s),
-      `${duration(Math.max(0, wait.deadline_in_s))} more`]), unsaved("Nobody waits.")));
+      `${duration(Math.max(0, wait.deadline_in_s))} more`]), "Nobody waits."));
 }
 
 /** Version -> living searchers that sample with it. */
@@ -89,7 +89,7 @@ function versionPanel({ versions, num_older }, users) {
         bytes(one.num_bytes), one.dtype ?? "-", number(users.get(one.version) ?? 0)]), awaited("The first version is awaited: the trainer publishes its starting model as 0-0.")),
       num_older ? h("p", { class: "how" }, `The store has ${number(num_older)} older ones.`) : null),
     panel("Adoption", "Searchers by the version that they sample with. All should be at the newest or the one before.",
-      bars("Searchers by version", [...users].sort((a, b) => stepOf(b[0]) - stepOf(a[0])), unsaved("No living searcher has a version."))),
+      bars("Searchers by version", [...users].sort((a, b) => stepOf(b[0]) - stepOf(a[0])), "No living searcher has a version.")),
   ];
 }
 
@@ -99,5 +99,5 @@ function evaluationPanel(run) {
       [...run.evals].reverse().map((item) => [item.version, `${item.state === "done" ? "done" : `${item.state}, ${item.num_done} of ${item.num_prompts}`}${item.abandoned ? ", abandoned: the run went back" : ""}`,
         number(item.accuracy), number(item.greedy_accuracy), Object.entries(item.pass_at).map(([k, value]) => `@${k} ${number(value)}`).join(", "),
         number(item.mean_reward), number(item.mean_response_tokens), number(item.kl_to_reference), number(item.num_unknown)]),
-      unsaved(awaited("The first evaluation is awaited (eval.every_steps)."))));
+      awaited("The first evaluation is awaited (eval.every_steps).")));
 }

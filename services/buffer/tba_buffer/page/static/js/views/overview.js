@@ -4,7 +4,7 @@ import { align, Chart } from "../charts.js";
 import { bars, download, emptyText, facts, fillIfChanged, h, panel } from "../dom.js";
 import { duration, number, percent, stepOf, time } from "../format.js";
 import { comparedRuns, compareControls } from "../compare.js";
-import { awaited, state, subscribe, unsaved } from "../state.js";
+import { awaited, state, subscribe } from "../state.js";
 
 /** title, how to read it, [[metric, label]], fixed range, what it says empty unless the first step is awaited. */
 const CHARTS = [
@@ -39,7 +39,7 @@ export function overview(place) {
   compare.append(compareControls(() => draw(state), h("button", { onclick: exportCurves }, "Export the curves")));
   const draw = ({ run, stats, curves }) => {
     if (run === null || stats === null) return;
-    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => (run.is_snapshot ? savedCounts(stats) : [throughput(run, stats, curves), tokensAndTime(stats)]));
+    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => [throughput(run, stats, curves), tokensAndTime(stats)]);
     fillIfChanged(data, [stats.policy_age_histogram, stats.stored, stats.evicted, stats.refused, stats.batches_skipped,
       stats.rollouts_refused_by_trainer, stats.rescored], () => composition(run, stats));
     if (curves !== null) for (const [chart, metrics, empty] of charts) drawChart(chart, metrics, empty, run, curves);
@@ -58,7 +58,7 @@ function drawChart(chart, metrics, empty, run, curves) {
     label: `${label}: ${other.name}`, steps: other.steps, values: other.values[name] ?? [], dash: [2, 3],
   })));
   chart.draw(...align([...own, ...others].filter((one) => one.values.length)),
-    unsaved(empty ?? awaited("The first optimizer step is awaited.")));
+    empty ?? awaited("The first optimizer step is awaited."));
 }
 
 function evaluationSeries(evals) {
@@ -69,12 +69,6 @@ function evaluationSeries(evals) {
     { label: "held out, sampled", steps, values: done.map(([, item]) => item.accuracy), points: true },
     { label: "held out, greedy", steps, values: done.map(([, item]) => item.greedy_accuracy), points: true },
   ];
-}
-
-function savedCounts(stats) {
-  return panel("Throughput", "What is made, trained on and lost per second.",
-    facts([["stored", `${number(stats.num_rollouts)} rollouts (${number(stats.num_pending)} pending, ${number(stats.num_failed)} failed)`]]),
-    h("p", { class: "empty" }, "What was generated, trained and dropped is not part of a snapshot."));
 }
 
 function throughput(run, stats, curves) {
@@ -133,7 +127,7 @@ function composition(run, stats) {
   return [
     panel("Age of what was trained", limit ? `Rollouts by their policy age in steps when a step consumed them; older than ${limit} are evicted (buffer.max_policy_age_steps).`
       : "Rollouts by their policy age in steps when a step consumed them; this run sets no bound.",
-      bars("Trained rollouts by policy age", folded(ages, limit), unsaved(awaited("The first trained batch is awaited.")))),
+      bars("Trained rollouts by policy age", folded(ages, limit), awaited("The first trained batch is awaited."))),
     panel("Buffer by version", "What is stored now, by the oldest version that made a token of it. One long bar at an old version: searchers do not load new weights.",
       bars("Stored rollouts by version", stored ? newestFirst(stored) : [], awaited("The first rollout is awaited."))),
     panel("Buffer by reward", "The rewards that are stored, from the lowest to the highest in ten equal parts. All equal: nothing can be learned.",
@@ -142,7 +136,7 @@ function composition(run, stats) {
     panel("Buffer by length", "Stored rollouts by the number of response tokens.",
       bars("Stored rollouts by length", stored ? Object.entries(stored.by_length) : [], awaited("The first rollout is awaited."))),
     panel("Dropped, by reason", "Nothing is dropped without a count. Many of one reason: look it up in docs/operations.md.",
-      bars("Dropped rollouts by reason", dropped, unsaved("Nothing has been dropped."))),
+      bars("Dropped rollouts by reason", dropped, "Nothing has been dropped.")),
   ];
 }
 

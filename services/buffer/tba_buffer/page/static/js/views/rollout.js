@@ -100,8 +100,7 @@ function trained(item) {
     table("Steps that consumed it", ["step", "advantage", "weight", "at", ""],
       item.trained.map((step) => [step.version, number(step.advantage), number(step.weight), time(step.at_s),
         [step.skipped ? `skipped: ${step.skipped}` : "", step.abandoned ? "abandoned: the run went back" : ""].filter(Boolean).join(", ")]),
-      item.num_batches === null ? "Which batches drew it and which steps trained it is not part of a snapshot."
-        : item.num_batches ? `It was drawn by ${item.num_batches} batch${item.num_batches === 1 ? "" : "es"}, of steps under way or whose advantages are not kept (any more).`
-          : "No step has trained on it."),
+      item.num_batches ? `It was drawn by ${item.num_batches} batch${item.num_batches === 1 ? "" : "es"}, of steps under way or whose advantages are not kept (any more).`
+        : "No step has trained on it."),
     item.trained_since ? h("p", { class: "how" }, `Advantages are kept from step ${item.trained_since} on.`) : null);
 }

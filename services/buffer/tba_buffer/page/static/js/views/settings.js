@@ -4,7 +4,7 @@ import { get } from "../api.js";
 import { fill, fillIfChanged, h, panel, table } from "../dom.js";
 import { number, time } from "../format.js";
 import { askSetting } from "../commands.js";
-import { state, subscribe, unsaved } from "../state.js";
+import { state, subscribe } from "../state.js";
 
 export function settings(place) {
   let alive = true, seen = null;
@@ -41,12 +41,10 @@ function text(value) {
 
 /** The settings; `changed` is called when one was changed here. */
 function livePanel(live, changed) {
-  // those of the recipe need not be those that were live when a snapshot was saved
-  const known = state.run?.is_snapshot ? [] : Object.entries(live.recipe);
   return panel("Live settings", "What may change while the run continues. Each change is in the audit below, with the step at which it took effect.",
-    table("Live settings", ["setting", "next step", "changed to", "recipe", ""], known.map(([name, recipe]) => [
+    table("Live settings", ["setting", "next step", "changed to", "recipe", ""], Object.entries(live.recipe).map(([name, recipe]) => [
       name, number(live.now[name]), live.settings[name] === null ? "" : text(live.settings[name]), text(recipe),
-      state.run?.read_only ? "" : h("button", { onclick: () => askSetting(name, number(live.now[name]), text(recipe), changed) }, "Change")]), unsaved("")));
+      state.run?.read_only ? "" : h("button", { onclick: () => askSetting(name, number(live.now[name]), text(recipe), changed) }, "Change")]), ""));
 }
 
 function auditPanel(live) {
@@ -55,7 +53,7 @@ function auditPanel(live) {
       [...live.changes].reverse().map((one) => [one.revision, time(one.at_s), one.role, `${one.lineage}-${one.step}`,
         Object.entries(one.changes).map(([name, change]) => `${name}: ${text(change.old)} → ${text(change.new)}`).join(", "),
         one.effects.map((effect) => `${effect.name}: ${effect.lineage}-${effect.step}`).join(", ") || "not yet", one.reason ?? ""]),
-      unsaved("Nobody has changed a setting.")));
+      "Nobody has changed a setting."));
 }
 
 function changeText({ command, old, new: now, rollback }) {
@@ -70,7 +68,7 @@ function changePanel(changes, scaling) {
     ...scaling.changes.map((one) => [one.at_s, one.role, "scale", `${one.old ?? "recipe"} → ${one.new ?? "recipe"} searchers`, `${one.lineage}-${one.step}`, one.reason ?? ""]),
   ].sort((a, b) => b[0] - a[0]).map(([at, ...rest]) => [time(at), ...rest]);
   return panel("Audit of the run", "Pauses, resumes, ends, restarts of the trainer, rollbacks, accepted losses and changes of the number of searchers.",
-    table("Changes of the run", ["when", "who", "what", "change", "after step", "why"], rows, unsaved("Nothing has changed since the run began.")));
+    table("Changes of the run", ["when", "who", "what", "change", "after step", "why"], rows, "Nothing has changed since the run began."));
 }
 
 function constantPanel() {

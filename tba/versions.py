@@ -83,16 +83,3 @@ class LineageTree:
                 break
         # a rollout of a lineage that was abandoned may be ahead of a trainer that resumed earlier
         return max(0, trainer.step - min(rollout.step, parted))
-
-    def common_steps(self, lineage: int) -> dict[int, int]:
-        """Return the last step of every lineage that a trainer of `lineage` shares with it, lineages ascending.
-
-        For such a trainer the policy age of a rollout is its own step minus min(the rollout's step, this).
-        """
-        trainer = PolicyVersion(lineage, _BEYOND)
-        lineages = sorted({0, lineage, *self._parents})
-        return {number: _BEYOND - self.policy_age(PolicyVersion(number, _BEYOND), trainer) for number in lineages}
-
-
-_BEYOND = 10**12
-"""A step beyond all others."""

@@ -189,11 +189,6 @@ FRESH = Row(
             style=STACKED,
         ),
         Panel(
-            "Groups left out",
-            "Groups per second with equal rewards, in whose place another one was drawn (sampling.skip_tied_groups).",
-            (("sum(rate(tba_buffer_left_out_groups_total{BUFFER}[$__rate_interval]))", "groups"),),
-        ),
-        Panel(
             "Newest version behind the trainer",
             "Steps since the newest announced version. It saws up to sync_interval; above that, publishing is slow.",
             (('max(tba_run_step{BUFFER}) - max(tba_weight_version{BUFFER,role="buffer"})', "steps"),),

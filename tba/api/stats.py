@@ -127,8 +127,7 @@ class Stats(StrictModel):
     components_forgotten: dict[str, int] = Field(default_factory=dict)
     """Reason -> components: an hour of silence, or another one needed the place."""
     slots: dict[str, int]
-    """Slots of drawn batches: total, recent, replay, fallback, and left_out (sampling.skip_tied_groups); and their
-    rollouts, distinct_rollouts."""
+    """Slots of drawn batches: total, recent, replay and fallback; and their rollouts, distinct_rollouts."""
     unique_ratio: float | None = None
     """Distinct rollouts of each group, per drawn rollout."""
     realised_most_on_policy: float | None

@@ -140,8 +140,7 @@ class LedgerEntry(StrictModel):
     """A line of the ledger: step (lineage, step) consumed a batch.
 
     `seed`, `log_position` and `most_on_policy_prob` reproduce the draw, `slots` counts it (total, recent, replay,
-    fallback, left_out, rollouts, distinct_rollouts). `skipped` and `refused` as in
-    the ack.
+    fallback, rollouts, distinct_rollouts). `skipped` and `refused` as in the ack.
     `abandoned`: a resume continued from an earlier step.
     """
 

@@ -217,11 +217,6 @@ class Recipe(StrictModel):
                 f"sampling.group_size is 1, and {self.objective.preset} compares the rollouts of a group; raise it to "
                 'at least 2, or choose objective.preset = "reinforce"'
             )
-        if sampling.skip_tied_groups and num_group == 1:
-            raise ValueError(
-                "sampling.skip_tied_groups leaves groups out whose rewards are all equal, as those of every group are "
-                "with sampling.group_size 1: set it to false, or raise group_size"
-            )
         if self.objective.mask_tied and num_group == 1:
             raise ValueError(
                 "objective.mask_tied leaves groups out whose rewards are all equal, as those of every group are with "

@@ -173,17 +173,10 @@ class SamplingSection(StrictModel):
     """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""
     uniform_share: float = Field(default=0.0, ge=0, le=1)
     """Share of uniform probability mixed into the reward-softmax."""
-    age_half_life_steps: float | None = Field(default=None, gt=0)
-    """In replay slots the weight of a rollout, exp(reward_inverse_temperature * reward), halves every so many optimizer
-    steps of its age; none: its age does not matter."""
     prioritise: Literal["within", "across"] = "within"
     """`within`: a replay slot takes any prompt, and the softmax weighs the rollouts of that prompt. `across`: the
     prompt too is drawn with probability proportional to the sum of exp(reward_inverse_temperature * reward) over its
     rollouts (mixed with `uniform_share` over prompts)."""
-    skip_tied_groups: bool = False
-    """Leave a group out whose rewards are all equal, and draw another prompt in its place, up to 8 times for each slot
-    (dynamic sampling, arXiv 2503.14476). Most objectives learn nothing from such a group. It does not count as trained
-    (`samples_per_insert`), so the others are trained on more often."""
     max_uses: int | None = Field(default=None, ge=1, le=65_535)
     """A rollout that was in this many batches is not drawn again; batches that nobody has trained on yet count too,
     void ones do not. A resume over more than 1,024 batches leaves the older ones counted. None: no bound."""

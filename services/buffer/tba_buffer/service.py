@@ -203,7 +203,6 @@ class SamplingParts:
                 catalog=catalog,
                 run_state=run.state,
                 components=run.components,
-                lineages=run.lineages,
                 scorer=scorer,
             ),
             ledger=BatchLedger(context, run.lineages, evictor),

@@ -18,8 +18,7 @@ from tba_buffer.service import Buffer
 from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest
 from tba.clients import BufferClient
 from tba.errors import BusyError
-from tba.versions import PolicyVersion
-from tba.wire import Batch, VersionSpan, encode_rollout
+from tba.wire import Batch, encode_rollout
 from tests.support.buffer import (
     Stack,
     make_payloads,
@@ -100,7 +99,6 @@ def test_a_rebuilt_index_draws_what_one_that_never_stopped_draws(
         "most_on_policy_prob": 0.4,
         "prioritise": prioritise,
         "reward_inverse_temperature": 1.0,
-        "age_half_life_steps": 3.0,
         "max_uses": 3,
     }
     thread_client, lineage = filled(serve_buffer, **sampling)
@@ -192,30 +190,20 @@ def test_draws_at_once_never_use_a_rollout_too_often(serve_buffer: ServeBuffer) 
     assert left.total() < 4 or max(left.values()) < 2, left
 
 
-@pytest.mark.parametrize("half_life", [None, 4.0])
-def test_weights_decay_with_age_over_rest(serve_buffer: ServeBuffer, half_life: float | None) -> None:
-    """Lineage 2 resumed from 1-6, so what 1-9 made is as old as 1-6."""
+def test_rewards_weigh_the_draws_as_the_recipe_says(serve_buffer: ServeBuffer) -> None:
     defaults = {"prompts_per_batch": 256, "group_size": 2, "most_on_policy_prob": 0.0, "min_size_to_sample": 4}
-    sampling = {**defaults, "reward_inverse_temperature": 0.5, "uniform_share": 0.1, "age_half_life_steps": half_life}
+    sampling = {**defaults, "reward_inverse_temperature": 0.5, "uniform_share": 0.1}
     client = serve_buffer(sampling=sampling).client()
     client.upload_prompts(make_prompts(1))
-    lineage = start_lineage(client)
-    rewards, steps, ages = [0.0, 1.0, 2.0, 0.5], [0, 6, 9, 4], [6, 0, 0, 2]
-    ids = []
-    for reward, step in zip(rewards, steps, strict=True):
-        span = VersionSpan(version=PolicyVersion(lineage.lineage, step), start=0, end=8)
-        rollout = make_rollout("train-0", reward=reward, num_tokens=8, version_spans=(span,))
+    lineage, rewards, ids = start_lineage(client), [0.0, 1.0, 2.0, 0.5], []
+    for reward in rewards:
+        rollout = make_rollout("train-0", reward=reward, num_tokens=8)
         ids.append(rollout.rollout_id)
         client.push([encode_rollout(rollout)])
-    for step in range(1, 10):
-        ack(client, lineage, step, draw(client, lineage, step))
-    resumed = client.new_lineage(LineageRequest(trainer_id="t", parent="1-6"))
-    weights = np.exp(0.5 * np.array(rewards)) * 2.0 ** (-np.array(ages) / (half_life or np.inf))
-    p = 0.9 * weights / weights.sum() + 0.1 / 4
-    first = np.zeros(4)
-    for step in range(7, 17):
-        batch = draw(client, resumed, step)
+    weights, first = np.exp(0.5 * np.array(rewards)), np.zeros(4)
+    for step in range(1, 11):
+        batch = draw(client, lineage, step)
         for group in batch.groups:
             first[ids.index(group.rollouts[0].rollout_id)] += 1
-        ack(client, resumed, step, batch)
-    assert_follows(first, p)
+        ack(client, lineage, step, batch)
+    assert_follows(first, 0.9 * weights / weights.sum() + 0.1 / 4)

@@ -209,24 +209,21 @@ def check_rows(index: Index, model: Model) -> None:
     assert index.column("reward", scored).tolist() == [model.stored[at].reward for at in model.positions()]
 
 
-def drawn(index: Index, min_distinct: int) -> list[object]:
+def drawn(index: Index) -> list[object]:
     """Return the content of some draws of every kind, by rollout id."""
     results: list[object] = []
     for seed, prioritise in enumerate(("within", "across")):
-        for half_life in (None, 3.0):
-            draw = DrawSettings(
-                prompts_per_batch=4,
-                group_size=3,
-                most_on_policy_prob=0.5,
-                inverse_temperature=2.0,
-                uniform_share=0.1,
-                prioritise=prioritise,
-                min_distinct=min_distinct,
-                age_half_life_steps=half_life,
-            )
-            if index.num_drawable:
-                slots = draw_slots(index, draw, seed)
-                results += [(slot.prompt, slot.source, index.rollout_ids(slot.rows)) for slot in slots]
+        draw = DrawSettings(
+            prompts_per_batch=4,
+            group_size=3,
+            most_on_policy_prob=0.5,
+            inverse_temperature=2.0,
+            uniform_share=0.1,
+            prioritise=prioritise,
+        )
+        if index.num_drawable:
+            slots = draw_slots(index, draw, seed)
+            results += [(slot.prompt, slot.source, index.rollout_ids(slot.rows)) for slot in slots]
     return results
 
 
@@ -243,7 +240,7 @@ def test_any_history_leads_to_what_a_plain_model_holds(
             events.append(model.step(kind, value))
             index.apply(events[-1])
             if len(events) % 4 == 0:
-                drawn(index, configuration.min_distinct)  # from here on there are trees to be kept up to date
+                drawn(index)  # from here on there are trees to be kept up to date
         check_counts(index, model)
         check_rows(index, model)
 
@@ -255,7 +252,7 @@ def test_any_history_leads_to_what_a_plain_model_holds(
         from_checkpoint.restore(index.checkpoint())
         for other in (in_batches, from_checkpoint):
             assert other.fingerprint() == index.fingerprint()
-            assert drawn(other, configuration.min_distinct) == drawn(index, configuration.min_distinct)
+            assert drawn(other) == drawn(index)
 
 
 @pytest.mark.parametrize("oldest_first", [True, False])
@@ -282,7 +279,7 @@ def test_a_full_buffer_that_turns_over_holds_what_a_plain_model_holds(
         check_rows(index, model)
         rebuilt = Index(configuration)
         rebuilt.restore(index.checkpoint())
-        assert drawn(rebuilt, 2) == drawn(index, 2)
+        assert drawn(rebuilt) == drawn(index)
 
 
 def test_a_checkpoint_and_the_events_after_it_are_the_whole_log() -> None:

@@ -308,11 +308,10 @@ def test_across_prompts_follows_what_changes() -> None:
 def test_a_prompt_can_fill_a_slot_once_it_has_min_distinct_rollouts(min_distinct: int) -> None:
     index = index_of([[0.0] * number for number in range(6)], min_distinct=min_distinct)
     assert index.num_drawable == 6 - min_distinct
-    for kept in (min_distinct, 2):  # the index keeps one set; another number is worked out
-        for prioritise in ("within", "across"):
-            settings = make_settings(prompts_per_batch=4, min_distinct=kept, prioritise=prioritise)
-            drawn = {slot.prompt for seed in range(40) for slot in draw_slots(index, settings, seed)}
-            assert drawn == set(range(kept, 6))
+    for prioritise in ("within", "across"):
+        settings = make_settings(prompts_per_batch=4, prioritise=prioritise)
+        drawn = {slot.prompt for seed in range(40) for slot in draw_slots(index, settings, seed)}
+        assert drawn == set(range(min_distinct, 6))
 
 
 def test_no_prompt_with_enough_rollouts_means_no_batch() -> None:
@@ -379,9 +378,7 @@ def test_fewer_recent_rollouts_than_min_distinct_are_not_a_group() -> None:
     ]
     slots = draw_slots(make_index(*events), make_settings(most_on_policy_prob=1.0), seed=0)
     assert slots[0].fallback
-    slots = draw_slots(
-        make_index(*events, min_distinct=1), make_settings(most_on_policy_prob=1.0, min_distinct=1), seed=0
-    )
+    slots = draw_slots(make_index(*events, min_distinct=1), make_settings(most_on_policy_prob=1.0), seed=0)
     assert (slots[0].source, slots[0].rows.tolist(), slots[0].num_distinct) == ("recent", [4, 4], 1)
 
 

@@ -1,4 +1,4 @@
-"""Draws across batches: prompts take turns, no rollout is used too often, and weights decay with age; all exactly."""
+"""Draws across batches: prompts take turns, no rollout is used too often."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tba_buffer.index.log import Event, Publication, Resumed, Voided
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.sampling.mop import MAX_REDRAWS, DrawSettings, Slot, draw_slots, drawn_event
+from tba_buffer.sampling.mop import DrawSettings, Slot, draw_slots, drawn_event
 
-from tba.versions import START, LineageTree, PolicyVersion
+from tba.versions import START, PolicyVersion
 from tests.support.chi_square import assert_follows
 from tests.support.index_values import Item, index_of, make_added, make_evicted, make_index
 
@@ -47,10 +47,6 @@ class Run:
         slots = draw_slots(self.index, draw, seed=self.num_draws)
         self.apply(drawn_event(self.index, slots, f"b{self.num_draws}", PolicyVersion(lineage, self.num_draws)))
         return slots
-
-    def draw_kept(self, draw: DrawSettings) -> list[Slot]:
-        """The slots of the next batch without those that were left out."""
-        return [slot for slot in self.draw(draw) if not slot.left_out]
 
     def void(self, *numbers: int) -> None:
         self.apply(Voided(self.index.position + 1, tuple(f"b{number}" for number in numbers)))
@@ -258,7 +254,6 @@ def test_no_rollout_is_in_more_batches_than_allowed_and_all_uses_are_spent(
         most_on_policy_prob=0.3,
         inverse_temperature=1.0,
         prioritise=prioritise,
-        min_distinct=1,
     )
     uses = Counter[int]()
     while run.index.num_drawable:
@@ -293,174 +288,3 @@ def test_another_bound_counts_the_same_uses() -> None:
         other.restore(run.index.checkpoint())
         assert other.num_used_up == num_used_up
         assert other.num_drawable == (6 - num_used_up) / 2
-
-
-# ---- weights that decay with age -----------------------------------------------------------------------------------
-
-
-REWARDS = [0.0, 1.0, 2.0, 1.5, 0.5]
-STEPS = [40, 12, 0, 30, 38]
-
-
-def decayed(half_life: float, inverse_temperature: float, ages: list[int], share: float) -> np.ndarray:
-    """Probabilities by their definition."""
-    weights = np.exp(inverse_temperature * np.array(REWARDS)) * 2.0 ** (-np.array(ages) / half_life)
-    return (1 - share) * weights / weights.sum() + share / len(weights)
-
-
-def aged(versions: list[PolicyVersion], **settings) -> Index:
-    items = [Item(reward=reward, version=version) for reward, version in zip(REWARDS, versions, strict=True)]
-    return make_index(make_added(1, items), **settings)
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("share", [0.0, 0.2])
-@pytest.mark.parametrize("inverse_temperature", [0.0, 1.0])
-@pytest.mark.parametrize("half_life", [0.5, 10.0, 1e4])
-def test_weights_halve_with_every_half_life(
-    half_life: float, inverse_temperature: float, share: float, big_prompt: int
-) -> None:
-    index = aged([PolicyVersion(1, step) for step in STEPS], big_prompt=big_prompt)
-    p = decayed(half_life, inverse_temperature, [47 - step for step in STEPS], share)
-    weights = {"inverse_temperature": inverse_temperature, "uniform_share": share, "age_half_life_steps": half_life}
-    slots = draw_slots(index, make_settings(prompts_per_batch=5000, **weights), seed=1)
-    assert_follows(np.bincount([slot.rows[0] for slot in slots], minlength=5), p)
-    pairs = Counter((int(slot.rows[0]), int(slot.rows[1])) for slot in slots)
-    cells = [(a, b) for a in range(5) for b in range(5) if a != b]
-    expected = np.array([p[a] * p[b] / (np.delete(p, a).sum() or 1.0) for a, b in cells])
-    assert_follows(np.array([pairs[cell] for cell in cells]), expected)
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_across_prompts_weigh_by_age_too(share: float, big_prompt: int) -> None:
-    rewards, steps = [[0.0, 1.0], [2.0, 2.0, 0.0], [0.5, 0.5]], [[9, 8], [2, 1, 0], [7, 9]]
-    items = [
-        Item(prompt=prompt, reward=reward, version=PolicyVersion(1, step))
-        for prompt in range(3)
-        for reward, step in zip(rewards[prompt], steps[prompt], strict=True)
-    ]
-    index = make_index(make_added(1, items), big_prompt=big_prompt)
-    masses = np.array([sum(np.exp(rewards[p]) * 2.0 ** (np.array(steps[p]) / 3.0)) for p in range(3)])
-    p = (1 - share) * masses / masses.sum() + share / 3
-    draw = make_settings(inverse_temperature=1.0, uniform_share=share, age_half_life_steps=3.0, prioritise="across")
-    chosen = [draw_slots(index, draw, seed)[0].prompt for seed in range(2500)]
-    assert_follows(np.bincount(chosen, minlength=3), p)
-
-
-@BOTH_WAYS
-def test_ages_across_lineages_are_those_of_the_trainer(big_prompt: int) -> None:
-    """Lineage 2 resumed from 1-20: what lineage 1 made after that is as old as 1-20. Lineage 3 began anew."""
-    tree = LineageTree({1: START, 2: PolicyVersion(1, 20), 3: START})
-    versions = [PolicyVersion(1, 10), PolicyVersion(1, 35), PolicyVersion(2, 25), START, PolicyVersion(3, 9)]
-    index = aged(versions, big_prompt=big_prompt)
-    for lineage in (2, 3, 1):  # the trees follow the trainer
-        trainer = PolicyVersion(lineage, 50)
-        p = decayed(6.0, 0.5, [tree.policy_age(version, trainer) for version in versions], 0.0)
-        common = tuple(tree.common_steps(lineage).items())
-        draw = make_settings(
-            prompts_per_batch=5000, inverse_temperature=0.5, age_half_life_steps=6.0, common_steps=common
-        )
-        slots = draw_slots(index, draw, seed=lineage)
-        assert_follows(np.bincount([slot.rows[0] for slot in slots], minlength=5), p)
-
-
-@BOTH_WAYS
-def test_decay_stays_exact_at_late_steps_and_as_newer_rollouts_come(big_prompt: int) -> None:
-    index, first = aged([PolicyVersion(1, 10**6 + step) for step in STEPS], big_prompt=big_prompt), None
-    draw = make_settings(prompts_per_batch=4000, inverse_temperature=1.0, age_half_life_steps=5.0)
-    for late in (0, 60):
-        if late:
-            added = [Item(reward=r, version=PolicyVersion(1, 10**6 + late)) for r in (0.2, 1.1)]
-            index.apply(make_added(index.position + 1, added))
-        steps, rewards = np.array([*STEPS, *([late] * 2 if late else [])]), [*REWARDS, *([0.2, 1.1] if late else [])]
-        weights = np.exp(rewards) * 2.0 ** ((steps - steps.max()) / 5.0)
-        first = np.bincount([slot.rows[0] for slot in draw_slots(index, draw, 3)], minlength=len(steps))
-        assert_follows(first, weights / weights.sum())
-
-
-def test_recent_slots_know_no_age() -> None:
-    index = aged([PolicyVersion(1, step) for step in STEPS])
-    draw = make_settings(prompts_per_batch=4000, most_on_policy_prob=1.0, age_half_life_steps=1.0)
-    assert_follows(np.bincount([s.rows[0] for s in draw_slots(index, draw, 0)], minlength=5), np.full(5, 0.2))
-
-
-# ---- groups whose rewards are all equal ----------------------------------------------------------------------------
-
-
-MIXED, TIED = [0.0, 1.0], [1.0, 1.0]
-
-
-@pytest.mark.parametrize("most_on_policy_prob", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("big_prompt", [512, 1])
-def test_groups_with_equal_rewards_are_left_out(most_on_policy_prob: float, big_prompt: int) -> None:
-    """With few of them none is in a batch; each has its turn all the same, so no prompt is drawn for ever."""
-    index = index_of([TIED if prompt % 3 == 0 else MIXED for prompt in range(30)], big_prompt=big_prompt)
-    run = Run(index, [])
-    draw = make_settings(prompts_per_batch=4, most_on_policy_prob=most_on_policy_prob, skip_tied_groups=True)
-    uses = Counter[int]()
-    for _ in range(30):
-        kept = run.draw_kept(draw)
-        assert len(kept) == len({slot.prompt for slot in kept}) == 4
-        uses.update(slot.prompt for slot in kept)
-    assert not [prompt for prompt in uses if prompt % 3 == 0]
-    assert len(uses) == 20
-    turns = run.index.draws.turns.sum(axis=0)[:30]
-    assert (turns[::3] > 0).all()
-    if most_on_policy_prob in {0.0, 1.0}:
-        assert turns.max() - turns.min() <= 1
-        assert max(uses.values()) - min(uses.values()) <= 1
-
-
-def test_a_left_out_group_takes_a_turn_but_no_use() -> None:
-    run = Run(index_of([TIED, TIED, TIED, MIXED]), [])
-    slots = run.draw(make_settings(prompts_per_batch=1, skip_tied_groups=True))
-    left_out = [slot for slot in slots if slot.left_out]
-    assert [slot.prompt for slot in slots if not slot.left_out] == [3]
-    for slot in left_out:
-        assert run.index.draws.turns[0][slot.prompt] == 1
-        assert not run.index.column("uses", slot.rows).any()
-
-
-@pytest.mark.parametrize("num_prompts", [1, 3, 200])
-@pytest.mark.parametrize("num_slots", [1, 4])
-@pytest.mark.parametrize("prioritise", ["within", "across"])
-def test_a_batch_is_full_where_all_rewards_are_equal(num_prompts: int, num_slots: int, prioritise) -> None:
-    """A draw ends: after so many tries, or with the last prompt, an equal group is kept."""
-    run = Run(index_of([TIED] * num_prompts), [])
-    draw = make_settings(prompts_per_batch=num_slots, skip_tied_groups=True, prioritise=prioritise)
-    for _ in range(10):
-        slots = run.draw(draw)
-        left_out = [slot for slot in slots if slot.left_out]
-        assert len(slots) - len(left_out) == num_slots
-        assert len(left_out) == min(MAX_REDRAWS * num_slots, max(num_prompts - num_slots, 0))
-
-
-def test_a_batch_without_equal_rewards_is_that_of_the_plain_draw() -> None:
-    index = index_of([[0.0, 1.0, 2.0, 3.0]] * 6)  # six prompts: both draws order them by one permutation
-    plain, skipping = (
-        draw_slots(index, make_settings(prompts_per_batch=3, skip_tied_groups=skip), seed=5) for skip in (False, True)
-    )
-    assert [slot.prompt for slot in plain] == [slot.prompt for slot in skipping]
-    assert all((a.rows == b.rows).all() for a, b in zip(plain, skipping, strict=True))
-
-
-def test_the_kept_prompt_is_uniform_among_those_with_different_rewards() -> None:
-    index = index_of([TIED, MIXED, TIED, MIXED, MIXED])
-    draw = make_settings(prompts_per_batch=1, skip_tied_groups=True)
-    prompts = [draw_slots(index, draw, seed)[0].prompt for seed in range(3000)]
-    assert_follows(np.bincount(prompts, minlength=5), np.array([0, 1, 0, 1, 1]) / 3)
-
-
-def test_turns_of_what_was_left_out_are_rebuilt_and_given_back_by_a_void() -> None:
-    items = [Item(prompt=at // 2, reward=1.0 if at % 4 == 0 else 0.0) for at in range(24)]
-    run = Run.of(make_added(1, items))
-    draw = make_settings(prompts_per_batch=2, skip_tied_groups=True)
-    for _ in range(5):
-        run.draw(draw)
-    assert run.rebuilt().fingerprint() == run.index.fingerprint()
-    before = run.index.draws.turns.copy()
-    assert any(slot.left_out for slot in run.draw(draw))
-    run.void(6)
-    assert (run.index.draws.turns == before).all()
-    assert run.rebuilt().fingerprint() == run.index.fingerprint()

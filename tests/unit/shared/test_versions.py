@@ -126,14 +126,6 @@ def test_within_one_lineage_policy_age_is_the_difference_of_steps(
     assert tree.policy_age(later, rollout) == 0
 
 
-@given(trees_with_two_versions())
-def test_common_steps_give_every_policy_age(case: tuple[LineageTree, PolicyVersion, PolicyVersion]) -> None:
-    tree, rollout, trainer = case
-    common = tree.common_steps(trainer.lineage)
-    assert list(common) == sorted({0, *tree.parents})
-    assert tree.policy_age(rollout, trainer) == max(0, trainer.step - min(rollout.step, common[rollout.lineage]))
-
-
 def test_a_parent_is_an_older_lineage() -> None:
     for parent in (V("2-1"), V("3-1")):
         with pytest.raises(MalformedError, match="a parent is an older lineage"):

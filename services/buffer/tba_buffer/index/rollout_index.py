@@ -307,9 +307,7 @@ class Index:
             self.due[pool].put(prompts, due)
 
     def _new_trees(self) -> RewardTrees:
-        return RewardTrees(
-            self.columns, self.rows_by_prompt, self._versions, self.is_drawable, self.settings.big_prompt
-        )
+        return RewardTrees(self.columns, self.rows_by_prompt, self.is_drawable, self.settings.big_prompt)
 
     def is_drawable(self, rows: Rows) -> NDArray[np.bool_]:
         """Return whether batches may hold rows [n]: scored, and not used up. [n]"""

@@ -181,12 +181,10 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
     yield _by(
         "tba_skipped_batches", "Batches consumed by a step that skipped them", "reason", counters.group("skipped")
     )
-    slots = counters.group("slots")
     # `slots` also counts rollouts, which are no slots
+    slots = counters.group("slots")
     kinds = {kind: slots.get(kind, 0) for kind in ("recent", "replay", "fallback")}
     yield _by("tba_buffer_slots", "Slots of drawn batches, by kind", "kind", kinds)
-    text = "Groups that were drawn and left out, since their rewards were all equal"
-    yield CounterMetricFamily("tba_buffer_left_out_groups", text, value=slots.get("left_out", 0))
     leases = counters.group("leases")
     ended = {event: leases.get(event, 0) for event in LEASE_EVENTS}
     yield _by("tba_buffer_leases", "Leases, by outcome", "event", ended)

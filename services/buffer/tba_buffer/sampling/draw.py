@@ -34,7 +34,7 @@ from tba_buffer.index.log import Drawn
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
 from tba_buffer.run.components import Components
-from tba_buffer.run.lineage import Lineages, fenced, rollback_waits
+from tba_buffer.run.lineage import fenced, rollback_waits
 from tba_buffer.run.state import (
     DrawLimits,
     FlowSettings,
@@ -81,7 +81,6 @@ class BatchDrawer:
         catalog: names the prompts.
         run_state: the run and its index.
         components: shows held waits.
-        lineages: which steps the trainer shares with the versions that made the rollouts.
         scorer: fails rollouts that cannot be read.
     """
 
@@ -92,12 +91,10 @@ class BatchDrawer:
         catalog: Catalog,
         run_state: RunStateReader,
         components: Components,
-        lineages: Lineages,
         scorer: RolloutScorer,
     ) -> None:
         self._context = context
         self._catalog = catalog
-        self._lineages = lineages
         self._drawing = asyncio.Lock()
         self._run_state = run_state
         self._components = components
@@ -242,10 +239,8 @@ class BatchDrawer:
             ValueError: no prompt can fill a slot.
         """
         seed, index = secrets.randbits(63), snapshot.index
-        recipe, tree = snapshot.settings.recipe, self._lineages.tree
-        settings = DrawSettings.of(recipe, lineages=tree, lineage=request.lineage)
-        drawn = draw_slots(index, settings, seed)
-        slots = [slot for slot in drawn if not slot.left_out]
+        settings = DrawSettings.of(snapshot.settings.recipe)
+        slots = draw_slots(index, settings, seed)
         rows = np.concatenate([slot.rows for slot in slots])
         rollout_ids = iter(index.rollout_ids(rows))
         record = BatchRecord(
@@ -265,10 +260,9 @@ class BatchDrawer:
                 for slot in slots
             ],
             most_on_policy_prob=settings.most_on_policy_prob,
-            num_left_out=len(drawn) - len(slots),
             num_tokens=int(index.column("num_tokens", rows).sum(dtype="int64")),
         )
-        event = drawn_event(index, drawn, record.batch_id, PolicyVersion(request.lineage, request.step))
+        event = drawn_event(index, slots, record.batch_id, PolicyVersion(request.lineage, request.step))
         return record, index.column("position", rows), event
 
     async def _open_member(self, request: BatchRequest) -> bytes | None:

@@ -56,8 +56,6 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: float
     groups: list[GroupRecord]
     most_on_policy_prob: float
-    num_left_out: int
-    """Slots that were drawn again, since their rewards were all equal."""
     num_tokens: int
     """Response tokens of all rollouts; repeated ones count as often as they occur."""
 
@@ -84,7 +82,6 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
             "recent": sum(group.source == "recent" for group in self.groups),
             "replay": sum(group.source == "replay" for group in self.groups),
             "fallback": sum(group.fallback for group in self.groups),
-            "left_out": self.num_left_out,
             "rollouts": sum(map(len, ids)),
             "distinct_rollouts": sum(len(set(group)) for group in ids),
         }

@@ -9,17 +9,15 @@ from everything:
                batches; recent and replay slots take turns apart (index/draws.py)
       across   recent slots: the same; replay slots: p = (1 - u) M / sum of all M + u / P,
                M = sum of w over the prompt's rollouts; they take no turns
-    w        exp(inverse_temperature * reward) * 2^(-age / age_half_life_steps)
+    w        exp(inverse_temperature * reward)
     recent:  K of the prompt's recent rollouts, uniformly
     replay:  K of all its rollouts, p = (1 - u) w / sum of all w + u / n
     K of n:  one after the other without replacement when n >= K;
              else with replacement (the distinct ones are counted)
 
-With `skip_tied_groups` a slot whose K rewards are all equal is drawn again from its pool with another prompt, up to
-MAX_REDRAWS times; the prompt that was left out has had its turn. Rollouts that were in `max_uses` batches are in no
-pool. `Index` says what is recent, by arrival or by policy version, and what was drawn before. A draw is a function of
-what the index holds, the settings and the seed: an index that was rebuilt draws the same. No probability is rounded by
-more than float64 rounds.
+Rollouts that were in `max_uses` batches are in no pool. `Index` says what is recent, and what was drawn before. A draw
+is a function of what the index holds, the settings and the seed: an index that was rebuilt draws the same. No
+probability is rounded by more than float64 rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.config import Recipe
-from tba.versions import LineageTree, PolicyVersion
+from tba.versions import PolicyVersion
 from tba_buffer.index.draws import RECENT, REPLAY
 from tba_buffer.index.log import SLOT_DTYPE, Drawn
 from tba_buffer.index.priorities import (
@@ -42,12 +40,9 @@ from tba_buffer.index.priorities import (
     gumbel_terms,
     gumbel_top_k,
 )
-from tba_buffer.index.reward_trees import Weights
 from tba_buffer.index.rollout_index import Index, Rows
-from tba_buffer.sampling.prompt_choice import TurnChoice, WeightedChoice, members_of
+from tba_buffer.sampling.prompt_choice import TurnChoice, WeightedChoice
 
-MAX_REDRAWS = 8
-"""How often a slot with equal rewards is drawn again before it is kept."""
 _MAX_ROUNDS = 8
 """Rounds of independent draws before all rollouts of a slot are weighed one by one."""
 
@@ -62,32 +57,11 @@ class DrawSettings:
     inverse_temperature: float = 0.0
     uniform_share: float = 0.0
     prioritise: Literal["within", "across"] = "within"
-    skip_tied_groups: bool = False
-    min_distinct: int = 2
-    age_half_life_steps: float | None = None
-    common_steps: tuple[tuple[int, int], ...] = ()
-    """Of `Weights`."""
-
-    @property
-    def weights(self) -> Weights:
-        """The weights of rollouts in replay slots."""
-        return Weights(
-            inverse_temperature=self.inverse_temperature,
-            age_half_life_steps=self.age_half_life_steps,
-            common_steps=self.common_steps,
-        )
 
     @classmethod
-    def of(cls, recipe: Recipe, *, lineages: LineageTree | None = None, lineage: int = 0) -> DrawSettings:
-        """Return the settings of a run.
-
-        Args:
-            recipe: the run.
-            lineages: what `lineage`, the trainer's, shares with the others; None: there is one.
-            lineage: of the trainer.
-        """
+    def of(cls, recipe: Recipe) -> DrawSettings:
+        """Return the settings of a run."""
         sampling = recipe.sampling
-        common = None if lineages is None or sampling.age_half_life_steps is None else lineages.common_steps(lineage)
         return cls(
             prompts_per_batch=sampling.prompts_per_batch,
             group_size=sampling.group_size,
@@ -95,10 +69,6 @@ class DrawSettings:
             inverse_temperature=sampling.reward_inverse_temperature,
             uniform_share=sampling.uniform_share,
             prioritise=sampling.prioritise,
-            skip_tied_groups=sampling.skip_tied_groups,
-            min_distinct=sampling.min_distinct,
-            age_half_life_steps=sampling.age_half_life_steps,
-            common_steps=() if common is None else tuple(common.items()),
         )
 
 
@@ -113,8 +83,6 @@ class Slot(NamedTuple):
     """Which turn of its prompt this is; 0: it takes none."""
     floor: int = 0
     """The fewest turns in its pool when the batch was drawn."""
-    left_out: bool = False
-    """Whether its rewards are all equal and another slot is in its place. No batch has it, but it has had its turn."""
 
     @property
     def fallback(self) -> bool:
@@ -130,9 +98,6 @@ class Slot(NamedTuple):
 def draw_slots(index: Index, settings: DrawSettings, seed: int) -> list[Slot]:
     """Draw the slots of one batch; the same index and seed give the same batch.
 
-    Returns:
-        The slots of the batch, then those that were left out (`Slot.left_out`).
-
     Raises:
         ValueError: no prompt can fill a slot.
     """
@@ -141,41 +106,25 @@ def draw_slots(index: Index, settings: DrawSettings, seed: int) -> list[Slot]:
     # MOP's coin: with probability m a slot wants the most on-policy data there is
     wanted = rng.random(settings.prompts_per_batch) < settings.most_on_policy_prob
     chosen = [choice.choose(wanted_recent) for wanted_recent in wanted.tolist()]
-    rows = list(_draw_rows(index, settings, chosen, rng))
-    kept = list(range(len(chosen)))
-    suspects = kept if settings.skip_tied_groups else []
-    for _ in range(MAX_REDRAWS):
-        redrawn: list[int] = []
-        for at in suspects:
-            if _is_tied(index, rows[kept[at]]) and (other := choice.choose_other(chosen[kept[at]].wanted_recent)):
-                redrawn.append(at)
-                chosen.append(other)
-        if not redrawn:
-            break
-        rows.extend(_draw_rows(index, settings, chosen[-len(redrawn) :], rng))
-        first = len(chosen) - len(redrawn)
-        kept = [first + redrawn.index(at) if at in redrawn else each for at, each in enumerate(kept)]
-        suspects = redrawn
+    rows = _draw_rows(index, settings, chosen, rng)
     turns, floors = choice.turns_taken([each.is_recent for each in chosen]), choice.floors
-    left_out = sorted(set(range(len(chosen))) - set(kept))
     return [
         Slot(
-            prompt=chosen[each].prompt,
-            source="recent" if chosen[each].is_recent else "replay",
-            wanted_recent=chosen[each].wanted_recent,
-            rows=rows[each],
-            turn=turns[each],
-            floor=floors[chosen[each].is_recent],
-            left_out=at >= len(kept),
+            prompt=each.prompt,
+            source="recent" if each.is_recent else "replay",
+            wanted_recent=each.wanted_recent,
+            rows=rows[at],
+            turn=turns[at],
+            floor=floors[each.is_recent],
         )
-        for at, each in enumerate([*kept, *left_out])
+        for at, each in enumerate(chosen)
     ]
 
 
 def drawn_event(index: Index, slots: Sequence[Slot], batch_id: str, version: PolicyVersion) -> Drawn:
     """Return the event that follows the newest one when `draw_slots` gave these slots for step `version`."""
     packed = [(each.prompt, each.source == "recent", each.turn, each.floor) for each in slots]
-    rows = np.unique(np.concatenate([each.rows for each in slots if not each.left_out]))
+    rows = np.unique(np.concatenate([each.rows for each in slots]))
     positions = index.column("position", rows)
     return Drawn(index.position + 1, batch_id, version, np.array(packed, dtype=SLOT_DTYPE), positions)
 
@@ -196,30 +145,27 @@ class _SlotChoice:
     """
 
     def __init__(self, index: Index, settings: DrawSettings, rng: np.random.Generator) -> None:
-        everything = members_of(index, REPLAY, settings.min_distinct)
-        if not everything.num:
+        if not index.num_drawable:
             raise ValueError(
-                f"no prompt has {settings.min_distinct} scored rollouts that may be drawn, as a slot needs"
+                f"no prompt has {index.settings.min_distinct} scored rollouts that may be drawn, as a slot needs"
             )
-        # each left-out slot uses a prompt more
-        num_slots = settings.prompts_per_batch * (1 + MAX_REDRAWS * settings.skip_tied_groups)
-        recent = members_of(index, RECENT, settings.min_distinct)
-        self._num_prompts = everything.num
-        self._from_recent = TurnChoice(index, RECENT, recent, num_slots, rng)
+        num_slots = settings.prompts_per_batch
+        self._num_prompts = index.num_drawable
+        self._from_recent = TurnChoice(index, RECENT, num_slots, rng)
         self._from_all: TurnChoice | WeightedChoice
         if settings.prioritise == "across":
             self._from_all = WeightedChoice(
                 index.trees,
                 index.drawable_counts,
-                min_distinct=settings.min_distinct,
-                weights=settings.weights,
+                min_distinct=index.settings.min_distinct,
+                inverse_temperature=settings.inverse_temperature,
                 uniform_share=settings.uniform_share,
                 num_slots=num_slots,
                 rng=rng,
             )
         else:
-            self._from_all = TurnChoice(index, REPLAY, everything, num_slots, rng)
-        self._used, self._has_restarted = set[int](), False
+            self._from_all = TurnChoice(index, REPLAY, num_slots, rng)
+        self._used = set[int]()
         self.floors = (self._from_all.floor, self._from_recent.floor)
         """Of REPLAY and RECENT."""
 
@@ -227,27 +173,14 @@ class _SlotChoice:
         """Choose the prompt of the next slot."""
         # more slots than prompts: the batch begins to use them again
         if len(self._used) == self._num_prompts:
-            self._has_restarted = True
             self._used.clear()
             self._from_recent.restart()
             self._from_all.restart()
-        chosen = self._choose(wanted_recent)
-        assert chosen is not None, "a prompt that is not used is left, or used was cleared"
-        return chosen
-
-    def choose_other(self, wanted_recent: bool) -> _Chosen | None:
-        """Choose a prompt that the batch has not used; None when it has used every prompt, now or before."""
-        if self._has_restarted:
-            return None
-        return self._choose(wanted_recent)
-
-    def _choose(self, wanted_recent: bool) -> _Chosen | None:
         prompt = self._from_recent.take(self._used) if wanted_recent else None
         is_recent = prompt is not None  # no prompt left in the recent pool: the slot falls back to everything
-        if prompt is None and len(self._used) < self._num_prompts:
-            prompt = self._from_all.take(self._used)
         if prompt is None:
-            return None
+            prompt = self._from_all.take(self._used)
+        assert prompt is not None, "a prompt that is not used is left, or used was cleared"
         self._used.add(prompt)
         return _Chosen(prompt, is_recent, wanted_recent)
 
@@ -255,12 +188,6 @@ class _SlotChoice:
         """Return which turn of its prompt each choice was, given which of them were recent."""
         recent, replay = iter(self._from_recent.turns_taken()), iter(self._from_all.turns_taken())
         return [next(recent if each else replay) for each in is_recent]
-
-
-def _is_tied(index: Index, rows: Rows) -> bool:
-    """Return whether the rewards of a slot are all equal: most objectives learn nothing from it (DAPO, 2503.14476)."""
-    rewards = index.column("reward", rows)
-    return bool((rewards == rewards[0]).all())
 
 
 def _draw_rows(index: Index, settings: DrawSettings, chosen: Sequence[_Chosen], rng: np.random.Generator) -> Rows:
@@ -292,7 +219,7 @@ def _draw_from_few(
     rows, owner = _candidates(index, prompts, recent)
     num_slots, size = len(prompts), settings.group_size
     num = np.bincount(owner, minlength=num_slots)
-    weights, values = settings.weights, index.trees.values(rows, settings.weights)
+    scale, values = settings.inverse_temperature, index.columns.get("reward", rows)
     ends = np.cumsum(num)
     filled = np.arange(num.max()) < num[:, None]
     # fewer than K rollouts can only be drawn with replacement
@@ -300,11 +227,11 @@ def _draw_from_few(
     chosen = np.empty((num_slots, size), dtype=np.int64)
     if not repeat.all():
         terms, noise = np.full(filled.shape, -np.inf), np.zeros(filled.shape)
-        terms[filled], noise[filled] = _gumbel_terms(values, num, recent, weights.scale, settings.uniform_share, rng)
+        terms[filled], noise[filled] = _gumbel_terms(values, num, recent, scale, settings.uniform_share, rng)
         chosen[~repeat] = gumbel_top_k(terms[~repeat], noise[~repeat], size)
     if repeat.any():
         p = np.zeros(filled.shape)
-        p[filled] = np.exp(_log_probabilities(values, num, recent, weights.scale, settings.uniform_share))
+        p[filled] = np.exp(_log_probabilities(values, num, recent, scale, settings.uniform_share))
         ends_p = np.cumsum(p[repeat], axis=1)
         # inverse transform sampling, one row of cumulative weights per slot
         targets = rng.random((len(ends_p), size)) * ends_p[:, -1:]
@@ -371,7 +298,7 @@ def _draw_from_big(
     index: Index, settings: DrawSettings, prompt: int, recent: bool, num_slots: int, rng: np.random.Generator
 ) -> Rows:
     """Draw K rows for each of `num_slots` slots with the same prompt by its tree. [S, K]"""
-    tree = index.trees.of_prompt(prompt, settings.weights)
+    tree = index.trees.of_prompt(prompt, settings.inverse_temperature)
     num = (index.recent_counts if recent else index.drawable_counts)[prompt]
     draw, weigh = _recent_draws(index, tree, prompt, rng) if recent else _replay_draws(tree, settings, rng)
     size = settings.group_size

@@ -13,34 +13,13 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from tba_buffer.index.draws import RECENT
 from tba_buffer.index.priorities import MAX_EXCESS, gumbel_noise, gumbel_top_k
-from tba_buffer.index.reward_trees import RewardTrees, Weights
+from tba_buffer.index.reward_trees import RewardTrees
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.index.tables import PromptSet
 
-_MAX_TURN = 2**32 - 1
 _MAX_ROUNDS = 8
 """Rounds of independent draws before all prompts are weighed one by one."""
-
-
-def members_of(index: Index, pool: int, min_distinct: int) -> PromptSet:
-    """Return the prompts with at least `min_distinct` drawable rollouts.
-
-    A group of one distinct rollout teaches nothing. This is the set that the index keeps, if it keeps it for the same
-    number.
-    """
-    if index.settings.min_distinct == min_distinct:
-        return index.drawable[pool]
-    counts = index.recent_counts if pool == RECENT else index.drawable_counts
-    return _set_of(counts >= min_distinct)
-
-
-def _set_of(members: NDArray[np.bool_]) -> PromptSet:
-    prompts = PromptSet()
-    prompts.grow(len(members))
-    prompts.put_all(members)
-    return prompts
 
 
 class TurnChoice:
@@ -53,27 +32,28 @@ class TurnChoice:
     Args:
         index: knows the turns.
         pool: RECENT or REPLAY.
-        prompts: the members of the pool.
         num_slots: the most choices of a batch.
         rng: the generator of the batch.
     """
 
-    def __init__(self, index: Index, pool: int, prompts: PromptSet, num_slots: int, rng: np.random.Generator) -> None:
-        self._prompts = prompts
+    def __init__(self, index: Index, pool: int, num_slots: int, rng: np.random.Generator) -> None:
+        self._prompts = prompts = index.drawable[pool]
         self._num_slots = num_slots
         self._rng = rng
         self._turns = index.draws.turns[pool]
         self._taken: list[int] = []
         self.floor = int(index.draws.floors[pool])
         self._due = index.due[pool]
-        # the prompts of a pool for another `min_distinct` than the index counts by, or the round is over
-        if prompts is not index.drawable[pool] or (not self._due.num and prompts.num):
+        # the round is over: the next one begins
+        if not self._due.num and prompts.num:
             members = prompts.all()
             turns = np.maximum(self._turns[members], self.floor)
-            self.floor = int(turns.min(initial=_MAX_TURN)) if prompts.num else self.floor
+            self.floor = int(turns.min())
             flags = np.zeros(len(self._turns), dtype=bool)
             flags[members[turns == self.floor]] = True
-            self._due = _set_of(flags)
+            self._due = PromptSet()
+            self._due.grow(len(flags))
+            self._due.put_all(flags)
         self.restart()
 
     def restart(self) -> None:
@@ -124,7 +104,7 @@ class WeightedChoice:
 
     Args:
         trees, counts: from the index; counts [P] of drawable rollouts.
-        min_distinct, weights, uniform_share, num_slots: the settings of the draw.
+        min_distinct, inverse_temperature, uniform_share, num_slots: the settings of the draw.
         rng: the generator of the batch.
     """
 
@@ -136,18 +116,18 @@ class WeightedChoice:
         counts: NDArray[np.int64],
         *,
         min_distinct: int,
-        weights: Weights,
+        inverse_temperature: float,
         uniform_share: float,
         num_slots: int,
         rng: np.random.Generator,
     ) -> None:
         self._trees = trees
         self._counts = counts
-        self._weights = weights
+        self._inverse_temperature = inverse_temperature
         self._uniform_share = uniform_share
         self._num_slots = num_slots
         self._rng = rng
-        self._prompts = trees.of_prompts(counts, min_distinct, self._weights)
+        self._prompts = trees.of_prompts(counts, min_distinct, self._inverse_temperature)
         self._only = int(self._prompts.by_rank(np.zeros(1, dtype=np.int64))[0]) if self._prompts.num == 1 else None
         self.restart()
 
@@ -184,12 +164,12 @@ class WeightedChoice:
         fate = self._rng.random(len(prompts))
         kept = fate >= num * MAX_EXCESS
         for at in np.flatnonzero(~kept).tolist():
-            tree = self._trees.of_prompt(int(prompts[at]), self._weights)
+            tree = self._trees.of_prompt(int(prompts[at]), self._inverse_temperature)
             kept[at] = fate[at] >= -np.expm1(tree.log_mass() - tree.log_mass_bound)
         return kept
 
     def _exact_values(self, prompts: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
         values = values.copy()
         for at in np.flatnonzero(self._counts[prompts] > self._trees.big_prompt).tolist():
-            values[at] = self._trees.of_prompt(int(prompts[at]), self._weights).log_mass()
+            values[at] = self._trees.of_prompt(int(prompts[at]), self._inverse_temperature).log_mass()
         return values

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba.config import Recipe, load_recipe
-from tba.early_signals import EXIT_INTERRUPTED, EXIT_STOPPED
+from tba.early_signals import EXIT_INTERRUPTED
 from tba.errors import FencedError, ModelError, TbaError
 from tba.logs import configure_logging
 from tba.store.file import explain_full_disk

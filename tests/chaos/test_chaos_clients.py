@@ -105,22 +105,22 @@ async def _jumping(redis: RedisProcess, rng: random.Random) -> Counter[str]:
     await buffer.context.redis.flushall()
     await buffer.start()
     try:
-        await buffer.prompts.catalog.upload(make_prompts(6))
-        lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-        await buffer.run.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
+        await buffer.catalog.upload(make_prompts(6))
+        lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+        await buffer.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
         step, num_pushed = 1, 0
         for _ in range(60):
             offset_s[0] += rng.choice([0, 0, 3, 25, 100, 86_400 * 365, -25, -100, -86_400 * 365])
             payloads = make_payloads([f"train-{rng.randrange(6)}"], per_prompt=4)
             num_pushed += len(payloads)
-            await buffer.rollouts.writer.push(payloads)
-            await buffer.prompts.leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
+            await buffer.writer.push(payloads)
+            await buffer.leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
             request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token)
             try:
-                batch = decode_batch((await buffer.sampling.batch_drawer.draw(request)).body)
+                batch = decode_batch((await buffer.drawer.draw(request)).body)
                 offset_s[0] += rng.choice([0, 0, 0, 100, -100])
                 ack = AckRequest(lineage=lineage.lineage, step=step, token=lineage.token)
-                await buffer.sampling.ledger.ack(batch.batch_id, ack)
+                await buffer.ledger.ack(batch.batch_id, ack)
                 step += 1
                 counts["acked_steps"] += 1
             except VoidBatchError:

@@ -16,7 +16,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
@@ -70,145 +69,6 @@ STOP_TIMEOUT_S = 5.0
 log = get_logger("buffer")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunParts:
-    """The run itself: who takes part, and what is allowed."""
-
-    lineages: Lineages
-    settings: Settings
-    state: RunStateReader
-    control: RunControl
-    rollbacks: Rollbacks
-    components: Components
-    scaling: Scaling
-
-    @classmethod
-    def of(cls, context: Context, view: IndexView) -> RunParts:
-        """Wire them."""
-        lineages, components = Lineages(context), Components(context)
-        settings = Settings(context, lineages)
-        state = RunStateReader(context, view, settings)
-        return cls(
-            lineages=lineages,
-            settings=settings,
-            state=state,
-            control=RunControl(context, state),
-            rollbacks=Rollbacks(context, lineages, lambda: open_store(context.recipe.store)),
-            components=components,
-            scaling=Scaling(context, run_state=state, components=components),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptParts:
-    """Prompts, and the work that searchers lease."""
-
-    catalog: Catalog
-    evaluations: Evaluations
-    leases: Leases
-
-    @classmethod
-    def of(cls, context: Context, run: RunParts) -> PromptParts:
-        """Wire them."""
-        catalog = Catalog(context)
-        evaluations = Evaluations(context, catalog, run.lineages)
-        return cls(
-            catalog=catalog,
-            evaluations=evaluations,
-            leases=Leases(context, catalog=catalog, evaluations=evaluations, run_state=run.state),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutParts:
-    """Rollouts from push to eviction; saved and loaded buffers."""
-
-    admission: PushAdmission
-    writer: RolloutWriter
-    reader: RolloutReader
-    prompt_reader: PromptReader
-    exports: RolloutExports
-    evictor: Evictor
-    snapshots: SnapshotJobs
-
-    @classmethod
-    def of(cls, context: Context, view: IndexView, run: RunParts, catalog: Catalog) -> RolloutParts:
-        """Wire them."""
-        evictor = Evictor(context, view, run.lineages, run.state)
-        reader = RolloutReader(
-            context,
-            catalog=catalog,
-            view=view,
-            lineages=run.lineages,
-            run_state=run.state,
-            trained_steps=TrainedSteps(context, run.lineages),
-            token_texts=TokenTexts(context),
-        )
-        return cls(
-            admission=PushAdmission(context.recipe),
-            writer=RolloutWriter(context, catalog, run.lineages, evictor),
-            reader=reader,
-            prompt_reader=PromptReader(catalog, view),
-            exports=RolloutExports(reader, catalog),
-            evictor=evictor,
-            snapshots=SnapshotJobs(
-                context,
-                view=view,
-                catalog=catalog,
-                lineages=run.lineages,
-                evictor=evictor,
-                components=run.components,
-            ),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoringParts:
-    """Rewards of stored rollouts."""
-
-    scorer: RolloutScorer
-    rescore_jobs: RescoreJobs
-    worker: ScoringWorker
-    probe: RewardProbe
-
-    @classmethod
-    def of(cls, context: Context, view: IndexView, run: RunParts, catalog: Catalog, evictor: Evictor) -> ScoringParts:
-        """Wire them."""
-        reward = RewardConnection(context, run.components)
-        scorer = RolloutScorer(context, catalog=catalog, view=view, reward=reward, evictor=evictor)
-        rescore_jobs = RescoreJobs(context, catalog=catalog, view=view, scorer=scorer, reward=reward)
-        return cls(
-            scorer=scorer,
-            rescore_jobs=rescore_jobs,
-            worker=ScoringWorker(context, view=view, scorer=scorer, rescore_jobs=rescore_jobs, reward=reward),
-            probe=RewardProbe(context.recipe, on_broken=run.control.fail_for_reward),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParts:
-    """Batches: drawn, looked at, acknowledged."""
-
-    batch_drawer: BatchDrawer
-    ledger: BatchLedger
-
-    @classmethod
-    def of(
-        cls, context: Context, run: RunParts, catalog: Catalog, evictor: Evictor, scorer: RolloutScorer
-    ) -> SamplingParts:
-        """Wire them."""
-        return cls(
-            batch_drawer=BatchDrawer(
-                context,
-                catalog=catalog,
-                run_state=run.state,
-                components=run.components,
-                scorer=scorer,
-            ),
-            ledger=BatchLedger(context, run.lineages, evictor),
-        )
-
-
 class Buffer:
     """The buffer service without HTTP.
 
@@ -220,30 +80,26 @@ class Buffer:
 
     def __init__(self, recipe: Recipe, registry: CollectorRegistry, *, clock: Callable[[], float] = time.time) -> None:
         self.context = context = Context.connect(recipe, clock=clock)
-        self.view = IndexView(context)
-        self.view.on_rebuilt = self._reread
+        self.view = view = IndexView(context)
+        view.on_rebuilt = self._reread
         self.compactor = Compactor(context, min_events=recipe.buffer.max_log_events_since_checkpoint)
-        self.recovery = LossRecovery(context, self.view)
-        self.run = run = RunParts.of(context, self.view)
-        self.prompts = PromptParts.of(context, run)
-        catalog = self.prompts.catalog
-        self.rollouts = RolloutParts.of(context, self.view, run, catalog)
-        evictor = self.rollouts.evictor
-        self.scoring = ScoringParts.of(context, self.view, run, catalog, evictor)
-        self.sampling = SamplingParts.of(context, run, catalog, evictor, self.scoring.scorer)
+        self.recovery = LossRecovery(context, view)
         self._view_of = recipe.buffer.read_only
+        self._wire_run(context, view)
+        self._wire_rollouts(context, view)
+        self._wire_scoring(context, view)
         # a view has no reward service
-        run.components.services += [self._component, *([] if self._view_of else [self.scoring.probe.info])]
-        self.stats = StatsReader(context, catalog=catalog, view=self.view, lineages=run.lineages)
+        self.components.services += [self._component, *([] if self._view_of else [self.reward_probe.info])]
+        self.stats = StatsReader(context, catalog=self.catalog, view=view, lineages=self.lineages)
         self.weight_versions = WeightVersionReader(lambda: open_store(recipe.store), context.run)
-        self.curves = CurvesReader(context, run.lineages)
+        self.curves = CurvesReader(context, self.lineages)
         self.metrics = Metrics(
             registry,
             stats=self.stats,
-            components=run.components,
-            catalog=catalog,
-            run_state=run.state,
-            searchers_desired=run.scaling.desired,
+            components=self.components,
+            catalog=self.catalog,
+            run_state=self.run_state,
+            searchers_desired=self.scaling.desired,
             durability_problem=lambda: context.durability.problem,
             loss=lambda: self.recovery.loss,
         )
@@ -252,6 +108,57 @@ class Buffer:
         self._ending = asyncio.Event()
         self._began_s = time.monotonic()
         self._not_ready: str | None = "starting: reading the log from Redis"
+
+    def _wire_run(self, context: Context, view: IndexView) -> None:
+        """Who takes part and what is allowed, prompts, and the work that searchers lease."""
+        self.lineages, self.components = Lineages(context), Components(context)
+        self.settings = Settings(context, self.lineages)
+        self.run_state = RunStateReader(context, view, self.settings)
+        self.control = RunControl(context, self.run_state)
+        self.rollbacks = Rollbacks(context, self.lineages, lambda: open_store(context.recipe.store))
+        self.scaling = Scaling(context, run_state=self.run_state, components=self.components)
+        self.catalog = Catalog(context)
+        self.evaluations = Evaluations(context, self.catalog, self.lineages)
+        self.leases = Leases(context, catalog=self.catalog, evaluations=self.evaluations, run_state=self.run_state)
+
+    def _wire_rollouts(self, context: Context, view: IndexView) -> None:
+        """Rollouts from push to eviction; saved and loaded buffers."""
+        self.evictor = Evictor(context, view, self.lineages, self.run_state)
+        self.admission = PushAdmission(context.recipe)
+        self.writer = RolloutWriter(context, self.catalog, self.lineages, self.evictor)
+        self.reader = RolloutReader(
+            context,
+            catalog=self.catalog,
+            view=view,
+            lineages=self.lineages,
+            run_state=self.run_state,
+            trained_steps=TrainedSteps(context, self.lineages),
+            token_texts=TokenTexts(context),
+        )
+        self.prompt_reader = PromptReader(self.catalog, view)
+        self.exports = RolloutExports(self.reader, self.catalog)
+        self.snapshots = SnapshotJobs(
+            context,
+            view=view,
+            catalog=self.catalog,
+            lineages=self.lineages,
+            evictor=self.evictor,
+            components=self.components,
+        )
+
+    def _wire_scoring(self, context: Context, view: IndexView) -> None:
+        """Rewards of stored rollouts; batches, drawn and acknowledged."""
+        reward, catalog = RewardConnection(context, self.components), self.catalog
+        self.scorer = scorer = RolloutScorer(context, catalog=catalog, view=view, reward=reward, evictor=self.evictor)
+        self.rescore_jobs = RescoreJobs(context, catalog=catalog, view=view, scorer=scorer, reward=reward)
+        self.scoring_worker = ScoringWorker(
+            context, view=view, scorer=scorer, rescore_jobs=self.rescore_jobs, reward=reward
+        )
+        self.reward_probe = RewardProbe(context.recipe, on_broken=self.control.fail_for_reward)
+        self.drawer = BatchDrawer(
+            context, catalog=catalog, run_state=self.run_state, components=self.components, scorer=scorer
+        )
+        self.ledger = BatchLedger(context, self.lineages, self.evictor)
 
     async def start(self) -> None:
         """Read everything from Redis and begin the upkeep. Further calls do nothing.
@@ -264,12 +171,12 @@ class Buffer:
             return
         # own the run first: an older process that is still alive cannot change what is read now
         await (buffer_epoch.take if self._view_of is None else buffer_epoch.look)(self.context)
-        await self.prompts.catalog.load()
-        await self.run.lineages.load()
-        await self.run.settings.load()
+        await self.catalog.load()
+        await self.lineages.load()
+        await self.settings.load()
         index = await self.view.catch_up()
         if self._view_of is None:
-            await self.rollouts.evictor.enforce()
+            await self.evictor.enforce()
         log.info("index_built", num_rollouts=index.num_live, log_position=index.position)
         await self.context.durability.check()  # a service that says it is ready must not refuse a moment later
         self._not_ready, self._began_s = None, time.monotonic()
@@ -277,18 +184,18 @@ class Buffer:
             return
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
         # last: these tasks change the run, and need everything above
-        await self.rollouts.snapshots.start()
-        self.scoring.worker.start()
-        self.run.scaling.start()
-        self.scoring.probe.start()
+        await self.snapshots.start()
+        self.scoring_worker.start()
+        self.scaling.start()
+        self.reward_probe.start()
 
     async def stop(self) -> None:
         """End the upkeep and close the connections."""
         self._ending.set()  # no cancel: a command that redis-py has begun may swallow the cancellation
-        await self.scoring.probe.stop()
-        await self.scoring.worker.stop()
-        await self.run.scaling.stop()
-        await self.rollouts.snapshots.stop()
+        await self.reward_probe.stop()
+        await self.scoring_worker.stop()
+        await self.scaling.stop()
+        await self.snapshots.stop()
         if self._upkeep is not None:
             await asyncio.wait([self._upkeep], timeout=STOP_TIMEOUT_S)
         await self.context.durability.aclose()
@@ -311,7 +218,7 @@ class Buffer:
         """Why requests cannot be served, although the buffer has started and Redis answers."""
         if self._view_of is not None:  # it writes nothing, and what is damaged or lost is there to be looked at
             return None
-        problem = self.rollouts.writer.refuse_reason or self.view.problem
+        problem = self.writer.refuse_reason or self.view.problem
         return problem or self._upkeep_problem
 
     async def run_info(self) -> RunInfo:
@@ -320,9 +227,9 @@ class Buffer:
         Raises:
             UnavailableError: Redis did not answer.
         """
-        fields = await self.run.state.read_fields()
-        components, waits = await self.run.components.read()
-        evals, best = await self.prompts.evaluations.all_and_best()
+        fields = await self.run_state.read_fields()
+        components, waits = await self.components.read()
+        evals, best = await self.evaluations.all_and_best()
         note = self._view_of or absent_trainer(
             fields.state,
             fields.step,
@@ -343,7 +250,7 @@ class Buffer:
             num_steps=self.context.recipe.trainer.num_steps,
             max_policy_age_steps=self.context.recipe.buffer.max_policy_age_steps,
             lineage=fields.lineage,
-            parents={lineage: str(parent) for lineage, parent in self.run.lineages.tree.parents.items()},
+            parents={lineage: str(parent) for lineage, parent in self.lineages.tree.parents.items()},
             latest_version=fields.latest_version,
             sampling_version=fields.sampling_version,
             checkpoint=fields.checkpoint,
@@ -355,8 +262,8 @@ class Buffer:
             waits=waits,
             evals=evals,
             best=best,
-            origin=await self.rollouts.snapshots.origin(),
-            searchers=await self.run.scaling.searchers(fields.state, components),
+            origin=await self.snapshots.origin(),
+            searchers=await self.scaling.searchers(fields.state, components),
         )
 
     async def run_with_summary(self) -> RunInfo:
@@ -379,7 +286,7 @@ class Buffer:
             "starting" if self._not_ready else "refusing" if problem else "read-only" if self._view_of else "serving"
         )
         # a problem is more urgent to see than a save
-        if self.rollouts.snapshots.is_saving and problem is None:
+        if self.snapshots.is_saving and problem is None:
             state = "saving"
         return ComponentInfo(
             component_id="buffer",
@@ -389,33 +296,33 @@ class Buffer:
             alive=True,
             heartbeat_age_s=0.0,
             gauges={},
-            wait=self.run.components.held_wait(),
+            wait=self.components.held_wait(),
             note=problem,
         )
 
     async def _reread(self) -> None:
         """Read everything except the index again: Redis was restored from an older file."""
-        await self.prompts.catalog.reload()
-        await self.run.lineages.load()
-        await self.run.settings.load()
-        self.scoring.worker.forget_positions()
+        await self.catalog.reload()
+        await self.lineages.load()
+        await self.settings.load()
+        self.scoring_worker.forget_positions()
 
     async def _tend(self) -> None:
         await buffer_epoch.check(self.context)
-        await self.rollouts.evictor.enforce()
+        await self.evictor.enforce()
         # a save reads the log behind a position, which compaction would cut
-        if not self.rollouts.snapshots.is_saving:
+        if not self.snapshots.is_saving:
             await self.compactor.keep_up(self.view.index)
         await self.stats.sample()
-        await self.run.state.read()  # it raises what would refuse leases and draws, so that /readyz says so
+        await self.run_state.read()  # it raises what would refuse leases and draws, so that /readyz says so
 
     async def _keep_up(self) -> None:
         problem = None
         while not self._ending.is_set():
             try:
                 await self.context.durability.check()
-                if self.rollouts.writer.refuse_reason != problem:
-                    problem = self.rollouts.writer.refuse_reason
+                if self.writer.refuse_reason != problem:
+                    problem = self.writer.refuse_reason
                     log.warning("pushes_refused" if problem else "pushes_taken", problem=problem)
                 if self.context.durability.broken is None:
                     await self._tend()

@@ -39,7 +39,7 @@ async def start(redis: RedisProcess) -> AsyncIterator[Start]:
             await buffer.context.redis.flushall()
         started.append(buffer)
         await buffer.start()
-        await buffer.prompts.catalog.upload(make_prompts(4))
+        await buffer.catalog.upload(make_prompts(4))
         return buffer
 
     yield start
@@ -48,7 +48,7 @@ async def start(redis: RedisProcess) -> AsyncIterator[Start]:
 
 
 async def push(buffer: Buffer, *rollouts: Rollout) -> list[str]:
-    result = await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
+    result = await buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
     return [outcome.outcome for outcome in result.outcomes]
 
 
@@ -72,15 +72,15 @@ async def store_score(buffer: Buffer, before: Rollout, after: Rollout) -> None:
     position = int(index.column("position", rows)[index.rollout_ids(rows).index(before.rollout_id)])
     scored = [ScoredRollout(position, before, len(encode_rollout(before)), after, encode_rollout(after))]
     async with buffer.context.mutation_lock:
-        await buffer.scoring.worker._scorer.store(scored)
-    await buffer.scoring.worker._scorer.enforce_limits(scored)
+        await buffer.scoring_worker._scorer.store(scored)
+    await buffer.scoring_worker._scorer.enforce_limits(scored)
 
 
 async def start_lineage(buffer: Buffer, parent: str = "0-0", *, announce: str | None = None) -> None:
     """A trainer starts, and publishes a version that others may start from."""
-    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent=parent))
+    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent=parent))
     if announce is not None:
-        await buffer.run.lineages.publish(VersionRequest(version=announce, token=lineage.token))
+        await buffer.lineages.publish(VersionRequest(version=announce, token=lineage.token))
 
 
 async def test_the_oldest_go_beyond_the_cap_in_items(start: Start) -> None:
@@ -154,7 +154,7 @@ async def test_what_was_found_near_before_redis_lost_data_goes_from_no_other_pla
 ) -> None:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
-    near = buffer.rollouts.evictor._near_duplicates
+    near = buffer.evictor._near_duplicates
     assert near is not None
 
     async def find(index: Index) -> NDArray[np.int64]:
@@ -171,20 +171,20 @@ async def test_an_eviction_that_is_under_way_when_redis_loses_data_takes_no_othe
 ) -> None:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     buffer = await start(deduplicate=True)
-    evict = buffer.rollouts.evictor._evict
+    evict = buffer.evictor._evict
     earlier = await copy_of(buffer.context.redis)
     same, other = [of_tokens(100, 0, 1.0) for _ in range(2)], of_tokens(200, 0, 1.0)
 
     async def evict_after_a_loss(arguments: Any) -> None:
-        monkeypatch.setattr(buffer.rollouts.evictor, "_evict", evict)
+        monkeypatch.setattr(buffer.evictor, "_evict", evict)
         with monkeypatch.context() as patch:
-            patch.setattr(buffer.rollouts.evictor, "record_added", lambda num_new, num_bytes: False)
+            patch.setattr(buffer.evictor, "record_added", lambda num_new, num_bytes: False)
             await go_back(buffer.context.redis, earlier)
             await buffer.recovery.accept("operator", None)
             await push(buffer, other)  # takes the position of the one that is to go
         await evict(arguments)
 
-    monkeypatch.setattr(buffer.rollouts.evictor, "_evict", evict_after_a_loss)
+    monkeypatch.setattr(buffer.evictor, "_evict", evict_after_a_loss)
     with pytest.raises(UnavailableError, match="try again"):
         await push(buffer, *same)
     assert await stored(buffer) == [other.rollout_id]
@@ -207,17 +207,17 @@ async def test_rollouts_that_are_too_old_go_when_they_arrive_and_when_the_traine
     await push(buffer, *rollouts)  # the trainer stands at 2-10
     assert await stored(buffer) == [rollout.rollout_id for rollout in rollouts[1:]]
     await buffer.context.redis.hset(buffer.context.keys.run, "step", 11)
-    await buffer.rollouts.evictor.enforce()
+    await buffer.evictor.enforce()
     assert await stored(buffer) == [rollout.rollout_id for rollout in rollouts[2:]]
     await start_lineage(buffer, "2-13")
     await buffer.context.redis.hset(buffer.context.keys.run, "step", 17)
-    await buffer.rollouts.evictor.enforce()
+    await buffer.evictor.enforce()
     assert await stored(buffer) == [rollouts[3].rollout_id]
     await start_lineage(buffer, "1-10")  # this history left lineage 1 at step 10: 2-13 counts from there
-    await buffer.rollouts.evictor.enforce()
+    await buffer.evictor.enforce()
     assert await stored(buffer) == [rollouts[3].rollout_id]
     await buffer.context.redis.hset(buffer.context.keys.run, "step", 15)
-    await buffer.rollouts.evictor.enforce()
+    await buffer.evictor.enforce()
     assert await stored(buffer) == []
     assert await evicted(buffer) == {"policy_age": 4, "policy_age:1-16": 4}
 
@@ -227,12 +227,12 @@ async def test_what_an_ack_makes_too_old_is_gone_when_it_is_answered(
 ) -> None:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     buffer = await start(max_policy_age_steps=0)
-    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await push(buffer, *(make_rollout(f"train-{i % 4}") for i in range(16)))
     request = BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token)
-    batch = decode_batch((await buffer.sampling.batch_drawer.draw(request)).body)
+    batch = decode_batch((await buffer.drawer.draw(request)).body)
     assert len(await stored(buffer)) == 16
-    await buffer.sampling.ledger.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token))
+    await buffer.ledger.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token))
     assert await stored(buffer) == []
 
 
@@ -241,7 +241,7 @@ async def test_no_age_is_counted_from_a_lineage_whose_parent_is_not_known_yet(st
     await start_lineage(buffer, announce="1-90")
     await start_lineage(buffer, "1-90")
     rollout = make_rollout(version=PolicyVersion(1, 88))
-    buffer.run.lineages.tree = LineageTree({1: START})  # as between the start of lineage 2 and its being read again
+    buffer.lineages.tree = LineageTree({1: START})  # as between the start of lineage 2 and its being read again
     await push(buffer, rollout)
     assert await stored(buffer) == [rollout.rollout_id]
 
@@ -261,7 +261,7 @@ async def test_a_push_that_arrives_during_an_enforcement_is_not_forgotten(
         return index
 
     monkeypatch.setattr(buffer.view, "catch_up", level_and_push)
-    await buffer.rollouts.evictor.enforce()
+    await buffer.evictor.enforce()
     await push(buffer, *(make_rollout() for _ in range(3)))
     assert len(await stored(buffer)) == 10
 
@@ -311,7 +311,7 @@ async def test_an_eviction_that_fails_half_way_is_completed_by_the_next(
     with pytest.raises(UnavailableError, match="gone"):
         await push(buffer, *rollouts)
     scripts.run = run  # type: ignore[method-assign]
-    await buffer.rollouts.evictor.enforce()
+    await buffer.evictor.enforce()
     assert await stored(buffer) == [rollouts[-1].rollout_id]
     assert (await evicted(buffer))["duplicate_tokens"] == 9
 
@@ -369,7 +369,7 @@ async def test_a_redis_that_is_out_of_memory_still_evicts(start: Start) -> None:
         await client.eval(step, 1, keys.run)
         # as behind a new connection, before anything is written over it
         await buffer.context.durability.check()
-        await buffer.rollouts.evictor.enforce()
+        await buffer.evictor.enforce()
     finally:
         await client.config_set("maxmemory", 0)
     assert await stored(buffer) == []
@@ -384,7 +384,7 @@ async def test_a_buffer_whose_upkeep_has_failed_is_not_ready(start: Start, monke
     async def broken() -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(buffer.rollouts.evictor, "enforce", broken)
+    monkeypatch.setattr(buffer.evictor, "enforce", broken)
     while (problem := await buffer.ready()) is None:
         await asyncio.sleep(0)
     assert "the background upkeep has failed (ValueError('a bug'))" in problem

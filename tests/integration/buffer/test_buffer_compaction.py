@@ -37,10 +37,10 @@ async def buffer(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     started = new_buffer(redis)
     await started.start()
-    await started.prompts.catalog.upload(make_prompts(4))
-    lineage = await started.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await started.catalog.upload(make_prompts(4))
+    lineage = await started.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await push(started)
-    await started.run.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
+    await started.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
     await push(started)
     yield started
     await started.stop()
@@ -56,7 +56,7 @@ def new_writer(buffer: Buffer) -> Compactor:
 
 
 async def push(buffer: Buffer, num: int = 5) -> None:
-    await buffer.rollouts.writer.push(make_payloads([f"train-{i}" for i in range(4)], per_prompt=num))
+    await buffer.writer.push(make_payloads([f"train-{i}" for i in range(4)], per_prompt=num))
 
 
 async def fingerprint_of_restart(redis: RedisProcess) -> tuple[object, ...]:
@@ -109,7 +109,7 @@ async def test_many_small_pushes_make_a_tail_long_too(buffer: Buffer) -> None:
     await writer.keep_up(await buffer.view.catch_up())
     assert (await read_head(buffer.context)).generation == 1
     for _ in range(2):
-        await buffer.rollouts.writer.push(make_payloads(["train-0"], per_prompt=1))
+        await buffer.writer.push(make_payloads(["train-0"], per_prompt=1))
     assert (await buffer.view.catch_up()).position - (await read_head(buffer.context)).position < 16
     await writer.keep_up(await buffer.view.catch_up())
     assert (await read_head(buffer.context)).generation == 2
@@ -252,7 +252,7 @@ async def test_a_redis_that_lost_its_end_and_has_grown_again_is_noticed(redis: R
     await buffer.start()
     try:
         client, keys = buffer.context.redis, buffer.context.keys
-        await buffer.prompts.catalog.upload(make_prompts(4))
+        await buffer.catalog.upload(make_prompts(4))
         await push(buffer)
         earlier = await copy_of(client)
         await push(buffer)
@@ -273,7 +273,7 @@ async def test_of_two_that_accept_a_loss_at_once_one_does(redis: RedisProcess, m
     await buffer.start()
     try:
         client, keys, reread = buffer.context.redis, buffer.context.keys, buffer.view.reread
-        await buffer.prompts.catalog.upload(make_prompts(4))
+        await buffer.catalog.upload(make_prompts(4))
         earlier = await copy_of(client)
         await push(buffer)
         await go_back(client, earlier)

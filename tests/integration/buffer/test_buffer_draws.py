@@ -49,10 +49,10 @@ def clock() -> WallClock:
 
 async def begin(buffer: Buffer, num_rollouts: int) -> LineageReply:
     """A run in its first version with this many rollouts of one prompt."""
-    await buffer.prompts.catalog.upload(make_prompts(8))
-    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    await buffer.run.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
-    await buffer.rollouts.writer.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=num_rollouts // 8))
+    await buffer.catalog.upload(make_prompts(8))
+    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await buffer.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
+    await buffer.writer.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=num_rollouts // 8))
     return lineage
 
 
@@ -81,11 +81,11 @@ async def start(redis: RedisProcess, clock: WallClock) -> AsyncIterator:
 async def test_a_wall_clock_that_jumps_neither_holds_nor_ends_a_wait(start, clock: WallClock, jump_s: float) -> None:
     buffer = await start()
     lineage = await begin(buffer, 0)
-    waiting = asyncio.create_task(buffer.sampling.batch_drawer.draw(request_of(lineage, 1, wait_s=8.0)))
-    while not (await buffer.run.components.read())[1]:
+    waiting = asyncio.create_task(buffer.drawer.draw(request_of(lineage, 1, wait_s=8.0)))
+    while not (await buffer.components.read())[1]:
         await asyncio.sleep(0.01)
     clock.offset_s = jump_s
-    (wait,) = (await buffer.run.components.read())[1]
+    (wait,) = (await buffer.components.read())[1]
     assert 0 <= wait.for_s <= 30
     assert -30 <= wait.deadline_in_s <= 8
     buffer.context.changed.notify()  # it looks again; eight seconds are not over
@@ -108,16 +108,16 @@ async def test_races_lost_to_flow_control_are_named_after_it(
     """Each look is older than what other draws have taken since."""
     buffer = await start(**sampling)
     lineage = await begin(buffer, 48)
-    kept: RunSnapshot = await buffer.sampling.batch_drawer._run_state.read()
+    kept: RunSnapshot = await buffer.drawer._run_state.read()
 
     async def same_look() -> RunSnapshot:
         return replace(kept, index=await buffer.view.catch_up())  # but for draws: a batch from an old index is refused
 
-    monkeypatch.setattr(buffer.sampling.batch_drawer._run_state, "read", same_look)
+    monkeypatch.setattr(buffer.drawer._run_state, "read", same_look)
 
     async def draw_on() -> None:
         for step in range(1, 99):
-            await buffer.sampling.batch_drawer.draw(request_of(lineage, step))
+            await buffer.drawer.draw(request_of(lineage, step))
 
     with pytest.raises(BusyError) as caught:
         await draw_on()
@@ -135,7 +135,7 @@ async def test_races_lost_to_eviction_of_all_there_was_wait_for_rollouts(
 
     monkeypatch.setattr("tba_buffer.sampling.draw.draw_slots", nothing_left)
     with pytest.raises(BusyError) as caught:
-        await buffer.sampling.batch_drawer.draw(request_of(lineage, 1))
+        await buffer.drawer.draw(request_of(lineage, 1))
     assert caught.value.wait == "rollouts"
 
 
@@ -143,21 +143,21 @@ async def test_races_lost_to_void_batches_say_so(start, monkeypatch: pytest.Monk
     """The open batch is late each time it is to be answered, and nothing replaces it."""
     buffer = await start()
     lineage = await begin(buffer, 48)
-    await buffer.sampling.batch_drawer.draw(request_of(lineage, 1))
+    await buffer.drawer.draw(request_of(lineage, 1))
 
     async def not_voided(_: str) -> None:
         clock.offset_s = 0.0
 
-    answer = buffer.sampling.batch_drawer._return_open
+    answer = buffer.drawer._return_open
 
     async def answer_late(member: str) -> object:
         clock.offset_s = HOUR_S
         return await answer(member)
 
-    monkeypatch.setattr(buffer.sampling.batch_drawer, "_return_open", answer_late)
-    monkeypatch.setattr(buffer.sampling.batch_drawer._run_state, "void", not_voided)
+    monkeypatch.setattr(buffer.drawer, "_return_open", answer_late)
+    monkeypatch.setattr(buffer.drawer._run_state, "void", not_voided)
     with pytest.raises(BusyError) as caught:
-        await buffer.sampling.batch_drawer.draw(request_of(lineage, 1))
+        await buffer.drawer.draw(request_of(lineage, 1))
     assert caught.value.wait == "void-batch"
 
 

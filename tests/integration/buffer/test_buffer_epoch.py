@@ -41,27 +41,27 @@ async def test_the_older_process_removes_nothing_and_serves_nothing(
     old = new_buffer(max_rollouts=10)
     await old.context.redis.flushall()
     await old.start()
-    await old.prompts.catalog.upload(make_prompts(4))
-    lineage = await old.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    await old.rollouts.writer.push(make_payloads(["train-0"], per_prompt=10))
+    await old.catalog.upload(make_prompts(4))
+    lineage = await old.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await old.writer.push(make_payloads(["train-0"], per_prompt=10))
     new = new_buffer()
     await new.start()
     assert (old.context.epoch.number, new.context.epoch.number) == (1, 2)
 
-    await new.rollouts.writer.push(make_payloads(["train-1"], per_prompt=3))
+    await new.writer.push(make_payloads(["train-1"], per_prompt=3))
     with pytest.raises(SupersededError, match="an eviction was refused: a newer buffer process owns run"):
-        await old.rollouts.evictor.enforce()
+        await old.evictor.enforce()
     index = await new.view.catch_up()
     assert (index.num_live, (await new.context.counters()).get("evicted:max_rollouts")) == (13, None)
 
     request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
     with pytest.raises(SupersededError, match="newer buffer process"):
-        await old.sampling.batch_drawer.draw(request)
+        await old.drawer.draw(request)
     with pytest.raises(UnavailableError, match="newer buffer process"):
-        await old.rollouts.writer.push(make_payloads(["train-1"]))
+        await old.writer.push(make_payloads(["train-1"]))
     assert "newer buffer process owns run 'test' (this one has epoch 1)" in str(await old.ready())
     assert await new.ready() is None
-    assert (await new.sampling.batch_drawer.draw(request)).body
+    assert (await new.drawer.draw(request)).body
 
 
 async def test_the_older_process_stores_nothing(
@@ -71,11 +71,11 @@ async def test_the_older_process_stores_nothing(
     old = new_buffer()
     await old.context.redis.flushall()
     await old.start()
-    await old.prompts.catalog.upload(make_prompts(4))
+    await old.catalog.upload(make_prompts(4))
     new = new_buffer()
     await new.start()
     with pytest.raises(SupersededError, match="push of 4 rollouts was refused: a newer buffer process owns run"):
-        await old.rollouts.writer.push(make_payloads(["train-0"]))
+        await old.writer.push(make_payloads(["train-0"]))
     assert (await new.view.catch_up()).num_live == 0
 
 
@@ -83,8 +83,8 @@ async def test_the_older_process_switches_to_no_checkpoint(new_buffer: Callable[
     old = new_buffer()
     await old.context.redis.flushall()
     await old.start()
-    await old.prompts.catalog.upload(make_prompts(4))
-    await old.rollouts.writer.push(make_payloads(["train-0"], per_prompt=10))
+    await old.catalog.upload(make_prompts(4))
+    await old.writer.push(make_payloads(["train-0"], per_prompt=10))
     index = await old.view.catch_up()
     new = new_buffer()
     await new.start()
@@ -122,9 +122,9 @@ async def test_the_older_process_adds_no_prompts_and_starts_no_lineage(new_buffe
     new = new_buffer()
     await new.start()
     with pytest.raises(SupersededError, match="upload of prompts was refused: a newer buffer process owns run"):
-        await old.prompts.catalog.upload(make_prompts(1))
+        await old.catalog.upload(make_prompts(1))
     with pytest.raises(SupersededError, match="start of a trainer was refused: a newer buffer process owns run"):
-        await old.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+        await old.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     keys = new.context.keys
     assert await new.context.redis.exists(keys.prompts, keys.prompt_order, keys.lineages, keys.run) == 0
 
@@ -135,10 +135,10 @@ async def test_what_another_process_added_is_known_to_the_next_push(new_buffer: 
     await buffer.start()
     other = new_buffer()
     other.context.epoch.number = buffer.context.epoch.number  # as if it had written just before it was superseded
-    await other.prompts.catalog.upload(make_prompts(2))
-    lineage = await other.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await other.catalog.upload(make_prompts(2))
+    lineage = await other.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     payloads = make_payloads(["train-1", "nobody"], per_prompt=1, version=PolicyVersion(lineage.lineage, 0))
-    outcomes = (await buffer.rollouts.writer.push(payloads)).outcomes
+    outcomes = (await buffer.writer.push(payloads)).outcomes
     assert [outcome.outcome for outcome in outcomes] == ["new", "refused"]
     assert "'nobody' was never uploaded" in str(outcomes[1].reason)
 
@@ -156,6 +156,6 @@ async def test_a_redis_that_counts_fewer_starts_has_lost_data(
         await buffer.context.redis.set(buffer.context.keys.epoch, found)
     says = r"Redis has lost data of this run.*load a saved buffer into a new run"
     with pytest.raises(UnavailableError, match=says) as refused:
-        await buffer.prompts.catalog.upload(make_prompts(1))
+        await buffer.catalog.upload(make_prompts(1))
     assert not isinstance(refused.value, SupersededError)
     assert "Redis has lost data" in str(await buffer.ready())

@@ -25,7 +25,7 @@ async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:
     started = Buffer(make_recipe(buffer={"redis_url": redis.url}), CollectorRegistry())
     await started.context.redis.flushall()
     await started.start()
-    await started.prompts.catalog.upload(make_prompts(4))
+    await started.catalog.upload(make_prompts(4))
     yield started
     await started.stop()
 
@@ -36,10 +36,10 @@ async def test_a_catch_up_that_ends_early_continues_where_it_ended(
 ) -> None:
     monkeypatch.setattr(viewing, "ENTRIES_PER_READ", 4)
     view, redis_client = IndexView(buffer.context), buffer.context.redis
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout())])
+    await buffer.writer.push([encode_rollout(make_rollout())])
     index = await view.catch_up()
     for _ in range(12):
-        await buffer.rollouts.writer.push([encode_rollout(make_rollout())])
+        await buffer.writer.push([encode_rollout(make_rollout())])
     xrange, pages, here = redis_client.xrange, 0, asyncio.current_task()
 
     async def second_page_ends(*args: Any) -> Any:
@@ -61,27 +61,27 @@ async def test_a_catch_up_that_ends_early_continues_where_it_ended(
 
 async def test_after_redis_came_back_from_an_older_file_everything_is_read_again(buffer: Buffer) -> None:
     client, keys = buffer.context.redis, buffer.context.keys
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout())])
+    await buffer.writer.push([encode_rollout(make_rollout())])
     names = [name for name in await client.keys("*") if name != keys.epoch.encode()]
     older = {name: await client.dump(name) for name in names}
-    await buffer.prompts.catalog.upload(make_prompts(6))
-    await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout("train-5"))])
+    await buffer.catalog.upload(make_prompts(6))
+    await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await buffer.writer.push([encode_rollout(make_rollout("train-5"))])
     index = await buffer.view.catch_up()
-    assert [index.num_live, buffer.run.lineages.knows(1)] == [2, True]
+    assert [index.num_live, buffer.lineages.knows(1)] == [2, True]
 
     await client.delete(*[name for name in await client.keys("*") if name != keys.epoch.encode()])
     for name, content in older.items():
         await client.restore(name, 0, content)
     assert (await buffer.view.catch_up()).num_live == 1
-    assert [buffer.prompts.catalog.ids, buffer.run.lineages.knows(1)] == [[f"train-{i}" for i in range(4)], False]
-    assert buffer.prompts.catalog.find("train-5") is None
-    assert len(buffer.prompts.catalog.train_numbers()) == 4
+    assert [buffer.catalog.ids, buffer.lineages.knows(1)] == [[f"train-{i}" for i in range(4)], False]
+    assert buffer.catalog.find("train-5") is None
+    assert len(buffer.catalog.train_numbers()) == 4
 
 
 async def test_a_log_of_more_prompts_than_redis_has_is_refused(buffer: Buffer) -> None:
     client, keys = buffer.context.redis, buffer.context.keys
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout("train-3"))])
+    await buffer.writer.push([encode_rollout(make_rollout("train-3"))])
     await buffer.view.catch_up()
     await client.ltrim(keys.prompt_order, 0, 2)
     after = Buffer(buffer.context.recipe, CollectorRegistry())
@@ -92,7 +92,7 @@ async def test_a_log_of_more_prompts_than_redis_has_is_refused(buffer: Buffer) -
 
 
 async def test_an_entry_that_is_none_of_the_log_is_named(buffer: Buffer) -> None:
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout())])
+    await buffer.writer.push([encode_rollout(make_rollout())])
     await buffer.view.catch_up()
     await buffer.context.redis.xadd(buffer.context.keys.log, {"zz": 1}, id="2-0")
     with pytest.raises(UnavailableError, match=r"not whole .entry 2-0 is not an entry of the log"):

@@ -156,7 +156,7 @@ class History:
         self.buffer = Buffer(self.recipe, CollectorRegistry())
         await self.buffer.context.redis.flushall()
         await self.buffer.start()
-        await self.buffer.prompts.catalog.upload(make_prompts(NUM_PROMPTS))
+        await self.buffer.catalog.upload(make_prompts(NUM_PROMPTS))
         await self.new_lineage(from_start=True)
         try:
             for name, argument in history:
@@ -172,7 +172,7 @@ class History:
                     case "compact":
                         await self.compact(argument)
                     case "mark":
-                        await self.buffer.run.lineages.publish(
+                        await self.buffer.lineages.publish(
                             VersionRequest(version=str(self.version), token=self.lineage.token)
                         )
                         self.model.position = (await self.buffer.view.catch_up()).position
@@ -216,7 +216,7 @@ class History:
         expected = [self.model.push(rollout) for rollout in rollouts]
         if "new" in expected:
             self.model.enforce()
-        result = await self.buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
+        result = await self.buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
         assert [outcome.outcome for outcome in result.outcomes] == expected
 
     async def rescore(self, at: int) -> None:
@@ -238,7 +238,7 @@ class History:
             )
         assert reply == b"s"
         self.model.enforce()
-        await self.buffer.rollouts.evictor.enforce()
+        await self.buffer.evictor.enforce()
 
     async def compact(self, crash_after: int | None) -> None:
         """Write a base of small pieces; die after so many of them, if a number is given."""
@@ -263,12 +263,12 @@ class History:
 
     async def new_lineage(self, *, from_start: bool) -> None:
         parent = START if from_start else self.version
-        self.lineage = await self.buffer.run.lineages.new(LineageRequest(trainer_id="t", parent=str(parent)))
+        self.lineage = await self.buffer.lineages.new(LineageRequest(trainer_id="t", parent=str(parent)))
         self.model.position += self.model.has_drawn  # what the start abandons gives back its turns and uses
         self.model.tree.add(self.lineage.lineage, parent)
         self.model.now, self.open = PolicyVersion(self.lineage.lineage, parent.step), None
         self.model.enforce()
-        await self.buffer.rollouts.evictor.enforce()  # else up to a second later
+        await self.buffer.evictor.enforce()  # else up to a second later
 
     async def draw(self) -> None:
         request = BatchRequest(
@@ -279,10 +279,10 @@ class History:
         self.model.position += self.open is not None and not again  # it is void
         if not again and not self.model.can_draw():
             with pytest.raises(BusyError, match="min_size_to_sample"):
-                await self.buffer.sampling.batch_drawer.draw(request)
+                await self.buffer.drawer.draw(request)
             self.open = None
             return
-        batch = decode_batch((await self.buffer.sampling.batch_drawer.draw(request)).body)
+        batch = decode_batch((await self.buffer.drawer.draw(request)).body)
         self.model.position += not again
         self.model.has_drawn = True
         for group in batch.groups:
@@ -299,7 +299,7 @@ class History:
         self.model.now = replace(self.model.now, step=self.model.now.step + 1)
         ack = AckRequest(lineage=self.lineage.lineage, step=self.model.now.step, token=self.lineage.token)
         for _ in range(2):
-            await self.buffer.sampling.ledger.ack(self.open.batch_id, ack)
+            await self.buffer.ledger.ack(self.open.batch_id, ack)
         self.model.tokens["tokens:trained"] += sum(len(r.response_tokens) for r in self.open.rollouts)
         self.model.acked.append((self.lineage.lineage, self.model.now.step, self.open.batch_id))
         self.open = None
@@ -308,10 +308,10 @@ class History:
     async def check(self) -> None:
         await self.check_index()
         await self.check_redis()
-        ledger = await self.buffer.sampling.ledger.read(after=0, limit=1000)
+        ledger = await self.buffer.ledger.read(after=0, limit=1000)
         batches = [entry for entry in ledger.entries if entry.kind == "batch"]
         assert [(e.lineage, e.step, e.batch_id) for e in batches] == self.model.acked
-        history = self.buffer.run.lineages.history(self.lineage.lineage)
+        history = self.buffer.lineages.history(self.lineage.lineage)
         assert all(e.abandoned == (e.step > history.get(e.lineage, -1)) for e in batches)
 
     async def check_index(self) -> None:

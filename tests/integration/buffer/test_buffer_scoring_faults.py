@@ -33,13 +33,13 @@ async def buffer(redis: RedisProcess, reward: RewardServer, monkeypatch: pytest.
     started = Buffer(make_recipe(buffer=settings, reward={"url": reward.url}), CollectorRegistry())
     await started.context.redis.flushall()
     await started.start()
-    await started.prompts.catalog.upload(make_prompts(4))
+    await started.catalog.upload(make_prompts(4))
     yield started
     await started.stop()
 
 
 async def finished(buffer: Buffer) -> RescoreInfo:
-    while (job := await buffer.scoring.rescore_jobs.info()).state == "running":
+    while (job := await buffer.rescore_jobs.info()).state == "running":
         await asyncio.sleep(0.01)
     return job
 
@@ -64,10 +64,10 @@ async def test_no_rollout_is_left_out_or_counted_twice_when_redis_does_not_answe
 
     rollouts = [make_rollout(f"train-{i % 4}", reward=float(i)) for i in range(NUM_ROLLOUTS)]
     pending = [make_rollout("train-0", reward=None) for _ in range(NUM_ROLLOUTS)]
-    await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
-    await buffer.scoring.rescore_jobs.start(RescoreRequest(only="scored"))
+    await buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
+    await buffer.rescore_jobs.start(RescoreRequest(only="scored"))
     monkeypatch.setattr(scripts, "run", lossy)
-    await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in pending])
+    await buffer.writer.push([encode_rollout(rollout) for rollout in pending])
     job = await finished(buffer)
     while (stats := await buffer.stats.read()).num_pending:
         await asyncio.sleep(0.01)
@@ -86,11 +86,11 @@ async def test_pending_rollouts_that_are_being_scored_when_a_job_about_them_star
     buffer: Buffer, reward: RewardServer
 ) -> None:
     reward.gate.clear()
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
     while not reward.requests:
         await asyncio.sleep(0.01)
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
-    assert (await buffer.scoring.rescore_jobs.start(RescoreRequest(only="pending"))).num_total == 7
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
+    assert (await buffer.rescore_jobs.start(RescoreRequest(only="pending"))).num_total == 7
     reward.gate.set()
     job = await finished(buffer)
     assert (job.num_total, job.num_done, job.num_gone) == (3, 3, 0)
@@ -102,7 +102,7 @@ async def run_until_settled(buffer: Buffer) -> set[str]:
     """Run until nothing is pending; return the names of the scorer's waits that were seen meanwhile."""
     seen: set[str] = set()
     while (await buffer.stats.read()).num_pending:
-        seen |= {wait.name for wait in (await buffer.run.components.read())[1] if wait.owner == "buffer-scorer"}
+        seen |= {wait.name for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"}
         await asyncio.sleep(0.01)
     return seen
 
@@ -122,14 +122,14 @@ async def test_a_rollout_that_breaks_the_reward_service_holds_up_no_other_and_is
     monkeypatch.setattr(retries, "MIN_PARKED_S", 60.0)
     poison = make_rollout(reward=None, response_text="poison")
     reward.refusal = lambda items: (500, {}) if any(item["response"] == "poison" for item in items) else None
-    await buffer.rollouts.writer.push([encode_rollout(poison)])
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(10)])
+    await buffer.writer.push([encode_rollout(poison)])
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(10)])
     while (await buffer.stats.read()).num_scored < 10:
         await asyncio.sleep(0.01)
-    waits = [wait.name for wait in (await buffer.run.components.read())[1] if wait.owner == "buffer-scorer"]
+    waits = [wait.name for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"]
     assert waits == ["reward"], "it still waits"
     assert (await buffer.stats.read()).num_pending == 1
-    for parked in buffer.scoring.worker._scorer.dead_letters._parked.values():
+    for parked in buffer.scoring_worker._scorer.dead_letters._parked.values():
         parked.retry_at_s = buffer.context.clock()
     monkeypatch.setattr(retries, "MIN_PARKED_S", 0.01)
     assert await run_until_settled(buffer) == {"reward"}
@@ -137,15 +137,15 @@ async def test_a_rollout_that_breaks_the_reward_service_holds_up_no_other_and_is
     assert stored.reward_status == "failed"
     assert (stored.reward_reason or "").startswith("refused: ")
     assert len([1 for items in reward.requests if [item["response"] for item in items] == ["poison"]]) == 5
-    assert [wait for wait in (await buffer.run.components.read())[1] if wait.owner == "buffer-scorer"] == []
+    assert [wait for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"] == []
 
 
 @pytest.mark.usefixtures("quick")
 async def test_a_job_gets_past_a_rollout_that_breaks_the_reward_service(buffer: Buffer, reward: RewardServer) -> None:
     reward.refusal = lambda items: (500, {}) if any(item["response"] == "poison" for item in items) else None
     rollouts = [make_rollout(response_text="poison" if i == 3 else "") for i in range(8)]
-    await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
-    await buffer.scoring.rescore_jobs.start(RescoreRequest())
+    await buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
+    await buffer.rescore_jobs.start(RescoreRequest())
     job = await finished(buffer)
     assert (job.num_done, job.num_failed) == (8, 1)
 
@@ -156,10 +156,10 @@ async def test_a_service_that_scores_nothing_at_all_refuses_nothing(
 ) -> None:
     """GET /v1/rewards is answered all the time."""
     monkeypatch.setattr(retries, "DEAD_LETTER_TRIES", 1)
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None))])
     await run_until_settled(buffer)
     reward.refusal = lambda items: (500, {})
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(2)])
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(2)])
     num_before = len(reward.requests)
     while len(reward.requests) < num_before + 6:
         await asyncio.sleep(0.01)
@@ -176,16 +176,16 @@ async def test_a_service_that_is_away_or_busy_refuses_nothing(
     # one try may count: away when asked, back when looked after
     monkeypatch.setattr(retries, "DEAD_LETTER_TRIES_UNPROVEN", 2)
     attempts = 0
-    ask = buffer.scoring.worker._reward.ask
+    ask = buffer.scoring_worker._reward.ask
 
     async def counted(call: Any) -> Any:
         nonlocal attempts
         attempts += 1
         return await ask(call)
 
-    monkeypatch.setattr(buffer.scoring.worker._reward, "ask", counted)
+    monkeypatch.setattr(buffer.scoring_worker._reward, "ask", counted)
     reward.refusal = lambda items: (429, {"type": "urn:tba:problem:busy", "detail": "full", "retry_after_s": 0.01})
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None))])
     while attempts < 4:
         await asyncio.sleep(0.01)
     reward.leave()
@@ -199,11 +199,11 @@ async def test_a_service_that_is_away_or_busy_refuses_nothing(
 
 
 async def test_the_task_ends_although_the_reward_service_does_not_answer(buffer: Buffer, reward: RewardServer) -> None:
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None))])
     reward.gate.clear()
     while not reward.requests:
         await asyncio.sleep(0.01)
-    await buffer.scoring.worker.stop()
+    await buffer.scoring_worker.stop()
     assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "scorer"] == []
     assert not reward.gate.is_set()
 
@@ -229,27 +229,27 @@ async def test_what_takes_the_places_of_lost_rollouts_inherits_no_tries_and_no_j
 ) -> None:
     earlier = await copy_of(buffer.context.redis)
     reward.gate.clear()
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=2.0)) for _ in range(12)])
-    await buffer.scoring.rescore_jobs.start(RescoreRequest())
+    await buffer.writer.push([encode_rollout(make_rollout(reward=2.0)) for _ in range(12)])
+    await buffer.rescore_jobs.start(RescoreRequest())
     while not reward.requests:
         await asyncio.sleep(0.01)
     last = buffer.view.index.position
     for _ in range(retries.MAX_TRIES - 1):
-        assert not buffer.scoring.worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
+        assert not buffer.scoring_worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
     for _ in range(retries.DEAD_LETTER_TRIES - 1):
-        assert not buffer.scoring.worker._scorer.dead_letters.record_failure(last, is_unproven=False)
+        assert not buffer.scoring_worker._scorer.dead_letters.record_failure(last, is_unproven=False)
     await go_back(buffer.context.redis, earlier)
     await buffer.recovery.accept("operator", None)
     others = [make_rollout(reward=1.0) for _ in range(12)]
-    await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in others])
-    assert not buffer.scoring.worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
-    assert not buffer.scoring.worker._scorer.dead_letters.record_failure(last, is_unproven=False)
+    await buffer.writer.push([encode_rollout(rollout) for rollout in others])
+    assert not buffer.scoring_worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
+    assert not buffer.scoring_worker._scorer.dead_letters.record_failure(last, is_unproven=False)
     reward.gate.set()
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None))])
     while (await buffer.stats.read()).num_pending:  # scored after the chunk that was under way: the job is over then
         await asyncio.sleep(0.01)
     with pytest.raises(NotFoundError):
-        await buffer.scoring.rescore_jobs.info()
+        await buffer.rescore_jobs.info()
     payloads = await buffer.context.redis.hmget(
         buffer.context.keys.payloads, [rollout.rollout_id for rollout in others]
     )
@@ -262,13 +262,13 @@ async def test_a_score_of_a_lost_rollout_is_not_that_of_the_one_in_its_place(
     earlier = await copy_of(buffer.context.redis)
     lost, other = make_rollout(reward=None), make_rollout(reward=1.0)
     reward.gate.clear()
-    await buffer.rollouts.writer.push([encode_rollout(lost)])
+    await buffer.writer.push([encode_rollout(lost)])
     while not reward.requests:
         await asyncio.sleep(0.01)
     await go_back(buffer.context.redis, earlier)
     await buffer.recovery.accept("operator", None)
-    await buffer.rollouts.writer.push([encode_rollout(other)])
-    await buffer.rollouts.writer.push([encode_rollout(lost)])  # once more, and at another position
+    await buffer.writer.push([encode_rollout(other)])
+    await buffer.writer.push([encode_rollout(lost)])  # once more, and at another position
     reward.gate.set()
     async with asyncio.timeout(30):
         while (await buffer.stats.read()).num_pending:

@@ -101,8 +101,8 @@ async def roll_back(buffer: Buffer, folder: Path) -> None:
     """Ask for checkpoint 1-1, and obey."""
     store, back = FileStore(folder), RollbackRequest(step=1)
     store.put(f"{checkpoint_prefix('test')}1-1/manifest.json", b"{}")
-    await Rollbacks(buffer.context, buffer.run.lineages, lambda: store).request(back)
-    await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="1-1", obeys=back.request_id))
+    await Rollbacks(buffer.context, buffer.lineages, lambda: store).request(back)
+    await buffer.lineages.new(LineageRequest(trainer_id="t", parent="1-1", obeys=back.request_id))
 
 
 async def test_every_script_run_twice_leaves_what_it_left_once(
@@ -110,22 +110,22 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
 ) -> None:
     twice = TwiceScripts(buffer.context)
     object.__setattr__(buffer.context, "scripts", twice)
-    lineages, leases, draws = buffer.run.lineages, buffer.prompts.leases, buffer.sampling.batch_drawer
-    ack = buffer.sampling.ledger.ack
+    lineages, leases, draws = buffer.lineages, buffer.leases, buffer.drawer
+    ack = buffer.ledger.ack
 
-    await buffer.prompts.catalog.upload(make_prompts(8, 3))
+    await buffer.catalog.upload(make_prompts(8, 3))
     lineage = await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await lineages.publish(VersionRequest(version="0-0", token=lineage.token))
     evaluation = EvalRequest(
         version="0-0", token=lineage.token, num_prompts=1, num_samples=1, success_reward=1.0, timeout_s=60
     )
-    eval_id = (await buffer.prompts.evaluations.request(evaluation)).eval_id
+    eval_id = (await buffer.evaluations.request(evaluation)).eval_id
     reply = await leases.lease(LeaseRequest(searcher_id="s", max_leases=6))
     assert [lease.kind for lease in reply.leases] == ["sample", "greedy", *["train"] * 4]
     ids = [lease.lease_id for lease in reply.leases]
     await leases.renew(LeaseRenewal(searcher_id="s", lease_ids=ids))
     results = [EvalResult(lease_id=lease_id, rewards=[1.0], num_response_tokens=[3]) for lease_id in ids[:2]]
-    await buffer.prompts.evaluations.results(eval_id, EvalResults(searcher_id="s", version="0-0", results=results))
+    await buffer.evaluations.results(eval_id, EvalResults(searcher_id="s", version="0-0", results=results))
     returned = LeaseReturn(searcher_id="s", lease_ids=ids[2:3], refused_lease_ids=ids[3:4])
     await leases.give_back(returned)
     again = await leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
@@ -134,13 +134,13 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     visits = {lease.prompt.prompt_id: lease.visit_id for lease in reply.leases[4:]}
     for prompt_id, visit_id in [*visits.items(), *((f"train-{i}", "visit-of-nobody") for i in range(8))]:
         rollouts = [make_rollout(prompt_id, visit_id=visit_id, reward=float(i), searcher_id="s") for i in range(4)]
-        await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
+        await buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
     assert (await buffer.stats.read()).evicted == {}
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout()) for _ in range(8)])
+    await buffer.writer.push([encode_rollout(make_rollout()) for _ in range(8)])
     assert (await buffer.stats.read()).evicted == {"max_rollouts": 8}
 
     reward.gate.clear()  # one script at a time
-    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
+    await buffer.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
     reward.gate.set()
     while (await buffer.stats.read()).num_pending:
         await asyncio.sleep(0.01)
@@ -151,11 +151,11 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     trained = TrainedRollouts(rollout_ids=ids, advantages=[0.5] * 16, weights=[1.0] * 16)
     await ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0] * 16, trained=trained))
     change = SettingsRequest(settings=parse_live({"beta": 0.1, "most_on_policy_prob": 1, "sampling_temperature": 0.5}))
-    assert (await buffer.run.settings.change(change, "operator")).revision == 1
+    assert (await buffer.settings.change(change, "operator")).revision == 1
     batch = decode_batch((await draws.draw(request.model_copy(update={"step": 2}))).body)
     await ack(batch.batch_id, AckRequest(lineage=1, step=2, token=lineage.token, settings_revision=1))
     await leases.lease(LeaseRequest(searcher_id="s", max_leases=1))
-    (audit,) = (await buffer.run.settings.info()).changes
+    (audit,) = (await buffer.settings.info()).changes
     assert sorted((effect.name, effect.step) for effect in audit.effects) == [
         ("beta", 2),
         ("most_on_policy_prob", 2),
@@ -165,11 +165,11 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     await lineages.checkpoint(CheckpointRequest(version="1-1", token=lineage.token, key="checkpoints/1-1"))
     await roll_back(buffer, tmp_path / "checkpoints")
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0", rollback=True))
-    await buffer.run.control.command("pause", RunCommand(reason="look"), "operator")
-    await buffer.run.control.command("stop", RunCommand(), "operator")
+    await buffer.control.command("pause", RunCommand(reason="look"), "operator")
+    await buffer.control.command("stop", RunCommand(), "operator")
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    await buffer.run.control.command("pause", RunCommand(reason="the store was slow"), "operator")
-    changes = (await buffer.run.control.changes(after=0)).changes
+    await buffer.control.command("pause", RunCommand(reason="the store was slow"), "operator")
+    changes = (await buffer.control.changes(after=0)).changes
     commands = ["rollback", "lineage", "pause", "stop", "lineage", "pause"]
     assert [change.command for change in changes] == commands
     paused = changes[-1]
@@ -180,15 +180,15 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     beat = Heartbeat(
         component_id="t", kind="trainer", run="test", state="training", version=None, wait=None, gauges=gauges
     )
-    await buffer.run.components.trainer_waits.count(beat)
-    assert await buffer.run.components.trainer_waits.totals() == {"rollouts": 2.5}
+    await buffer.components.trainer_waits.count(beat)
+    assert await buffer.components.trainer_waits.totals() == {"rollouts": 2.5}
     await Compactor(buffer.context, min_events=1).keep_up(await buffer.view.catch_up())
     await save_and_load(buffer, redis, twice, tmp_path)
     assert twice.names == set(SCRIPT_NAMES) - {"accept_loss"}  # it runs when the others are refused
 
 
 async def test_a_loss_that_is_accepted_twice_by_one_request_is_counted_once(buffer: Buffer) -> None:
-    await buffer.prompts.catalog.upload(make_prompts(1))
+    await buffer.catalog.upload(make_prompts(1))
     keys, args = buffer.context.losses.accept_args("operator", "x", "request-1")
     number = await buffer.context.scripts.accept_loss(keys, args)
     before = await everything(buffer.context.redis)
@@ -205,22 +205,22 @@ async def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
     await redis.hset(keys.run, field, value)
     await buffer.context.scripts.accept_loss(*buffer.context.losses.accept_args("operator", "look again", "request-1"))
     await (redis.hdel(keys.run, field) if whole is None else redis.hset(keys.run, field, whole))
-    changes = (await buffer.run.control.changes(after=0)).changes
+    changes = (await buffer.control.changes(after=0)).changes
     assert [(line.command, line.reason) for line in changes] == [("accept-loss", "look again")]
 
 
 async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts, folder: Path) -> None:
     """The scripts of a run that begins with a snapshot of this one."""
     store = FileStore(folder / "store")
-    await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SnapshotSource("test", "end")).run()
+    await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SnapshotSource("test", "end")).run()
     other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
     await other.start()
     object.__setattr__(other.context, "scripts", twice)
     load = SnapshotLoad(
         other.context,
-        catalog=other.prompts.catalog,
-        lineages=other.run.lineages,
-        evictor=other.rollouts.evictor,
+        catalog=other.catalog,
+        lineages=other.lineages,
+        evictor=other.evictor,
         store=store,
         request=LoadRequest(source="test/end"),
     )
@@ -230,9 +230,9 @@ async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts
 
 
 async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_granted(buffer: Buffer) -> None:
-    await buffer.prompts.catalog.upload(make_prompts(8, 3))
-    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    await buffer.run.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
+    await buffer.catalog.upload(make_prompts(8, 3))
+    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await buffer.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
     calls: list[Any] = []
 
     class LostReply(Scripts):
@@ -243,7 +243,7 @@ async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_grante
 
     context = buffer.context
     object.__setattr__(context, "scripts", LostReply(context.durability, context.keys, context.losses))
-    leases = (await buffer.prompts.leases.lease(LeaseRequest(searcher_id="s", max_leases=3))).leases
+    leases = (await buffer.leases.lease(LeaseRequest(searcher_id="s", max_leases=3))).leases
     assert len(leases) == 3
     assert [lease.lease_id.encode() for lease in leases] == calls[0][2::5]
     counters = await buffer.context.counters()
@@ -253,8 +253,8 @@ async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_grante
 
 async def test_uploads_at_once_add_every_prompt_once(buffer: Buffer) -> None:
     prompts = make_prompts(3000)
-    await asyncio.gather(*(buffer.prompts.catalog.upload(prompts[at : at + 500]) for at in range(0, 3000, 500)))
-    assert sorted(buffer.prompts.catalog.ids) == sorted(prompt.prompt_id for prompt in prompts)
-    assert len(buffer.prompts.catalog.train) == 3000
-    numbers = [buffer.prompts.catalog.find(prompt_id) for prompt_id in buffer.prompts.catalog.ids]
+    await asyncio.gather(*(buffer.catalog.upload(prompts[at : at + 500]) for at in range(0, 3000, 500)))
+    assert sorted(buffer.catalog.ids) == sorted(prompt.prompt_id for prompt in prompts)
+    assert len(buffer.catalog.train) == 3000
+    numbers = [buffer.catalog.find(prompt_id) for prompt_id in buffer.catalog.ids]
     assert [found[0] for found in numbers if found] == list(range(3000))

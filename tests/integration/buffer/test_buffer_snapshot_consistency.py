@@ -61,16 +61,16 @@ class World:
         self.over = asyncio.Event()
         self.scorer = RolloutScorer(
             buffer.context,
-            catalog=buffer.prompts.catalog,
+            catalog=buffer.catalog,
             view=buffer.view,
-            reward=RewardConnection(buffer.context, buffer.run.components),
-            evictor=buffer.rollouts.evictor,
+            reward=RewardConnection(buffer.context, buffer.components),
+            evictor=buffer.evictor,
         )
 
     async def push(self, num: int) -> None:
         rollouts = [make_rollout(f"train-{self.random.randrange(8)}", reward=self.random.random()) for _ in range(num)]
         self.pushed |= {rollout.rollout_id: encode_rollout(rollout) for rollout in rollouts}
-        await self.buffer.rollouts.writer.push([self.pushed[rollout.rollout_id] for rollout in rollouts])
+        await self.buffer.writer.push([self.pushed[rollout.rollout_id] for rollout in rollouts])
 
     async def rescore(self, num: int) -> None:
         """Half of them get another reward, the others only another version of the same length with the same reward."""
@@ -128,11 +128,11 @@ async def test_a_snapshot_is_what_was_live_at_its_position(
     monkeypatch.setattr(saving, "MAX_PASSES", 4)
     monkeypatch.setattr(saving, "READ_ROLLOUTS", 32)
     world, store = World(buffer, seed), SlowStore(tmp_path / "store")
-    await buffer.prompts.catalog.upload(make_prompts(8, 2))
+    await buffer.catalog.upload(make_prompts(8, 2))
     await world.push(CAP // 2)
     churning = asyncio.create_task(world.churn())
     before = (await buffer.view.catch_up()).position
-    save = SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE)
+    save = SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE)
     manifest = await save.run()
     world.over.set()
     await churning
@@ -151,9 +151,7 @@ async def test_a_snapshot_is_what_was_live_at_its_position(
     assert snapshot.keys() == expected.keys()
     assert snapshot == expected
     assert manifest.num_scored == len(snapshot)
-    assert [[prompt.prompt_id for prompt in prompts] async for prompts in reader.prompts()] == [
-        buffer.prompts.catalog.ids
-    ]
+    assert [[prompt.prompt_id for prompt in prompts] async for prompts in reader.prompts()] == [buffer.catalog.ids]
 
 
 class EvictingStore(FileStore):
@@ -182,10 +180,10 @@ async def test_a_push_that_must_evict_does_not_wait_for_the_store(
     monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
     monkeypatch.setattr(saving, "MAX_PASSES", 2)
     world = World(buffer, 0)
-    await buffer.prompts.catalog.upload(make_prompts(8))
+    await buffer.catalog.upload(make_prompts(8))
     await world.push(CAP)
     store = EvictingStore(tmp_path / "store", world, buffer)
-    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
+    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
     assert store.num_pushes > CAP // 10
     assert manifest.num_scored == CAP
     reader = SnapshotReader(store, manifest)
@@ -200,11 +198,11 @@ async def test_a_rest_that_does_not_fit_into_memory_fails_the_save(
     monkeypatch.setattr(saving, "LITTLE_BYTES", 100)
     monkeypatch.setattr(saving, "HELD_BYTES", 200)
     world = World(buffer, 0)
-    await buffer.prompts.catalog.upload(make_prompts(8))
+    await buffer.catalog.upload(make_prompts(8))
     await world.push(50)
     store = EvictingStore(tmp_path / "store", world, buffer)
     with pytest.raises(UnavailableError, match="rollouts arrive faster"):
-        await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
+        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
     assert store.num_pushes == saving.MAX_PASSES
     assert store.size_bytes(SOURCE.manifest_key) is None
 
@@ -235,32 +233,32 @@ async def test_a_log_that_was_cut_meanwhile_fails_the_save(
     monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
     world = World(buffer, 0)
     store = CuttingStore(tmp_path / "store", buffer, world)
-    await buffer.prompts.catalog.upload(make_prompts(8))
+    await buffer.catalog.upload(make_prompts(8))
     await world.push(20)
     with pytest.raises(UnavailableError, match="the log was cut"):
-        await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
+        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
     assert store.size_bytes(SOURCE.manifest_key) is None
 
 
 async def test_another_buffer_process_makes_the_save_fail(buffer: Buffer, tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
-    await buffer.prompts.catalog.upload(make_prompts(8))
+    await buffer.catalog.upload(make_prompts(8))
     await World(buffer, 0).push(20)
     await buffer.context.redis.incr(buffer.context.keys.epoch)
     with pytest.raises(UnavailableError, match="newer buffer process"):
-        await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
+        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
     assert store.size_bytes(SOURCE.manifest_key) is None
 
 
 async def test_marks_and_lineages_are_saved(buffer: Buffer, tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
-    await buffer.prompts.catalog.upload(make_prompts(8))
-    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await buffer.catalog.upload(make_prompts(8))
+    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     positions = []
     for step in range(30):
-        positions.append(await buffer.run.lineages.publish(VersionRequest(version=f"1-{step}", token=lineage.token)))
+        positions.append(await buffer.lineages.publish(VersionRequest(version=f"1-{step}", token=lineage.token)))
         await World(buffer, step).push(1)
-    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
+    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
     assert [(mark.position, mark.version) for mark in manifest.marks] == [
         (position, f"1-{step}") for step, position in enumerate(positions)
     ]
@@ -285,22 +283,22 @@ async def test_a_load_waits_for_a_store_that_is_away(
     buffer: Buffer, redis: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "RETRY_S", 0.01)
-    await buffer.prompts.catalog.upload(make_prompts(8))
+    await buffer.catalog.upload(make_prompts(8))
     await World(buffer, 0).push(50)
-    await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, FileStore(tmp_path / "store"), SOURCE).run()
+    await SnapshotSave(buffer.context, buffer.view, buffer.catalog, FileStore(tmp_path / "store"), SOURCE).run()
     other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
     await other.start()
     store = AwayStore(tmp_path / "store")
-    other.rollouts.snapshots._opened = store
-    await other.rollouts.snapshots.load(LoadRequest(source=str(SOURCE)))
+    other.snapshots._opened = store
+    await other.snapshots.load(LoadRequest(source=str(SOURCE)))
     while store.num_failures < 3:
         with pytest.raises(UnavailableError, match="test/busy is being loaded"):
-            await other.rollouts.snapshots.check_may_train()
+            await other.snapshots.check_may_train()
         await asyncio.sleep(0.01)
     store.is_away = False
-    while (origin := await other.rollouts.snapshots.origin()) is not None and origin.state == "loading":
+    while (origin := await other.snapshots.origin()) is not None and origin.state == "loading":
         await asyncio.sleep(0.01)
     assert origin is not None
     assert (origin.state, origin.num_loaded) == ("complete", 50)
-    await other.rollouts.snapshots.check_may_train()
+    await other.snapshots.check_may_train()
     await other.stop()

@@ -70,7 +70,7 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def upload_prompts(body: PromptUpload) -> PromptUploadReply:
         """Add prompts; the same id with other content refuses the whole upload."""
-        return await buffer.prompts.catalog.upload(body.prompts)
+        return await buffer.catalog.upload(body.prompts)
 
     @api.get("/prompts", operation_id="list_prompts", dependencies=viewer)
     async def list_prompts(
@@ -93,28 +93,28 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
             after=after,
             text_chars=text_chars,
         )
-        return await buffer.rollouts.prompt_reader.page(request)
+        return await buffer.prompt_reader.page(request)
 
     # a path, since the id of a prompt may hold slashes
     @api.get("/prompts/{prompt_id:path}", operation_id="get_prompt", dependencies=viewer)
     async def get_prompt(prompt_id: Annotated[str, Path(min_length=1, max_length=256)]) -> PromptDetail:
         """Return one prompt with its whole text, and its stored rollouts by policy version."""
-        return await buffer.rollouts.prompt_reader.get(prompt_id)
+        return await buffer.prompt_reader.get(prompt_id)
 
     @api.post("/leases", operation_id="lease", dependencies=searcher)
     async def lease(body: LeaseRequest, request: Request) -> LeaseReply:
         """Lease visits and evaluation units, waiting up to `wait_s`; an empty reply says when to ask again."""
-        return await buffer.prompts.leases.lease(body, request.is_disconnected)
+        return await buffer.leases.lease(body, request.is_disconnected)
 
     @api.post("/leases/renew", operation_id="renew_leases", dependencies=searcher)
     async def renew_leases(body: LeaseRenewal) -> LeaseRenewalReply:
         """Give leases that take longer a new deadline."""
-        return await buffer.prompts.leases.renew(body)
+        return await buffer.leases.renew(body)
 
     @api.post("/leases/return", operation_id="return_leases", status_code=204, dependencies=searcher)
     async def return_leases(body: LeaseReturn) -> None:
         """Return unfinished leases, and end those that cannot be sampled."""
-        await buffer.prompts.leases.give_back(body)
+        await buffer.leases.give_back(body)
 
     return api
 
@@ -134,8 +134,8 @@ def push_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def push(request: Request) -> Response:
         """Store rollouts (msgpack `tba.wire.encode_push`); answered only once they are durable."""
         # before the body is read: what is not admitted must take no memory
-        with buffer.rollouts.admission.admit(request):
-            result = await buffer.rollouts.writer.push(decode_push(await raw_body(request), max_bytes=max_bytes))
+        with buffer.admission.admit(request):
+            result = await buffer.writer.push(decode_push(await raw_body(request), max_bytes=max_bytes))
         body = {
             "outcomes": result.outcomes,
             "latest_version": result.sampling_version,
@@ -161,9 +161,9 @@ def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def draw_batch(body: BatchRequest) -> MsgpackResponse:
         """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
-        drawn = await buffer.sampling.batch_drawer.draw(body)
+        drawn = await buffer.drawer.draw(body)
         # with every batch and ack: a trainer asks for the live settings when their revision is another one
-        return MsgpackResponse(drawn.body, headers={SETTINGS_HEADER: str(buffer.run.settings.revision)})
+        return MsgpackResponse(drawn.body, headers={SETTINGS_HEADER: str(buffer.settings.revision)})
 
     @api.post(
         "/batches/{batch_id}/ack",
@@ -173,8 +173,8 @@ def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def ack(batch_id: Name, body: AckRequest, response: Response) -> None:
         """State that a step consumed the batch."""
-        await buffer.sampling.ledger.ack(batch_id, body)
-        response.headers[SETTINGS_HEADER] = str(buffer.run.settings.revision)
+        await buffer.ledger.ack(batch_id, body)
+        response.headers[SETTINGS_HEADER] = str(buffer.settings.revision)
 
     @api.get("/ledger", operation_id="ledger", dependencies=reader)
     async def ledger(
@@ -182,7 +182,7 @@ def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=MAX_ENTRIES_PER_PAGE)] = 1000,
     ) -> LedgerReply:
         """Return acked batches and trainer starts in order."""
-        return await buffer.sampling.ledger.read(after=after, limit=limit)
+        return await buffer.ledger.read(after=after, limit=limit)
 
     return api
 
@@ -195,19 +195,19 @@ def lineages_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def new_lineage(body: LineageRequest) -> LineageReply:
         """Begin a new lineage for a trainer that starts; every older token is refused from now on."""
         # a run that is to begin with a snapshot takes no trainer before everything is loaded
-        await buffer.rollouts.snapshots.check_may_train()
-        return await buffer.run.lineages.new(body)
+        await buffer.snapshots.check_may_train()
+        return await buffer.lineages.new(body)
 
     @api.post("/versions", operation_id="announce_version")
     async def announce_version(body: VersionRequest) -> VersionReply:
         """Announce a published version, so that searchers load it."""
         # the position is the same for a repeat, so a trainer may send it again
-        return VersionReply(log_position=await buffer.run.lineages.publish(body))
+        return VersionReply(log_position=await buffer.lineages.publish(body))
 
     @api.post("/checkpoints", operation_id="register_checkpoint", status_code=204)
     async def register_checkpoint(body: CheckpointRequest) -> None:
         """Make a complete checkpoint the one that a resume starts from."""
-        await buffer.run.lineages.checkpoint(body)
+        await buffer.lineages.checkpoint(body)
 
     return api
 
@@ -219,12 +219,12 @@ def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.post("", operation_id="request_eval", dependencies=[Depends(auth.require("trainer"))])
     async def request_eval(body: EvalRequest) -> EvalInfo:
         """Evaluate a published version on held-out prompts."""
-        return await buffer.prompts.evaluations.request(body)
+        return await buffer.evaluations.request(body)
 
     @api.get("/{eval_id}", operation_id="get_eval", dependencies=[Depends(auth.require("viewer", "trainer"))])
     async def get_eval(eval_id: Name) -> EvalInfo:
         """Return one evaluation."""
-        return await buffer.prompts.evaluations.get(eval_id)
+        return await buffer.evaluations.get(eval_id)
 
     @api.post(
         "/{eval_id}/results",
@@ -234,7 +234,7 @@ def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def eval_results(eval_id: Name, body: EvalResults) -> None:
         """Report the rewards of evaluation leases."""
-        await buffer.prompts.evaluations.results(eval_id, body)
+        await buffer.evaluations.results(eval_id, body)
 
     return api
 
@@ -283,7 +283,7 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """Return stored rollouts: the best, worst, newest or oldest of those that match."""
         # one value: the reader knows nothing of HTTP
         request = PageRequest(wanted=wanted, order=order, limit=limit, cursor=cursor, text_chars=text_chars)
-        return await buffer.rollouts.reader.page(request)
+        return await buffer.reader.page(request)
 
     @api.get(
         "/rollouts.parquet",
@@ -297,13 +297,13 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """Stream all stored rollouts that match as one Parquet file, oldest first; `tokens=false` leaves out the
         columns of tokens and log-probs. Its metadata has how many were evicted before they were read
         (`tba.num_evicted`). Needs the extra `parquet` of the service."""
-        content = await buffer.rollouts.exports.parquet(wanted, tokens=tokens)
+        content = await buffer.exports.parquet(wanted, tokens=tokens)
         return ExportResponse(content)
 
     @api.get("/rollouts/{rollout_id}", operation_id="get_rollout")
     async def get_rollout(rollout_id: Annotated[str, Path(pattern="^[0-9a-f]{32}$")]) -> RolloutDetail:
         """Return everything that is stored of one rollout."""
-        return await buffer.rollouts.reader.get(rollout_id)
+        return await buffer.reader.get(rollout_id)
 
     return api
 
@@ -315,11 +315,11 @@ def scores_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.post("", operation_id="start_rescore", dependencies=[Depends(auth.require("operator"))])
     async def start_rescore(body: RescoreRequest) -> RescoreInfo:
         """Score stored rollouts again; the same request returns the job that runs for it."""
-        return await buffer.scoring.rescore_jobs.start(body)
+        return await buffer.rescore_jobs.start(body)
 
     @api.get("", operation_id="rescore", dependencies=[Depends(auth.require("viewer"))])
     async def rescore() -> RescoreInfo:
         """Return the job that runs, or the last one."""
-        return await buffer.scoring.rescore_jobs.info()
+        return await buffer.rescore_jobs.info()
 
     return api

@@ -66,7 +66,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
         """Return who paused, resumed, stopped, ended or rolled back the run or accepted a loss, when and why."""
-        return await buffer.run.control.changes(after=after)
+        return await buffer.control.changes(after=after)
 
     _add_command(api, buffer, auth)
 
@@ -78,12 +78,12 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def evaluate(body: EvaluateRequest) -> EvaluateReply:
         """Have a version evaluated on held-out prompts now, as the recipe's section `eval` says; one that exists is
         returned as it is."""
-        return await buffer.prompts.evaluations.request_for_operator(body)
+        return await buffer.evaluations.request_for_operator(body)
 
     @api.get("/checkpoints", operation_id="checkpoints", dependencies=[Depends(auth.require("viewer"))])
     async def checkpoints() -> CheckpointList:
         """Return what a rollback can return to, newest first."""
-        return CheckpointList(versions=[str(version) for version in await buffer.run.rollbacks.checkpoints()])
+        return CheckpointList(versions=[str(version) for version in await buffer.rollbacks.checkpoints()])
 
     return api
 
@@ -108,13 +108,13 @@ def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
             # operators, and callers where no tokens are checked, may send every kind
             if role in _KINDS and beat.kind not in _KINDS[role]:
                 raise ForbiddenError(f"role {role!r} sends heartbeats of kind {_KINDS[role][0]!r}, not {beat.kind!r}")
-            await buffer.run.components.beat(beat)
+            await buffer.components.beat(beat)
             # trainers only, since a false claim would stop the run; `beat` has refused those of another run
             if heard and beat.kind == "trainer":
                 await buffer.recovery.check_claim(heard)
         # counted: a component that is refused all the time is not shown among the components
         except (WireError, ForbiddenError, ConflictError, BusyError) as error:
-            await buffer.run.components.count_refused(error)
+            await buffer.components.count_refused(error)
             raise
         # the trainer keeps it and sends it with its next heartbeat, perhaps to the next start of the buffer
         if (acknowledged := buffer.context.losses.claim) is not None:
@@ -136,12 +136,12 @@ def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
                 await buffer.recovery.accept("operator", body.reason)
             case "rollback":
                 fields = body.model_dump(include={"step", "reason", "request_id"}, exclude_none=True)
-                await buffer.run.rollbacks.request(RollbackRequest(**fields))
+                await buffer.rollbacks.request(RollbackRequest(**fields))
             case "resume" | "stop":
-                await buffer.run.control.command(body.command, body, "operator")
+                await buffer.control.command(body.command, body, "operator")
             case name:
                 role = requester_role(auth, request, token=body.token, what=f"says {name!r}")
-                await buffer.run.control.command(name, body, role)
+                await buffer.control.command(name, body, role)
         return await buffer.run_info()
 
 
@@ -152,7 +152,7 @@ def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.get("", operation_id="settings", dependencies=[Depends(auth.require("viewer", "trainer"))])
     async def settings(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> SettingsInfo:
         """Return the settings now, and the changes after a revision."""
-        return await buffer.run.settings.info(after=after)
+        return await buffer.settings.info(after=after)
 
     @api.patch(
         "",
@@ -162,7 +162,7 @@ def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def change_settings(body: SettingsRequest, request: Request, response: Response) -> SettingsInfo:
         """Change learning rate, beta, m, sampling temperature or the interval of evaluations of a running run."""
         role = requester_role(auth, request, token=body.token, what="changes settings")
-        info = await buffer.run.settings.change(body, role)
+        info = await buffer.settings.change(body, role)
         response.headers[SETTINGS_HEADER] = str(info.revision)
         return info
 
@@ -176,12 +176,12 @@ def searchers_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.get("", operation_id="scaling", dependencies=[Depends(auth.require("viewer", "trainer"))])
     async def scaling(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> ScalingInfo:
         """Return how many searchers are desired and alive, and the changes after a revision."""
-        return await buffer.run.scaling.info(after=after)
+        return await buffer.scaling.info(after=after)
 
     @api.patch("", operation_id="scale", dependencies=[Depends(auth.require("operator"))])
     async def scale(body: ScaleRequest) -> ScalingInfo:
         """Set the number of searchers while the run continues; null: as many as the recipe or the chart says."""
-        return await buffer.run.scaling.change(body)
+        return await buffer.scaling.change(body)
 
     return api
 
@@ -194,17 +194,17 @@ def snapshots_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.post("", operation_id="save_snapshot", status_code=202, dependencies=operator)
     async def save_snapshot(body: SnapshotRequest) -> SnapshotInfo:
         """Begin to save the buffer; GET /v1/snapshots/{name} says how far it is."""
-        return await buffer.rollouts.snapshots.save(body.name)
+        return await buffer.snapshots.save(body.name)
 
     @api.post("/load", operation_id="load_snapshot", status_code=202, dependencies=operator)
     async def load_snapshot(body: LoadRequest) -> OriginInfo:
         """Begin this run with a snapshot; `origin` of GET /v1/run says how far it is."""
-        return await buffer.rollouts.snapshots.load(body)
+        return await buffer.snapshots.load(body)
 
     @api.get("/{name}", operation_id="get_snapshot", dependencies=viewer)
     async def get_snapshot(name: SnapshotName) -> SnapshotInfo:
         """Return one snapshot."""
-        return await buffer.rollouts.snapshots.info(name)
+        return await buffer.snapshots.info(name)
 
     return api
 

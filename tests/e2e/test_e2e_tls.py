@@ -161,7 +161,7 @@ def _document(folder: Path, model: Path, ports: dict[str, int]) -> dict[str, Any
 
 STEPS = 4
 """Optimizer steps, over which two versions are published and used."""
-PROBES_OF_LINKS = ("services", "redis", "store")
+PROBES_OF_LINKS = ("services", "store")
 MOST_CONNECTIONS = 4
 """Most connections of one client until it gives up: no storm."""
 FAULTS = ("stranger", "expired", "plain")
@@ -205,7 +205,7 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
     assert json.loads(capsys.readouterr().out)["run"]["step"] >= STEPS
     found = _look(world.write("well"))
     assert [result for result in found if result.level == "fail"] == []
-    assert {"service", "redis", "store-parts"} <= {result.code for result in found if result.level == "ok"}
+    assert {"service", "store-parts"} <= {result.code for result in found if result.level == "ok"}
     for kind in ("trainer", "searcher", "buffer", "reward"):
         assert "Traceback" not in world.log(kind)
 
@@ -244,12 +244,10 @@ def test_a_command_that_cannot_have_tls_says_so(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("link", ["buffer", "reward", "redis", "store"])
+@pytest.mark.parametrize("link", ["buffer", "reward", "store"])
 def test_the_doctor_says_which_link_has_no_tls(world: TlsWorld, link: str, fault: str) -> None:
     code = {"buffer": "service", "reward": "service"}.get(link, link)
     sections = _changed(world, link, fault)
-    if link == "redis":  # nor is the buffer there, which would be believed
-        sections["buffer"]["url"] = f"https://127.0.0.1:{free_port()}"
     path = world.write(f"doctor-{link}-{fault}", **sections)
     (result,) = [each for each in _look(path, link) if each.level == "fail"]
     assert result.code == code
@@ -268,7 +266,6 @@ def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]
     section, key = {
         "buffer": ("buffer", "url"),
         "reward": ("reward", "url"),
-        "redis": ("buffer", "redis_url"),
         "store": ("store", "endpoint_url"),
     }[link]
     address: str = world.document[section][key]
@@ -276,14 +273,14 @@ def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]
     if fault == "plain":
         return {section: {key: f"{scheme.removesuffix('s')}://{rest}"}}
     port = world.impostors[fault].port
-    return {section: {key: f"{scheme}://127.0.0.1:{port}{'/0' if link == 'redis' else ''}"}}
+    return {section: {key: f"{scheme}://127.0.0.1:{port}"}}
 
 
 def _assert_says(said: str, world: TlsWorld, link: str, fault: str) -> None:
     """Check that the message names the fault, the address, the file and the remedy."""
     setting = "store.ca_file" if link == "store" else "tls.ca_file"
     if fault == "plain":
-        assert f"speaks TLS: write {'rediss' if link == 'redis' else 'https'}:// for it" in said
+        assert "speaks TLS: write https:// for it" in said
         assert f"({setting} is {AUTHORITY})" in said
     else:
         assert f"127.0.0.1:{world.impostors[fault].port}" in said

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tba_cli.doctor.checks.machine import check_disk, check_gpu
 from tba_cli.doctor.checks.models import check_models
-from tba_cli.doctor.checks.redis import check_redis
 from tba_cli.doctor.checks.security import check_tokens
 from tba_cli.doctor.checks.services import check_clocks, check_releases, check_rewards, check_services
 from tba_cli.doctor.checks.store import check_store
@@ -19,13 +18,12 @@ CHECKS: Mapping[str, Check] = {
     "gpu": check_gpu,
     "disk": check_disk,
     "tokens": check_tokens,
-    "redis": check_redis,
     "store": check_store,
     "models": check_models,
     "services": check_services,
     "rewards": check_rewards,
     "clocks": check_clocks,
 }
-MACHINE_CHECKS = ("releases", "gpu", "disk", "redis")
+MACHINE_CHECKS = ("releases", "gpu", "disk")
 """Those that say something without a recipe."""
 RECIPE_CHECKS = tuple(name for name in CHECKS if name not in MACHINE_CHECKS)

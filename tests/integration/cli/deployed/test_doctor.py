@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis as redis_py
 
 from tba.config import Recipe
 from tba.tokens import token_digest
 from tba_cli.doctor import CheckResult, run_checks
 from tba_cli.doctor.checks import CHECKS
 from tba_cli.doctor.checks.machine import check_disk, check_gpu
-from tba_cli.doctor.checks.redis import check_redis
 from tba_cli.doctor.checks.services import judge
 from tba_cli.doctor.target import Target, ok, target_of
 from tba_cli.main import main
 from tests.support.buffer import make_recipe
 from tests.support.deployment import TOKENS, Deployment
 from tests.support.model_folder import make_model_folder
-from tests.support.redis_process import free_port, start_redis
+from tests.support.redis_process import free_port
 from tests.support.s3_server import READ_ONLY, FaultyProxy
 
 
@@ -61,8 +59,8 @@ def test_a_deployment_that_is_well(deployment: Deployment, capsys: pytest.Captur
     assert code == 0
     levels = {found["code"]: found["level"] for found in document["results"]}
     wanted = (
-        *("release", "release-services", "tokens", "tokens-accepted", "tokens-refused", "redis"),
-        *("redis-durability", "redis-memory", "store", "store-write", "store-parts"),
+        *("release", "release-services", "tokens", "tokens-accepted", "tokens-refused"),
+        *("store", "store-write", "store-parts"),
         *("model", "service", "run", "reward-tasks", "clock"),
     )
     assert {code: levels.get(code) for code in wanted} == dict.fromkeys(wanted, "ok")
@@ -88,7 +86,7 @@ def test_without_services_nothing_hangs_and_nothing_is_wrong(deployment: Deploym
     assert [result.level for result in services] == ["warn", "warn"]
     assert all("does not answer" in result.found for result in services)
     assert not [result for result in results if result.level == "fail"]
-    local = look(make_recipe(local={"runs_dir": str(tmp_path)}), "services", "redis", "store")
+    local = look(make_recipe(local={"runs_dir": str(tmp_path)}), "services", "store")
     assert {result.level for result in local} <= {"ok", "skip"}
 
 
@@ -121,41 +119,6 @@ def test_tokens(ready: Deployment, tmp_path: Path) -> None:
     assert_finding(without[-1], "fail", "asks for a token, and the recipe here names no auth.tokens_file")
     open_ = look(ready.recipe(auth={"tokens_file": None}, buffer={"host": "0.0.0.0"}), "tokens")
     assert_finding(open_[0], "fail", "services listen beyond loopback")
-
-
-WEAK = ("--appendonly", "no", "--save", "", "--maxmemory", "40mb", "--maxmemory-policy", "allkeys-lru")
-
-
-@pytest.fixture
-def weak_redis(tmp_path: Path) -> Iterator[str]:
-    redis = start_redis(tmp_path / "weak", options=WEAK)
-    try:
-        with redis_py.Redis.from_url(redis.url) as client:
-            client.config_set("requirepass", "secret")
-        yield redis.url
-    finally:
-        redis.stop()
-
-
-def test_a_redis_that_promises_too_little(deployment: Deployment, weak_redis: str, tmp_path: Path) -> None:
-    password = tmp_path / "password"
-    password.write_text("secret\n")
-    section = {"redis_url": weak_redis, "redis_password_file": str(password)}
-    found = list(check_redis(target_of(deployment.recipe(buffer=section), service="buffer")))
-    lost = [result for result in found if result.code == "redis-durability"]
-    assert_finding(lost[0], "fail", "appendonly is no")
-    assert_finding(lost[1], "fail", "appendfsync is everysec")
-    assert_finding(lost[-1], "fail", "maxmemory-policy is allkeys-lru")
-    assert_finding(one(found, "redis-memory"), "warn", "the buffer may fill Redis")
-    password.write_text("wrong\n")
-    away = {**section, "url": f"http://127.0.0.1:{free_port()}"}
-    wrong = list(check_redis(target_of(deployment.recipe(buffer=away), service="buffer")))
-    assert_finding(one(wrong, "redis"), "fail", "invalid username-password pair")
-    nobody = {"redis_url": f"redis://127.0.0.1:{free_port()}/0", "url": away["url"]}
-    refused = list(check_redis(target_of(deployment.recipe(buffer=nobody), service="buffer")))
-    assert_finding(one(refused, "redis"), "fail", "cannot be reached")
-    elsewhere = list(check_redis(target_of(deployment.recipe(buffer=nobody), service="searcher")))
-    assert one(elsewhere, "redis").level == "skip"
 
 
 def test_a_store_that_ignores_create_only_writes(ready: Deployment) -> None:
@@ -273,7 +236,6 @@ def test_without_a_recipe_the_machine_is_checked_and_what_was_left_out_is_named(
     out = capsys.readouterr().out
     assert re.findall(r"^(\S+) +([a-z-]+):", out, re.MULTILINE)[:2] == [("ok", "release"), ("ok", "gpu")]
     assert "FAIL gpu-count: 2 GPU(s) are visible here, but --gpus asks for 1" in out
-    assert "ok   redis: `tba run` starts" in out
     assert "-    recipe: tokens, store, models," in out
     assert "`tba doctor --config RECIPE` checks them" in out
     for flag, value in (("--check", "store"), ("--set", "buffer.port=0")):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from tba_cli.doctor.checks.machine import check_disk, check_gpu
 from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.security import check_tokens
-from tba_cli.doctor.checks.services import check_clocks, check_releases, check_rewards, check_services
+from tba_cli.doctor.checks.services import check_releases, check_rewards, check_services
 from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target
 
@@ -22,7 +22,6 @@ CHECKS: Mapping[str, Check] = {
     "models": check_models,
     "services": check_services,
     "rewards": check_rewards,
-    "clocks": check_clocks,
 }
 MACHINE_CHECKS = ("releases", "gpu", "disk")
 """Those that say something without a recipe."""

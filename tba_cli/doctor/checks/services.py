@@ -1,13 +1,11 @@
-"""Check the services: readiness and the state of the run, releases, scored tasks, and clocks."""
+"""Check the services: readiness and the state of the run, releases, and scored tasks."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import platform
-import time
 from collections.abc import Iterator
-from email.utils import parsedate_to_datetime
 
 import tba
 from tba.api import RewardsReply, RunInfo
@@ -15,16 +13,12 @@ from tba.clients.service_client import Reply, error_of
 from tba.config import Recipe
 from tba.errors import ConfigError, ServiceError, TlsError
 from tba.tokens import load_tokens
-from tba_cli.doctor.target import ASKED, CheckResult, Target, fail, get, ok, skip, warn
+from tba_cli.doctor.target import ASKED, CheckResult, Target, fail, ok, skip, warn
 from tba_cli.generators import BUILT_IN
 
 LIBRARIES = ("torch", "transformers", "vllm", "pydantic", "boto3", "redis", "datasets")
 HEALTHY = {"ok", "idle"}
 """`idle`: a scorer that nobody has asked yet starts with its first item."""
-WARN_S = 2.0
-FAIL_S = 60.0
-"""S3 refuses requests that are 15 minutes off; leases and heartbeats suffer long before."""
-FIX_CLOCK = "let an NTP client (chrony, systemd-timesyncd) set the clock of both machines"
 
 
 def check_services(target: Target) -> Iterator[CheckResult]:
@@ -153,36 +147,3 @@ def tasks_of(recipe: Recipe) -> list[str]:
     if data.generator is not None:
         return [data.generator] if data.generator in BUILT_IN else []
     return sorted({section.task for section in data.sets})
-
-
-def check_clocks(target: Target) -> Iterator[CheckResult]:
-    """Compare the clocks of the services and of the object store with that of this machine."""
-    urls = {f"the {service} service": (target.url(service), target.recipe.tls.ca_file) for service in ASKED}
-    store = target.recipe.store
-    if store.url.startswith("s3://"):
-        endpoint = store.endpoint_url or f"https://s3.{store.region}.amazonaws.com"
-        urls["the object store"] = (endpoint, store.ca_file)
-    for who, (url, ca_file) in urls.items():
-        asked_at_s = time.time()
-        # any answer has a Date header, a refusal too, so no credentials are needed
-        answer = None if url is None else get(url, "/livez", ca_file=ca_file)
-        if not isinstance(answer, Reply):
-            continue  # the check of that server says why
-        try:
-            # the header counts whole seconds: half a second is its mean error
-            theirs_s = parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5
-        except (KeyError, ValueError, TypeError):
-            continue
-        took_s = time.time() - asked_at_s
-        yield judge(who, theirs_s - (asked_at_s + took_s / 2), unsure_s=0.5 + took_s / 2)
-
-
-def judge(who: str, ahead_s: float, *, unsure_s: float) -> CheckResult:
-    """Return the result for a clock that is ahead of ours by so many seconds, give or take `unsure_s`."""
-    # a slow answer must not count as a wrong clock
-    off_s = max(0.0, abs(ahead_s) - unsure_s)
-    way = "ahead of" if ahead_s > 0 else "behind"
-    if off_s < WARN_S:
-        return ok("clock", f"the clock of {who} agrees with ours, within {max(abs(ahead_s), unsure_s):.1f} s")
-    text = f"the clock of {who} is {abs(ahead_s):.0f} s {way} ours"
-    return fail("clock", text, FIX_CLOCK) if off_s >= FAIL_S else warn("clock", text, FIX_CLOCK)

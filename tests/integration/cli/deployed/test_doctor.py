@@ -18,7 +18,6 @@ from tba.tokens import token_digest
 from tba_cli.doctor import CheckResult, run_checks
 from tba_cli.doctor.checks import CHECKS
 from tba_cli.doctor.checks.machine import check_disk, check_gpu
-from tba_cli.doctor.checks.services import judge
 from tba_cli.doctor.target import Target, ok, target_of
 from tba_cli.main import main
 from tests.support.buffer import make_recipe
@@ -50,18 +49,14 @@ def test_a_deployment_that_is_well(deployment: Deployment, capsys: pytest.Captur
     recipe = deployment.write("well")
     code = main(["doctor", "--config", str(recipe), "--json"])
     document = json.loads(capsys.readouterr().out)
-    # uvicorn renews its Date once a second, by ticks that a busy machine delays
-    may_warn = ("disk", "clock")
-    bad = [
-        found for found in document["results"] if found["level"] in ("warn", "fail") and found["code"] not in may_warn
-    ]
-    assert bad == []
+    results = document["results"]
+    assert [it for it in results if it["level"] in ("warn", "fail") and it["code"] != "disk"] == []
     assert code == 0
-    levels = {found["code"]: found["level"] for found in document["results"]}
+    levels = {found["code"]: found["level"] for found in results}
     wanted = (
         *("release", "release-services", "tokens", "tokens-accepted", "tokens-refused"),
         *("store", "store-write", "store-parts"),
-        *("model", "service", "run", "reward-tasks", "clock"),
+        *("model", "service", "run", "reward-tasks"),
     )
     assert {code: levels.get(code) for code in wanted} == dict.fromkeys(wanted, "ok")
 
@@ -81,7 +76,7 @@ def test_without_services_nothing_hangs_and_nothing_is_wrong(deployment: Deploym
         buffer={"url": f"http://127.0.0.1:{free_port()}", "port": free_port()},
         reward={"url": f"http://127.0.0.1:{free_port()}", "port": free_port()},
     )
-    results = look(recipe, "tokens", "services", "rewards", "clocks")
+    results = look(recipe, "tokens", "services", "rewards")
     services = [result for result in results if result.code == "service"]
     assert [result.level for result in services] == ["warn", "warn"]
     assert all("does not answer" in result.found for result in services)
@@ -259,16 +254,6 @@ def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatc
     found = list(check_disk(target_of(recipe, service="buffer")))
     assert [result.found for result in found if f"{tmp_path}/.cache (caches)" in result.found]
     assert one(found, "shared-memory").level == "ok"
-
-
-@pytest.mark.parametrize(
-    ("ahead_s", "unsure_s", "level"), [(0.9, 0.5, "ok"), (-0.9, 0.5, "ok"), (5.0, 0.5, "warn"), (-90.0, 0.5, "fail")]
-)
-def test_clocks(ahead_s: float, unsure_s: float, level: str) -> None:
-    result = judge("Redis", ahead_s, unsure_s=unsure_s)
-    assert result.level == level
-    if level != "ok":
-        assert f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} ours" in result.found
 
 
 def test_a_check_that_hangs_or_breaks_hides_nothing(deployment: Deployment) -> None:

@@ -208,7 +208,6 @@ def _add_config(commands: Subparsers) -> None:
 def _add_sizing(commands: Subparsers) -> None:
     sizing = commands.add_parser("sizing", help="trace and estimate the memory and disk that a recipe needs")
     add_recipe(sizing)
-    sizing.add_argument("--model", metavar="SIZE", help="such as 7b or qwen2.5-1.5b, instead of the recipe's model")
     card_help = "memory of each GPU of the layout (79, which an 80 GB card has)"
     sizing.add_argument("--gpu-memory-gib", type=float, metavar="G", help=card_help)
     sizing.set_defaults(command="tba_cli.commands.sizing:sizing_command")

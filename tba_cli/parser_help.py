@@ -62,8 +62,7 @@ tba config show my.toml --set trainer.num_steps=50""",
 tba config schema > recipe.schema.json""",
         "sizing": """\
 tba sizing my.toml
-tba sizing gsm8k --model 7b
-tba sizing tldr --gpu-memory-gib 40              # who is on which GPU, and whether it fits there""",
+tba sizing gsm8k --set model.path=Qwen/Qwen2.5-7B --gpu-memory-gib 40""",
         "data prepare": """\
 tba data prepare quickstart
 tba data prepare my.toml --set model.path=models/small""",

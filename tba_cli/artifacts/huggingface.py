@@ -13,7 +13,7 @@ from typing import Any
 from tba.config.data import PrepareItem
 from tba.errors import ConfigError
 from tba.store.file import explain_full_disk
-from tba_cli.sizing import ModelShape, shape_of_config
+from tba_cli.sizing.model_shape import ModelShape, shape_of_config
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "README.md", "LICENSE*"]
 """Python files are run only where the recipe trusts them."""
@@ -63,7 +63,7 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
     """
     hub = hub_library()
     item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
-    with _explained(item, "its sizes are in no table here"):
+    with _explained(item, "fetch it first (tba data prepare RECIPE)"):
         info = hub.HfApi().repo_info(name, revision=revision, repo_type="model")
         config = json.loads(Path(hub.hf_hub_download(name, "config.json", revision=info.sha)).read_bytes())
     count = getattr(getattr(info, "safetensors", None), "total", None)

@@ -17,23 +17,9 @@ from tba_cli.artifacts.huggingface import shape_on_hub
 from tba_cli.child_processes import run_program
 from tba_cli.commands.config import EXIT_FAILED, size_text
 from tba_cli.resolve import with_absolute_paths
-from tba_cli.sizing import (
-    CARD_GIB,
-    GIB,
-    SHAPES,
-    Card,
-    Estimate,
-    ModelShape,
-    estimate,
-    gpu_layout,
-    known_shape,
-    layout_lines,
-    misfits,
-    shape_in_recipe,
-    simultaneous_starts,
-    trainer_remedy,
-    unknown_sizes,
-)
+from tba_cli.sizing.estimate import Estimate, estimate
+from tba_cli.sizing.gpu_layout import CARD_GIB, GIB, gpu_layout, layout_lines, misfits
+from tba_cli.sizing.model_shape import ModelShape, shape_of_folder, shape_of_warm_start
 
 PARTS = {
     "parameters": "weights",
@@ -55,61 +41,48 @@ def sizing_command(args: argparse.Namespace) -> int:
     gib = CARD_GIB if args.gpu_memory_gib is None else args.gpu_memory_gib
     if not 0 < gib < 1e6:
         raise ConfigError(f"--gpu-memory-gib is {gib:g}; it must be above 0 and below 1e6")
-    shape, source = _starting_shape(args.model, recipe)
-    found, trace = estimate(recipe, shape), _trace(recipe, shape)
 
     @functools.cache
     def shape_of(path: str) -> ModelShape:
-        # --model stands for the starting model alone
-        return shape if path == recipe.model.path else shape_in_recipe(path, recipe, ask_hub=shape_on_hub)[0]
+        return _shape_in(recipe, path)
 
-    layout, card = gpu_layout(recipe, shape_of, trainer_peak_bytes=trace["peak_bytes"]), Card.empty(round(gib * GIB))
-    cards = dict.fromkeys(layout, card)
-    remedy = trainer_remedy(recipe, trace, num_layers=shape.num_layers, gpu_bytes=card.total_bytes) if layout else None
-    # a trainer that does not fit alone needs no sentence about its own cards
-    others = {
-        gpu: each
-        for gpu, each in layout.items()
-        if remedy is None or not any(one.who.startswith("trainer") for one in each)
-    }
-    problems = [*([] if remedy is None else [remedy]), *misfits(others, cards)]
-    unknown = unknown_sizes(layout)
-    notes = [*simultaneous_starts(layout), *(f"the size of {who} is not known: {why}" for who, why in unknown.items())]
-    if args.json:
-        gpus = {number: [asdict(one) for one in occupants] for number, occupants in layout.items()}
-        document = {"model": source, "shape": asdict(shape), "trainer": trace, "estimate": asdict(found), "gpus": gpus}
-        print(json.dumps(document | {"problems": problems, "notes": notes}, indent=2))
-    else:
-        print("\n".join(_lines(recipe, shape, source, trace, found)))
-        if layout:
-            print(f"GPUs of {gib:g} GiB as [local.gpus] gives them (computed, not measured):")
-            fits = "what is known fits" if unknown else "everything fits"
-            ends = [f"does not fit: {sentence}" for sentence in problems] or [fits]
-            print("\n".join([*layout_lines(layout, cards), *(f"note: {note}" for note in notes), *ends]))
-    return EXIT_FAILED if problems else 0
-
-
-def _starting_shape(size: str | None, recipe: Recipe) -> tuple[ModelShape, str]:
-    """Return the sizes of the starting model, and where they were found, without downloading it.
-
-    Raises:
-        ConfigError: they are not known, or the recipe recomputes more layers than it has; says what to do.
-    """
-    if size is not None:
-        shape, source = known_shape(size), f"the table of known models ({size})"
-        if shape is None:
-            raise ConfigError(f"--model {size!r} is not known; known are {', '.join(SHAPES)}")
-    else:
-        try:
-            shape, source = shape_in_recipe(recipe.model.path, recipe, ask_hub=shape_on_hub)
-        except ConfigError as error:
-            raise ConfigError(f"{error}; name a size instead, such as --model 7b") from None
+    shape, gpu_bytes = shape_of(recipe.model.path), round(gib * GIB)
     if (wanted := recipe.trainer.gradient_checkpointing) > shape.num_layers:  # the trainer would refuse it
         raise ConfigError(
             f"trainer.gradient_checkpointing = {wanted}, and the model has {shape.num_layers} layers; "
             "set it to that number at most, or to true"
         )
-    return shape, source
+    found, trace = estimate(recipe, shape), _trace(recipe, shape)
+    layout = gpu_layout(recipe, shape_of, trainer_peak_bytes=trace["peak_bytes"])
+    problems = list(misfits(layout, gpu_bytes))
+    if args.json:
+        gpus = {number: [asdict(one) for one in occupants] for number, occupants in layout.items()}
+        document = {"shape": asdict(shape), "trainer": trace, "estimate": asdict(found), "gpus": gpus}
+        print(json.dumps(document | {"problems": problems}, indent=2))
+    else:
+        print("\n".join(_lines(recipe, shape, trace, found)))
+        if layout:
+            print(f"GPUs of {gib:g} GiB as [local.gpus] gives them (computed, not measured):")
+            ends = [f"does not fit: {sentence}" for sentence in problems] or ["everything fits"]
+            print("\n".join([*layout_lines(layout, gpu_bytes), *ends]))
+    return EXIT_FAILED if problems else 0
+
+
+def _shape_in(recipe: Recipe, path: str) -> ModelShape:
+    """Return the sizes of the model that is, or will be, in a folder that the recipe names, without downloading it.
+
+    Raises:
+        ConfigError: it is neither here nor on the hub, or the hub cannot be asked.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return shape_of_folder(folder)
+    if recipe.model.warm_start is not None and path == recipe.model.path:
+        return shape_of_warm_start()
+    item = next((item for item in recipe.prepare if item.path == path), None)
+    if item is None or item.hub is None:
+        raise ConfigError(f"{folder} is not here, and the recipe names no model of the hub for it; set model.path")
+    return shape_on_hub(item.hub, item.revision)
 
 
 def _trace(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
@@ -123,11 +96,11 @@ def _trace(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
         return json.loads(run_program("tba_trainer.memory_trace", words))
 
 
-def _lines(recipe: Recipe, shape: ModelShape, source: str, trace: Mapping[str, Any], found: Estimate) -> Iterator[str]:
+def _lines(recipe: Recipe, shape: ModelShape, trace: Mapping[str, Any], found: Estimate) -> Iterator[str]:
     parts, layers = trace["bytes"], " and ".join(map(str, trace["layers_traced"]))
     searcher, section = recipe.searcher, recipe.trainer
     yield (
-        f"{shape.num_params / 1e9:.3g}B parameters from {source}; {section.num_processes} trainer process(es), "
+        f"{shape.num_params / 1e9:.3g}B parameters; {section.num_processes} trainer process(es), "
         f"{searcher.num_searchers} searcher(s)"
     )
     how = f"traced on fake tensors with {layers} of {shape.num_layers} layers, every rollout at its longest"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -91,7 +92,16 @@ class Target:
         url = self.url(service)
         if url is None:
             return UnavailableError(f"the address of the {service} service is not known before `tba run` chooses it")
-        return get(url, path, token=token, ca_file=self.recipe.tls.ca_file)
+        ca_file = self.recipe.tls.ca_file
+        try:
+            client = ServiceClient(url, token=token, retry_s=0.0, timeout_s=CALL_TIMEOUT_S, ca_file=ca_file)
+        except ConfigError as error:
+            return TlsError(str(error))
+        with closing(client):
+            try:
+                return client.ask(path)
+            except ServiceError as error:
+                return error
 
     def read(self, service: Literal["buffer", "reward"], path: str, reply: type[M], *, token: str | None) -> M | None:
         """Return the parsed answer to a GET; None: there is none, or it is not what this release expects."""
@@ -102,20 +112,6 @@ class Target:
             return parse_reply(answer, reply)
         except BadReplyError:
             return None
-
-
-def get(url: str, path: str, *, token: str | None = None, ca_file: str | None = None) -> Reply | ServiceError:
-    """GET a path of a server once; return the answer, or the reason why there is none."""
-    try:
-        client = ServiceClient(url, token=token, retry_s=0.0, timeout_s=CALL_TIMEOUT_S, ca_file=ca_file)
-    except ConfigError as error:
-        return TlsError(str(error))
-    try:
-        return client.ask(path)
-    except ServiceError as error:
-        return error
-    finally:
-        client.close()
 
 
 def target_of(recipe: Recipe, *, service: str | None, num_gpus: int | None = None) -> Target:

@@ -1,4 +1,4 @@
-"""Memory and disk that a run needs beside its GPUs, and what the trainer holds between two steps.
+"""Memory and disk that a run needs beside its GPUs.
 
 The step itself is traced (`tba_trainer.memory_trace`). docs/recipes.md says where each formula comes from.
 """
@@ -43,7 +43,8 @@ class Estimate:
 def estimate(recipe: Recipe, shape: ModelShape) -> Estimate:
     """Return the needs of a run of this recipe with a model of this shape."""
     section, searcher, b = recipe.trainer, recipe.searcher, DTYPE_BYTES[recipe.model.dtype]
-    start_bytes, trained = shape.num_params * b, num_trained(recipe, shape)
+    start_bytes = shape.num_params * b
+    trained = shape.num_params if recipe.model.lora is None else math.ceil(LORA_SHARE * shape.num_params)
     version_bytes = start_bytes if recipe.model.lora is None else F32 * trained
     checkpoint_bytes = 3 * F32 * trained
     longest = searcher.max_prompt_tokens + searcher.max_response_tokens
@@ -63,18 +64,3 @@ def estimate(recipe: Recipe, shape: ModelShape) -> Estimate:
         checkpoint_bytes=checkpoint_bytes,
         store_bytes=start_bytes + num_versions * version_bytes + (section.keep_checkpoints + 2) * checkpoint_bytes,
     )
-
-
-def num_trained(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the number of parameters that are trained: all, or those of the adapters."""
-    return shape.num_params if recipe.model.lora is None else math.ceil(LORA_SHARE * shape.num_params)
-
-
-def trainer_state_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Return what each trainer process holds for certain: weights, gradients, and two moments in float32."""
-    section = recipe.trainer
-    if section.num_processes > 1 and section.sharding.cpu_offload:
-        return 0
-    frozen = 0 if recipe.model.lora is None else shape.num_params
-    whole = 4 * F32 * num_trained(recipe, shape) + F32 * frozen
-    return whole * section.sharding.replicas // section.num_processes if section.num_processes > 1 else whole

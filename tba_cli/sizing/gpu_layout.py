@@ -1,4 +1,4 @@
-"""Lay the models of a run out on its GPUs, in the order in which they are loaded.
+"""Lay the models of a run out on its GPUs, in the order in which they are loaded, and check that they fit.
 
     reward models and judges -> trainer -> searchers: the starting model, then the engine
 
@@ -6,25 +6,28 @@ vLLM takes `gpu_memory_share` of the *total* memory of a GPU, and does not start
 (`request_memory` in vllm/v1/worker/utils.py). It measures the free memory after whatever the same process has loaded
 before, so that the starting model is outside its share.
 
-Shares and weights are certain, and the trainer's peak is traced. Activations and caches of the others are estimates.
+Shares are certain, and the trainer's peak is traced. Activations and caches of the others are estimates. Everybody is
+counted at the most that it holds: what fits at the first start also fits when a process is started again.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from tba.config import Recipe
 from tba.config.reward import ModelScorerSpec, RedteamSpec, RewardModelSpec
 from tba.config.searcher import ENGINES, check_tensor_parallel
 from tba.errors import ConfigError
-from tba_cli.sizing.estimate import DTYPE_BYTES, F32, trainer_state_bytes
+from tba_cli.sizing.estimate import DTYPE_BYTES, F32
 from tba_cli.sizing.model_shape import ModelShape
 
 GIB = 2**30
+CARD_GIB = 79.0
+"""What an 80 GB card has: its driver and torch count a little more than 79 GiB."""
 PROCESS_BYTES = 1 * GIB
 """CUDA's context, kernels and NCCL, for each process on a GPU: measured 0.74 GiB on an H200 without NCCL."""
 USABLE_SHARE = 0.9
@@ -37,107 +40,72 @@ START_LOGITS_BYTES = 128 * 2**20
 """It works on logits in chunks of this (`LOGITS_BYTES` there)."""
 NO_GPU_ENGINES = ("simulated", "openai")
 """A searcher with one of them has no model on a GPU but, perhaps, the starting model."""
-SHARE_KEY = "searcher.vllm.gpu_memory_share"
-SERVICES = frozenset({"reward", "trainer", "searcher"})
 ShapeOf = Callable[[str], ModelShape]
 """Returns the sizes of the model in a folder that the recipe names, or raises ConfigError."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Occupant:
     """A model on a GPU."""
 
     who: str
-    fixed_bytes: int = 0
-    """Certain: weights, of the trainer gradients and moments too."""
-    peak_bytes: int = 0
+    peak_bytes: int
     """The most that it holds; of vLLM: the least that it needs, with room for one rollout."""
     share: float | None = None
     """Of the GPU's total memory, which vLLM takes."""
-    keeps_share: bool = True
-    """False with a size of its own for keys and values: vLLM then asks for the share only at its start."""
-    share_key: str = ""
-    """The setting of this share."""
-    unknown: str = ""
-    """Why its sizes are unknown; it is then counted as nothing."""
-    service: str = ""
-    """Whose processes start at the same time."""
 
-    def bytes_on(self, total_bytes: int, *, certain: bool = False) -> int:
-        """Return what it takes of a GPU with this much memory; `certain`: the share or the weights alone."""
-        if self.share is None:
-            return self.fixed_bytes if certain else self.peak_bytes
-        share_bytes = math.ceil(self.share * total_bytes)
-        return share_bytes if certain else max(share_bytes, self.peak_bytes)
+    def bytes_on(self, total_bytes: int) -> int:
+        """Return what it takes of a GPU with this much memory."""
+        return max(self.peak_bytes, math.ceil((self.share or 0.0) * total_bytes))
 
 
 Layout = Mapping[int, tuple[Occupant, ...]]
 """Number of the GPU -> who is on it, in the order of start."""
 
 
-def gpu_layout(
-    recipe: Recipe,
-    shape_of: ShapeOf,
-    *,
-    services: Collection[str] = SERVICES,
-    is_container: bool = False,
-    trainer_peak_bytes: int = 0,
-) -> Layout:
+def gpu_layout(recipe: Recipe, shape_of: ShapeOf, *, trainer_peak_bytes: int) -> Layout:
     """Return who is on which GPU, in the order of start; empty where the recipe asks for no GPU.
 
     Args:
-        services: those that are counted.
-        is_container: each of them has a container of its own, with its own GPUs: `[local.gpus]` is not read, and a
-            searcher is alone.
-        trainer_peak_bytes: of each process, as traced; 0: it was not traced, and what it holds for certain counts.
+        trainer_peak_bytes: of each process, as traced.
 
     Raises:
-        ConfigError: a device has a number for which `local.gpus` names no GPU, or is no device.
+        ConfigError: a device has a number for which `local.gpus` names no GPU, or is no device; or the sizes of a
+            model are not known.
     """
-    if not asks_for_gpus(recipe):
+    scorers = _model_processes(recipe)
+    devices = [recipe.trainer.device, recipe.searcher.device, *(spec.device for spec in scorers.values())]
+    # a scorer's `auto` alone asks for none
+    if not any(device.startswith("cuda") for device in devices) and not named_gpus(recipe):
         return {}
     gpus = recipe.local.gpus
     found: dict[int, list[Occupant]] = {}
 
-    def put(service: str, key: str, device: str, visible: Sequence[int] | None, own: Iterator[Occupant]) -> None:
-        number = _number(key, device, None if is_container else visible)
+    def put(key: str, device: str, visible: Sequence[int] | None, own: Iterator[Occupant]) -> None:
+        number = _number(key, device, visible)
         if number is not None:
-            found.setdefault(number, []).extend(replace(one, service=service) for one in own)
+            found.setdefault(number, []).extend(own)
 
-    if "reward" in services:
-        for key, spec in _model_processes(recipe).items():
-            put("reward", f"{key}.device", spec.device, gpus.reward, _models_of(spec, shape_of))
-    if "trainer" in services:
-        num, device = recipe.trainer.num_processes, recipe.trainer.device
-        for rank in range(num):
-            own = f"{device}:{rank}" if num > 1 else device
-            put("trainer", "trainer.device", own, gpus.trainer, _trainer(recipe, shape_of, trainer_peak_bytes))
-    if "searcher" in services:
-        for index in range(1 if is_container else recipe.searcher.num_searchers):
-            visible = None if gpus.searchers is None else gpus.searchers[index % len(gpus.searchers)]
-            num_ranks, device = recipe.searcher.tensor_parallel_size, recipe.searcher.device
-            for rank in range(num_ranks):
-                own = f"{device}:{rank}" if num_ranks > 1 and device == "cuda" else device
-                put("searcher", "searcher.device", own, visible, _searcher(recipe, shape_of, rank))
+    for key, spec in scorers.items():
+        put(f"{key}.device", spec.device, gpus.reward, _models_of(spec, shape_of))
+    num, device = recipe.trainer.num_processes, recipe.trainer.device
+    who = "trainer" if num == 1 else f"trainer, one of {num}"
+    trainer = Occupant(who, math.ceil(trainer_peak_bytes / USABLE_SHARE))
+    for rank in range(num):
+        put("trainer.device", f"{device}:{rank}" if num > 1 else device, gpus.trainer, iter([trainer]))
+    num_ranks, device = recipe.searcher.tensor_parallel_size, recipe.searcher.device
+    for index in range(recipe.searcher.num_searchers):
+        visible = None if gpus.searchers is None else gpus.searchers[index % len(gpus.searchers)]
+        for rank in range(num_ranks):
+            own = f"{device}:{rank}" if num_ranks > 1 and device == "cuda" else device
+            put("searcher.device", own, visible, _searcher(recipe, shape_of, rank))
     return {number: tuple(occupants) for number, occupants in sorted(found.items()) if occupants}
-
-
-def unknown_sizes(layout: Layout) -> dict[str, str]:
-    """Return the models whose sizes are not known, with the reason; they are counted as nothing but vLLM's share."""
-    return {one.who: one.unknown for occupants in layout.values() for one in occupants if one.unknown}
 
 
 def named_gpus(recipe: Recipe) -> set[int]:
     """Return the numbers of the GPUs in `[local.gpus]`."""
     gpus = recipe.local.gpus
     return {*(gpus.reward or ()), *(gpus.trainer or ()), *(number for own in gpus.searchers or () for number in own)}
-
-
-def asks_for_gpus(recipe: Recipe) -> bool:
-    """Return whether the recipe names a CUDA device or `[local.gpus]`; a scorer's `auto` alone asks for none."""
-    devices = [recipe.trainer.device, recipe.searcher.device]
-    devices += [spec.device for spec in _model_processes(recipe).values()]
-    return any(device.startswith("cuda") for device in devices) or bool(named_gpus(recipe))
 
 
 def _number(key: str, device: str, visible: Sequence[int] | None) -> int | None:
@@ -182,26 +150,19 @@ def _model_processes(recipe: Recipe) -> dict[str, ModelScorerSpec]:
 
 def _models_of(spec: ModelScorerSpec, shape_of: ShapeOf) -> Iterator[Occupant]:
     """Yield the models of a scorer's process, in the order in which it loads them."""
-    yield Occupant(who="CUDA context of a scorer", peak_bytes=PROCESS_BYTES)
+    yield Occupant("CUDA context of a scorer", PROCESS_BYTES)
+    models: dict[str, str] = {}
     if isinstance(spec, RewardModelSpec):
-        yield _reader("reward model", spec.model, spec, shape_of)
+        models = {"reward model": spec.model}
     elif isinstance(spec, RedteamSpec):
-        yield _reader("victim", spec.victim, spec, shape_of, writes=True)
-        yield _reader("judge", spec.classifier, spec, shape_of)
-
-
-def _reader(what: str, path: str, spec: ModelScorerSpec, shape_of: ShapeOf, *, writes: bool = False) -> Occupant:
-    """Return a model of a scorer that transformers runs; one that `writes` has keys and values too."""
-    who = f"{what} {PurePath(path).name}"
-    try:
+        models = {"victim": spec.victim, "judge": spec.classifier}
+    b = DTYPE_BYTES.get(spec.dtype, F32)  # `auto` is the dtype of the files: the largest
+    for what, path in models.items():
         shape = shape_of(path)
-    except ConfigError as error:
-        return Occupant(who=who, unknown=str(error))
-    b = DTYPE_BYTES.get(spec.dtype, F32)  # `auto` is the dtype of the files, which are not here: the largest
-    weights, work = b * shape.num_params, _pass_bytes(shape, spec.batch_tokens, b)
-    if writes:
-        work += b * shape.kv_values_per_token * spec.batch_tokens
-    return Occupant(who=who, fixed_bytes=weights, peak_bytes=weights + work)
+        num_bytes = b * shape.num_params + _pass_bytes(shape, spec.batch_tokens, b)
+        if what == "victim":  # it writes, so it has keys and values too
+            num_bytes += b * shape.kv_values_per_token * spec.batch_tokens
+        yield Occupant(f"{what} {PurePath(path).name}", num_bytes)
 
 
 def _pass_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
@@ -209,48 +170,27 @@ def _pass_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
     return num_tokens * dtype_bytes * (8 * shape.hidden_size + 3 * shape.inner_size)
 
 
-def _trainer(recipe: Recipe, shape_of: ShapeOf, peak_bytes: int) -> Iterator[Occupant]:
-    num = recipe.trainer.num_processes
-    who = "trainer" if num == 1 else f"trainer, one of {num}"
-    try:
-        state = trainer_state_bytes(recipe, shape_of(recipe.model.path))
-    except ConfigError as error:
-        yield Occupant(who=who, peak_bytes=PROCESS_BYTES, unknown=str(error))
-        return
-    yield Occupant(who=who, fixed_bytes=state, peak_bytes=math.ceil(peak_bytes / USABLE_SHARE) or state + PROCESS_BYTES)
-
-
 def _searcher(recipe: Recipe, shape_of: ShapeOf, rank: int) -> Iterator[Occupant]:
     """Yield the starting model, where a searcher holds it, and the engine; on the GPU of one rank of vLLM.
 
     Raises:
-        ConfigError: the ranks cannot share the model (`check_tensor_parallel`).
+        ConfigError: the ranks cannot share the model (`check_tensor_parallel`), or the engine is of one's own.
     """
     section, num_ranks = recipe.searcher, recipe.searcher.tensor_parallel_size
     # the searcher's own process is on the first GPU, and every rank is a process too
     holds_start = recipe.searchers_hold_start and rank == 0
     if section.engine in NO_GPU_ENGINES and not holds_start:
         return
-    own = "starting model of a searcher" if holds_start else "CUDA context of a searcher"
-    engine = "vLLM of a searcher" if section.engine == "vllm" else f"{section.engine} engine of a searcher"
-    if num_ranks > 1:
-        engine = f"{engine}, one of {num_ranks} ranks"
     if section.engine not in ENGINES:
-        yield Occupant(who=engine, peak_bytes=PROCESS_BYTES, unknown="it is an engine of your own")
-        return
-    share = section.vllm.gpu_memory_share if section.engine == "vllm" else None  # it is taken whatever the model
-    try:
-        shape = shape_of(recipe.model.path)
-    except ConfigError as error:
-        yield Occupant(who="CUDA context of a searcher", peak_bytes=PROCESS_BYTES)
-        yield Occupant(who=engine, share=share, share_key=SHARE_KEY, unknown=str(error))
-        return
-    b = DTYPE_BYTES[recipe.model.dtype]
-    weights, work = b * shape.num_params, 0
+        raise ConfigError(f"the memory of searcher.engine {section.engine!r} is not known: it is an engine of your own")
+    shape, b = shape_of(recipe.model.path), DTYPE_BYTES[recipe.model.dtype]
+    weights = b * shape.num_params
+    processes = (2 if num_ranks > 1 and rank == 0 else 1) * PROCESS_BYTES
     if holds_start:
-        work = weights + START_LOGITS_BYTES + _pass_bytes(shape, START_PASS_TOKENS, b)
-    num_processes = 2 if num_ranks > 1 and rank == 0 else 1
-    yield Occupant(who=own, fixed_bytes=weights if holds_start else 0, peak_bytes=num_processes * PROCESS_BYTES + work)
+        work = START_LOGITS_BYTES + _pass_bytes(shape, START_PASS_TOKENS, b)
+        yield Occupant("starting model of a searcher", processes + weights + work)
+    else:
+        yield Occupant("CUDA context of a searcher", processes)
     if section.engine in NO_GPU_ENGINES:
         return
     if num_ranks > 1:
@@ -261,14 +201,50 @@ def _searcher(recipe: Recipe, shape_of: ShapeOf, rank: int) -> Iterator[Occupant
     value_bytes = 1 if section.engine == "vllm" and section.vllm.kv_cache_dtype != "auto" else b
     one = value_bytes * kv_values * (section.max_prompt_tokens + section.max_response_tokens)
     if section.engine == "embedded":
-        yield Occupant(who=engine, fixed_bytes=weights, peak_bytes=weights + section.num_slots * one)
+        yield Occupant("embedded engine of a searcher", weights + section.num_slots * one)
         return
-    cache = section.vllm.kv_cache_bytes
-    yield Occupant(
-        who=engine,
-        fixed_bytes=weights,
-        peak_bytes=VLLM_BYTES + weights + (one if cache is None else cache),
-        share=share,
-        share_key=SHARE_KEY,
-        keeps_share=cache is None,
-    )
+    who = "vLLM of a searcher" if num_ranks == 1 else f"vLLM of a searcher, one of {num_ranks} ranks"
+    yield Occupant(who, VLLM_BYTES + weights + (section.vllm.kv_cache_bytes or one), section.vllm.gpu_memory_share)
+
+
+def misfits(layout: Layout, gpu_bytes: int) -> Iterator[str]:
+    """Yield a sentence for each group of GPUs whose occupants need more memory than a GPU has."""
+    for occupants, numbers in _alike(layout).items():
+        if (need := sum(one.bytes_on(gpu_bytes) for one in occupants)) > gpu_bytes:
+            yield (
+                f"GPU {_numbers(numbers)}: {' and '.join(one.who for one in occupants)} need {_gib(need)} of "
+                f"{_gib(gpu_bytes)} GiB; lower searcher.vllm.gpu_memory_share or trainer.micro_batch_tokens, set "
+                "trainer.gradient_checkpointing, raise trainer.num_processes, train an adapter ([model.lora]), or use "
+                "more GPUs (local.gpus)"
+            )
+
+
+def layout_lines(layout: Layout, gpu_bytes: int) -> Iterator[str]:
+    """Yield the layout as a table; GPUs with the same occupants share its lines."""
+    yield f"  {'GPU':<10} {'in the order of start':<48} {'GiB':>6} {'share':>6} {'left':>6}"
+    for occupants, numbers in _alike(layout).items():
+        name, free = _numbers(numbers), gpu_bytes
+        for one in occupants:
+            need = one.bytes_on(gpu_bytes)
+            free -= need
+            share = "" if one.share is None else f"{one.share:g}"
+            yield f"  {name:<10} {one.who:<48} {_gib(need):>6} {share:>6} {_gib(free):>6}"
+            name = ""
+
+
+def _alike(layout: Layout) -> dict[tuple[Occupant, ...], list[int]]:
+    found: dict[tuple[Occupant, ...], list[int]] = {}
+    for number, occupants in layout.items():
+        found.setdefault(occupants, []).append(number)
+    return found
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Return the numbers of GPUs, in rising order, as `0 to 3` or `1, 3`."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"

@@ -1,12 +1,11 @@
 """Check this machine.
 
-GPUs: whether the recipe needs any, whether torch can use them, and whether the model fits.
+GPUs: whether the recipe needs any, and whether torch can use them.
 Disks and shared memory: whether there is room.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -14,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,7 @@ from tba.config import Recipe
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
-from tba_cli.sizing import (
-    GIB,
-    Card,
-    ShapeOf,
-    gpu_layout,
-    misfits,
-    named_gpus,
-    shape_in_recipe,
-    simultaneous_starts,
-    unknown_sizes,
-)
+from tba_cli.sizing.gpu_layout import GIB, named_gpus
 
 MIN_FREE_BYTES = 1 * GIB
 MIN_SHM_BYTES = 1 * GIB
@@ -70,7 +59,7 @@ def check_devices(recipe: Recipe) -> None:
     """Check before anything starts that this machine has the devices of the recipe.
 
     Raises:
-        ConfigError: it lacks one, has fewer GPUs than `local.gpus` names, or the models that share a GPU cannot fit.
+        ConfigError: it lacks one, or has fewer GPUs than `local.gpus` names.
     """
     # the import of torch takes seconds: a recipe for the CPU alone must not wait for it
     asked = {key: device for key, device in devices_of(recipe).items() if device != "cpu"}
@@ -86,10 +75,6 @@ def check_devices(recipe: Recipe) -> None:
             raise ConfigError(f"{key} {device!r} cannot be used: {refused}; {fix}")
     if (sentence := _too_few_gpus(recipe, len(answer["gpus"]))) is not None:
         raise ConfigError(f"{sentence}; correct local.gpus")
-    # an estimate is no reason to refuse a run: weights and vLLM's shares are none
-    layout = gpu_layout(recipe, _shape_of(recipe))
-    for sentence in misfits(layout, _cards(answer), certain=True):
-        raise ConfigError(f"{sentence}; `tba sizing RECIPE` shows who is on which GPU")
 
 
 def _too_few_gpus(recipe: Recipe, num_gpus: int) -> str | None:
@@ -99,59 +84,43 @@ def _too_few_gpus(recipe: Recipe, num_gpus: int) -> str | None:
     return f"local.gpus names GPU {highest}, and this machine has {num_gpus} (the first is 0)"
 
 
-def _cards(answer: Mapping[str, Any]) -> dict[int, Card]:
-    return {i: Card(total_bytes=total, free_bytes=free) for i, (_, free, total) in enumerate(answer["gpus"])}
-
-
 def check_gpu(target: Target) -> Iterator[CheckResult]:
     """Compare the GPUs of this machine with what the recipe asks for."""
     recipe = target.recipe
     devices = {"trainer": recipe.trainer.device, "searcher": recipe.searcher.device}
     users = sorted(name for name, device in devices.items() if name in target.services and device != "cpu")
-    if importlib.util.find_spec("torch") is None:
-        if {"trainer", "searcher"} & target.services:
-            yield fail("gpu", "torch is not installed here", "install tba-trainer or tba-searcher, or its image")
-        else:
-            yield skip("gpu", f"torch is not installed here, and {', '.join(sorted(target.services))} needs no GPU")
-        return
-    answer = _ask_torch()
+    answer = _ask_torch() if importlib.util.find_spec("torch") else "it is not installed here"
     if isinstance(answer, str):
-        yield fail("gpu", f"torch cannot be imported: {answer}", "install it again; the message says what failed")
+        if target.services & devices.keys():
+            yield fail(
+                "gpu", f"torch cannot be imported: {answer}", "install tba-trainer or tba-searcher, or its image"
+            )
+        else:
+            yield skip("gpu", f"{', '.join(sorted(target.services))} needs no GPU; torch cannot be imported: {answer}")
         return
     # torch may count GPUs that this CUDA build cannot use
     gpus = answer["gpus"] if answer["usable"] else []
-    names = ", ".join(f"{name} ({free / 2**30:.0f} of {total / 2**30:.0f} GiB free)" for name, free, total in gpus)
-    if not users:
-        asked = "the recipe asks for none; " if target.has_recipe else ""
-        yield ok("gpu", f"{asked}{len(gpus)} usable{f': {names}' if names else ''}")
-        if not target.has_recipe:
-            yield from _count(target, len(gpus))
-        elif gpus:  # those of a reward service alone
-            yield from _memory(target, _cards(answer))
+    if users and not gpus:
+        text = f"{' and '.join(users)} want a GPU, but torch sees none; it is torch {answer['torch']}"
+        yield fail("gpu", text, _no_gpu(answer))
         return
-    if not gpus:
-        yield fail(
-            "gpu",
-            f"{' and '.join(users)} want a GPU, but torch sees none; it is torch {answer['torch']}",
-            _no_gpu(answer),
-        )
-        return
-    yield ok("gpu", f"{names}; torch {answer['torch']}, CUDA {answer['cuda']}")
-    yield from _count(target, len(gpus))
-    needed = {
-        "trainer": ("trainer.num_processes", recipe.trainer.num_processes),
-        "searcher": ("searcher.tensor_parallel_size", recipe.searcher.tensor_parallel_size),
-    }
-    for name, (key, num_needed) in needed.items():
-        if name in users and num_needed > len(gpus):
+    names = ", ".join(f"{name} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)" for name, free, total in gpus)
+    asked = "the recipe asks for none; " if target.has_recipe and not users else ""
+    yield ok("gpu", f"{asked}{len(gpus)} usable{f': {names}' if names else ''}")
+    if users or not target.has_recipe:
+        yield from _count(target, len(gpus))
+    for name, key, num in (
+        ("trainer", "trainer.num_processes", recipe.trainer.num_processes),
+        ("searcher", "searcher.tensor_parallel_size", recipe.searcher.tensor_parallel_size),
+    ):
+        if name in users and num > len(gpus):
             yield fail(
                 "gpu-count",
-                f"{key} is {num_needed}, and {len(gpus)} GPU(s) are seen here",
+                f"{key} is {num}, and {len(gpus)} GPU(s) are seen here",
                 f"give the {name} more GPUs (compose: device_ids, chart: {name}.gpu.count), or lower {key}",
             )
-    if target.is_local and (sentence := _too_few_gpus(recipe, len(gpus))) is not None:
+    if users and target.is_local and (sentence := _too_few_gpus(recipe, len(gpus))) is not None:
         yield fail("gpu-count", sentence, "correct local.gpus")
-    yield from _memory(target, _cards(answer))
 
 
 def _count(target: Target, num_gpus: int) -> Iterator[CheckResult]:
@@ -163,34 +132,6 @@ def _count(target: Target, num_gpus: int) -> Iterator[CheckResult]:
             "same ones",
             "give each container its own (compose: device_ids, one each; chart: gpu.count)",
         )
-
-
-def _memory(target: Target, cards: Mapping[int, Card]) -> Iterator[CheckResult]:
-    """Compare each GPU with what the models of the recipe take there, in the order in which they are loaded.
-
-    It warns where they do not fit beside what is there now: during a run that is the run itself. It fails where they
-    would not fit on an empty GPU.
-    """
-    recipe, is_container = target.recipe, not target.is_local
-    layout = gpu_layout(recipe, _shape_of(recipe), services=target.services, is_container=is_container)
-    unknown, seen = unknown_sizes(layout), sorted(layout.keys() & cards.keys())
-    for who, why in unknown.items():
-        yield skip("gpu-memory", f"the size of {who} is not known: {why}")
-    empty = {number: Card.empty(card.total_bytes) for number, card in cards.items()}
-    if never := list(misfits(layout, empty, certain=True)):
-        found, level = never, fail
-    else:
-        found, level = [*misfits(layout, cards), *simultaneous_starts(layout)], warn
-    for sentence in found:
-        what, _, fix = sentence.rpartition("; ")
-        yield level("gpu-memory", what, f"{fix} (`tba sizing RECIPE` shows who is on which GPU)")
-    if seen and not found and not unknown:
-        yield ok("gpu-memory", f"what the recipe puts on GPU {', '.join(map(str, seen))} fits there, as computed")
-
-
-def _shape_of(recipe: Recipe) -> ShapeOf:
-    # the hub is not asked: a machine without a network must not wait for it
-    return functools.cache(lambda path: shape_in_recipe(path, recipe)[0])
 
 
 def _no_gpu(answer: dict[str, Any]) -> str:

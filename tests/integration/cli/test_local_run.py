@@ -440,7 +440,7 @@ def test_sizing_needs_the_config_of_the_hub_alone(place, hub):
     assert "num_params=132416" in found
     assert hub.downloads == ["config.json"]
     done = place.tba(*words, **hub_environ(place, NOBODY, home="other"))
-    assert (done.returncode, "name a size instead, such as --model 7b" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "this needs a network: fetch it first" in done.stderr) == (2, True), done.stderr
 
 
 def test_without_a_network_a_model_of_the_hub_is_one_sentence(place, hub):

@@ -206,16 +206,11 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, int, int]]
     monkeypatch.setattr("tba_cli.doctor.checks.machine._ask_torch", lambda: answer)
 
 
-def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model_folder(tmp_path / "models" / "m")
-    config = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
-    (model / "config.json").write_text(json.dumps(config))
-    trainer = {"device": "cuda", "num_processes": 2}
-    recipe = deployment.recipe(model={"path": str(model)}, trainer=trainer)
+def test_too_few_gpus(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = deployment.recipe(trainer={"device": "cuda", "num_processes": 2})
     fake_torch(monkeypatch, [("small", 1, 2**30)])
     found = list(check_gpu(target_of(recipe, service="trainer")))
     assert_finding(one(found, "gpu-count"), "fail", "trainer.num_processes is 2, and 1 GPU(s) are seen here")
-    assert_finding(one(found, "gpu-memory"), "warn", "GPU 0: trainer, one of 2 needs 1.0 GiB, and finds 0.0 free")
     fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)] * 2)
     assert {result.level for result in check_gpu(target_of(recipe, service="trainer"))} == {"ok"}
     found = list(check_gpu(target_of(recipe, service="trainer", num_gpus=1)))

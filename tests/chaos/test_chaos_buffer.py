@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tba.errors import UnavailableError
 from tba.wire import decode_rollout
 from tests.support.buffer import BufferProcess, Stack, make_payloads, start_buffer, write_recipe
-from tests.support.chaos import RECOVERY_S, Trial, in_campaigns
+from tests.support.chaos import RECOVERY_S, Trial
 from tests.support.redis_process import free_port
 
 Counts = list[Counter[str]]
@@ -35,19 +37,7 @@ def freeze(stack: Stack, rng: random.Random) -> None:
     stack.buffer.process.send_signal(signal.SIGCONT)
 
 
-def test_kill_9_of_the_buffer(start: Start, seed: int, count: Counts) -> None:
-    stack = start()
-    count.append(Trial(stack, seed).run(kill))
-
-
-@in_campaigns
-def test_kill_9_of_the_buffer_while_it_evicts(start: Start, seed: int, count: Counts) -> None:
-    stack = start(buffer=EVICTING)
-    counts = Trial(stack, seed).run(kill)
-    assert counts["evicted"] > 0
-    count.append(counts)
-
-
+@pytest.mark.nightly
 def test_sigstop_of_the_buffer_while_it_evicts(start: Start, seed: int, count: Counts) -> None:
     stack = start(buffer=EVICTING)
     counts = Trial(stack, seed).run(freeze)
@@ -64,6 +54,7 @@ def test_kill_9_of_the_buffer_while_it_writes_bases(start: Start, seed: int, cou
     count.append(counts)
 
 
+@pytest.mark.nightly
 def test_a_frozen_owner_that_wakes_beside_its_successor(tmp_path: Path, start: Start, seed: int, count: Counts) -> None:
     """The owner is frozen under load, in the middle of evicting; a successor takes the run and evicts as well; the old
     owner wakes, is refused, and changes nothing of what is stored."""

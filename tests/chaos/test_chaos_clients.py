@@ -48,6 +48,7 @@ def half_bodies(stack: Stack, rng: random.Random) -> None:
         sock.close()
 
 
+@pytest.mark.nightly
 def test_clients_that_stop_half_way_through_a_body(start: Start, seed: int, count: Counts) -> None:
     stack = start()
     counts = Trial(stack, seed).run(half_bodies)
@@ -55,6 +56,7 @@ def test_clients_that_stop_half_way_through_a_body(start: Start, seed: int, coun
     count.append(counts)
 
 
+@pytest.mark.nightly
 def test_the_same_ids_pushed_at_once_reordered_and_split(start: Start, seed: int, count: Counts) -> None:
     stack = start()
     client = stack.client

@@ -17,7 +17,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.support.buffer import Stack
-from tests.support.chaos import RECOVERY_S, Trial, in_campaigns, until_ready
+from tests.support.chaos import RECOVERY_S, Trial, until_ready
 from tests.support.waits import until
 
 Counts = list[Counter[str]]
@@ -47,12 +47,7 @@ def until_a_push_fails(trial: Trial) -> None:
     until("a push fails", lambda: sum(pusher.num_failures for pusher in trial.load) > 0)
 
 
-@in_campaigns
-def test_kill_9_of_redis(start: Start, seed: int, count: Counts) -> None:
-    stack = start()
-    count.append(Trial(stack, seed).run(kill))
-
-
+@pytest.mark.nightly
 def test_kill_9_of_redis_while_it_evicts_and_gets_bases(start: Start, seed: int, count: Counts) -> None:
     stack = start(buffer={"max_rollouts": 200, "max_log_events_since_checkpoint": 100})
     counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
@@ -73,16 +68,19 @@ def test_kill_9_of_redis_and_the_buffer(start: Start, seed: int, count: Counts) 
     count.append(Trial(stack, seed).run(both))
 
 
+@pytest.mark.nightly
 def test_sigstop_of_redis(start: Start, seed: int, count: Counts) -> None:
     stack = start()
     count.append(Trial(stack, seed).run(freeze))
 
 
+@pytest.mark.nightly
 def test_kill_9_of_redis_during_an_aof_rewrite(start: Start, seed: int, count: Counts) -> None:
     stack = start()
     count.append(Trial(stack, seed, num_tokens=2000).run(kill_during_rewrite))
 
 
+@pytest.mark.nightly
 def test_redis_refuses_writes_and_takes_them_again(start: Start, seed: int, count: Counts) -> None:
     """`maxmemory` below what is used: every write is answered with OOM."""
 
@@ -111,6 +109,7 @@ def slow_fsync(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+@pytest.mark.nightly
 def test_kill_9_of_redis_under_a_slow_fsync(start: Start, seed: int, count: Counts, slow_fsync: Path) -> None:
     stack = start(redis_environ={"LD_PRELOAD": str(slow_fsync)})
     before_s = time.monotonic()
@@ -130,6 +129,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.nightly
 def test_the_disk_under_the_aof_is_full(small_disk: Path, start: Start, seed: int, count: Counts) -> None:
     """With `appendfsync always` Redis ends itself when it cannot write; it starts again once there is room."""
 

@@ -70,7 +70,10 @@ def start_repaired(redis: RedisProcess) -> bool:
     return False
 
 
-@pytest.mark.parametrize("as_we_start_it", [True, False], ids=["started-by-us", "started-by-others"])
+@pytest.mark.parametrize(
+    "as_we_start_it",
+    [pytest.param(True, id="started-by-us"), pytest.param(False, id="started-by-others", marks=pytest.mark.nightly)],
+)
 def test_redis_is_ended_within_a_write(
     tmp_path: Path, seed: int, count: list[Counter[str]], as_we_start_it: bool
 ) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
@@ -35,8 +34,6 @@ NUM_PROMPTS = 6
 NUM_PUSHERS = 3
 MARK_EVERY = 3
 NUM_TRIALS = int(os.environ.get("CHAOS_TRIALS", "1"))
-in_campaigns = pytest.mark.skipif("CHAOS_TRIALS" not in os.environ, reason="other tests have its fault and more")
-"""Mark for tests with a fault that `make chaos-buffer` counts by itself."""
 RECOVERY_S = 180.0
 MOST_THAT_FILL = 1000
 """A buffer of so many rollouts is full before the fault."""

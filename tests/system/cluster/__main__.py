@@ -1,13 +1,11 @@
 """`make test-cluster`: the chart on a real Kubernetes, from helm install to nothing left.
 
     install (time to the first optimizer step) -> kill the pods of each kind -> scale 1, 4, 1 through the REST API
-    -> upgrade with changed values -> a trainer that hangs -> rollback -> helm test -> stop, result, ledger
+    -> upgrade with changed values -> rollback -> helm test -> stop, result, ledger
     -> uninstall, nothing is left -> installations that cannot work
 and in the middle of two runs side by side (midrun.py), with values of our own (own.py):
     searchers alone elsewhere -> another recipe -> what is refused -> rollback -> evictions, a drain -> reinstall on
-    kept claims -> kubectl apply --prune -> kubectl replace --force -> uninstall
-and with GPUs that are a mere number (scarce.py):
-    one too few -> an upgrade of the trainer -> uninstall, which loses no step
+    kept claims -> uninstall
 
 It takes helm and kubectl from PATH and the cluster of the current context; images come from a registry
 (TBA_CLUSTER_SETS="image.registry=..."), or are brought in by TBA_CLUSTER_LOAD (kube.py). TBA_CLUSTER_PATIENCE=3 gives
@@ -26,7 +24,7 @@ import time
 from pathlib import Path
 
 import tba
-from tests.system.cluster import faults, hung, midrun, scarce, stages
+from tests.system.cluster import faults, midrun, stages
 from tests.system.cluster.kube import LOAD, PREFIX, ClusterError, load, run, why_not
 from tests.system.cluster.release import CHART, Release
 
@@ -41,8 +39,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave a failed release in place, to look at it")
     parser.add_argument(
         "--only",
-        choices=["shipped", "own", "scarce"],
-        help="with the shipped values, with our own, or with too few GPUs",
+        choices=["shipped", "own"],
+        help="with the shipped values, or with our own",
     )
     args = parser.parse_args()
     if reason := why_not():
@@ -62,8 +60,6 @@ def main() -> int:
             everything(release, extra, report)
         if args.only in (None, "own"):
             midrun.everything(f"{release.namespace}-own", extra, report)
-        if args.only in (None, "scarce"):
-            scarce.everything(f"{release.namespace}-scarce", extra, report)
     except ClusterError as error:
         print(f"FAILED: {error}\n\n{release.why()}", file=sys.stderr, flush=True)
         return 1
@@ -87,7 +83,6 @@ def everything(release: Release, extra: list[str], report: stages.Report) -> Non
         report,
         values=HERE / "changed.yaml",
         observe=lambda: len(release.ready("reward")) == 2,
-        between=lambda: hung.trainer(release, report),
     )
     stages.helm_test(release, report)
     with report.stage("as many steps as the quickstart"):

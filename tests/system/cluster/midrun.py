@@ -15,8 +15,6 @@ from tests.system.cluster.kube import ClusterError, get, minutes, run, until
 from tests.system.cluster.release import CHART, Release
 from tests.system.cluster.stages import RECOVERY_DEADLINE_S, STEPS_AFTER_A_KILL, Report
 
-PRUNED = ("core/v1/ConfigMap", "core/v1/Service", "apps/v1/Deployment", "apps/v1/StatefulSet", "batch/v1/Job")
-
 
 def everything(namespace: str, sets: list[str], report: Report) -> None:
     """All of them, in two namespaces of their own."""
@@ -28,7 +26,7 @@ def everything(namespace: str, sets: list[str], report: Report) -> None:
             changed_recipes(Path(folder), alpha, beta, sets, report)
             moved_pods(alpha, beta, report)
             reinstall(alpha, report)
-            uninstall(alpha, beta, gitops(Path(folder), beta, sets, report), report)
+            uninstall(alpha, beta, report)
         except ClusterError as error:
             error = ClusterError(f"{error}\n\n{alpha.why()}\n\n{beta.why()}")
             with suppress(ClusterError):  # the first error says what is wrong
@@ -125,70 +123,11 @@ def reinstall(alpha: Release, report: Report) -> None:
         alpha.helm("install", "--timeout", minutes(5))
 
 
-def gitops(folder: Path, beta: Release, sets: list[str], report: Report) -> str:
-    """A tool that applies what the chart renders, and prunes: again and again, then with another recipe. Returns what
-    it applied last."""
-    with report.stage("kubectl apply --prune, twice") as found:
-        before, uids = beta.status(), uids_of(beta)
-        for _ in range(2):
-            apply(beta)
-        found |= until_it_continues(beta, before, is_restarted=False)
-        if uids_of(beta) != uids:
-            raise ClusterError("pods were replaced, and nothing had changed")
-    with restarted(beta, "... with another recipe", report):
-        apply(own.beta(folder, beta.namespace, sets, file="applied", sync_interval="6"))
-        jobs = get(beta.namespace, "jobs", "-l", f"app.kubernetes.io/instance={beta.name}")["items"]
-        until("the former trainer is pruned", lambda: len(jobs_of(beta, "trainer")) == 1, deadline_s=120)
-        if not jobs:
-            raise ClusterError("no Job is left")
-    return one_name(folder, beta, sets, report)
-
-
-def one_name(folder: Path, beta: Release, sets: list[str], report: Report) -> str:
-    """A tool that prunes nothing and replaces the Job of the trainer, of one name. Returns what it applied last."""
-    fixed = [*sets, "trainer.fixedJobName=true"]
-    with restarted(beta, "a Job of one name", report):
-        apply(own.beta(folder, beta.namespace, fixed, file="fixed", sync_interval="6"))
-        until("the former trainer is pruned", lambda: len(jobs_of(beta, "trainer")) == 1, deadline_s=120)
-    with restarted(beta, "... replaced, nothing is pruned", report):
-        changed = own.beta(folder, beta.namespace, fixed, file="replaced", sync_interval="7")
-        text, place = rendered(changed), ("-n", beta.namespace)
-        job, others = [], []
-        for document in text.split("\n---"):
-            (job if "sync-options: Force=true,Replace=true" in document else others).append(document)
-        run("kubectl", *place, "apply", "-f", "-", stdin="\n---".join(others))
-        run("kubectl", *place, "replace", "--force", "-f", "-", stdin=job[0])
-        if (names := jobs_of(beta, "trainer")) != ["lab-beta-of-the-company-trainer"]:
-            raise ClusterError(f"the trainer has the Jobs {names}")
-    return text
-
-
-def apply(release: Release) -> str:
-    """Apply the manifests of a release as a GitOps tool does, and return them."""
-    text = rendered(release)
-    kinds = [word for kind in PRUNED for word in ("--prune-allowlist", kind)]
-    run("kubectl", "-n", release.namespace, "apply", "--prune", *kinds, "-l",
-        f"app.kubernetes.io/instance={release.name}", "-f", "-", stdin=text)  # fmt: skip
-    return text
-
-
-def rendered(release: Release) -> str:
-    """Render a release as Argo CD does, which asks the cluster for its version alone: a Helm that looks there refuses
-    objects that it has not made itself."""
-    version = json.loads(run("kubectl", "version", "-o", "json").stdout)["serverVersion"]["gitVersion"]
-    return release.helm("template", "--kube-version", version, "--no-hooks")
-
-
-def uninstall(alpha: Release, beta: Release, applied: str, report: Report) -> None:
+def uninstall(alpha: Release, beta: Release, report: Report) -> None:
     """Nothing of either is left but the claims that alpha has."""
-    with report.stage("helm uninstall, kubectl delete") as found:
-        # first what was applied by the tool, which Helm knows nothing of, and of that the trainer, as the docs say;
-        # then Helm's own, of beta without the hook, whose account and script the tool has deleted
-        trainer = "app.kubernetes.io/instance=beta,app.kubernetes.io/component=trainer"
-        run("kubectl", "-n", beta.namespace, "delete", "job", "-l", trainer, "--cascade=foreground")
-        run("kubectl", "-n", beta.namespace, "delete", "--ignore-not-found", "-f", "-", stdin=applied)
-        for release, more in ((alpha, ()), (beta, ("--no-hooks",))):
-            run("helm", "uninstall", release.name, "-n", release.namespace, "--wait", "--cascade", "foreground", *more)
+    with report.stage("helm uninstall") as found:
+        for release in (alpha, beta):
+            run("helm", "uninstall", release.name, "-n", release.namespace, "--wait", "--cascade", "foreground")
             until(f"no pod of {release.name} is left", lambda r=release: not r.pods(), deadline_s=120)
         claims = get(alpha.namespace, "pvc")["items"]
         found["claims"] = ", ".join(sorted(claim["metadata"]["name"] for claim in claims))

@@ -105,10 +105,8 @@ def scale(release: Release, report: Report) -> None:
         release.tba("scale", "recipe")
 
 
-def change(
-    release: Release, report: Report, *, values: Path, observe: Callable[[], bool], between: Callable[[], None]
-) -> None:
-    """helm upgrade with a changed value, what is to be done with it, then helm rollback."""
+def change(release: Release, report: Report, *, values: Path, observe: Callable[[], bool]) -> None:
+    """helm upgrade with a changed value, then helm rollback."""
     for name, verb in (("helm upgrade", "upgrade"), ("helm rollback", "rollback")):
         with report.stage(name) as found:
             if verb == "upgrade":
@@ -122,8 +120,6 @@ def change(
             found |= {"lineage": now["lineage"], "step": now["step"]}
             if now["state"] != "done":
                 release.until_step(now["step"] + STEPS_AFTER_A_KILL, deadline_s=RECOVERY_DEADLINE_S)
-        if wanted:
-            between()
 
 
 def helm_test(release: Release, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""One run that loses a searcher to kill -9, is paused, continues, and is stopped early."""
+"""One run that loses a searcher to kill -9, is paused, gets more searchers and loses them, and is stopped early."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def place(make_place: MakePlace) -> Place:
         buffer={"port": 0, "lease_s": 4.0},
     )
     place.start()
-    place.until("both searchers push", lambda info: info.step >= 3 and gauges(info, "rollouts_pushed") == 2)
+    place.until("both searchers push", lambda info: info.step >= 3 and len(pushing(info)) == 2)
     return place
 
 
-def gauges(info: RunInfo, name: str) -> int:
-    """Count the searchers that are alive and show this gauge above 0."""
-    return sum(item.kind == "searcher" and item.alive and item.gauges.get(name, 0) > 0 for item in info.components)
+def pushing(info: RunInfo) -> set[str]:
+    """The searchers that are alive and have pushed."""
+    found = (item for item in info.components if item.kind == "searcher" and item.alive and item.state == "running")
+    return {item.component_id for item in found if item.gauges.get("rollouts_pushed", 0) > 0}
 
 
 def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(place: Place) -> None:
@@ -100,6 +101,32 @@ def test_a_paused_run_makes_no_step_and_continues_when_told_to(place: Place) -> 
     assert place.control("resume").stdout.startswith("run 'tiny': running")
     place.until("training continues", lambda info: info.step >= still[0] + 5)
     client.close()
+
+
+def test_searchers_come_and_go_while_the_trainer_trains(place: Place) -> None:
+    up = place.control("scale", "3", "--reason", "night")
+    assert up.returncode == 0, up.stderr
+    assert "searchers: 3 desired (asked for by the operator), " in up.stdout
+    place.until("all three push", lambda info: len(pushing(info)) == 3)
+    redis_url = place.redis_url()
+    before = stored_rollouts(redis_url)
+
+    down = place.control("scale", "1")
+    assert down.returncode == 0, down.stderr
+    step = place.until("searcher-0 alone is left", lambda info: pushing(info) == {"searcher-0"}).step
+    place.until("training continues", lambda info: info.step >= step + 5)
+    out = place.started[-1]
+    for name in ("searcher-1", "searcher-2"):  # drained, not lost
+        until(f"{name} has ended", lambda name=name: f"{name} was stopped (exit code 0)" in out.out)
+        assert not open_leases(redis_url, name)
+    client = place.client()
+    stats, info = client.stats(), client.scaling()
+    client.close()
+    assert stats.pushed["refused"] == 0
+    after = stored_rollouts(redis_url)
+    assert {rollout_id: after.get(rollout_id) for rollout_id in before} == before
+    assert {rollout.searcher_id for rollout in decode_all(before)} == {f"searcher-{i}" for i in range(3)}
+    assert [(change.old, change.new, change.reason) for change in info.changes] == [(None, 3, "night"), (3, 1, None)]
 
 
 def test_a_stopped_run_ends_early_with_checkpoint_evaluation_and_model(place: Place) -> None:

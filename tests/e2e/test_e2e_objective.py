@@ -1,9 +1,7 @@
-"""Whole runs with another objective: ref log-probs from the searchers, and an objective of one's own."""
+"""A whole run whose searchers compute the log-probs of the reference."""
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +13,7 @@ from tba_trainer.model.policy import load_policy
 from tba.config import parse_recipe
 from tba.versions import START
 from tests.e2e.conftest import MakePlace
-from tests.support.buffer import SERVICE_PATHS
 from tests.support.e2e import decode_all, stored_rollouts
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_searchers_compute_the_ref_log_probs_and_the_trainer_trains_with_them(
@@ -52,24 +47,3 @@ def test_searchers_compute_the_ref_log_probs_and_the_trainer_trains_with_them(
     assert expected is not None
     assert theirs.num_computed == len(rollouts)
     assert [ref.value for ref in carried if ref is not None] == pytest.approx(expected, abs=1e-4)
-
-
-def test_an_objective_of_ones_own_trains_a_whole_run(make_place: MakePlace, tmp_path: Path) -> None:
-    """The function of docs/extending.md, named by its import path."""
-    page = (ROOT / "docs" / "extending.md").read_text()
-    (code,) = re.findall(r"```python\n(from torch import Tensor\n.*?)```", page, re.DOTALL)
-    (tmp_path / "my_objectives.py").write_text(code)
-    place = make_place(
-        environ={"PYTHONPATH": os.pathsep.join([str(tmp_path), *map(str, SERVICE_PATHS)])},
-        objective={"preset": "my_objectives:weighted_policy_gradient", "beta": 0.01},
-        # so many that some group has a success: one answer in thirty is right by chance
-        trainer={"num_steps": 24, "sync_interval": 2, "checkpoint_interval": 24},
-    )
-    started = place.start()
-    assert started.wait() == 0, started.err + started.out
-    steps = place.ledger()
-    assert [entry.step for entry in steps] == list(range(1, 25))
-    assert any(entry.metrics["grad_norm"] for entry in steps)
-    # beta is above 0, so it had a reference; what its own function does not report is absent
-    assert all(entry.metrics["kl_to_ref"] is not None for entry in steps)
-    assert "advantage_abs_mean" not in steps[0].metrics

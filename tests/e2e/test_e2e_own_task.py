@@ -1,4 +1,4 @@
-"""A task of one's own from `tba init` to a finished run, and what commands print of it as JSON."""
+"""A task of one's own from `tba init` to a finished run."""
 
 from __future__ import annotations
 
@@ -107,16 +107,3 @@ def test_stored_rollouts_get_their_rewards_again_until_the_scorer_changes(
     finally:
         path.write_text(text)
     assert changed["num_mismatches"] == 5
-
-
-def test_what_commands_say_of_a_run_is_there_as_json(tba: Tba, finished: str, folder: Path) -> None:
-    ledger = read(tba("ledger", "check", finished, "--json"))
-    assert (ledger["run"], ledger["num_steps"], ledger["violations"]) == (finished, 2, [])
-    (summary,) = read(tba("table", f"runs/{finished}", "--json"))
-    assert summary["run"] == finished
-    saved = read(tba("buffer", "save", "end", finished, "--json"))
-    assert saved["source"] == f"{finished}/end"
-    exported = read(tba("rollouts", "export", finished, "--out", "all.parquet", "--json"))
-    assert (exported["num_rollouts"], exported["num_evicted"]) == (saved["num_rollouts"], 0)
-    model = read(tba("export", finished, "--out", "model", "--json"))
-    assert (model["out"], model["version"].rpartition("-")[2], model["pushed_to"]) == (str(folder / "model"), "2", None)

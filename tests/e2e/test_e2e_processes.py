@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,7 @@ from tests.support.e2e import RUN, decode_all, stored_rollouts
 NUM_STEPS = 8
 
 
+@pytest.mark.nightly
 def test_a_trainer_of_two_processes_in_bfloat16_runs_to_the_end_and_searchers_take_its_versions(
     make_place: MakePlace, tmp_path: Path
 ) -> None:

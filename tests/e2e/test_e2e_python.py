@@ -271,6 +271,7 @@ def test_a_script_without_a_guard_runs_once_and_its_run_ends_when_it_is_killed(p
     assert (place / "script.out").read_text().count("the script begins") == 1
 
 
+@pytest.mark.nightly
 def test_the_notebook_runs_from_top_to_bottom(model: Path, tmp_path: Path):
     # without this, most of its time would go into the starting model
     shutil.copytree(model, tmp_path / "models" / "quickstart-0")

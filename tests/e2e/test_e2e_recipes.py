@@ -21,6 +21,7 @@ from tests.support.buffer import SERVICE_PATHS
 from tests.support.tiny_recipes import RECIPES, make_items
 
 pytest.importorskip("vllm", reason="vLLM for the CPU is pinned for Linux x86_64 alone")
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 280
 POLICIES = {"gsm8k": "llama", "tldr": "gpt_neox", "redteam": "gpt2", "math": "qwen2"}

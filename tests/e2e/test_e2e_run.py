@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Rollout
+from tba_cli.main import main
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import RUN, Place, decode_all, stored_rollouts
 from tests.support.s3_server import CREDENTIALS, S3Server
@@ -84,10 +86,27 @@ def test_a_run_ends_with_a_summary_that_adds_up(finished: Place) -> None:
     assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0}
 
 
-def test_a_finished_run_is_a_row_of_a_table(finished: Place) -> None:
-    table = finished.tba("table", str(finished.folder))
-    assert table.returncode == 0
-    assert RUN in table.stdout
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """What a command prints as JSON."""
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    found = capsys.readouterr()
+    assert found.err == ""
+    return json.loads(found.out)
+
+
+def test_what_commands_say_of_a_run_is_there_as_json(
+    finished: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    where = ("--run-dir", str(finished.folder))
+    ledger = answer(capsys, "ledger", "check", *where)
+    assert (ledger["run"], ledger["num_steps"], ledger["violations"]) == (RUN, NUM_STEPS, [])
+    (row,) = answer(capsys, "table", str(finished.folder))
+    assert row["run"] == RUN
+    saved = answer(capsys, "buffer", "save", "end", *where)
+    assert saved["source"] == f"{RUN}/end"
+    exported = answer(capsys, "rollouts", "export", *where, "--out", str(tmp_path / "all.parquet"))
+    assert (exported["num_rollouts"], exported["num_evicted"]) == (saved["num_rollouts"], 0)
 
 
 def test_the_exported_model_loads_and_is_the_last_published_version(
@@ -104,12 +123,15 @@ def test_the_exported_model_loads_and_is_the_last_published_version(
     assert tokenizer("47+85=")["input_ids"] == AutoTokenizer.from_pretrained(model)("47+85=")["input_ids"]
 
 
-def test_the_best_version_is_named_and_can_be_exported_after_the_run(finished: Place, tmp_path: Path) -> None:
+def test_the_best_version_is_named_and_can_be_exported_after_the_run(
+    finished: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     summary = finished.summary()
     best = summary["best_version"]
     assert (summary["best_metric"], 0 <= summary["best_value"] <= 1) == ("accuracy", True)
-    exported = finished.control("export", "--version", "best", "--out", str(tmp_path / "best"))
-    assert (exported.returncode, exported.stderr) == (0, "")
+    words = ("--version", "best", "--out", str(tmp_path / "best"))
+    exported = answer(capsys, "export", *words, "--run-dir", str(finished.folder))
+    assert (exported["out"], exported["version"], exported["pushed_to"]) == (str(tmp_path / "best"), best, None)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
     published = published_tensors(finished, PolicyVersion.parse(best), tmp_path)
     assert all(torch.equal(parameter, published[name]) for name, parameter in loaded.named_parameters())

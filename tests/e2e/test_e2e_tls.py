@@ -214,11 +214,9 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
 @pytest.mark.parametrize(
     ("service", "link"),
     [
-        ("trainer", "buffer"),
         ("trainer", "store"),
         ("searcher", "buffer"),
         ("searcher", "reward"),
-        ("searcher", "store"),
     ],
 )
 def test_a_process_that_cannot_have_tls_says_so_in_a_sentence_and_ends(

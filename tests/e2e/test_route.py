@@ -15,6 +15,7 @@ from tests.support.buffer import SERVICE_PATHS
 from tests.support.e2e import ENDLESS, Place
 from tests.support.waits import until
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = ROOT / "tests" / "support" / "route_hook"
 MAX_FILES = 82

@@ -18,7 +18,6 @@ from tba.errors import ConfigError
 from tba_cli.child_processes import run_program
 from tba_cli.setup.prepare import endless_warning
 from tests.support.buffer import SERVICE_PATHS
-from tests.support.first_command import HOOK
 from tests.support.hub_server import HubServer, commit_of
 from tests.support.waits import until
 
@@ -26,6 +25,7 @@ from tests.support.waits import until
 
 
 ROOT = Path(__file__).resolve().parents[3]
+HOOK = ROOT / "tests" / "support" / "hidden_packages"
 
 
 @pytest.fixture(scope="module")

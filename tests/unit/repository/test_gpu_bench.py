@@ -19,6 +19,7 @@ RECORDED = sorted(Path("docs/gpu").glob("*.jsonl"))
 SKIPPED_ON_A_CPU = {"vllm", "run", "run_vllm"}
 
 
+@pytest.mark.nightly
 def test_the_smoke_command_passes_on_a_cpu(tmp_path: Path) -> None:
     lines, report = tmp_path / "lines.jsonl", tmp_path / "report.md"
     command = [sys.executable, "benchmarks/gpu.py", "smoke", "--device", "cpu"]
@@ -94,13 +95,3 @@ def test_the_recorded_report_is_that_of_its_json_lines() -> None:
         recorded = path.with_suffix(".md").read_text()
         title = recorded.partition("\n")[0].removeprefix("# ")
         assert report_text(newest_of([path]), title=title, command="benchmarks/gpu.py") == recorded
-
-
-def test_the_newest_result_of_a_check_counts_but_for_one_without_values(tmp_path: Path) -> None:
-    old, new, late = (
-        {"name": name, "values": values} for name, values in (("head", {"a": 1}), ("head", {"a": 2}), ("head", {}))
-    )
-    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
-    first.write_text(f"{json.dumps({'name': 'step', 'values': {}})}\n{json.dumps(old)}\n")
-    second.write_text(f"{json.dumps(new)}\n{json.dumps(late)}\n")
-    assert newest_of([first, second]) == [new, {"name": "step", "values": {}}]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 from tools import prose
 
 PAGE = """\
@@ -36,11 +34,6 @@ def test_a_page_has_the_sentences_of_its_paragraphs_and_items() -> None:
     ]
 
 
-def test_words_are_counted_with_code_as_one_and_links_as_their_text() -> None:
-    (found,) = prose.sentences(["See [the guide](a.md) - and `tba run x` - for 3.5 % more."], "page.md")
-    assert found.num_words == 8
-
-
 def test_sections_of_a_docstring_are_read_entry_by_entry_and_its_code_is_not() -> None:
     text = """Do one thing to another thing.
 
@@ -57,24 +50,6 @@ def test_sections_of_a_docstring_are_read_entry_by_entry_and_its_code_is_not() -
         "Do one thing to another thing.",
         "one: the first of the two things, over two lines.",
         "two: the second of the two things.",
-    ]
-
-
-def test_messages_are_the_texts_of_raise_statements() -> None:
-    tree = ast.parse(
-        'raise ConfigError(f"{path} is missing; " "give another one") from None\nprint("no message of an error")'
-    )
-    assert list(prose.messages(tree)) == ["VALUE is missing; give another one"]
-
-
-def test_the_report_names_the_longest_sentences_and_bad_beginnings() -> None:
-    groups = {"docs": [prose.Sentence("a.md", "Of these words there are few."), prose.Sentence("b.md", "word " * 31)]}
-    lines = "\n".join(prose.report(groups)).splitlines()
-    assert lines[1].split() == ["docs", "2", "18.5", "50.0%", "50.0%", "0.0%"]
-    assert lines[4].startswith("  31  b.md: word")
-    assert lines[-2:] == [
-        "1 sentences begin with Of, As of, What, Who or Whose:",
-        "  a.md: Of these words there are few.",
     ]
 
 

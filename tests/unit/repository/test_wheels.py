@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
-from functools import cache
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -49,6 +47,7 @@ def files(folder: str, pattern: str) -> set[str]:
     return {str(path.relative_to(ROOT / folder)) for path in (ROOT / folder).glob(pattern) if path.is_file()}
 
 
+@pytest.mark.nightly
 def test_the_wheel_of_tba_holds_the_recipes_and_only_packages(wheels: dict[str, set[str]]) -> None:
     found = wheels["tba"]
     recipes = {f"tba_cli/{path}" for path in files(".", "recipes/*.toml")}
@@ -57,6 +56,7 @@ def test_the_wheel_of_tba_holds_the_recipes_and_only_packages(wheels: dict[str, 
     assert {path.split("/")[0] for path in found} == {"tba", "tba_cli", f"tba-{tba.__version__}.dist-info"}
 
 
+@pytest.mark.nightly
 def test_the_wheel_of_the_buffer_holds_page_and_scripts_and_only_its_package(wheels: dict[str, set[str]]) -> None:
     found = wheels["tba_buffer"]
     scripts = files("services/buffer", "tba_buffer/storage/lua/**/*.lua")
@@ -107,32 +107,6 @@ def test_extras_of_tba_name_extras_that_the_services_have() -> None:
         assert found[2] in project(f"services/{found[1]}")["optional-dependencies"]
     services = {f"tba-{folder.partition('/')[2]}=={tba.__version__}" for folder in FOLDERS[1:]}
     assert services <= set(extras["local"])
-
-
-@cache
-def check_wheels():
-    spec = importlib.util.spec_from_file_location("check_wheels", ROOT / "tools" / "check_wheels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_oldest_set_pins_every_dependency_of_others_to_its_bound() -> None:
-    lines = check_wheels().lower_bounds().splitlines()
-    assert (
-        f"pydantic=={next(line for line in requirements('.') if line.startswith('pydantic'))[len('pydantic>=') :]}"
-        in lines
-    )
-    assert not [line for line in lines if line.startswith("tba")]
-
-
-def test_a_folder_without_the_wheel_of_tba_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"holds 0 wheels tba-\*\.whl"):
-        check_wheels().version_of(tmp_path)
-    (tmp_path / "tba-1.2.3-py3-none-any.whl").touch()
-    assert check_wheels().version_of(tmp_path) == "1.2.3"
 
 
 # ---- Recipes by name ------------------------------------------------------------------------------------------------

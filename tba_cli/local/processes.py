@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tba.early_signals import EXIT_STOPPED
 from tba.errors import ChildError, ServiceError
-from tba.service_main import EXIT_CONFIG, EXIT_STOPPED
+from tba.service_main import EXIT_CONFIG
 from tba.store.file import explain_no_space
 from tba_cli.console import Console
 from tba_cli.orphan_reaper import OrphanReaper

@@ -12,11 +12,8 @@ from tba.config import Recipe
 from tba_cli.child_processes import run_program
 
 
-def try_model(recipe: Recipe, *, files_only: bool = False) -> dict[str, Any] | None:
+def try_model(recipe: Recipe) -> dict[str, Any] | None:
     """Return what was checked of the starting model; None where it cannot be, or need not.
-
-    Args:
-        files_only: load no weights, which takes torch and many seconds.
 
     Raises:
         ConfigError: the model has not all of its weights, or the engine cannot decode it.
@@ -24,8 +21,7 @@ def try_model(recipe: Recipe, *, files_only: bool = False) -> dict[str, Any] | N
     found = [importlib.util.find_spec(name) for name in ("tba_searcher", "torch")]
     if recipe.searcher.engine == "simulated" or not all(spec and spec.submodule_search_locations for spec in found):
         return None
-    more = ["--files"] if files_only else []
     with tempfile.TemporaryDirectory(prefix="tba-model-") as place:
         file = Path(place) / "recipe.json"
         file.write_text(recipe.model_dump_json(), encoding="utf-8")
-        return json.loads(run_program("tba_searcher.engines.model_check", ["--config", str(file), *more]))
+        return json.loads(run_program("tba_searcher.engines.model_check", ["--config", str(file)]))

@@ -27,7 +27,6 @@ from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, task
 from tba_cli.redis_server import find_redis_server
 from tba_cli.resolve import check_model, custom_objects
 from tba_cli.setup.prepare import endless_warning, measure_model
-from tba_cli.setup.try_model import try_model
 
 MAX_MEASURED_PROMPTS = 2000
 """At most this many prompts are measured in tokens."""
@@ -195,11 +194,8 @@ class RecipeChecks:
         yield from check_models(target)
         if not target.is_local:
             return
-        if self._missing({self.recipe.model.path}) or check_model(self.recipe):
-            return
-        if (found := try_model(self.recipe, files_only=True)) is not None:
-            files = "config, tokenizer and names of weights agree; `tba run` loads it"
-            yield ok("model", f"{found['architecture']}: {files}")
+        if not self._missing({self.recipe.model.path}):
+            check_model(self.recipe)
 
     def check_tokenizer(self, target: Target) -> Iterator[CheckResult]:
         """Check that the model's config and tokenizer load, and that prompts and responses fit into its context."""

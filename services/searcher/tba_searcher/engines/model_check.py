@@ -1,4 +1,4 @@
-"""`python -m tba_searcher.engines.model_check --config FILE [--files]`: whether tba can use the starting model.
+"""`python -m tba_searcher.engines.model_check --config FILE`: whether tba can use the starting model.
 
 A model that is small enough is loaded, and decoded as the engine does. Of a larger one its config is read and, where
 accelerate is installed, the names and shapes of its weights. The answer is JSON on stdout; an error is one sentence on
@@ -19,7 +19,6 @@ from safetensors import safe_open
 
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, TbaError
-from tba.no_torch import hide_torch
 from tba.versions import START
 from tba_searcher.engines.engine import EngineSettings
 from tba_searcher.engines.tokenizer import check_vocabulary, load_tokenizer
@@ -29,8 +28,8 @@ MAX_COST = 2**40
 """Largest product of bytes and tokens for which a model is loaded, with one core and the memory of this machine."""
 
 
-def check_files(recipe: Recipe) -> str:
-    """Check config, tokenizer and the names of the weights, and return the architecture. It needs no torch.
+def _check_files(recipe: Recipe) -> str:
+    """Check config, tokenizer and the names of the weights, and return the architecture.
 
     Raises:
         TbaError: the model cannot be used; says why.
@@ -76,7 +75,7 @@ def check(recipe: Recipe) -> dict[str, Any]:
     """
     from tba_searcher.engines.torch.engine import EmbeddedEngine
 
-    architecture, searcher = check_files(recipe), recipe.searcher
+    architecture, searcher = _check_files(recipe), recipe.searcher
     folder, trust = Path(recipe.model.path), recipe.model.trust_remote_code
     size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     settings = EngineSettings(
@@ -100,15 +99,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the check."""
     parser = argparse.ArgumentParser(prog="python -m tba_searcher.engines.model_check", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("--files", action="store_true", help="look at the files alone, without torch")
     args = parser.parse_args(argv)
     try:
         # code that comes with a model may print, and stdout is the answer
         with contextlib.redirect_stdout(sys.stderr):
-            recipe = load_recipe(args.config, environ={})
-            if args.files and not recipe.model.trust_remote_code:  # code that comes with a model may need torch
-                hide_torch()
-            answer = {"architecture": check_files(recipe)} if args.files else check(recipe)
+            answer = check(load_recipe(args.config, environ={}))
     except TbaError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,6 @@ from tba_cli.parser_tasks import (
     add_score,
 )
 from tba_cli.parser_views import (
-    add_prompt_views,
     add_rescore,
     add_rollouts,
     add_target,
@@ -288,7 +287,7 @@ def _add_config_file(parser: argparse.ArgumentParser, *, default_is: str = "") -
 
 
 def _add_prompts(commands: Subparsers) -> None:
-    prompts = commands.add_parser("prompts", help="upload and list the prompts of a run")
+    prompts = commands.add_parser("prompts", help="upload the prompts of a run")
     kinds = prompts.add_subparsers(metavar="WHAT", required=True)
     upload = kinds.add_parser("upload", help="upload a file; it is safe to repeat")
     upload.add_argument(
@@ -297,7 +296,6 @@ def _add_prompts(commands: Subparsers) -> None:
     upload.add_argument("--dry-run", action="store_true", help="check every row, show three prompts, upload nothing")
     add_target(upload)
     upload.set_defaults(command="tba_cli.commands.prompts:upload_command")
-    add_prompt_views(kinds)
 
 
 def _add_ledger(commands: Subparsers) -> None:

@@ -82,10 +82,6 @@ tba doctor --config recipe.toml --check disk --json""",
         "prompts upload": """\
 tba prompts upload prompts.jsonl
 tba prompts upload more.jsonl quickstart-seed0 --dry-run""",
-        "prompts list": """\
-tba prompts list --order worst    # which prompts fail
-tba prompts list quickstart-seed0 --split train --contains "47+" --limit 50
-tba prompts list --id addition-58-25""",
         "ledger check": """\
 tba ledger check
 tba ledger check quickstart-seed0 --json""",
@@ -94,7 +90,7 @@ tba view seed0                    # without a name: the newest run under runs/
 tba view --url https://buffer:8700 --token-file operator.token""",
         "rollouts list": """\
 tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don't know" --limit 20
-tba rollouts list quickstart-seed0 --id 0123456789abcdef0123456789abcdef --tokens""",
+tba rollouts list quickstart-seed0 --id 0123456789abcdef0123456789abcdef""",
         "rollouts export": """\
 tba rollouts export quickstart-seed0 --out good.parquet --min-reward 1 --from-version 1-100
 tba rollouts export quickstart-seed0 --out all.parquet""",

@@ -60,10 +60,9 @@ def _add_rollouts_list(kinds: Subparsers) -> None:
     listed.add_argument(
         "--text-chars", type=int, default=400, metavar="N", help="how much of each text to show (default: 400)"
     )
-    where = listed.add_mutually_exclusive_group()
-    where.add_argument("--id", metavar="ROLLOUT_ID", help=f"show all of this one, without filters; {ROLLOUT_ID_HELP}")
-    where.add_argument("--cursor", metavar="CURSOR", help="continue after the last answer, which names it")
-    listed.add_argument("--tokens", action="store_true", help="with --id: also its response tokens with log-probs")
+    listed.add_argument(
+        "--id", metavar="ROLLOUT_ID", help=f"print all of this one as JSON, without filters; {ROLLOUT_ID_HELP}"
+    )
     listed.set_defaults(command="tba_cli.commands.rollouts:list_command")
 
 
@@ -122,31 +121,6 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     filters.add_argument("--searcher", metavar="ID", help="of this searcher, for example searcher-0")
     filters.add_argument("--finish-reason", choices=["stop", "stop_string", "length", "abort"], help="that ended so")
     filters.add_argument("--contains", metavar="TEXT", help="with this text in prompt or completion, in any case")
-
-
-def add_prompt_views(kinds: Subparsers) -> None:
-    """Add `tba prompts list`."""
-    listed = kinds.add_parser("list", help="list prompts with the number and the rewards of their stored rollouts")
-    add_target(listed)
-    listed.add_argument(
-        "--id",
-        metavar="PROMPT_ID",
-        help="show all of this one, without filters: text, data, rewards by version",
-    )
-    orders = ["upload", "best", "worst", "most"]
-    listed.add_argument(
-        "--order", choices=orders, default="upload", help="by mean reward, or most rollouts (default: upload)"
-    )
-    filters = listed.add_argument_group("filters", "only prompts that match all of them")
-    filters.add_argument("--split", choices=["train", "heldout"], help="of this split")
-    filters.add_argument("--task", metavar="NAME", help="of this task")
-    filters.add_argument("--contains", metavar="TEXT", help="with this text in id or prompt, in any case")
-    listed.add_argument("--limit", type=int, default=20, metavar="N", help="how many, at most 100 (default: 20)")
-    listed.add_argument("--after", type=int, default=0, metavar="N", help="leave out the first N of this order")
-    listed.add_argument(
-        "--text-chars", type=int, default=60, metavar="N", help="how much of each text to show (default: 60)"
-    )
-    listed.set_defaults(command="tba_cli.commands.prompts:list_command")
 
 
 def add_rescore(commands: Subparsers) -> None:

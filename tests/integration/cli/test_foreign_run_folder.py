@@ -106,7 +106,7 @@ def test_nothing_that_the_recipe_names_is_started_imported_or_called(
     code, out, err = listed(evil, capsys)
     assert (code, SHOWN in out) == (0, True), err
     rollout_id = out.split()[0]
-    assert main(["rollouts", "list", "--id", rollout_id, "--tokens", "--run-dir", str(evil.path)]) == 0
+    assert main(["rollouts", "list", "--id", rollout_id, "--run-dir", str(evil.path)]) == 0
     assert (acted.exists(), calls) == (False, [])
 
 

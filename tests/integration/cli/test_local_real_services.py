@@ -174,7 +174,7 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue_and_be_steer
         live = place.tba("rollouts", "list", "--order", "best", "--limit", "2").stdout
         assert "reward 1, version 0-0, age 0 steps" in live
         assert "prompt a: '1+1='" in live
-        assert "there are more: --cursor " in live
+        assert "there are more: " in live
         endpoints = json.loads((place.folder / "endpoints.json").read_text())
         page = f"{endpoints['buffer_url']}/#token={operator_token(endpoints['tokens_file'])}\n"
         assert place.tba("view", "--no-open", "--show-token").stdout == page, "it returns at once"

@@ -218,12 +218,9 @@ def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
     assert found["reward"] == 3.0
     assert main(["rollouts", "list", run, "--min-reward", "2", "--max-reward", "3", "--order", "best"]) == 0
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[::4]] == ["3,", "2,"]
-    assert main(["rollouts", "list", run, "--id", found["rollout_id"], "--tokens"]) == 0
-    shown = capsys.readouterr().out
-    assert "  reward 3 (scored, addition-1)" in shown
-    assert "  gold data: {'answer': 0}" in shown
-    assert "number     token   log-prob  text" in shown
-    assert "         0         1    -0.5000" in shown
+    assert main(["rollouts", "list", run, "--id", found["rollout_id"]]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["reward"], shown["prompt_data"], shown["sampler_logprobs"][0]) == (3.0, {"answer": 0}, -0.5)
 
     out = tmp_path / "found.parquet"
     assert main(["rollouts", "export", run, "--out", str(out), "--status", "scored"]) == 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import builtins
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -78,20 +77,6 @@ class ObjectStore(Protocol):
 
     def get(self, key: str) -> bytes:
         """Read an object.
-
-        Raises:
-            ObjectNotFoundError: no object has this key.
-        """
-        ...
-
-    def get_if_changed(self, key: str, etag: str | None) -> tuple[bytes, str] | None:
-        """Read a small object that is overwritten now and then; None if it is still what it was.
-
-        Args:
-            etag: of an earlier call for this key; None reads in any case.
-
-        Returns:
-            The object, and the tag of its content for the next call.
 
         Raises:
             ObjectNotFoundError: no object has this key.
@@ -229,13 +214,6 @@ class FileStore:
         """Read an object."""
         with self._errors("read", key):
             return self._path(key).read_bytes()
-
-    def get_if_changed(self, key: str, etag: str | None) -> tuple[bytes, str] | None:
-        """Read a small object, unless its content is still that of `etag`."""
-        data = self.get(key)
-        # of the content: two writes of one size can have the same time stamp
-        found = hashlib.sha256(data).hexdigest()
-        return None if found == etag else (data, found)
 
     def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
         """Read an object into a file."""

@@ -6,7 +6,6 @@
     runs/<run>/weights/<lineage>-<step>/adapter-<digest>.safetensors   a LoRA adapter for the starting model, 0-0
     runs/<run>/files/<sha256>/<name>                        config and tokenizer, shared by versions, named by content
     runs/<run>/weights/<lineage>-<step>/manifest.json       written last, create-only: until it exists, nothing does
-    runs/<run>/weights/latest.json                          the newest announced version, overwritten
 
 Versions are immutable. A folder `<lineage>-<step>/` without a manifest was left by a trainer that was killed while it
 wrote or deleted the version. It is no version; publishing it again completes it.
@@ -16,16 +15,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from tba.errors import MalformedError, NewerManifestError, ObjectNotFoundError, OlderRedisError
-from tba.fields import first_problem
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
@@ -132,15 +127,6 @@ def delete_incomplete(
 
 INDEX_NAME = "model.safetensors.index.json"
 """Maps tensors to files; Hugging Face loaders read it if there are several files."""
-
-
-class _Latest(BaseModel):
-    """latest.json."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-    schema_version: int = Field(default=1, alias="schema")
-    version: str
 
 
 class WeightVersions:
@@ -360,43 +346,6 @@ class WeightVersions:
         """Delete versions of older lineages that have no manifest, except `keep`; returns what was deleted."""
         prefix = f"runs/{self._run}/weights/"
         return delete_incomplete(self._store, prefix, before_lineage=before_lineage, keep=keep)
-
-    def put_latest(self, version: PolicyVersion) -> None:
-        """Say in the store which version was announced last, for searchers that cannot reach the buffer.
-
-        An older version than the one that it says changes nothing.
-        """
-        with suppress(MalformedError):
-            found = self.latest()
-            if found is not None and found[0] > version:
-                return
-        self._store.put(self._latest_key, _Latest(version=str(version)).model_dump_json(by_alias=True).encode())
-
-    def latest(self, etag: str | None = None) -> tuple[PolicyVersion, str] | None:
-        """Return the version that was announced last, and a tag for the next call.
-
-        Returns:
-            None: nothing was announced, or it is what it was at the call that gave `etag`.
-
-        Raises:
-            MalformedError: the object is not what `put_latest` writes.
-            StoreUnavailableError
-        """
-        try:
-            found = self._store.get_if_changed(self._latest_key, etag)
-            return (
-                None
-                if found is None
-                else (PolicyVersion.parse(_Latest.model_validate_json(found[0]).version), found[1])
-            )
-        except ObjectNotFoundError:
-            return None
-        except ValidationError as error:
-            raise MalformedError(f"{self._latest_key} in {self._store.url}: {first_problem(error)}") from None
-
-    @property
-    def _latest_key(self) -> str:
-        return f"runs/{self._run}/weights/latest.json"
 
     def _key(self, version: PolicyVersion, name: str) -> str:
         return f"runs/{self._run}/weights/{version}/{name}"

@@ -47,24 +47,6 @@ def test_a_second_put_replaces_the_object(store: ObjectStore) -> None:
     assert store.get("a") == b"new"
 
 
-def test_an_object_is_read_again_only_when_it_has_changed(store: ObjectStore) -> None:
-    with pytest.raises(ObjectNotFoundError, match=r"a/latest\.json"):
-        store.get_if_changed("a/latest.json", None)
-    store.put("a/latest.json", b"1-40")
-    found = store.get_if_changed("a/latest.json", None)
-    assert found is not None
-    assert found[0] == b"1-40"
-    assert store.get_if_changed("a/latest.json", found[1]) is None
-    store.put("a/latest.json", b"1-50")  # the same size
-    changed = store.get_if_changed("a/latest.json", found[1])
-    assert changed is not None
-    assert changed[0] == b"1-50"
-    assert store.get_if_changed("a/latest.json", changed[1]) is None
-    store.delete("a/latest.json")
-    with pytest.raises(ObjectNotFoundError):
-        store.get_if_changed("a/latest.json", changed[1])
-
-
 def test_create_only_is_refused_when_the_key_is_taken_and_the_object_stays(store: ObjectStore) -> None:
     store.put("a/b", b"first", create_only=True)
     with pytest.raises(ObjectExistsError, match=r"a/b .*exists already"):
@@ -175,7 +157,6 @@ def test_keys_that_could_leave_the_store_are_refused_everywhere(store: ObjectSto
         lambda: store.put(key, b"x"),
         lambda: store.put_file(key, source),
         lambda: store.get(key),
-        lambda: store.get_if_changed(key, None),
         lambda: store.get_file(key, tmp_path / "target"),
         lambda: store.size_bytes(key),
         lambda: store.delete(key),

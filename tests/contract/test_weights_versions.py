@@ -291,21 +291,6 @@ def test_versions_are_sorted_as_numbers_and_runs_do_not_mix(store: ObjectStore, 
     assert versions.versions() == wanted
 
 
-def test_the_newest_version_never_becomes_an_older_one(store: ObjectStore) -> None:
-    versions = WeightVersions(store, "demo")
-    said = []
-    for version in (PolicyVersion(1, 60), PolicyVersion(1, 9), PolicyVersion(2, 20), PolicyVersion(1, 120)):
-        versions.put_latest(version)
-        found = versions.latest()
-        assert found is not None
-        said.append(str(found[0]))
-    assert said == ["1-60", "1-60", "2-20", "2-20"]
-    key = next(key for key in store.list("runs/demo/weights/") if key.endswith("latest.json"))
-    store.put(key, b"damaged")
-    versions.put_latest(PolicyVersion(2, 30))
-    assert versions.latest() is not None
-
-
 def test_delete_removes_the_manifest_first_and_keeps_files_that_others_share(
     store: ObjectStore, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,10 +58,7 @@ def stopped_step(place: Place) -> int:
 
 
 def newest_version(place: Place) -> str:
-    """What latest.json says."""
-    found = WeightVersions(FileStore(place.folder / "store"), RUN).latest()
-    assert found is not None
-    return str(found[0])
+    return str(WeightVersions(FileStore(place.folder / "store"), RUN).versions()[-1])
 
 
 def is_past_a_checkpoint(info: RunInfo) -> RunInfo | None:

@@ -7,7 +7,6 @@
                                                v completions
                                            WorkQueue --complete visits--> Delivery.score_forever --> push_forever
                                                                               | reward service         | buffer
-   StoreNotice.watch_forever: while the buffer is away, the newest version by the word of the store
    _heartbeat_task: state, version, oldest wait and gauges to the buffer, every second
    LeaseManager.renew_forever: new deadlines for the visits that are here, a third into each lease
 
@@ -63,7 +62,6 @@ from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import NUM_ALONE, Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
 from tba_searcher.generation.status import SearcherStatus
-from tba_searcher.generation.store_notice import StoreNotice
 from tba_searcher.generation.version_pulls import VersionPulls
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue, num_round_visits
 from tba_searcher.waits import retry_until, sleep_until
@@ -119,12 +117,12 @@ class SearcherLoop:
         self._engine_error: EngineDiedError | None = None
         self._run_is_over = asyncio.Event()
         self._has_work, self._has_news = asyncio.Event(), asyncio.Event()
-        self._notice = StoreNotice(current.version, loader=loader, status=status, has_news=self._has_news)
+        self._newest = current.version
         self._pulls = VersionPulls(
             engine=engine,
             loader=loader,
             queue=queue,
-            notice=self._notice,
+            newest=lambda: self._newest,
             status=status,
             return_visits=self._return_visits,
             retry_s=recipe.searcher.retry_s,
@@ -157,7 +155,6 @@ class SearcherLoop:
             *[self._delivery.score_alone_forever] * NUM_ALONE,
             self._delivery.push_forever,
             self._leases.renew_forever,
-            self._notice.watch_forever,
             self._pulls.pull_forever,
         )
         tasks += [asyncio.create_task(job()) for job in jobs]
@@ -179,10 +176,6 @@ class SearcherLoop:
             raise self._engine_error
 
     @property
-    def _newest(self) -> PolicyVersion:
-        return self._notice.newest
-
-    @property
     def _is_ending(self) -> bool:
         return self._stop.is_set() or self._engine_error is not None
 
@@ -196,7 +189,10 @@ class SearcherLoop:
     def on_reply(self, reply: LeaseReply | PushReply) -> None:
         """Read the newest version and the state of the run from a reply of the buffer."""
         if reply.latest_version is not None:
-            self._notice.hear(PolicyVersion.parse(reply.latest_version))
+            newest = PolicyVersion.parse(reply.latest_version)
+            if newest != self._newest:
+                self._newest = newest
+                self._has_news.set()
         # replies of pushes and leases may both say it; the run ends once
         if reply.run_state in ("done", "failed") and not self._run_is_over.is_set():
             log.info("run is over", run_state=reply.run_state)

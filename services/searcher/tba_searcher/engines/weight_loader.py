@@ -85,14 +85,6 @@ class WeightLoader:
         """Refuse the versions that another loader refuses."""
         self._refusals = dict(other._refusals)
 
-    def latest(self, etag: str | None) -> tuple[PolicyVersion, str] | None:
-        """Return the version that was announced last, as the store knows it (`WeightVersions.latest`).
-
-        Raises:
-            StoreError, MalformedError
-        """
-        return self._versions.latest(etag)
-
     @property
     def counts(self) -> Mapping[str, int]:
         """What downloads cost and how their ways failed since the start (`WeightVersions.counts`)."""

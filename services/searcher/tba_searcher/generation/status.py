@@ -65,8 +65,6 @@ class SearcherStatus:
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
         self._heartbeat_refusal: str | None = None
-        self.buffer_is_away = False
-        """The last heartbeat got no answer."""
 
     def reset(self, state: str) -> None:
         """Enter `state` after a loop has ended and the process continues: nothing is held or waited for."""
@@ -109,7 +107,6 @@ class SearcherStatus:
 
     def record_heartbeat(self, error: Exception | None) -> None:
         """Record how a heartbeat ended. Log a refusal once, until a heartbeat is accepted."""
-        self.buffer_is_away = isinstance(error, UnavailableError | TimeoutError)
         # refused by the buffer (this id belongs to a trainer, for example), not lost on its way
         is_refused = isinstance(error, ServiceError) and not isinstance(error, UnavailableError)
         refusal = str(error) if is_refused else None

@@ -14,7 +14,6 @@ from tba.weights import LocalVersion
 from tba_searcher.engines.engine import Engine
 from tba_searcher.engines.weight_loader import WeightLoader, stage_weights
 from tba_searcher.generation.status import SearcherStatus
-from tba_searcher.generation.store_notice import StoreNotice
 from tba_searcher.generation.visits import Visit, WorkQueue
 from tba_searcher.waits import sleep_until
 
@@ -29,7 +28,7 @@ class VersionPulls:
     """Pulls the versions that evaluations pin, then the newest one.
 
     Args:
-        notice: knows the newest version.
+        newest: returns the newest version by the word of the buffer.
         return_visits: drops visits, and returns their leases.
         retry_s: deadline of the wait for a store that is away.
         has_news: set when there is a version to pull.
@@ -43,7 +42,7 @@ class VersionPulls:
         engine: Engine,
         loader: WeightLoader,
         queue: WorkQueue,
-        notice: StoreNotice,
+        newest: Callable[[], PolicyVersion],
         status: SearcherStatus,
         return_visits: Callable[[Sequence[Visit]], Awaitable[object]],
         retry_s: float,
@@ -51,7 +50,7 @@ class VersionPulls:
         has_work: asyncio.Event,
         tick_s: float,
     ) -> None:
-        self._engine, self._loader, self._queue, self._notice = engine, loader, queue, notice
+        self._engine, self._loader, self._queue, self._newest = engine, loader, queue, newest
         self._status, self._return_visits, self._retry_s = status, return_visits, retry_s
         self._has_news, self._has_work, self._tick_s = has_news, has_work, tick_s
         self._attempts: Counter[PolicyVersion] = Counter()
@@ -71,7 +70,7 @@ class VersionPulls:
             if impossible:
                 await self._return_visits(impossible)
             # an evaluation holds up training while its version is not here
-            target = next((v for v in (*pinned, self._notice.newest) if v not in refused), None)
+            target = next((v for v in (*pinned, self._newest()) if v not in refused), None)
             if target is None or self._loader.get(target) is not None:
                 self._status.waits.end("pulling")
                 await sleep_until(self._has_news, self._tick_s)

@@ -262,7 +262,6 @@ class Publisher:
             return
         self._note_published(manifest, store_s=store_s, seconds=time.monotonic() - started)
         self._replace_base(snapshot, manifest)
-        self._put_latest(snapshot.version)
         if num_eval_prompts is not None:
             self._evaluations.request(snapshot.version, num_eval_prompts)
         # a listing, a request and the deletions cost as much as an optimizer step of a small model
@@ -329,19 +328,11 @@ class Publisher:
             self._num_without_base = 0 if manifest.delta is not None else self._deltas.keyframe_interval - 1
         elif self._num_without_base:
             self._num_without_base -= 1
-        is_large = manifest.full_bytes >= self._deltas.min_bytes
-        if self._deltas.keyframe_interval > 1 and is_large and not self._num_without_base:
+        if not self._num_without_base:
             self._base = snapshot, LocalVersion(snapshot.version, snapshot.paths, manifest)
         else:
             self._base = None
             snapshot.close()
-
-    def _put_latest(self, version: PolicyVersion) -> None:
-        """Tell searchers that cannot reach the buffer; a failure costs them no more than that."""
-        try:
-            self._versions.put_latest(version)
-        except TbaError as error:  # the next version says it again
-            log.warning("latest_not_written", version=str(version), error=str(error))
 
     def delete_old_versions(self) -> None:
         """Delete the versions that nothing keeps (`reasons_to_keep`); while the buffer or the store is away, later.

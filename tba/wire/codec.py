@@ -19,8 +19,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from tba.errors import LimitError
-from tba.wire.validation_errors import validation_error
+from tba.errors import LimitError, MalformedError, SchemaVersionError, WireError
 
 
 def new_rollout_id() -> bytes:
@@ -43,6 +42,7 @@ T = TypeVar("T")
 
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_NAME_CHARS = 256
+MAX_PROBLEM_CHARS = 300
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 """A short text that is not empty."""
@@ -68,7 +68,6 @@ def unpack(
     what: str,
     schema: int,
     max_bytes: int = MAX_DOCUMENT_BYTES,
-    choices: Mapping[str, tuple[str, ...]] | None = None,
 ) -> T:
     """Decode one document and nothing after it.
 
@@ -78,10 +77,9 @@ def unpack(
         what: the name of the document in error messages.
         schema: the schema number that this build reads.
         max_bytes: larger documents are refused.
-        choices: path -> the texts allowed there, for error messages.
 
     Raises:
-        LimitError, SchemaVersionError, MalformedError: naming the field and the value.
+        LimitError, SchemaVersionError, MalformedError: naming the field.
     """
     # before decoding, which may need many times the size of the bytes
     if len(data) > max_bytes:
@@ -89,7 +87,29 @@ def unpack(
     try:
         return decoder.decode(data)
     except (ValueError, MemoryError, RecursionError) as error:  # all that the decoder raises for hostile bytes
-        raise validation_error(data, error, what=what, schema=schema, choices=choices or {}) from None
+        raise _refusal(data, str(error), what=what, schema=schema) from None
+
+
+def _refusal(data: bytes, problem: str, *, what: str, schema: int) -> WireError:
+    """Return the error for bytes that a decoder refused; msgspec says which field is wrong, and what it must be."""
+    try:
+        document: Any = msgspec.msgpack.decode(data)
+    except (ValueError, TypeError, MemoryError, RecursionError) as reason:  # TypeError: a key that cannot be hashed
+        return MalformedError(f"{what}: the body is not one valid msgpack document ({reason})")
+    if isinstance(document, dict):
+        # before the fields: another schema number explains every field that differs
+        found = document.get("schema")
+        if type(found) is int and found != schema:
+            return SchemaVersionError(
+                f"{what}: schema {found} is not one this build reads ({schema}); run the same tba release on every "
+                "service"
+            )
+        rollout_id = document.get("rollout_id")
+        # one push holds many rollouts: the id tells the sender which one
+        if isinstance(rollout_id, bytes) and len(rollout_id) == 16:
+            what = f"{what} {rollout_id.hex()}"
+    kind = LimitError if "of length <=" in problem else MalformedError
+    return kind(f"{what}: {problem[:MAX_PROBLEM_CHARS]}")
 
 
 def int32_bytes(values: NDArray[np.integer]) -> bytes:

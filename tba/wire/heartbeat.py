@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -99,14 +99,7 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     Raises:
         MalformedError, SchemaVersionError, LimitError
     """
-    document = unpack(
-        data,
-        _DECODER,
-        what="heartbeat",
-        schema=SCHEMA,
-        max_bytes=MAX_TRAINER_BYTES,
-        choices={"kind": get_args(Kind)},
-    )
+    document = unpack(data, _DECODER, what="heartbeat", schema=SCHEMA, max_bytes=MAX_TRAINER_BYTES)
     # the kind is known only now: until here the larger limit held
     if document.kind != "trainer" and len(data) > MAX_HEARTBEAT_BYTES:
         raise LimitError(

@@ -1,8 +1,7 @@
 """The rollout (one sampled completion with everything that training on it needs), and a push of them.
 
-msgspec checks the structure of a rollout (fields, types, lengths, ranges) while it decodes; `_check_rules` checks the
-rules between fields, and `are_numbers_valid` the arrays of many rollouts at once. The plain document is read only to
-explain a refusal.
+msgspec checks the structure of a rollout (fields, types, lengths, ranges) while it decodes; `_broken_rule` checks the
+rules between fields, and `are_numbers_valid` the arrays of many rollouts at once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,7 +22,6 @@ from tba.errors import LimitError, MalformedError, WireError
 from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_SEED, MAX_STEP, control_character_error, is_bounded
 from tba.versions import PolicyVersion
 from tba.wire.codec import Document, Name, float32_bytes, int32_bytes, pack, unpack
-from tba.wire.validation_errors import shorten
 
 T = TypeVar("T", bound=np.generic)
 SCHEMA = 1
@@ -174,7 +172,6 @@ class RolloutDocument(Document, omit_defaults=True):
 # all rollouts of a push carry few different versions, and this is called for each of them
 _version = lru_cache(maxsize=4096)(PolicyVersion)
 _DECODER = msgspec.msgpack.Decoder(RolloutDocument)
-_CHOICES = {"finish_reason": get_args(FinishReason), "reward_status": get_args(RewardStatus)}
 
 
 def read_document(data: bytes) -> RolloutDocument:
@@ -183,8 +180,9 @@ def read_document(data: bytes) -> RolloutDocument:
     Raises:
         MalformedError, SchemaVersionError, LimitError: naming the field and the value.
     """
-    document = unpack(data, _DECODER, what="rollout", schema=SCHEMA, choices=_CHOICES)
-    _check_rules(document)
+    document = unpack(data, _DECODER, what="rollout", schema=SCHEMA)
+    if (problem := _broken_rule(document)) is not None:
+        raise MalformedError(f"rollout {document.rollout_id[:ID_BYTES].hex()}: {problem}")
     return document
 
 
@@ -218,10 +216,22 @@ def check_numbers(document: RolloutDocument) -> None:
     raise MalformedError(f"{what}: field 'sampler_logprobs' holds {logprobs.max():.4g}, above 0")
 
 
-def _check_rules(document: RolloutDocument) -> None:
-    # one expression for the good case, which is nearly every one; `_broken_rule` looks for the reason
-    num_bytes = len(document.response_tokens)
+def _broken_rule(document: RolloutDocument) -> str | None:
+    """Return which rule between fields is broken, or None."""
     sampling, ref, reward, status = document.sampling, document.ref_logprob, document.reward, document.reward_status
+    num_bytes = len(document.response_tokens)
+    if len(document.rollout_id) != ID_BYTES:
+        return f"field 'rollout_id' must be {ID_BYTES} bytes, got {len(document.rollout_id)}"
+    # the id goes into logs and terminals, where a control character could forge lines; isprintable is the cheap test
+    if not document.searcher_id.isprintable() and (problem := control_character_error(document.searcher_id)):
+        return f"field 'searcher_id' {problem} (value {document.searcher_id!r})"
+    if not num_bytes or num_bytes % 4 or not document.prompt_tokens or len(document.prompt_tokens) % 4:
+        return (
+            f"prompt_tokens have {len(document.prompt_tokens)} bytes and response_tokens {num_bytes}; they must not be "
+            "empty, and have 4 bytes for each token"
+        )
+    if len(document.sampler_logprobs) != num_bytes:
+        return f"sampler_logprobs have {len(document.sampler_logprobs)} bytes and response_tokens {num_bytes}"
     # every token of the response belongs to exactly one span: policy age is measured from the oldest of them
     edge = 0
     for _, _, start, end in document.version_spans:
@@ -229,95 +239,42 @@ def _check_rules(document: RolloutDocument) -> None:
             edge = -1
             break
         edge = end
-    if (
-        len(document.rollout_id) == ID_BYTES
-        and edge * 4 == num_bytes > 0
-        and len(document.sampler_logprobs) == num_bytes
-        and document.prompt_tokens
-        and not len(document.prompt_tokens) % 4
-        # the id goes into logs and terminals, where a control character could forge lines; isprintable is the cheap
-        # test
-        and (document.searcher_id.isprintable() or control_character_error(document.searcher_id) is None)
-        and sampling.temperature >= 0
-        and 0 < sampling.top_p <= 1
-        and (ref is None or is_bounded(ref[0]))
-        and is_bounded(sampling.temperature)
-        and is_bounded(document.started_at_s)
-        and is_bounded(document.finished_at_s)
-        and (
-            (reward is not None and is_bounded(reward) and document.reward_version)
-            if status == "scored"
-            else (reward is None and (status == "pending" or document.reward_reason))
+    if edge * 4 != num_bytes:
+        return (
+            f"version_spans must cover the {num_bytes // 4} response tokens in order and without gaps, got "
+            f"{document.version_spans[:4]}"
         )
-        and (document.reward_parts is None or (status == "scored" and not bad_part(document.reward_parts)))
-    ):
-        return
-    raise _broken_rule(document)
-
-
-def _broken_rule(document: RolloutDocument) -> MalformedError:
-    if len(document.rollout_id) != ID_BYTES:
-        return MalformedError(
-            f"rollout: field 'rollout_id' must be {ID_BYTES} bytes, got {len(document.rollout_id)} "
-            f"({shorten(document.rollout_id)})"
+    if not (0 <= sampling.temperature <= MAX_NUMBER and 0 < sampling.top_p <= 1):
+        return (
+            f"sampling.temperature must be from 0 to {MAX_NUMBER:g} and sampling.top_p in (0, 1], got "
+            f"{sampling.temperature} and {sampling.top_p}"
         )
-    what = f"rollout {document.rollout_id.hex()}"
-    if problem := control_character_error(document.searcher_id):
-        return MalformedError(f"{what}: field 'searcher_id' {problem} (value {document.searcher_id!r})")
-    sampling, ref, reward, status = document.sampling, document.ref_logprob, document.reward, document.reward_status
-    numbers = {
-        "sampling.temperature": sampling.temperature,
-        "sampling.top_p": sampling.top_p,
-        "ref_logprob": 0.0 if ref is None else ref[0],
-        "reward": 0.0 if reward is None else reward,
-        "started_at_s": document.started_at_s,
-        "finished_at_s": document.finished_at_s,
-    }
-    for name, value in numbers.items():
-        if not is_bounded(value):
-            return MalformedError(f"{what}: field {name!r} is {value}, {_unbounded(value)}")
-    for name in ("prompt_tokens", "response_tokens", "sampler_logprobs"):
-        if len(getattr(document, name)) % 4:
-            return MalformedError(
-                f"{what}: field {name!r} has {len(getattr(document, name))} bytes, not a multiple of 4"
-            )
-    num_tokens, num_logprobs = len(document.response_tokens) // 4, len(document.sampler_logprobs) // 4
-    if not document.prompt_tokens or not num_tokens:
-        return MalformedError(f"{what}: prompt_tokens and response_tokens must not be empty")
-    if num_logprobs != num_tokens:
-        return MalformedError(f"{what}: {num_logprobs} sampler_logprobs for {num_tokens} response_tokens")
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-        return MalformedError(
-            f"{what}: sampling.temperature must be >= 0 and sampling.top_p in (0, 1], "
-            f"got {sampling.temperature} and {sampling.top_p}"
-        )
+    if not (is_bounded(document.started_at_s) and is_bounded(document.finished_at_s)):
+        return f"started_at_s {document.started_at_s} or finished_at_s {document.finished_at_s} is no time"
+    if ref is not None and not is_bounded(ref[0]):
+        return f"field 'ref_logprob' is {ref[0]}, {_unbounded(ref[0])}"
     # a failed score must never look like a number, not even like 0
     if (reward is not None) != (status == "scored"):
-        return MalformedError(
-            f"{what}: reward is {reward} but reward_status is {status!r}; only 'scored' takes a number"
-        )
-    if status == "failed" and not document.reward_reason:
-        return MalformedError(f"{what}: a failed reward needs a reward_reason, got {document.reward_reason!r}")
+        return f"reward is {reward} but reward_status is {status!r}; only 'scored' takes a number"
+    if reward is not None and not is_bounded(reward):
+        return f"field 'reward' is {reward}, {_unbounded(reward)}"
     if status == "scored" and not document.reward_version:
-        return MalformedError(f"{what}: a scored reward needs a reward_version, got {document.reward_version!r}")
+        return f"a scored reward needs a reward_version, got {document.reward_version!r}"
+    if status == "failed" and not document.reward_reason:
+        return f"a failed reward needs a reward_reason, got {document.reward_reason!r}"
     if document.reward_parts is not None:
         if status != "scored":
-            return MalformedError(
-                f"{what}: it has reward_parts but reward_status is {status!r}; only 'scored' takes them"
-            )
+            return f"it has reward_parts but reward_status is {status!r}; only 'scored' takes them"
         if problem := bad_part(document.reward_parts):
-            return MalformedError(f"{what}: field 'reward_parts' {problem}")
-    return MalformedError(
-        f"{what}: version_spans must cover the {num_tokens} response tokens in order and without gaps, "
-        f"got {shorten(document.version_spans)}"
-    )
+            return f"field 'reward_parts' {problem}"
+    return None
 
 
 def bad_part(parts: Mapping[str, float]) -> str | None:
     """Return what is wrong with the name or the score of a part; None if nothing is."""
     for name, score in parts.items():
         if not _PART_NAME.fullmatch(name):
-            return f"has the part {shorten(name)}, a name that no recipe can give to a scorer"
+            return f"has the part {name[:64]!r}, a name that no recipe can give to a scorer"
         if not is_bounded(score):
             return f"has {score} for the part {name!r}, {_unbounded(score)}"
     return None

@@ -24,7 +24,7 @@ from tba.errors import ConfigError
 from tba.logs import get_logger
 from tba.store.file import explain_full_disk
 
-_ENTRY = re.compile(r"(tensors|delta)-[0-9a-f]+")
+_ENTRY = re.compile(r"tensors-[0-9a-f]+")
 _LOCK_POLL_S = 0.05
 _STALE_AFTER_S = 3600.0
 log = get_logger("weight-cache")

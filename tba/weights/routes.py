@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain as chain_iterables
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +28,7 @@ from tba.weights.node_cache import NodeCache, link_or_copy
 from tba.wire.weight_manifest import MAX_DELTAS, Adapter, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
 
 _MAX_SEARCHED = 32
-"""Deltas within which a version that is here is looked for once a full one is found: each manifest is a request."""
+"""Deltas within which a version that is here is looked for: each manifest is a request."""
 _MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file; the library reads no longer one."""
 log = get_logger("weights")
@@ -148,42 +147,29 @@ class RouteReader:
                 f"weight version {target.version} of run {target.run} has no adapter: it was published as the tensors "
                 "of the whole model (the starting model, or no [model.lora])"
             )
-        stored = target.adapter.stored
-        self._get(stored, path)
+        self._get(target.adapter.stored, path)
 
     def routes(
         self, target: Manifest, held: Sequence[LocalVersion] = (), *, gaps: list[TbaError] | None = None
     ) -> Iterator[Route]:
-        """Yield the routes to a version: the cheapest ones first, then those from older full versions.
+        """Yield the routes to a version: first from what is here, as long as its deltas are smaller than the whole
+        version, then from versions that are stored whole, the nearest first.
 
         Args:
             gaps: gets the reason why the chain of bases ends before its first version, if it does.
         """
         here = {local.version: local for local in held}
         gaps = [] if gaps is None else gaps
-        found = list(self._adapter_routes(target, here, gaps))
-        full_bytes: int | None = None
-        chain = self._chain(target, here, gaps)
-        beyond: list[tuple[Manifest, tuple[Manifest, ...]]] = []
-        for node, deltas in chain:
-            least_bytes = sum(each.delta_bytes for each in deltas)
-            # further back only what is here could be cheaper than the nearest full version
-            is_here_further_back = bool(here) and node.policy_version >= min(here)
-            is_useless = not is_here_further_back or least_bytes >= (full_bytes or 0) or len(deltas) > _MAX_SEARCHED
-            if full_bytes is not None and is_useless:
-                beyond.append((node, deltas))
+        yield from self._adapter_routes(target, here, gaps)
+        for node, deltas in self._chain(target, here, []) if here else ():
+            delta_bytes = sum(each.delta_bytes for each in deltas)
+            if node.policy_version < min(here) or delta_bytes > target.full_bytes or len(deltas) > _MAX_SEARCHED:
                 break
             if node.policy_version in here:
-                found.append(Route(here[node.policy_version], deltas))
+                yield Route(here[node.policy_version], deltas)
+        for node, deltas in self._chain(target, here, gaps):
             if node.is_full:
-                found.append(Route(node, deltas))
-                full_bytes = min(found[-1].size_bytes, full_bytes or found[-1].size_bytes)
-            found.sort(key=lambda route: route.size_bytes)
-            # nothing further back is cheaper: a manifest of a large model has megabytes, and is read when needed
-            while found and found[0].size_bytes <= least_bytes:
-                yield found.pop(0)
-        yield from found
-        yield from (Route(node, deltas) for node, deltas in chain_iterables(beyond, chain) if node.is_full)
+                yield Route(node, deltas)
 
     def _adapter_routes(
         self, target: Manifest, here: Mapping[PolicyVersion, LocalVersion], gaps: list[TbaError]
@@ -215,9 +201,7 @@ class RouteReader:
             try:
                 node = here[node.base].manifest if node.base in here else self._manifest(node.base)
             except (ObjectNotFoundError, MalformedError) as error:
-                # usual behind a full version, whose bases are deleted in time; an error says it where no route is left
-                log.info("weights_route_ends", version=target.version, missing=str(node.base), detail=str(error))
-                gaps.append(error)
+                gaps.append(error)  # usual behind a full version, whose bases are deleted in time
                 return
             yield node, deltas
 
@@ -302,7 +286,7 @@ class RouteReader:
         steps = [
             (
                 each,
-                [self._get_delta(stored, folder / f".{each.version}-{stored.name}") for stored in each.delta.objects],
+                [self._get(stored, folder / f".{each.version}-{stored.name}") for stored in each.delta.objects],
             )
             for each in route.deltas
             if each.delta is not None
@@ -312,7 +296,7 @@ class RouteReader:
 
     def _merge(self, route: Route, adapter: Adapter, target: Manifest, folder: Path) -> LocalVersion:
         """Merge the adapter of a version into the starting model, which is brought here first where it is not."""
-        path = self._get_delta(adapter.stored, folder / f".{adapter.stored.name}")
+        path = self._get(adapter.stored, folder / f".{adapter.stored.name}")
         base: LocalVersion | None = None
         if isinstance(route.start, LocalVersion):
             start = route.start
@@ -338,19 +322,6 @@ class RouteReader:
             except (DigestError, MalformedError) as error:
                 raise damage_error(self._store, stored, str(error)) from None
         return LocalVersion(target.policy_version, tuple(paths), target, "full", size_bytes)
-
-    def _get_delta(self, stored: DeltaObject, path: Path) -> Path:
-        """Take a delta from the cache, or download it as `_get` and add it."""
-        name = f"delta-{stored.digest}"
-        if self._cache is not None and self._cache.take(name, path, max_bytes=stored.size_bytes):
-            if digest_of_file(path) == stored.digest:
-                return path
-            self._cache.discard(name)
-            path.unlink()
-        self._get(stored, path)
-        if self._cache is not None:
-            self._cache.add(name, path)
-        return path
 
     def _get(self, stored: StoredObject | TensorFile | DeltaObject, path: Path) -> Path:
         """Download an object; check its size, and its digest where it has one.

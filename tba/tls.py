@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 import ssl
 from typing import Any
-from urllib.parse import urlsplit
 
 from tba.errors import ConfigError
 
@@ -69,13 +67,8 @@ def address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-PROBE_TIMEOUT_S = 5.0
-"""Deadline of a connection that only checks whether a server speaks TLS, and of its handshake."""
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
 """OpenSSL's names for an answer that is no TLS."""
-_EXPIRED, _NOT_YET_VALID, _OTHER_HOST, _OTHER_ADDRESS = 10, 9, 62, 64
-"""X509_V_ERR_* of OpenSSL."""
-_DEFAULT_PORTS = {"http": 80, "https": 443, "redis": 6379, "rediss": 6379}
 
 
 def check_ca_file(ca_file: str | None, setting: str = "tls.ca_file") -> None:
@@ -113,46 +106,17 @@ def explain_tls_error(
     """
     found = _ssl_error(error)
     if isinstance(found, ssl.SSLCertVerificationError):
-        return _explain_certificate_error(found, where=where, ca_file=ca_file, setting=setting)
+        authority = f"set {setting} to" if ca_file is None else f"{setting} {ca_file} must be"
+        return (
+            f"the certificate of {where} is not accepted ({found.verify_message.rstrip('.')}); it must be valid now, "
+            f"name this host in its subjectAltName, and {authority} a PEM file with the authority that signed it"
+        )
     # other failures of a handshake may pass: a server that restarts cuts connections off
     if found is not None and found.reason in _NO_TLS:
         return (
             f"{where} does not speak TLS ({found.reason}); write {plain}:// for it, or give that server a certificate"
         )
     return None
-
-
-def explain_missing_tls(url: str, *, ca_file: str | None, setting: str = "tls.ca_file") -> str | None:
-    """Return what is wrong, and the remedy, if a server speaks TLS at an address without it; else None. It connects
-    once."""
-    parts = urlsplit(url)
-    secure = {"http": "https", "redis": "rediss"}.get(parts.scheme)
-    if secure is None or not _speaks_tls(parts.hostname or "localhost", parts.port or _DEFAULT_PORTS[parts.scheme]):
-        return None
-    where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-    trusted = f"{setting} is the file of the authority that it needs" if ca_file is None else f"{setting} is {ca_file}"
-    return f"{where} speaks TLS: write {secure}:// for it ({trusted})"
-
-
-def _explain_certificate_error(
-    error: ssl.SSLCertVerificationError, *, where: str, ca_file: str | None, setting: str
-) -> str:
-    said = error.verify_message.rstrip(".")
-    if error.verify_code == _EXPIRED:
-        return f"the certificate of {where} is not accepted ({said}); renew it there, and look at this machine's clock"
-    if error.verify_code == _NOT_YET_VALID:
-        return f"the certificate of {where} is not accepted ({said}); look at the clocks of both machines"
-    if error.verify_code in (_OTHER_HOST, _OTHER_ADDRESS):
-        return (
-            f"the certificate of {where} is not accepted ({said}); it must name this host in its subjectAltName, or "
-            "the address must be one that it names"
-        )
-    if ca_file is None:
-        return (
-            f"the certificate of {where} is not trusted ({said}); set {setting} to a PEM file with the authority that "
-            "signed it, because no authority of this system did"
-        )
-    return f"the certificate of {where} is not trusted ({said}); {setting} {ca_file} must hold the authority behind it"
 
 
 def _ssl_error(error: BaseException) -> ssl.SSLError | None:
@@ -165,16 +129,3 @@ def _ssl_error(error: BaseException) -> ssl.SSLError | None:
         beneath = (*each.args, getattr(each, "reason", None), each.__cause__, each.__context__)
         seen += [more for more in beneath if isinstance(more, BaseException) and more not in seen]
     return None
-
-
-def _speaks_tls(host: str, port: int) -> bool:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only the greeting is sent
-    try:
-        with (
-            socket.create_connection((host, port), timeout=PROBE_TIMEOUT_S) as plain,
-            context.wrap_socket(plain, server_hostname=host),
-        ):
-            return True
-    except OSError:
-        return False

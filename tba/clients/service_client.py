@@ -38,7 +38,7 @@ from tba.errors import (
     VoidBatchError,
 )
 from tba.fields import StrictModel, first_problem
-from tba.tls import check_bare_url, check_ca_file, explain_missing_tls, explain_tls_error
+from tba.tls import check_bare_url, check_ca_file, explain_tls_error
 from tba.tokens import ClientToken
 
 M = TypeVar("M", bound=StrictModel)
@@ -267,10 +267,10 @@ class ServiceClient:
     def _connection_error(self, error: urllib3.exceptions.HTTPError) -> ServiceError:
         """Return the error to raise for a call without an answer."""
         problem = explain_tls_error(error, where=self.base_url, ca_file=self._ca_file)
-        if problem is None and isinstance(error, urllib3.exceptions.ProtocolError) and not self._has_answered:
-            problem = explain_missing_tls(self.base_url, ca_file=self._ca_file)
         if problem is None:
             problem = f"{self.base_url} does not answer ({type(error).__name__}); is the service running there?"
+            if not self._has_answered and isinstance(error, urllib3.exceptions.ProtocolError):
+                problem += " If it speaks TLS, its address begins with https://"
             return UnavailableError(problem)
         # a service that answered before may be getting a new certificate, which passes; else a person must fix it
         return UnavailableError(problem) if self._has_answered else TlsError(problem)

@@ -27,12 +27,12 @@ from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreTlsError
 from tba.store.file import check_key, check_prefix, check_size, new_file, write_at
 from tba.store.s3_errors import (
     S3_ERRORS,
-    explain_store_tls_error,
     is_answer,
     is_transient,
     status_of,
     store_error,
 )
+from tba.tls import explain_tls_error
 
 T = TypeVar("T")
 
@@ -152,22 +152,6 @@ class S3Store:
         """Read an object."""
         where = self._where(key)
         return self._call("read", key, lambda: _read(self._client.get_object(**where)["Body"]))
-
-    def get_if_changed(self, key: str, etag: str | None) -> tuple[bytes, str] | None:
-        """Read a small object, unless the server says that it still has this ETag."""
-        where = self._where(key) | ({} if etag is None else {"IfNoneMatch": etag})
-
-        def receive() -> tuple[bytes, str] | None:
-            try:
-                answer = self._client.get_object(**where)
-                data, found = _read(answer["Body"]), answer["ETag"]
-            except ClientError as error:
-                if status_of(error) == 304:
-                    return None
-                raise
-            return None if found == etag else (data, found)  # some servers ignore the condition
-
-        return self._call("read", key, receive)
 
     def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
         """Read an object into a file: one request, or several ranges in parallel if it is large."""
@@ -295,7 +279,7 @@ class S3Store:
         except S3_ERRORS as error:
             if not self._has_answered:
                 # after an answer the store may be getting a new certificate, which passes; before, a person must fix it
-                problem = explain_store_tls_error(error, endpoint=self._endpoint, ca_file=self._ca_file)
+                problem = explain_tls_error(error, where=self._endpoint, ca_file=self._ca_file, setting="store.ca_file")
                 if problem is not None:
                     raise StoreTlsError(f"cannot {verb} the store {self.url}: {problem}") from error
                 self._has_answered = is_answer(error)  # a refusal or "no such object" is one, too

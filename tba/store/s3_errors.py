@@ -6,7 +6,6 @@ from boto3.exceptions import Boto3Error
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
-    ConnectionClosedError,
     ConnectionError,
     CredentialRetrievalError,
     HTTPClientError,
@@ -18,7 +17,7 @@ from botocore.exceptions import (
 )
 
 from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError
-from tba.tls import explain_missing_tls, explain_tls_error
+from tba.tls import explain_tls_error
 
 S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RecursionError)
 """All errors that boto3 raises on purpose, and RecursionError: it follows a server that redirects every request until
@@ -69,16 +68,6 @@ def is_answer(error: Exception) -> bool:
     return isinstance(error, ClientError) and status_of(error) != 400
 
 
-def explain_store_tls_error(error: Exception, *, endpoint: str, ca_file: str | None) -> str | None:
-    """Return what is wrong with the TLS of a store that never answered, and the remedy; None if something else is
-    wrong."""
-    problem = explain_tls_error(error, where=endpoint, ca_file=ca_file, setting="store.ca_file")
-    is_refusal = isinstance(error, ClientError) and status_of(error) == 400  # some answer plain http so
-    if problem is None and (is_refusal or isinstance(error, ConnectionClosedError)):
-        problem = explain_missing_tls(endpoint, ca_file=ca_file, setting="store.ca_file")
-    return problem
-
-
 def store_error(
     error: Exception, *, verb: str, key: str, url: str, endpoint: str, timeout_s: float, ca_file: str | None
 ) -> StoreError:
@@ -107,7 +96,7 @@ def store_error(
     if isinstance(error, _CONNECTION_ERRORS):
         return StoreUnavailableError(
             f"{what}: no answer after trying for {timeout_s:g} s ({error}); check that the server runs and that "
-            "store.endpoint_url is right"
+            "store.endpoint_url is right (http or https)"
         )
     return StoreUnavailableError(f"{what}: {error}; check the [store] section of the recipe")
 

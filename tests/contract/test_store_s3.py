@@ -34,7 +34,7 @@ def proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def proxied(proxy: FaultyProxy, s3_section: StoreSection) -> ObjectStore:
-    return open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 5.0}))
+    return open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=5.0)
 
 
 def small_parts(s3_section: StoreSection, endpoint_url: str) -> S3Store:
@@ -58,7 +58,7 @@ def test_a_missing_bucket_is_one_sentence(s3_section: StoreSection) -> None:
 
 def test_an_endpoint_that_nobody_serves_is_one_sentence(s3_section: StoreSection) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    store = open_store(s3_section.model_copy(update={"endpoint_url": url, "timeout_s": 0.5}))
+    store = open_store(s3_section.model_copy(update={"endpoint_url": url}), timeout_s=0.5)
     with pytest.raises(StoreUnavailableError, match=rf"at {url}: no answer .*check that the server runs"):
         store.check()
 
@@ -119,7 +119,7 @@ def test_a_store_that_has_said_no_has_answered_and_its_certificate_is_waited_for
     def shows_an_expired_certificate() -> bytes:
         raise SSLError(endpoint_url="https://s3.example.com", error=expired) from expired
 
-    with pytest.raises(StoreTlsError, match="renew it there"):
+    with pytest.raises(StoreTlsError, match="certificate has expired"):
         store._try("read", shows_an_expired_certificate)
     with pytest.raises(ObjectNotFoundError):
         store.get("nothing")
@@ -139,7 +139,7 @@ def test_where_the_stack_ends_over_redirects_makes_no_difference() -> None:
 def test_a_server_that_stays_overloaded_is_given_up_at_the_deadline(
     proxy: FaultyProxy, s3_section: StoreSection
 ) -> None:
-    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 2.0}))
+    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=2.0)
     proxy.faults = [503] * 1000
     with pytest.raises(StoreUnavailableError, match=r"kept answering 503 SlowDown injected for 2 s"):
         store.put("a", b"1")
@@ -150,9 +150,9 @@ def test_a_server_that_falls_silent_is_given_up_and_one_that_is_slow_is_not(
     proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
 ) -> None:
     section = s3_section.model_copy(update={"endpoint_url": proxy.url})
-    slow = open_store(section.model_copy(update={"timeout_s": 3.0}))
+    slow = open_store(section, timeout_s=3.0)
     open_store(s3_section).put("a", b"1" * 10_000)
-    silent = open_store(section.model_copy(update={"timeout_s": 0.3}))
+    silent = open_store(section, timeout_s=0.3)
     proxy.STALL_S, proxy.TRICKLE_S = 0.6, 4.0
     proxy.faults = ["stall"] * 100
     for attempt in (lambda: silent.put("b", b"1"), lambda: silent.get_file("a", tmp_path / "a")):
@@ -224,7 +224,7 @@ def test_a_server_that_is_silent_about_a_file_costs_one_deadline(
     proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
 ) -> None:
     open_store(s3_section).put("a", b"1")
-    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 0.3}))
+    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=0.3)
     proxy.STALL_S = 0.6
     for before in (0, 1):  # requests that are answered
         proxy.faults, proxy.num_requests = [*[None] * before, *["stall"] * 100], 0
@@ -239,7 +239,7 @@ def test_what_came_before_a_server_fell_silent_counts(
 ) -> None:
     data = os.urandom(300_000)
     open_store(s3_section).put("a", data)
-    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 4.0}))
+    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=4.0)
     proxy.STALL_S, proxy.faults = 5.0, [None, "pause"]
     store.get_file("a", tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == data
@@ -303,7 +303,7 @@ def test_what_was_written_survives_a_killed_server(tmp_path: Path, s3_server: S3
     server.start()
     try:
         server.create_bucket("survivor")
-        store = open_store(StoreSection(url="s3://survivor/p", endpoint_url=server.url, timeout_s=20))
+        store = open_store(StoreSection(url="s3://survivor/p", endpoint_url=server.url), timeout_s=20)
         store.put("a", b"1", create_only=True)
         server.kill()
         server.start()
@@ -354,8 +354,6 @@ def test_a_damaged_tls_record_in_a_body_is_tried_again_and_is_one_sentence_if_it
             store = S3Store(**options, timeout_s=60.0)
         assert store.get("a") == b"1234"
         assert num_requests == 2
-        damaged[:] = [True]
-        assert store.get_if_changed("a", None) == (b"1234", '"1"')
         damaged[:] = [True] * 1000
         impatient = S3Store(**options, timeout_s=0.5)
         with pytest.raises(StoreUnavailableError, match=r"cannot read a in .*: no answer"):

@@ -164,7 +164,7 @@ STEPS = 4
 PROBES_OF_LINKS = ("services", "store")
 MOST_CONNECTIONS = 4
 """Most connections of one client until it gives up: no storm."""
-FAULTS = ("stranger", "expired", "plain")
+FAULTS = ("stranger", "expired")
 RUN: dict[str, Callable[[Recipe], object]] = {"trainer": run_trainer, "searcher": run_searcher}
 
 
@@ -260,16 +260,14 @@ def _look(path: Path, link: str | None = None) -> list[CheckResult]:
 
 
 def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]]:
-    """The recipe with the address of an impostor, or with one that says nothing of TLS."""
+    """The recipe with the address of an impostor."""
     section, key = {
         "buffer": ("buffer", "url"),
         "reward": ("reward", "url"),
         "store": ("store", "endpoint_url"),
     }[link]
     address: str = world.document[section][key]
-    scheme, _, rest = address.partition("://")
-    if fault == "plain":
-        return {section: {key: f"{scheme.removesuffix('s')}://{rest}"}}
+    scheme = address.partition("://")[0]
     port = world.impostors[fault].port
     return {section: {key: f"{scheme}://127.0.0.1:{port}"}}
 
@@ -277,16 +275,9 @@ def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]
 def _assert_says(said: str, world: TlsWorld, link: str, fault: str) -> None:
     """Check that the message names the fault, the address, the file and the remedy."""
     setting = "store.ca_file" if link == "store" else "tls.ca_file"
-    if fault == "plain":
-        assert "speaks TLS: write https:// for it" in said
-        assert f"({setting} is {AUTHORITY})" in said
-    else:
-        assert f"127.0.0.1:{world.impostors[fault].port}" in said
-        why = {
-            "stranger": f"{setting} {AUTHORITY} must hold the authority behind it",
-            "expired": "is not accepted (certificate has expired); renew it there",
-        }
-        assert why[fault] in said
+    assert f"127.0.0.1:{world.impostors[fault].port}" in said
+    assert f"{setting} {AUTHORITY} must be a PEM file with the authority" in said
+    assert ("is not accepted (certificate has expired)" in said) == (fault == "expired")
 
 
 def _num_connections(world: TlsWorld) -> int:

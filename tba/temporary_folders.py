@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tba.early_signals import delete_on_quit
-
 _LOCK = "lock"
 
 
@@ -38,8 +36,7 @@ def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Pat
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 # only now: with a lock that nobody holds the folder would look so
                 new.rename(folder / _LOCK)
-            with delete_on_quit(folder):
-                yield folder
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -310,4 +310,3 @@ def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_1
     said = log_path.read_text()
     assert "Traceback" not in said
     assert "trainer: SIGTERM while it starts: it ends\n" in said
-    assert not list(scratch.glob("tba-trainer-*"))

@@ -23,7 +23,7 @@ from benchmarks.gpu_bench.families import LIMITS, family_config
 from benchmarks.gpu_bench.models import make_batch, make_learner, qwen2_config, random_model, recipe_of
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.weights import LocalVersion, WeightVersions
 from tba.wire import Manifest, Sampling
 
 NEXT = PolicyVersion(1, 1)
@@ -85,7 +85,6 @@ def publish(versions: WeightVersions, folder: Path, snapshot: WeightSnapshot, ba
         torch_version=torch.__version__,
         transformers_version="gpu",
         base=base,
-        deltas=DeltaSettings(min_bytes=0),
         others=snapshot.others if snapshot.is_share else None,
     )
 

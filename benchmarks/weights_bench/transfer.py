@@ -13,7 +13,7 @@ from benchmarks.weights_bench.states import State, write
 from tba.config.sections import StoreSection
 from tba.store import open_store
 from tba.versions import PolicyVersion
-from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.weights import LocalVersion, WeightVersions
 from tba.wire.weight_manifest import Canary, Manifest
 from tests.support.s3_server import CREDENTIALS, S3Server
 
@@ -64,7 +64,6 @@ class World:
             torch_version="bench",
             transformers_version="bench",
             base=base,
-            deltas=DeltaSettings(min_bytes=1),
         )
 
 
@@ -80,7 +79,7 @@ def s3_store() -> Iterator[StoreSection]:
         try:
             server.start()
             server.create_bucket(BUCKET)
-            yield StoreSection(url=f"s3://{BUCKET}", endpoint_url=server.url, region="us-east-1", timeout_s=60)
+            yield StoreSection(url=f"s3://{BUCKET}", endpoint_url=server.url, region="us-east-1")
         finally:
             server.kill()
 

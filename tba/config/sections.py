@@ -220,17 +220,9 @@ class StoreSection(StrictModel):
     ca_file: str | None = None
     """PEM file of the authorities that are trusted for an https endpoint; none: those that boto3 knows, or
     AWS_CA_BUNDLE."""
-    timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one store operation, retries included; of a file that is read, since its last byte. The attempt that
-    is under way then may be silent for 30 s more."""
     shard_bytes: int = Field(default=2 * 1024**3, ge=1)
     """Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own):
     at most that much of a gathered model is in the trainer's memory at once."""
-    keyframe_interval: int = Field(default=16, ge=1, le=256)
-    """Every so many weight versions one is stored whole; those between are lossless deltas against the version
-    before them, where that is much smaller. 1: every version is stored whole."""
-    delta_min_bytes: int = Field(default=8 * 1024**2, ge=0)
-    """Versions of fewer bytes are always stored whole: a delta saves bytes and costs requests."""
     cache_folder: str | None = None
     """A folder that the searchers of one machine share: a version is downloaded and assembled once for all of them.
     Best on the file system where they keep their weights (TMPDIR), where files are linked and not copied. None: no

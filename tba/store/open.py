@@ -13,6 +13,8 @@ from tba.store.file import FileStore, ObjectStore, check_prefix
 from tba.tls import check_bare_url, check_ca_file, without_secrets
 
 POLL_S = 1.0
+TIMEOUT_S = 30.0
+"""Deadline of one operation on S3, retries included; of a file that is read, since its last byte."""
 
 
 def is_retryable(error: StoreUnavailableError) -> bool:
@@ -71,10 +73,11 @@ def wait_for_store(
         time.sleep(POLL_S)
 
 
-def open_store(section: StoreSection, *, part_bytes: int | None = None) -> ObjectStore:
+def open_store(section: StoreSection, *, timeout_s: float = TIMEOUT_S, part_bytes: int | None = None) -> ObjectStore:
     """Open the store that `section.url` names; nothing is contacted yet (see `ObjectStore.check`).
 
     Args:
+        timeout_s: deadline of one operation on S3.
         part_bytes: size of the parts of large files on S3; None: the store's default.
 
     Raises:
@@ -113,7 +116,7 @@ def open_store(section: StoreSection, *, part_bytes: int | None = None) -> Objec
         prefix=prefix,
         endpoint_url=endpoint,
         region=section.region,
-        timeout_s=section.timeout_s,
+        timeout_s=timeout_s,
         ca_file=section.ca_file,
         **({} if part_bytes is None else {"part_bytes": part_bytes}),
     )

@@ -59,9 +59,7 @@ class DeltaSettings:
     """When versions are stored as deltas."""
 
     keyframe_interval: int = 16
-    """Every so many versions one is stored whole; 1: all are."""
-    min_bytes: int = 8 * 1024 * 1024
-    """Smaller models are stored whole: their requests cost more than their bytes."""
+    """Every so many versions one is stored whole."""
     max_share: float = 0.5
     """A delta pays when it has at most this share of the bytes of the tensors."""
 
@@ -227,7 +225,7 @@ class VersionWriter:
     ) -> _Stored:
         """Describe a version that is stored whole, as a delta against `base`, or as both, by all processes at once."""
         total_bytes = sum(path.stat().st_size for path in paths) + (0 if others is None else others.size_bytes)
-        num_to_full = self._num_to_full(base, total_bytes, settings)
+        num_to_full = self._num_to_full(base)
         max_bytes = settings.max_share * total_bytes
         against = None
         if base is not None and num_to_full is not None:
@@ -261,13 +259,11 @@ class VersionWriter:
 
         return _Stored(tensors=tensors, full=full, delta=delta, upload=upload)
 
-    def _num_to_full(self, base: LocalVersion | None, total_bytes: int, settings: DeltaSettings) -> int | None:
+    def _num_to_full(self, base: LocalVersion | None) -> int | None:
         """Return the deltas from the nearest full version if this one is a delta against `base`; None: it is none."""
-        if base is None or settings.keyframe_interval == 1 or total_bytes < settings.min_bytes:
+        if base is None or base.manifest.run != self._run:  # its version is of another run
             return None
         before = base.manifest
-        if before.run != self._run:  # its version is of another run
-            return None
         num_to_full = 1 if before.is_full or before.delta is None else before.delta.num_to_full + 1
         return None if num_to_full > MAX_DELTAS else num_to_full
 

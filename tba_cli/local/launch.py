@@ -33,6 +33,8 @@ from tba_cli.setup.try_model import try_model
 EXIT_INTERRUPTED = 130
 LOCAL_ROLES = ("searcher", "trainer", "operator")
 """Roles whose tokens a local run needs, if it has tokens."""
+STORE_TIMEOUT_S = 5.0
+"""Deadline of one operation of the checks: a person waits for them."""
 
 
 def run_folder_of(recipe: Recipe) -> RunFolder:
@@ -136,7 +138,7 @@ def _prepare(
         TbaError: a port is in use, or the store, the origin or the starting model cannot be used.
     """
     config = with_real_addresses(original, folder)
-    store = open_store(config.store)
+    store = open_store(config.store, timeout_s=STORE_TIMEOUT_S)
     store.check(write=True)
     origin = None if resume else find_origin(config, store, runs_dir=folder.path.parent)
     if not resume:

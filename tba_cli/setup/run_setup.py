@@ -164,9 +164,7 @@ def _not_ready(client: ServiceClient) -> str | None:
 
 
 def _set_up_store(recipe: Recipe, *, wait_s: float, create_bucket: bool, on_progress: OnProgress) -> None:
-    # short, because the wait tries again
-    timeout_s = min(recipe.store.timeout_s, STORE_TIMEOUT_S)
-    store = open_store(recipe.store.model_copy(update={"timeout_s": timeout_s}))
+    store = open_store(recipe.store, timeout_s=STORE_TIMEOUT_S)  # short, because the wait tries again
     wait_for_store(store, wait_s=wait_s, on_progress=on_progress, create_bucket=create_bucket)
     on_progress(f"the store {store.url} supports create-only writes")
 

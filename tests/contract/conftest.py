@@ -35,7 +35,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def s3_section(s3_server: S3Server) -> StoreSection:
     """A store section with a prefix of its own in the bucket."""
     return StoreSection(
-        url=f"s3://{BUCKET}/test-{next(_prefixes)}/deep", endpoint_url=s3_server.url, region="us-east-1", timeout_s=10
+        url=f"s3://{BUCKET}/test-{next(_prefixes)}/deep", endpoint_url=s3_server.url, region="us-east-1"
     )
 
 

@@ -20,7 +20,7 @@ from tba.weights.digest import digest_of_file
 from tba.wire.weight_manifest import Manifest, encode_manifest
 from tests.support.weight_chain import RUN, Chain, publish, tensors_of, version
 
-EVERY_OTHER_FULL = DeltaSettings(keyframe_interval=2, min_bytes=0, max_share=10.0)
+EVERY_OTHER_FULL = DeltaSettings(keyframe_interval=2, max_share=10.0)
 
 
 @pytest.fixture

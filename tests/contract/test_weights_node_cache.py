@@ -25,7 +25,7 @@ from tba.wire import Canary
 from tests.support.waits import until
 
 CANARY = Canary(prompt_tokens=[1], response_tokens=[2], logprobs=[-0.5], tolerance=1e-3)
-DELTAS = DeltaSettings(keyframe_interval=8, min_bytes=0)
+DELTAS = DeltaSettings(keyframe_interval=8)
 NUM_ELEMENTS = 4096
 
 

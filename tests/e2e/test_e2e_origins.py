@@ -27,11 +27,10 @@ NUM_STEPS, FORKED_AT, NUM_MORE = 12, PolicyVersion(1, 6), 4
 @pytest.fixture(scope="module")
 def ended(make_place: MakePlace) -> Place:
     """A run that has ended, with a checkpoint of the version that is forked and no other of its kind; its versions are
-    deltas, and every fourth is whole as well."""
+    deltas."""
     rate = {"value": 1e-4}
     place = make_place(
         model={"dtype": "bfloat16"},
-        store={"keyframe_interval": 4, "delta_min_bytes": 0},
         trainer={"num_steps": NUM_STEPS, "sync_interval": 2, "checkpoint_interval": 6, "keep_checkpoints": 5}
         | {"learning_rate": rate},
     )
@@ -43,7 +42,7 @@ def ended(make_place: MakePlace) -> Place:
 def test_versions_are_stored_as_deltas_and_searchers_and_exports_take_them(ended: Place, tmp_path: Path) -> None:
     versions = WeightVersions(FileStore(folder_of(ended, RUN).store_path), RUN)
     steps = range(2, NUM_STEPS + 1, 2)
-    assert [versions.manifest(PolicyVersion(1, step)).is_full for step in steps] == [step == 8 for step in steps]
+    assert not any(versions.manifest(PolicyVersion(1, step)).is_full for step in steps)
     log = ended.log("searcher-0")
     assert "weights_route_failed" not in log
     assert "version refused" not in log

@@ -69,7 +69,7 @@ def deployed(folder: Path) -> Iterator[Deployment]:
                     "max_bytes": 64 * 2**20,
                 },
                 reward={"port": reward_port, "url": f"http://127.0.0.1:{reward_port}", "num_workers": 1},
-                store={"url": "s3://tba/deep", "endpoint_url": store.url, "timeout_s": 10},
+                store={"url": "s3://tba/deep", "endpoint_url": store.url},
                 auth={"tokens_file": str(tokens)},
             )
             path = write_recipe(folder / "services.json", recipe)

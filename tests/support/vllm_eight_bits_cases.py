@@ -19,7 +19,7 @@ from tba_trainer.checkpoints.canary import EIGHT_BIT_TOLERANCE
 from tba.config.searcher import SearcherVllmSection
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import DeltaSettings, LocalVersion, WeightVersions
+from tba.weights import LocalVersion, WeightVersions
 from tba.weights.adapter import AdapterFile
 from tba.wire import Sampling
 from tests.support.engine_contract import V1, Bench, Model, finish, make_request
@@ -72,7 +72,7 @@ def versions_of_each_kind(bench: Bench) -> tuple[dict[PolicyVersion, LocalVersio
             version=version, parent=None, dtype="float32", tensors_paths=what,
             files={"config.json": bench.old.folder / "config.json"},
             canary=canary.model_copy(update={"tolerance": EIGHT_BIT_TOLERANCE}),
-            torch_version="", transformers_version="", base=base, deltas=DeltaSettings(min_bytes=0),
+            torch_version="", transformers_version="", base=base,
         )  # fmt: skip
         assert (manifest.delta is not None, manifest.adapter is not None) == (version == DELTA, version == ADAPTER)
         bases = [] if base is None else [base]

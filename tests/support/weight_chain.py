@@ -20,7 +20,7 @@ from tba.weights import DeltaSettings, LocalVersion, WeightVersions, assembly
 from tba.wire import Canary, Manifest
 
 RUN = "demo"
-ALWAYS = DeltaSettings(keyframe_interval=1000, min_bytes=0, max_share=10.0)
+ALWAYS = DeltaSettings(keyframe_interval=1000, max_share=10.0)
 """A delta whenever there is a base."""
 CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
 Tensors = dict[str, NDArray[Any]]

@@ -222,9 +222,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
             session=session,
             buffer=buffer,
             versions=versions,
-            deltas=DeltaSettings(
-                keyframe_interval=recipe.store.keyframe_interval, min_bytes=recipe.store.delta_min_bytes
-            ),
+            deltas=DeltaSettings(),
             checkpoints=checkpoints,
             evaluations=evaluations,
             status=context.status,

@@ -56,7 +56,7 @@ def _elsewhere(target: Target, folder: RequiredFolder) -> CheckResult:
         return ok("model", f"{what} is not there yet; `tba run` fetches or makes it")
     # a relative file:// store lies in a run folder, which does not exist yet
     if not section.url.startswith("file://") or section.url.startswith("file:///"):
-        store = open_store(section.model_copy(update={"timeout_s": min(TIMEOUT_S, section.timeout_s)}))
+        store = open_store(section, timeout_s=TIMEOUT_S)
         try:
             manifest = ArtifactStore(store, lambda text: None).find(folder.kind, folder.name)
         except (StoreError, MalformedError) as error:

@@ -25,14 +25,14 @@ FIX_STORE = "the message says what is wrong; docs/deploy.md, Redis and object st
 
 def check_store(target: Target) -> Iterator[CheckResult]:
     """Write, read, list and remove a few objects under `check/`."""
-    section = target.recipe.store.model_copy(update={"timeout_s": min(TIMEOUT_S, target.recipe.store.timeout_s)})
+    section = target.recipe.store
     if section.url.startswith("file://"):
         yield from _folder(target, section)
         if not section.url.startswith("file:///"):
             return
     try:
         # small parts, so that a few MiB are an upload in parts
-        store = open_store(section, part_bytes=PART_BYTES)
+        store = open_store(section, timeout_s=TIMEOUT_S, part_bytes=PART_BYTES)
         store.check()
     except (StoreError, ConfigError) as error:
         # the reward service reads the store for its models alone

@@ -371,7 +371,7 @@ def test_bad_input_is_one_sentence_before_anything_starts(place, monkeypatch):
     (place.path / "nobody.jsonl").write_text("\n".join(lines))
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        away = ("store.url=s3://b/p", 'store.endpoint_url="http://127.0.0.1:9"', "store.timeout_s=2")
+        away = ("store.url=s3://b/p", 'store.endpoint_url="http://127.0.0.1:9"')
         cases = {
             f"port {port} (buffer.port) is in use by another process": [f"buffer.port={port}"],
             "holds no config.json": ["model.path=nowhere"],

@@ -55,7 +55,7 @@ class Published:
                 torch_version="2",
                 transformers_version="5",
                 base=base,
-                deltas=DeltaSettings(keyframe_interval=2, min_bytes=0),
+                deltas=DeltaSettings(keyframe_interval=2),
             )
             base = LocalVersion(version, (path,), manifest)
 

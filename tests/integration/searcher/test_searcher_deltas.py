@@ -48,7 +48,7 @@ async def test_ten_versions_by_deltas_with_requests_in_flight_one_damaged_and_on
         version = PolicyVersion(1, step)
         base = publish_version(
             versions, model, version, parent=base.version, dtype="bfloat16", base=base,
-            canary_shift=1.0 if step == SPOILT else 0.0, deltas=DeltaSettings(keyframe_interval=4, min_bytes=0),
+            canary_shift=1.0 if step == SPOILT else 0.0, deltas=DeltaSettings(keyframe_interval=4),
         )  # fmt: skip
         assert base.manifest.delta is not None
         assert base.manifest.is_full == (step % 4 == 0)

@@ -35,7 +35,7 @@ async def test_the_version_before_is_used_under_a_named_wait_until_the_store_is_
         section = StoreSection(url="s3://slow", endpoint_url=server.url)
         with FaultyProxy(server.port).running() as proxy:
             patient = open_store(section)  # before the loop runs nobody waits for a store that failed
-            hasty = open_store(section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 1.2}))
+            hasty = open_store(section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=1.2)
             world = start_loop_world(tmp_path, serve_buffer, reward, model, store=hasty, start_store=patient)
             versions = WeightVersions(patient, world.status.run)
             task = asyncio.create_task(world.loop.run())

@@ -46,11 +46,8 @@ def start(recipe: Recipe, buffer: RecordedBuffer, store: FileStore) -> None:
 
 def fork_recipe(model: Path, run: str, **sections: dict[str, Any]) -> Recipe:
     trainer = {**TRAINED, **sections.pop("trainer", {})}
-    store = {"keyframe_interval": 4, "delta_min_bytes": 0}
     run_section, model_section = {"name": run}, {"dtype": "bfloat16"}
-    return make_recipe(
-        model, run=run_section, model=model_section, trainer=trainer, store=store, objective=objective(), **sections
-    )
+    return make_recipe(model, run=run_section, model=model_section, trainer=trainer, objective=objective(), **sections)
 
 
 def forked(version: str | None, store: FileStore) -> RecordedBuffer:

@@ -68,12 +68,7 @@ def chaos_sections(model: Path, *, num_searchers: int) -> dict[str, dict[str, An
         "objective": {"preset": "tba_prime", "beta": {"value": 0.2}, "anchor": "fixed"},
         "trainer": {"num_steps": ENDLESS, "sync_interval": 8, "checkpoint_interval": 40, "learning_rate": 2e-4},
         "eval": {"every_steps": 400, "num_prompts": 32, "num_prompts_final": 128},
-        "store": {
-            "url": f"s3://{BUCKET}/trial",
-            "timeout_s": 10.0,
-            "keyframe_interval": 4,
-            "delta_min_bytes": 0,
-        },
+        "store": {"url": f"s3://{BUCKET}/trial"},
     }
 
 

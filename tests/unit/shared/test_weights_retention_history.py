@@ -18,7 +18,7 @@ from tba.weights.retention import reasons_to_keep
 from tba.wire import Canary
 
 KEEP = 2
-DELTAS = DeltaSettings(keyframe_interval=5, min_bytes=0, max_share=100.0)
+DELTAS = DeltaSettings(keyframe_interval=5, max_share=100.0)
 """For tensors of a few bytes, whose deltas are larger than they are."""
 ACTIONS = ("publish", "publish", "publish", "whole", "resume", "zombie", "checkpoint", "beat", "best", "delete")
 

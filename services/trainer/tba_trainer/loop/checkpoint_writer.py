@@ -21,6 +21,7 @@ from tba.api import CheckpointRequest
 from tba.errors import StoreUnavailableError
 from tba.logs import get_logger
 from tba.store.file import explain_full_disk
+from tba.store.open import TIMEOUT_S as STORE_TIMEOUT_S
 from tba.versions import START, PolicyVersion
 from tba_trainer.checkpoints.choice import before_suspect
 from tba_trainer.distributed.checkpoints import Upload
@@ -177,11 +178,11 @@ class CheckpointWriter:
     def give_up_upload(self) -> None:
         """Forget the checkpoint that is being uploaded: no further object of it is written, and no manifest.
 
-        The object that is under way is waited for, `store.timeout_s` at most.
+        The object that is under way is waited for, as long as one operation of the store takes.
         """
         if self._upload is not None:
             self._upload.give_up()
-            self._upload.wait(self._context.recipe.store.timeout_s)
+            self._upload.wait(STORE_TIMEOUT_S)
             self._upload = None
 
     def _register_saved(self, version: PolicyVersion, key: str) -> None:

@@ -9,7 +9,7 @@
     thread         waits for                        name of the wait        deadline
     loop           the batch of its step            as the buffer says      trainer.batch_wait_s
     loop           a place for a snapshot           unpublished-versions    limits.RETRY_S
-    loop           the store, for a small           -                       store.timeout_s, then at the next sync
+    loop           the store, for a small           -                       30 s, then at the next sync
                    checkpoint; a large one is uploaded by a thread of its own
     loop (end)     a large checkpoint under way     checkpoint-upload       limits.RETRY_S
     start          the others' parts of one         checkpoint-download     limits.RETRY_S, or as long as its own took
@@ -351,7 +351,7 @@ class TrainingLoop:
         self._settle_checkpoint()
         at_interval = progress.step % section.checkpoint_interval == 0
         self._checkpoint_due |= at_interval
-        # An attempt costs `store.timeout_s` while the store is away, so a failed one is not repeated in every step.
+        # An attempt costs 30 s while the store is away, so a failed one is not repeated in every step.
         is_time = at_sync or at_interval or not self._checkpoint_failed
         # `finish` writes the last one; one that is still being uploaded comes first
         if self._checkpoint_due and is_time and progress.step < section.num_steps and not self._writer.is_uploading:

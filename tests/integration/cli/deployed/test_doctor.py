@@ -17,6 +17,7 @@ from tba.config import Recipe
 from tba.tokens import token_digest
 from tba_cli.doctor import CheckResult, run_checks
 from tba_cli.doctor.checks import CHECKS
+from tba_cli.doctor.checks import store as store_check
 from tba_cli.doctor.checks.machine import check_disk, check_gpu
 from tba_cli.doctor.target import Target, ok, target_of
 from tba_cli.main import main
@@ -152,11 +153,13 @@ def test_the_files_of_one_role_and_of_a_service(ready: Deployment, tmp_path: Pat
     assert of_buffer["run"][0] == "ok"
 
 
-def test_a_store_that_cannot_be_used(ready: Deployment) -> None:
-    gone = look(ready.recipe(store={"endpoint_url": f"http://127.0.0.1:{free_port()}", "timeout_s": 0.2}), "store")
-    assert_finding(one(gone, "store"), "fail", "check that the server runs and that store.endpoint_url is right")
-    nowhere = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "timeout_s": 0.2}
-    assert one(look(ready.recipe(store=nowhere), "store", service="reward"), "store").level == "skip"
+def test_a_store_that_cannot_be_used(ready: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = {"endpoint_url": f"http://127.0.0.1:{free_port()}"}
+    with monkeypatch.context() as patch:
+        patch.setattr(store_check, "TIMEOUT_S", 0.2)
+        gone = look(ready.recipe(store=nowhere), "store")
+        assert_finding(one(gone, "store"), "fail", "check that the server runs and that store.endpoint_url is right")
+        assert one(look(ready.recipe(store=nowhere), "store", service="reward"), "store").level == "skip"
     bucket = look(ready.recipe(store={"url": "s3://not-there"}), "store")
     assert_finding(one(bucket, "store"), "fail", "bucket 'not-there' does not exist")
     folder = look(ready.recipe(store={"url": "file://store"}, buffer={"host": "0.0.0.0"}), "store")

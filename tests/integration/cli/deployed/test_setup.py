@@ -141,7 +141,7 @@ def test_setup_waits_for_a_store_that_is_still_starting(ready: Deployment) -> No
     proxy.faults = [503] * 60
     said: list[str] = []
     with proxy.running():
-        recipe = ready.recipe(store={"endpoint_url": proxy.url, "timeout_s": 3.0})
+        recipe = ready.recipe(store={"endpoint_url": proxy.url})
 
         def start() -> None:
             while not said:

@@ -111,10 +111,6 @@ tba buffer accept-loss --reason "the disk was replaced" quickstart-seed0""",
 tba weights list quickstart-seed0
 tba weights list --url https://buffer:8700 --token-file operator.token --recipe recipe.toml
 tba weights list --recipe recipe.toml --json    # from the store alone""",
-        "weights verify": """\
-tba weights verify                # the last one
-tba weights verify quickstart-seed0 --version 1-40
-tba weights verify --all --recipe recipe.toml""",
         "weights gc": """\
 tba weights gc --dry-run
 tba weights gc quickstart-seed0

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 ROLLOUT_ID_HELP = "all 32 hexadecimal digits, as `tba rollouts list` prints them"
-VERSION_HELP = "LINEAGE-STEP, a step, start, best or last"
 
 
 def add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> None:
@@ -79,12 +78,11 @@ def _add_rollouts_export(kinds: Subparsers) -> None:
 
 
 def add_weights(commands: Subparsers) -> None:
-    """Add `tba weights list|verify|gc`."""
-    weights = commands.add_parser("weights", help="list, check and delete the weight versions of a run")
+    """Add `tba weights list|gc`."""
+    weights = commands.add_parser("weights", help="list and delete the weight versions of a run")
     kinds = weights.add_subparsers(metavar="WHAT", required=True)
     helps = {
         "list": "list the weight versions that the store has: how they are stored, and why they are kept",
-        "verify": "download weight versions and check every digest by every route; exit code 1 if one is damaged",
         "gc": "delete the weight versions that nothing needs, by the rule of the trainer, and half-written ones",
     }
     for name, text in helps.items():
@@ -96,9 +94,6 @@ def add_weights(commands: Subparsers) -> None:
             help="recipe of the run; needed with --url. Alone: its store is read, and no service is asked",
         )
         command.set_defaults(command=f"tba_cli.commands.weights:{name}_command")
-    which = kinds.choices["verify"].add_mutually_exclusive_group()
-    which.add_argument("--version", default="last", metavar="VERSION", help=f"{VERSION_HELP} (default: last)")
-    which.add_argument("--all", action="store_true", help="every version that the store has")
     gc = kinds.choices["gc"]
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     gc.add_argument(

@@ -1,36 +1,29 @@
-"""`tba weights list|verify|gc`: the weight versions that the store of a run has, and why they are kept."""
+"""`tba weights list|gc`: the weight versions that the store of a run has, and why they are kept."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from tba.api import RunInfo
 from tba.config import Recipe
-from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, TbaError
+from tba.errors import ConfigError, ObjectNotFoundError, TbaError
 from tba.fields import escape_controls
 from tba.store import ObjectStore, open_store
 from tba.versions import START, PolicyVersion
-from tba.weights import LocalVersion, WeightVersions, checkpoint_prefix, complete_versions, incomplete_versions
-from tba.weights.export import RunFacts
+from tba.weights import WeightVersions, checkpoint_prefix, complete_versions, incomplete_versions
 from tba.weights.retention import reasons_to_keep
-from tba.weights.routes import Route, RouteReader
 from tba.wire.weight_manifest import Manifest
 from tba_cli.commands.config import size_text
-from tba_cli.commands.export import Exportable, choose, recipe_of, source_of
+from tba_cli.commands.export import recipe_of
 from tba_cli.run_target import ended_run, open_client, run_folder
 
 ANY_LINEAGE = 10**9
 """Greater than every lineage."""
-DAMAGE = (DigestError, MalformedError, ObjectNotFoundError)
 
 
 class VersionStore:
@@ -73,7 +66,6 @@ def _ask(args: argparse.Namespace, place: VersionStore) -> RunInfo:
 
     Raises:
         TbaError: nobody can be asked.
-        ConfigError: it is another run than that of the recipe.
     """
     if _is_store_alone(args):
         raise ConfigError("--recipe alone names no buffer service")
@@ -101,7 +93,7 @@ def list_command(args: argparse.Namespace) -> int:
     """Print a line per version, oldest first."""
     place = VersionStore(args)
     existing = place.versions.versions()
-    reasons, unknown, damaged = None, None, None
+    reasons, unknown = None, None
     try:
         info = _ask(args, place)
     except TbaError as error:
@@ -115,9 +107,6 @@ def list_command(args: argparse.Namespace) -> int:
             manifest = place.versions.manifest(version)
         except ObjectNotFoundError:  # deleted meanwhile
             continue
-        except MalformedError as error:  # show the others before it is raised
-            damaged = error
-            continue
         listed.append(_listed(manifest, None if reasons is None else reasons.get(version, [])))
     if args.json:
         print(json.dumps({"run": place.run, "unknown": unknown, "versions": listed}, indent=1))
@@ -125,10 +114,8 @@ def list_command(args: argparse.Namespace) -> int:
         print("\n".join(_list_lines(listed)))
         if unknown is not None:
             print(escape_controls(f"what holds them is unknown: {unknown}"))
-    elif damaged is None:
+    else:
         print(f"run {place.run!r} has published no version yet")
-    if damaged is not None:
-        raise damaged
     return 0
 
 
@@ -232,142 +219,3 @@ def _held(args: argparse.Namespace, place: VersionStore) -> RunInfo | None:
         return None
     _check_run(info, place)
     return info
-
-
-# ---- Verify ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What came of one way to a version."""
-
-    version: str
-    what: str
-    """full, delta, adapter, files (config and tokenizer), or manifest."""
-    num_bytes: int
-    error: str | None
-    """None: every digest is right, or it was not checked."""
-    skipped: str | None = None
-    """Why this way was not checked, where that is no damage."""
-
-    def line(self) -> str:
-        """Return it for people."""
-        found = f"right, {size_text(self.num_bytes)}" if self.error is None else f"DAMAGED: {self.error}"
-        if self.skipped is not None:
-            found = f"not checked: {self.skipped}"
-        return escape_controls(f"{self.version}  {self.what}: {found}")
-
-
-def verify_command(args: argparse.Namespace) -> int:
-    """Check versions, oldest first, a line per way; exit code 1 if one of them is damaged."""
-    place = VersionStore(args)
-    # LINEAGE-STEP names a version of the store: only a word or a step needs somebody who knows the run
-    is_in_store = args.all or "-" in args.version or _is_store_alone(args)
-    source = Exportable(facts=RunFacts(recipe=place.recipe)) if is_in_store else source_of(args)
-    wanted = place.versions.versions() if args.all else [choose(args.version, source, place.versions)]
-    checks: list[Check] = []
-    for check in _verify(place, wanted):
-        checks.append(check)
-        if not args.json:
-            print(check.line(), flush=True)
-    damaged = [check for check in checks if check.error is not None]
-    if args.json:
-        print(json.dumps({"run": place.run, "checks": list(map(asdict, checks))}, indent=1))
-    else:
-        print(f"{len(wanted)} versions, {len(checks)} checks, {len(damaged)} failed")
-    return 1 if damaged else 0
-
-
-def _verify(place: VersionStore, wanted: Sequence[PolicyVersion]) -> Iterator[Check]:
-    """Yield a check for each way in which each version is stored, oldest version first."""
-    reader = RouteReader(place.store, place.versions.manifest, cache=None)
-    held: LocalVersion | None = None
-    seen: set[str] = set()
-    with tempfile.TemporaryDirectory(prefix="tba-weights-") as folder:
-        for version in wanted:
-            try:
-                manifest = place.versions.manifest(version)
-                yield from _check_files(place, manifest, seen)
-                ways, gap = _ways(reader, manifest, held)
-                if manifest.delta is not None and "delta" not in ways:
-                    # retention deletes the base in time: nobody who is not at that version needs this way
-                    is_gone = isinstance(gap, ObjectNotFoundError)
-                    skipped = f"what it is against is deleted ({gap})" if is_gone else None
-                    yield Check(str(version), "delta", 0, None if is_gone else str(gap), skipped)
-            except DAMAGE as error:
-                yield Check(str(version), "manifest", 0, str(error))
-                continue
-            # the whole version last: the other ways begin with the version before it, whose files then go
-            for what, routes in sorted(ways.items(), key=lambda way: way[0] == "full"):
-                _check_room(manifest, routes, folder)
-                here = Path(folder) / f"{version}-{what}"
-                check, local = _check_way(reader, manifest, what, routes, here)
-                yield check
-                # the starting model stays for the adapters, which are all for it; else the next version is against this
-                is_base = local is not None and what != "adapter"
-                gone = here if not is_base else held.paths[0].parent if held is not None else None
-                held = local if is_base else held
-                if gone is not None:
-                    shutil.rmtree(gone, ignore_errors=True)
-
-
-def _ways(
-    reader: RouteReader, manifest: Manifest, held: LocalVersion | None
-) -> tuple[dict[str, list[Route]], TbaError | None]:
-    """Return the ways in which a version is stored, each with the routes that prove it, the cheapest first; and why
-    the chain of what it is against ends early, if it does.
-
-    Raises:
-        ObjectNotFoundError: it is stored as a change alone, and what it is against is gone.
-    """
-    ways: dict[str, list[Route]] = {}
-    gaps: list[TbaError] = []
-    for route in reader.routes(manifest, [] if held is None else [held], gaps=gaps):
-        what = "adapter" if route.adapter is not None else "delta" if route.deltas else "full"
-        ways.setdefault(what, []).append(route)
-    if not ways:
-        raise ObjectNotFoundError(f"no version is left that it can be assembled from ({gaps[0]})")
-    return ways, gaps[0] if gaps else None
-
-
-def _check_room(manifest: Manifest, routes: Sequence[Route], folder: str) -> None:
-    # the version, what is downloaded for it, and the one before it, which is there already
-    needed_bytes = manifest.full_bytes + routes[0].size_bytes
-    if needed_bytes > (free_bytes := shutil.disk_usage(folder).free):
-        raise ConfigError(
-            f"checking version {manifest.version} needs {needed_bytes:,} bytes, and {folder} has {free_bytes:,} free; "
-            "set TMPDIR to a folder with more"
-        )
-
-
-def _check_way(
-    reader: RouteReader, manifest: Manifest, what: str, routes: Sequence[Route], folder: Path
-) -> tuple[Check, LocalVersion | None]:
-    """Assemble a version by the first route that works, since what lies before it may be damaged by itself."""
-    errors = []
-    for number, route in enumerate(routes):
-        place = folder / str(number)
-        place.mkdir(parents=True)
-        try:
-            local = reader.take(route, manifest, place)
-        except DAMAGE as error:
-            errors.append(str(error))
-            shutil.rmtree(place)
-            continue
-        return Check(manifest.version, what, local.downloaded_bytes, None), local
-    return Check(manifest.version, what, 0, errors[0]), None
-
-
-def _check_files(place: VersionStore, manifest: Manifest, seen: set[str]) -> Iterator[Check]:
-    """Check the files that no version before it had."""
-    new = [stored for stored in manifest.files if stored.key not in seen]
-    seen.update(stored.key for stored in new)
-    error = None
-    try:
-        for stored in new:
-            place.versions.read_file(manifest.policy_version, stored.name)
-    except DAMAGE as damage:
-        error = str(damage)
-    if new:
-        num_bytes = 0 if error else sum(stored.size_bytes for stored in new)
-        yield Check(manifest.version, "files", num_bytes, error)

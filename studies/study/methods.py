@@ -22,8 +22,8 @@ class Method:
     """Where tuning begins; 0: the method has none, and it is not tuned."""
 
 
-def _method(preset: str, beta: float = 0.0, **overrides: Any) -> Method:
-    return Method(objective=MappingProxyType({"preset": preset, **overrides}), beta=beta)
+def _method(preset: str, beta: float = 0.0) -> Method:
+    return Method(objective=MappingProxyType({"preset": preset}), beta=beta)
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(
@@ -36,8 +36,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dr_grpo": _method("dr_grpo"),
         "dr_grpo_clamp": _method("dr_grpo_clamp"),
         "tb": _method("tb", 0.2),
-        "tba_prime_published": _method("tba_prime_published", 0.01, old_policy="sampler"),
+        "tba_prime_published": _method("tba_prime_published", 0.01),
     }
 )
-"""By name: those that a screening of 31 left. `tba_prime_published` takes the sampler's log-probs: here they are what
-the trainer would compute again with the same weights."""
+"""By name: those that a screening of 31 left. `tba_prime_published` takes the sampler's log-probs, since the trainer
+keeps no published version here: they are what it would compute again with the same weights."""

@@ -6,7 +6,7 @@ the buffer whether a live change of beta is possible. The formulas are in tba_tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -25,8 +25,7 @@ ImportanceWeight = Literal[
     "none", "clamp", "mask", "token_clip", "sequence_clip", "sequence_mean_clip", "second_moment"
 ]
 Aggregation = Literal["rollouts", "groups", "tokens", "sequence_mean", "whole_sequence_mean", "constant"]
-OldPolicy = Literal["sampler", "trainer", "theta"]
-MismatchWeight = Literal["none", "truncate", "mask"]
+OldPolicy = Literal["sampler", "trainer"]
 
 NO_AGE_LIMIT = 2**31 - 1
 CLIPS: tuple[ImportanceWeight, ...] = ("token_clip", "sequence_clip", "sequence_mean_clip")
@@ -35,7 +34,7 @@ CLIPS: tuple[ImportanceWeight, ...] = ("token_clip", "sequence_clip", "sequence_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that makes an objective. Most parts are keys of `[objective]`, too."""
+    """Everything that makes an objective. Some parts are keys of `[objective]`, too."""
 
     kind: Kind = "trajectory_balance"
     beta: float = 0.05
@@ -44,9 +43,16 @@ class Parts:
     centre: Centre = "none"
     reward_baseline: RewardBaseline = "mean"
     importance_weight: ImportanceWeight = "none"
+    """Token weight from rho = pi_theta / pi_old: none; rho up to `importance_clamp` (`clamp`), or 0 above it (`mask`);
+    PPO's clip per token, per rollout (their product) or per rollout (their geometric mean); or rho without the tokens
+    that carry the second moment of log rho above its limit."""
     negative_weight: float = 1.0
+    """Factor on every A_j below 0. At 0 the rollouts below the baseline pull at nothing: what is left imitates the
+    better ones of a group."""
     aggregation: Aggregation = "rollouts"
     old_policy: OldPolicy = "sampler"
+    """pi_old, whose log-probs rho is taken to: those that the sampler reported, or those of the same weights, computed
+    again by the trainer."""
     age_scaled: bool = False
     clip_range: float = 0.2
     clip_range_high: float = 0.2
@@ -119,13 +125,6 @@ def _known_preset(preset: str) -> str:
     return preset
 
 
-_NOT_CUSTOM = (
-    *("importance_weight", "negative_weight", "second_moment_limit", "aggregation"),
-    *("old_policy", "old_policy_versions"),
-)
-"""Keys that an objective of your own cannot read or has no use for."""
-
-
 class ObjectiveSection(StrictModel):
     """The objective (docs/algorithm.md). A key that is None has the value of the preset."""
 
@@ -140,20 +139,8 @@ class ObjectiveSection(StrictModel):
     """The target of the KL: the starting model (`fixed`), theta as it was every `reference_reset_steps`
     (`reset`), or the policy that sampled the rollout (`behaviour`; not for a
     baseline). A baseline whose beta is above 0 has `fixed`."""
-    importance_weight: ImportanceWeight | None = None
-    """Token weight from rho = pi_theta / pi_old: none; rho up to `importance_clamp` (`clamp`),
-    or 0 above it (`mask`); PPO's clip per token, per rollout (their product) or per rollout (their geometric
-    mean); or rho without the tokens that carry the second moment of log rho above `second_moment_limit`."""
     importance_clamp: float | None = Field(default=None, gt=0)
     """Upper bound of `clamp` and `mask` (default 8; 5 for `cispo`)."""
-    clip_range: float | None = Field(default=None, gt=0, lt=1)
-    """PPO's clip: rho is clipped at 1 - this, and at 1 + this (default 0.2). `dapo` and `gspo` have another
-    clip above 1."""
-    second_moment_limit: float | None = Field(default=None, gt=0)
-    """With `second_moment`: largest mean of (log rho)^2 over the tokens that are kept (default 0.04)."""
-    negative_weight: float | None = Field(default=None, ge=0, le=1)
-    """Factor on every A_j below 0 (default 1). At 0 the rollouts below the baseline pull at nothing: what is left
-    imitates the better ones of a group."""
     aggregation: Aggregation | None = None
     """The divisor of a token's term: `rollouts` or `groups` of the batch; its response `tokens`; rollouts times the
     rollout's own response tokens (`sequence_mean`) or prompt and response tokens (`whole_sequence_mean`); rollouts
@@ -164,17 +151,11 @@ class ObjectiveSection(StrictModel):
     """Rollouts of a group whose rewards are all equal teach nothing, not even by their KL. They count in the divisors.
     No pass is made for them where no other group reads their log-probs: a step costs what the other groups cost. Not
     with `reinforce` or the centre `log_z`, which learn from such groups too."""
-    old_policy: OldPolicy | None = None
-    """pi_old, whose log-probs rho is taken to: those that the sampler reported; those of the same weights, computed
-    again by the trainer; or theta itself, without gradient (rho is then 1)."""
     old_policy_versions: int = Field(default=4, ge=1)
-    """With the old policy `trainer`: the published versions whose weights the trainer keeps, on its device and in its
+    """With `tba_prime_published`: the published versions whose weights the trainer keeps, on its device and in its
     checkpoints, each a float32 copy of what is trained. As many as the oldest rollouts need (policy age over
     `trainer.sync_interval`). Tokens of older ones have the sampler's log-probs, and are counted
     (`old_policy_missing_tokens`)."""
-    mismatch_weight: MismatchWeight = "none"
-    """A second token weight pi_old / pi_sampler, for what sampler and trainer compute differently: cut at
-    2 (`truncate`, TIS), or 0 outside of [0.5, 5] (`mask`, IcePop). Not with the old policy `sampler`."""
     reference_placement: Literal["trainer", "searcher"] = "trainer"
     """The service that computes ref log-probs: `trainer`, which holds the reference model, or `searcher`: the searchers
     send them with their rollouts (the paper's way: no reference model in the trainer; anchor `fixed` only)."""
@@ -194,31 +175,11 @@ class ObjectiveSection(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:
-        if self.preset == "dr_grpo" and self.importance_clamp is not None and self.importance_weight is None:
-            raise ValueError(
-                f"importance_clamp = {self.importance_clamp:g} is not used by dr_grpo, which has PPO's clip and a "
-                'constant divisor as in its paper; what had that name in 0.2 is preset = "dr_grpo_clamp"'
-            )
         self._check_family_only()
         self._check_anchor()
-        self._check_log_z()
         self._check_mask_tied()
-        self._check_old_policy()
-        if not self.is_custom:  # what an objective of your own reads is not known here
-            self._check_unused()
+        self._check_unused()
         return self
-
-    def _check_log_z(self) -> None:
-        parts = self.parts
-        if parts is None or parts.centre != "log_z":
-            return
-        clamp = parts.log_ratio_token_clamp
-        if self.used_anchor != "fixed" or clamp is not None:
-            name = "anchor" if clamp is None else "the clamp of tokens"
-            raise ValueError(
-                f'centre = "log_z" keeps a log Z for each prompt, which is that of the starting model\'s whole '
-                f'log-probs and takes the place of a baseline: {name} does not go with it; remove it (anchor "fixed")'
-            )
 
     def _check_mask_tied(self) -> None:
         parts = self.parts
@@ -239,6 +200,11 @@ class ObjectiveSection(StrictModel):
                 f"{self.preset} divides the log-ratio to the behaviour policy by the age, but the anchor is {anchor}; "
                 'set anchor = "behaviour"'
             )
+        if parts is not None and parts.centre == "log_z" and anchor != "fixed":
+            raise ValueError(
+                f"{self.preset} keeps a log Z for each prompt, which is that of the starting model, but the anchor is "
+                f'{anchor}; set anchor = "fixed"'
+            )
         # a setting without effect is a misunderstanding: better refused at the start than found after the run
         if anchor != "reset" and self.reference_reset_steps is not None:
             raise ValueError(
@@ -256,52 +222,22 @@ class ObjectiveSection(StrictModel):
                 'log-ratio of every token; choose reference_placement = "trainer"'
             )
 
-    def _check_old_policy(self) -> None:
-        parts = self.parts
-        if self.is_custom:
-            for name in _NOT_CUSTOM:
-                if getattr(self, name) not in (None, type(self).model_fields[name].default):
-                    raise ValueError(
-                        f"{name} = {getattr(self, name)!r} is not used by an objective of your own: {self.preset} "
-                        "returns the loss itself, which is divided by the number of rollouts; remove it"
-                    )
-        if self.mismatch_weight != "none" and (parts is None or parts.old_policy == "sampler"):
-            raise ValueError(
-                f'mismatch_weight = "{self.mismatch_weight}" compares the old policy with the sampler, and the old '
-                'policy is the sampler; set old_policy = "trainer" or "theta"'
-            )
-
     def _check_unused(self) -> None:
         """Refuse a setting that nothing here uses."""
         parts = self.parts
-        assert parts is not None
-        weight = parts.importance_weight
-        bounded = weight in ("clamp", "mask"), 'importance_weight = "clamp" or "mask"'
-        clips = weight in CLIPS, "a clip (importance_weight = " + ", ".join(f'"{name}"' for name in CLIPS) + ")"
-        reads_ratio = weight != "none" or self.mismatch_weight != "none"
-        reads_behaviour = parts.anchor == "behaviour" or parts.centre == "behaviour"
-        if weight == "second_moment" and parts.old_policy == "theta":
-            raise ValueError(
-                'importance_weight = "second_moment" belongs to old_policy = "sampler" or "trainer", and with "theta" '
-                "every ratio is 1"
-            )
-        used = {
-            "old_policy": (reads_ratio or (reads_behaviour and self.old_policy != "theta"), "an importance weight"),
-            "negative_weight": (parts.kind != "best" or self.used_anchor is not None, "an objective with A < 0"),
-            "importance_clamp": bounded,
-            "clip_range": clips,
-            "second_moment_limit": (weight == "second_moment", 'importance_weight = "second_moment"'),
-            "old_policy_versions": (parts.old_policy == "trainer", 'old_policy = "trainer"'),
-        }
+        if parts is None:
+            # it may read the clamp; its loss is always divided by the number of rollouts
+            used = {"aggregation": (False, "a preset"), "old_policy_versions": (False, "tba_prime_published")}
+        else:
+            used = {
+                "importance_clamp": (parts.importance_weight in ("clamp", "mask"), "a clamp or a mask of weights"),
+                "old_policy_versions": (parts.old_policy == "trainer", "tba_prime_published"),
+            }
         for name, (is_used, needed) in used.items():
             value = getattr(self, name)
             # resolved recipes name every setting, so a default is no choice of a person
-            defaults = (None, type(self).model_fields[name].default)
-            if not is_used and value not in defaults:
-                raise ValueError(
-                    f"{name} = {value if isinstance(value, str) else format(value, 'g')} belongs to {needed}, and "
-                    f"{self.preset} does not have it here; remove it"
-                )
+            if not is_used and value not in (None, type(self).model_fields[name].default):
+                raise ValueError(f"{name} = {value} belongs to {needed}, and {self.preset} has none; remove it")
 
     def _check_family_only(self) -> None:
         if self.preset in FAMILY:
@@ -339,11 +275,7 @@ class ObjectiveSection(StrictModel):
     @property
     def named_parts(self) -> dict[str, Any]:
         """The parts that the recipe names, by name."""
-        named = {name: value for name in _OVERRIDES if (value := getattr(self, name)) is not None}
-        preset = PRESETS.get(self.preset, Parts())
-        if self.clip_range is not None and preset.clip_range == preset.clip_range_high:
-            named["clip_range_high"] = self.clip_range
-        return named
+        return {name: value for name in _OVERRIDES if (value := getattr(self, name)) is not None}
 
     @property
     def used_anchor(self) -> Anchor | None:
@@ -359,17 +291,14 @@ class ObjectiveSection(StrictModel):
         return self.used_anchor in ("fixed", "reset")
 
     @property
-    def takes_behaviour_for_theta(self) -> Literal["anchor", "centre", "old_policy"] | None:
+    def takes_behaviour_for_theta(self) -> Literal["anchor", "centre"] | None:
         """The part that takes the behaviour policy for an earlier theta, which is right only at the policy
         temperature."""
         if (parts := self.parts) is None:
             return None
-        found: dict[Literal["anchor", "centre", "old_policy"], bool] = {
-            "anchor": parts.anchor == "behaviour",
-            "centre": parts.centre == "behaviour",
-            "old_policy": parts.old_policy == "trainer",
-        }
-        return next((part for part, takes in found.items() if takes), None)
+        if parts.anchor == "behaviour":
+            return "anchor"
+        return "centre" if parts.centre == "behaviour" else None
 
     @property
     def needs_beta(self) -> bool:
@@ -393,5 +322,5 @@ class ObjectiveSection(StrictModel):
             )
 
 
-_OVERRIDES = tuple(part.name for part in fields(Parts) if part.name in {*ObjectiveSection.model_fields} - {"beta"})
-"""The parts that are keys of the same name; beta has a schedule."""
+_OVERRIDES = ("anchor", "importance_clamp", "aggregation")
+"""The parts that are keys of the same name."""

@@ -236,16 +236,15 @@ class Recipe(StrictModel):
         part, wanted = self.objective.takes_behaviour_for_theta, self.model.policy_temperature
         if part is None or self.is_offline:  # offline nothing is sampled
             return
-        value_of = "trainer" if part == "old_policy" else "behaviour"
         if self.searcher.distortions:
             raise ValueError(
-                f'objective.{part} is "{value_of}" (preset {self.objective.preset}), which takes the policy that '
+                f'objective.{part} is "behaviour" (preset {self.objective.preset}), which takes the policy that '
                 f"sampled for an earlier theta, but searcher.{self.searcher.distortions[0]} makes it another "
                 f"distribution; remove that setting or choose another {part}"
             )
         if (value := self.searcher.sampling_temperature) != wanted:
             raise ValueError(
-                f'objective.{part} is "{value_of}" (preset {self.objective.preset}), which takes the policy that '
+                f'objective.{part} is "behaviour" (preset {self.objective.preset}), which takes the policy that '
                 f"sampled for an earlier theta, but searcher.sampling_temperature is {value:g} and "
                 f"model.policy_temperature is {wanted:g}, so theta would be pulled towards a distorted copy of "
                 f"itself; make the temperatures equal or choose another {part}"

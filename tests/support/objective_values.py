@@ -75,8 +75,8 @@ class Problem:
         )
         if not objective.needs_all_tokens:
             return totals
-        squares = log_ratios(self.micro_batch(range(self.num_rollouts)), objective)[0].square()
-        return replace(totals, max_second_moment=second_moment_cut(squares, objective.second_moment_limit))
+        squares = log_ratios(self.micro_batch(range(self.num_rollouts)), objective).square()
+        return replace(totals, max_second_moment=second_moment_cut(squares))
 
     def micro_batch(self, rows: Sequence[int]) -> Tokens:
         rows = list(rows)

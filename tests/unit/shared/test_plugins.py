@@ -142,7 +142,7 @@ def test_the_config_refuses_misspelt_names_without_an_import(sections: dict[str,
 
 
 def test_an_objective_from_outside_has_no_kl_unless_asked_for_and_all_settings_are_its_own() -> None:
-    objective = recipe(objective={"preset": "m:f", "clip_range": 0.3, "importance_clamp": 2.0}).objective
+    objective = recipe(objective={"preset": "m:f", "importance_clamp": 2.0}).objective
     assert (objective.beta.at(0), objective.needs_reference, objective.parts) == (0.0, False, None)
     assert recipe(objective={"preset": "m:f", "beta": 0.1}).objective.used_anchor == "fixed"
     alone = {"group_size": 1}

@@ -1,4 +1,4 @@
-"""Objectives of the field and their keys against autograd of their literal formulas, in float64."""
+"""Objectives of the field and their parts against autograd of their literal formulas, in float64."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from tba_trainer.objectives import advantages, second_moment_cut
-from tba_trainer.objectives.weights import MISMATCH_RANGE
 from torch import Tensor
 
-from tba.config.objective import MismatchWeight
 from tests.support.objective_values import MAX_TOKENS, Problem, assert_same, make_problem, objective_of
 
 BETA = 0.07
@@ -157,36 +155,7 @@ def test_ours_is_not_the_published_tba_prime() -> None:
         assert float(((other - expected).norm() / expected.norm()).detach()) > 1e-3
 
 
-# ---- Keys -----------------------------------------------------------------------------------------------------------
-
-
-@SEEDS
-@pytest.mark.parametrize("kind", ["truncate", "mask"])
-def test_mismatch_weights_multiply_the_clipped_surrogate(
-    kind: MismatchWeight, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TIS: min(pi_old / pi_sampler, C). IcePop: the same ratio within its bounds, else 0. Both without gradient."""
-    problem, advantage = far_problem(seed), centred(far_problem(seed), deviation=True)
-    terms = []
-    for row in range(problem.num_rollouts):
-        rho = (problem.logprobs(row) - problem.recomputed[row]).exp()
-        kappa = (problem.recomputed[row] - problem.sampler[row]).exp()
-        weight = kappa.clamp(max=1.1) if kind == "truncate" else torch.where((kappa < 0.8) | (kappa > 1.1), 0.0, kappa)
-        terms.append((weight * ppo(rho, advantage[row], 0.2, 0.2)).mean())
-    monkeypatch.setitem(MISMATCH_RANGE, kind, (0.0 if kind == "truncate" else 0.8, 1.1))  # reached by some token
-    objective = objective_of("grpo", old_policy="trainer", mismatch_weight=kind)
-    assert_same(problem.gradient(objective, beta=0.0), problem.gradient_of(-torch.stack(terms).mean()))
-    assert 0 < problem.loss(objective, beta=0.0)[1]["mismatch_share"] < 1
-
-
-def test_with_theta_as_old_policy_the_mismatch_weight_holds_the_whole_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One update per batch: what is truncated is then pi_theta / pi_sampler, and PPO's clip is never active."""
-    problem = far_problem(0)
-    monkeypatch.setitem(MISMATCH_RANGE, "truncate", (0.0, 8.0))
-    decoupled = objective_of("dr_grpo", old_policy="theta", mismatch_weight="truncate")
-    clamped = objective_of("dr_grpo_clamp", aggregation="constant")
-    assert_same(problem.gradient(decoupled, beta=0.0), problem.gradient(clamped, beta=0.0))
-    assert problem.loss(decoupled, beta=0.0)[1]["clipped_share"] == 0.0
+# ---- Parts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

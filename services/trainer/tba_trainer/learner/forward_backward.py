@@ -345,7 +345,7 @@ class ForwardBackward:
         if not self._objective.needs_all_tokens:
             return
         squares = self._squares[self._kept.repeat_interleave(self._sequences.num_tokens)]
-        cut = second_moment_cut(squares, self._objective.second_moment_limit)
+        cut = second_moment_cut(squares)
         self._totals = replace(self._totals, max_second_moment=cut)
 
     def _put_sums(self, micro_batch: MicroBatch, logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
@@ -358,7 +358,7 @@ class ForwardBackward:
             summed.append((found - ref).clamp(-self._token_clamp, self._token_clamp))
         columns = [response_sums(values, sequences)[: len(rows)] for values in summed]
         if objective.needs_all_tokens and rows:
-            columns.append(log_ratios(tokens, objective)[0].square())
+            columns.append(log_ratios(tokens, objective).square())
         # one wait for the device
         on_cpu = torch.cat(columns).double().cpu().split([len(values) for values in columns])
         logprob, self._abs_gap[rows], *more = on_cpu

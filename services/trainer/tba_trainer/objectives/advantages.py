@@ -88,7 +88,7 @@ def trajectory_balance(s: Sequences, objective: Objective, beta: float) -> Float
     # completions of a prompt share. d = mean (log pi_theta - log pi_behaviour) is a trust region on that drift.
     if centre == "behaviour":
         # under a fixed stale behaviour policy d is biased: rollouts beyond the age limit keep the centre theta
-        young = s.policy_age <= objective.centre_max_age_steps
+        young = s.policy_age <= objective.parts.centre_max_age_steps
         drift = group_mean(_drift(s, objective), s.group, where=young)
         advantage = advantage - beta * drift * young
     return advantage

@@ -44,13 +44,13 @@ def objective_loss(
 
     Returns:
         The loss; `loss`, `advantage_abs_mean`, and the shares of tokens whose weight is bounded: `clipped_share`
-        (of them large ones: `clipped_high_share`) and `mismatch_share`, in float64; and the mean of w_jt over the
-        tokens of each rollout [B], 0 for one that teaches nothing itself.
+        (of them large ones: `clipped_high_share`), in float64; and the mean of w_jt over the tokens of each rollout [B],
+        0 for one that teaches nothing itself.
     """
     token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
     weights = token_weights(tokens, token_advantage, objective, totals=totals)
     factor = token_advantage * weights.weight
-    bounded = torch.stack([weights.low | weights.high, weights.high, weights.mismatch])  # [3, T]
+    bounded = torch.stack([weights.low | weights.high, weights.high])  # [2, T]
     mean_weight = _row_means(weights.weight, tokens)  # [B]
     if tokens.kept is not None:
         factor, bounded = factor * tokens.kept[tokens.row], bounded & tokens.kept[tokens.row]
@@ -58,14 +58,13 @@ def objective_loss(
     loss = -(factor / _divisor(tokens, objective, totals) * tokens.logprobs).sum()
     counts = bounded.sum(dim=1).to(loss.dtype)
     loss_value, absolute = (value.detach().double() for value in (loss, advantage.abs().sum().to(loss.dtype)))
-    num_clipped, num_high, num_mismatch = counts.double()
+    num_clipped, num_high = counts.double()
     num_tokens = max(1, totals.num_tokens)
     metrics = {
         "loss": loss_value,
         "advantage_abs_mean": absolute / max(1, totals.num_rollouts),
         "clipped_share": num_clipped / num_tokens,
         "clipped_high_share": num_high / num_tokens,
-        "mismatch_share": num_mismatch / num_tokens,
     }
     return loss, metrics, mean_weight
 
@@ -104,7 +103,7 @@ class ObjectiveFunction(Protocol):
       `objective.beta` is above 0 at some step; else its log-probs are zeros.
     * `tokens` holds the response tokens of the micro-batch: `tokens.logprobs` of theta, with gradient, and
       `tokens.sampler_logprobs`. `tokens.row` is the rollout of each token, as an index into `sequences`.
-    * `settings` holds the section `[objective]`: `clip_range` and `importance_clamp` are free for any use.
+    * `settings` holds the section `[objective]`: `importance_clamp` is free for any use.
     * `beta` is the KL coefficient of this step.
 
     The loss of a batch is the sum of all terms divided by the number of its rollouts; gradients flow through

@@ -10,18 +10,11 @@ from torch import Tensor
 
 from tba import plugins
 from tba.config import ObjectiveSection
-from tba.config.objective import (
-    DEFAULT_RESET_STEPS,
-    Anchor,
-    MismatchWeight,
-    Parts,
-)
+from tba.config.objective import DEFAULT_RESET_STEPS, Anchor, Parts
 from tba.errors import ConfigError
 
 LOG_Z_RATE = 0.2
 """With the centre `log_z`: the share of a batch's estimate in the running one."""
-SECOND_MOMENT_LIMIT = 0.04
-"""Largest mean of (log rho)^2 over the tokens that are kept (M2PO, as published)."""
 LOG_RATIO_CLAMP = 10.0
 """Clamp of the sequence log-ratio to the behaviour policy, in nats, where it is scaled by age."""
 
@@ -35,13 +28,11 @@ class Objective:
     """Formula of the advantage, token weight, divisor and their bounds; without meaning for a `function`."""
     anchor: Anchor | None
     """The policy that the KL pulls towards; None: there is no KL."""
-    second_moment_limit: float
     log_ratio_clamp: float
     aggregation_tokens: int
     """Divisor of a rollout's tokens where the aggregation is `constant`."""
     mask_truncated: bool
     mask_tied: bool
-    mismatch_weight: MismatchWeight
     log_z_rate: float | None
     """The share of a batch in the running log Z of its prompts; None: no log Z is kept."""
     reference_placement: Literal["trainer", "searcher"] | None
@@ -55,16 +46,6 @@ class Objective:
     def importance_clamp(self) -> float:
         """Upper bound of `clamp` and `mask`."""
         return self.parts.importance_clamp
-
-    @property
-    def clip_range(self) -> float:
-        """PPO's clip below 1."""
-        return self.parts.clip_range
-
-    @property
-    def centre_max_age_steps(self) -> int:
-        """Rollouts up to this age are centred by the behaviour policy."""
-        return self.parts.centre_max_age_steps
 
     @property
     def needs_reference(self) -> bool:
@@ -124,12 +105,10 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
         name=section.preset,
         parts=parts,
         anchor=anchor,
-        second_moment_limit=section.second_moment_limit or SECOND_MOMENT_LIMIT,
         log_ratio_clamp=LOG_RATIO_CLAMP,
         aggregation_tokens=max_response_tokens or 1,
         mask_truncated=section.mask_truncated,
         mask_tied=section.mask_tied,
-        mismatch_weight=section.mismatch_weight,
         log_z_rate=LOG_Z_RATE if parts.centre == "log_z" and not function else None,
         reference_placement=section.reference_placement if section.needs_reference else None,
         reset_steps=(section.reference_reset_steps or DEFAULT_RESET_STEPS) if anchor == "reset" else None,

@@ -1,6 +1,6 @@
 """Token weights w_jt of every objective, without gradient.
 
-With rho = pi_theta / pi_old, per token unless it says otherwise, and kappa = pi_old / pi_sampler:
+With rho = pi_theta / pi_old, per token unless it says otherwise:
 
     none                1
     clamp               rho within [floor, clamp]               tba_prime, dr_grpo_clamp; CISPO, arXiv 2506.13585
@@ -12,8 +12,6 @@ With rho = pi_theta / pi_old, per token unless it says otherwise, and kappa = pi
     second_moment       rho, 0 for the tokens with the largest  M2PO, arXiv 2510.01161, over all tokens as in
                         (log rho)^2, as few as keep the mean of AReaL; its authors' code looks only at those that
                         the rest below its limit                PPO's clip could mask
-    mismatch: truncate  times min(kappa, max)                   TIS (truncated importance sampling)
-    mismatch: mask      times kappa, 0 outside of [min, max]    IcePop
 
 Shapes: T response tokens of B rollouts.
 """
@@ -26,11 +24,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tba.config.objective import CLIPS, MismatchWeight
+from tba.config.objective import CLIPS
 from tba_trainer.objectives.objective import Objective
 
-MISMATCH_RANGE: dict[MismatchWeight, tuple[float, float]] = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
-"""Bounds of the mismatch weight kappa, as TIS and IcePop publish them."""
+SECOND_MOMENT_LIMIT = 0.04
+"""Largest mean of (log rho)^2 over the tokens that `second_moment` keeps, as published."""
 MAX_LOG_WEIGHT = 40.0
 """Cap on log rho, so that a product with 0 or another large number stays finite in float32; no sane step gets there."""
 
@@ -84,8 +82,6 @@ class TokenWeights:
     """Where rho is clipped, clamped or masked because it is small."""
     high: Bool[Tensor, " T"]
     """The same because it is large."""
-    mismatch: Bool[Tensor, " T"]
-    """Where kappa is cut or masked."""
 
 
 def token_weights(
@@ -96,7 +92,7 @@ def token_weights(
     Args:
         advantage: A_j of each token's rollout; its sign decides where PPO's clip is active.
     """
-    log_rho, log_kappa = log_ratios(tokens, objective)
+    log_rho = log_ratios(tokens, objective)
     nowhere = torch.zeros_like(log_rho, dtype=torch.bool)
     kind, weight, low, high = objective.parts.importance_weight, torch.ones_like(log_rho), nowhere, nowhere
     if kind in CLIPS:
@@ -108,26 +104,17 @@ def token_weights(
         rho = _exp(log_rho)
         high = rho > objective.importance_clamp
         weight = rho.clamp(max=objective.importance_clamp) if kind == "clamp" else rho.masked_fill(high, 0.0)
-    mismatch = nowhere
-    if objective.mismatch_weight != "none":
-        kappa, (least, most) = _exp(log_kappa), MISMATCH_RANGE[objective.mismatch_weight]
-        mismatch = (kappa < least) | (kappa > most)
-        cut = kappa.clamp(max=most) if objective.mismatch_weight == "truncate" else kappa.masked_fill(mismatch, 0.0)
-        weight = weight * cut
-    return TokenWeights(weight=weight, log_rho=log_rho, low=low, high=high, mismatch=mismatch)
+    return TokenWeights(weight=weight, log_rho=log_rho, low=low, high=high)
 
 
-def log_ratios(tokens: Tokens, objective: Objective) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """Return log rho and log kappa of every token, without gradient."""
-    logprobs = tokens.logprobs.detach()
-    old = {"sampler": tokens.sampler_logprobs, "trainer": tokens.trainer_logprobs, "theta": logprobs}[
-        objective.parts.old_policy
-    ]
+def log_ratios(tokens: Tokens, objective: Objective) -> Float[Tensor, " T"]:
+    """Return log rho of every token, without gradient."""
+    old = tokens.trainer_logprobs if objective.parts.old_policy == "trainer" else tokens.sampler_logprobs
     assert old is not None, 'the old policy "trainer" needs `Tokens.trainer_logprobs`'
-    return logprobs - old, old - tokens.sampler_logprobs
+    return tokens.logprobs.detach() - old
 
 
-def second_moment_cut(squares: Float[Tensor, " T"], limit: float) -> float:
+def second_moment_cut(squares: Float[Tensor, " T"], limit: float = SECOND_MOMENT_LIMIT) -> float:
     """Return the largest (log rho)^2 to keep: as few tokens go as bring the mean of the rest below `limit`.
 
     Args:
@@ -155,7 +142,7 @@ def _clipped(
     # The gradient of the clipped surrogate min(rho A, clip(rho, 1 - c, 1 + c') A). Inside the clip it is that of rho A,
     # rho A grad log pi. Where the clipped branch is the smaller one, the surrogate is constant and the gradient 0: the
     # clip is active where rho would take A further.
-    low = (advantage < 0) & (rho < 1 - objective.clip_range)
+    low = (advantage < 0) & (rho < 1 - objective.parts.clip_range)
     high = (advantage > 0) & (rho > 1 + objective.parts.clip_range_high)
     return rho.masked_fill(low | high, 0.0), low, high
 

@@ -9,17 +9,14 @@ from pydantic import Field, field_validator, model_validator
 from tba.config.schedules import LearningRate, Schedule
 from tba.fields import StrictModel
 
-Action = Literal["none", "lower_learning_rate", "raise_most_on_policy_prob", "skip", "pause", "rollback", "fail"]
+Action = Literal["none", "skip", "pause", "rollback", "fail"]
 """The actions of an alarm, mildest first.
 
-    none                        it is logged, counted and shown
-    lower_learning_rate         the learning rate is multiplied by LOWER_LEARNING_RATE_FACTOR
-    raise_most_on_policy_prob   `sampling.most_on_policy_prob` rises by RAISE_MOST_ON_POLICY_PROB_BY
-    skip                        the batch is not applied; the step is in the ledger as skipped
-    pause                       the batch is skipped and the run paused, until `tba resume`
-    rollback                    the batch is skipped, and training continues from the last checkpoint in a new lineage
-    fail                        the batch is skipped and the run failed; a start of the trainer continues from the last
-                                checkpoint
+    none      it is logged, counted and shown
+    skip      the batch is not applied; the step is in the ledger as skipped
+    pause     the batch is skipped and the run paused, until `tba resume`
+    rollback  the batch is skipped, and training continues from the last checkpoint in a new lineage
+    fail      the batch is skipped and the run failed; a start of the trainer continues from the last checkpoint
 """
 
 
@@ -45,14 +42,14 @@ class AlarmSection(StrictModel):
     PATIENCE_STEPS: ClassVar[int] = 1
     """It goes off when its condition has held for this many steps in a row, and again after as many more."""
     action: Action = "none"
-    """Action: none, lower_learning_rate, raise_most_on_policy_prob, skip, pause, rollback or fail."""
+    """Action: none, skip, pause, rollback or fail."""
 
 
 class NonFiniteSection(AlarmSection):
     """The loss or the gradient is NaN or infinite. Such a batch is never applied, whatever the action."""
 
     action: Action = "skip"
-    """Action: none, lower_learning_rate, raise_most_on_policy_prob, skip, pause, rollback or fail."""
+    """Action: none, skip, pause, rollback or fail."""
 
 
 class GradSpikeSection(AlarmSection):
@@ -71,7 +68,7 @@ class EssCollapseSection(AlarmSection):
 
     PATIENCE_STEPS: ClassVar[int] = 5
     """One batch of old data is nothing to report; five of them are a course."""
-    min_ess: float = Field(default=0.1, gt=0, lt=1)
+    MIN_ESS: ClassVar[float] = 0.1
     """The condition: effective sample size / number of rollouts < this. It is never below 1 / number of rollouts."""
 
 
@@ -80,7 +77,7 @@ class LogRatioDriftSection(AlarmSection):
 
     PATIENCE_STEPS: ClassVar[int] = 5
     """One batch of old data is nothing to report; five of them are a course."""
-    max_log_ratio: float = Field(default=0.5, gt=0)
+    MAX_LOG_RATIO: ClassVar[float] = 0.5
     """The condition: |mean of log pi_theta - log pi_behaviour per token| > this, in nats."""
 
 
@@ -88,7 +85,7 @@ class OnPolicyGapSection(AlarmSection):
     """At policy age 0 the sampler's log-probs are not the trainer's: no rounding in their dtypes explains the gap."""
 
     action: Action = "fail"
-    """Action: none, lower_learning_rate, raise_most_on_policy_prob, skip, pause, rollback or fail."""
+    """Action: none, skip, pause, rollback or fail."""
 
 
 class GuardsSection(StrictModel):
@@ -103,10 +100,6 @@ class GuardsSection(StrictModel):
     """More batches skipped in a row, for whatever reason, fail the run."""
     MAX_ROLLBACKS: ClassVar[int] = 3
     """Rollbacks of the whole run; the alarm that asks for one more fails it."""
-    LOWER_LEARNING_RATE_FACTOR: ClassVar[float] = 0.5
-    """`lower_learning_rate` multiplies the learning rate by this."""
-    RAISE_MOST_ON_POLICY_PROB_BY: ClassVar[float] = 0.1
-    """`raise_most_on_policy_prob` adds this to the most-on-policy probability, up to 1."""
 
     def check_batch(self, num_rollouts: int) -> None:
         """Refuse an action that is never taken.
@@ -118,12 +111,11 @@ class GuardsSection(StrictModel):
             ValueError: one sentence.
         """
         # the effective share of N weights is 1/N at the least, where one rollout has all the weight
-        alarm = self.ess_collapse
-        if alarm.action != "none" and alarm.min_ess <= 1 / num_rollouts:
+        least, alarm = 1 / num_rollouts, self.ess_collapse
+        if alarm.action != "none" and least >= alarm.MIN_ESS:
             raise ValueError(
-                f'trainer.guards.ess_collapse.action is "{alarm.action}" and can never be taken: min_ess is '
-                f"{alarm.min_ess:g}, and the share of a batch of {num_rollouts} rollouts is never below "
-                f"{1 / num_rollouts:g}; raise min_ess above that"
+                f'trainer.guards.ess_collapse.action is "{alarm.action}" and can never be taken: it is for a share '
+                f"below {alarm.MIN_ESS:g}, and that of {num_rollouts} rollouts is never below {least:g}; remove it"
             )
 
 

@@ -1,4 +1,4 @@
-"""The actions of the guards in one run over a real buffer: live settings, pause, rollback; what the ledger says."""
+"""The actions of the guards in one run over a real buffer: pause, rollback; what the ledger says."""
 
 from __future__ import annotations
 
@@ -29,23 +29,19 @@ from tests.support.waits import DEADLINE_S, until
 
 FINE = {"ess": 0.9, "log_ratio_token_mean": 0.0, "grad_norm": 1.0, "logprob_gap_on_policy": None}
 FIRST_TIME = {
-    4: {
-        "ess": 0.01,
-        "log_ratio_token_mean": -3.0,
-    },  # two live changes; the batch is used
+    4: {"ess": 0.01, "log_ratio_token_mean": -3.0},  # no action; the batch is used
     7: {"loss": math.nan, "grad_norm": math.nan},  # rollback to step 5
     9: {"grad_norm": 1e6},  # pause
 }
 GUARDS = {
-    "ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"},
-    "log_ratio_drift": {"patience_steps": 1, "action": "raise_most_on_policy_prob"},
+    "ess_collapse": {"patience_steps": 1},
+    "log_ratio_drift": {"patience_steps": 1},
     "non_finite": {"action": "rollback"},
     "grad_spike": {"action": "pause", "window_steps": 4},
-    "raise_most_on_policy_prob_by": 0.3,
 }
 
 
-def test_levers_pause_and_rollback_over_a_real_buffer(
+def test_pause_and_rollback_over_a_real_buffer(
     serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gradients, seen = Learner.gradients, set[int]()
@@ -100,14 +96,6 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
         *((2, step, None, True) for step in (6, 7, 8)),
         (2, 9, "grad_spike", True),
         *((3, step, None, False) for step in range(6, 11)),
-    ]
-    # a change holds from the next step on, also after the rollback
-    rates = {(line.lineage, line.step): line.metrics["learning_rate"] for line in lines}
-    assert [rates[1, 4], rates[1, 5], rates[2, 6], rates[3, 10]] == pytest.approx([1e-3, 5e-4, 5e-4, 5e-4])
-    assert lines[-1].most_on_policy_prob == pytest.approx(0.8)
-    assert [(change.role, list(change.changes)) for change in client.settings().changes] == [
-        ("trainer", ["learning_rate"]),
-        ("trainer", ["most_on_policy_prob"]),
     ]
     assert check_command(parse_arguments(["ledger", "check", "--url", buffer.url])) == 0
     assert "16 batches, 6 of them abandoned, 2 skipped, trainer starts: 3" in capsys.readouterr().out

@@ -196,13 +196,13 @@ def _conditions(
         yield "grad_spike", spike, text if norm > spike.factor * usual else None
     collapse = section.ess_collapse
     if (ess := _finite(metrics.get("ess"))) is not None:
-        text = f"the effective sample size is {ess:.3f} of the batch, below {collapse.min_ess:g}"
-        yield "ess_collapse", collapse, text if ess < collapse.min_ess else None
+        text = f"the effective sample size is {ess:.3f} of the batch, below {collapse.MIN_ESS:g}"
+        yield "ess_collapse", collapse, text if ess < collapse.MIN_ESS else None
     drift = section.log_ratio_drift
     if (log_ratio := _finite(metrics.get("log_ratio_token_mean"))) is not None:
-        limit = f"the limit is +-{drift.max_log_ratio:g}"
+        limit = f"the limit is +-{drift.MAX_LOG_RATIO:g}"
         text = f"theta is {log_ratio:.3f} nats per token from the policies of its data, {limit}"
-        yield "log_ratio_drift", drift, text if abs(log_ratio) > drift.max_log_ratio else None
+        yield "log_ratio_drift", drift, text if abs(log_ratio) > drift.MAX_LOG_RATIO else None
     gap, most = metrics.get("logprob_gap_on_policy"), metrics.get("logprob_gap_limit")
     if gap is not None and most is not None:
         text = f"at policy age 0 trainer and sampler differ by {gap:.3g} nats per token, rounding by {most:.3g} at most"
@@ -212,8 +212,7 @@ def _conditions(
 def _why_skipped(alarms: list[Alarm], holds: Collection[Name]) -> str | None:
     if "non_finite" in holds:  # such a batch cannot be applied, even before the alarm's patience ends
         return "non_finite"
-    skipping = SEVERITY.index("skip")
-    return next((alarm.name for alarm in alarms if SEVERITY.index(alarm.action) >= skipping), None)
+    return next((alarm.name for alarm in alarms if alarm.action != "none"), None)
 
 
 def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:

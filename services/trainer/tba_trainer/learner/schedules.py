@@ -10,17 +10,13 @@ revision that it used, so the audit says from which step on a change was in effe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tba.api import SettingsInfo, SettingsRequest
-from tba.config import LiveSettings, Recipe, with_live
-from tba.errors import ConflictError, FencedError
+from tba.api import SettingsInfo
+from tba.config import Recipe, with_live
 from tba.logs import get_logger
 
-MAX_ATTEMPTS = 8
-"""Tries of one change; each but the last may lose against a change that somebody else makes at the same time."""
 NO_CHANGES_READ = 2**53 - 1
 """As `after` of the settings: return the current values without the audit of who changed them."""
 log = get_logger("schedules")
@@ -41,7 +37,7 @@ def scheduled(recipe: Recipe, *, step: int) -> StepValues:
 
 
 class LiveSettingsClient(Protocol):
-    """The part of BufferClient that reads and changes live settings."""
+    """The part of BufferClient that reads live settings."""
 
     @property
     def settings_revision(self) -> int:
@@ -50,10 +46,6 @@ class LiveSettingsClient(Protocol):
 
     def settings(self, *, after: int = 0) -> SettingsInfo:
         """Return the current settings."""
-        ...
-
-    def change_settings(self, request: SettingsRequest) -> SettingsInfo:
-        """Change some of the settings."""
         ...
 
 
@@ -69,7 +61,6 @@ class Schedules:
         self._base_recipe, self._client = recipe, client
         self._recipe = recipe
         self._revision: int | None = None
-        self._step = 1
 
     @property
     def revision(self) -> int:
@@ -91,85 +82,7 @@ class Schedules:
         # Replies of the buffer tell the revision in a header, so a step without a change costs no request.
         if self._revision is None or self._revision != self._client.settings_revision:
             self._take_over(self._client.settings(after=NO_CHANGES_READ))
-        self._step = step
         return scheduled(self._recipe, step=step)
-
-    def lower_learning_rate(self, factor: float, *, token: str, reason: str) -> float:
-        """Multiply the whole schedule of the learning rate by `factor`, from the next step on.
-
-        This happens once for the step in progress: a resume that repeats the step changes nothing more.
-
-        Args:
-            token: fencing token of the lineage.
-            reason: for the audit.
-
-        Returns:
-            The learning rate of the next step.
-
-        Raises:
-            FencedError: a newer lineage owns the run.
-            ServiceError: the buffer is away, or does not allow it; nothing was changed.
-        """
-
-        def lowered(recipe: Recipe) -> LiveSettings:
-            rate = recipe.trainer.learning_rate
-            # both ends: a decay that has already begun keeps its shape
-            scaled = rate.model_copy(update={"value": rate.value * factor, "final": rate.final * factor})
-            return LiveSettings(learning_rate=scaled)
-
-        # request ids are stored in the buffer, so they keep the older names of the two actions
-        return self._change("guard-lower_rate", lowered, token, reason).trainer.learning_rate.at(self._step)
-
-    def raise_most_on_policy_prob(self, by: float, *, token: str, reason: str) -> float:
-        """Raise the most-on-policy probability by `by`, to 1 at most, from the next draw on.
-
-        This happens once for the step in progress, with the arguments and errors of `lower_learning_rate`.
-
-        Returns:
-            The probability from now on.
-        """
-
-        def raised(recipe: Recipe) -> LiveSettings | None:
-            m = recipe.sampling.most_on_policy_prob
-            higher = min(1.0, m + by)
-            # at 1 already: an empty change would still be an entry of the audit
-            return None if higher == m else LiveSettings(most_on_policy_prob=higher)
-
-        return self._change("guard-raise_m", raised, token, reason).sampling.most_on_policy_prob
-
-    def _change(self, action: str, change: Callable[[Recipe], LiveSettings | None], token: str, reason: str) -> Recipe:
-        """Change the current settings, which others may have changed since the step in progress began.
-
-        Args:
-            change: returns the new settings, given the recipe with the current ones; None: they stay.
-
-        Returns:
-            The recipe with the settings after the change.
-        """
-        info = self._client.settings(after=NO_CHANGES_READ)
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            recipe = with_live(self._base_recipe, info.settings)
-            if (settings := change(recipe)) is None:
-                return recipe
-            request = SettingsRequest(
-                settings=settings,
-                reason=reason,
-                token=token,
-                revision=info.revision,
-                # by step, not by lineage: the same step of a later start repeats this request and changes nothing
-                request_id=f"{action}-{self._step}",
-            )
-            try:
-                return with_live(self._base_recipe, self._client.change_settings(request).settings)
-            except FencedError:  # a ConflictError too, but no newer revision would help
-                raise
-            except ConflictError:
-                newer = self._client.settings(after=NO_CHANGES_READ)
-                # the same revision: nobody else's change was in the way, so another try would fail as well
-                if newer.revision == info.revision or attempt == MAX_ATTEMPTS:
-                    raise
-                info = newer
-        raise AssertionError("the last attempt returns or raises")
 
     def _take_over(self, info: SettingsInfo) -> None:
         self._recipe = with_live(self._base_recipe, info.settings)

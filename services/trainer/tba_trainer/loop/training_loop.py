@@ -266,18 +266,8 @@ class TrainingLoop:
             GuardError: the run has failed.
             FencedError: a newer lineage owns the run.
         """
-        context, guards, token = self._context, self._guards, self._token
-        reason, schedules = f"step {self._progress.version}: {action.reason}", context.schedules
-        if "lower_learning_rate" in action.actions:
-            # for every step from the next one on; each alarm lowers it once more
-            factor = guards.LOWER_LEARNING_RATE_FACTOR
-            self._try("lower_learning_rate", lambda: schedules.lower_learning_rate(factor, token=token, reason=reason))
-        if "raise_most_on_policy_prob" in action.actions:
-            by = guards.RAISE_MOST_ON_POLICY_PROB_BY
-            self._try(
-                "raise_most_on_policy_prob",
-                lambda: schedules.raise_most_on_policy_prob(by, token=token, reason=reason),
-            )
+        context, token = self._context, self._token
+        reason = f"step {self._progress.version}: {action.reason}"
         if "fail" in action.actions:
             is_gap = any(alarm.name == "on_policy_gap" for alarm in action.alarms)
             remedy = "consider a lower trainer.learning_rate or a larger objective.beta"
@@ -329,14 +319,13 @@ class TrainingLoop:
     def _try(self, name: str, action: Callable[[], object]) -> None:
         """Do something that the run can do without."""
         try:
-            result = action()
+            action()
         except FencedError:
             raise
         except TbaError as error:
             log.warning("action_failed", action=name, step=self._progress.step, error=str(error))
         else:
-            value = {"value": result} if isinstance(result, float) else {}
-            log.info("action", action=name, step=self._progress.step, **value)
+            log.info("action", action=name, step=self._progress.step)
 
     def _after_step(self) -> None:
         """Publish and checkpoint where that is due."""

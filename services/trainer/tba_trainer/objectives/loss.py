@@ -44,8 +44,8 @@ def objective_loss(
 
     Returns:
         The loss; `loss`, `advantage_abs_mean`, and the shares of tokens whose weight is bounded: `clipped_share`
-        (of them large ones: `clipped_high_share`), in float64; and the mean of w_jt over the tokens of each rollout [B],
-        0 for one that teaches nothing itself.
+        (of them large ones: `clipped_high_share`), in float64; and the mean of w_jt over the tokens of each rollout
+        [B], 0 for one that teaches nothing itself.
     """
     token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
     weights = token_weights(tokens, token_advantage, objective, totals=totals)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
-from tba_trainer.distributed.process_group import Team, make_mesh
+from tba_trainer.distributed.process_group import Team, mesh_of_all
 from tba_trainer.learner.learner import Learner, TrainerState, encode_torch_rng
 
 from benchmarks.gpu_bench.check import Bench, Findings, synchronize
@@ -137,7 +137,7 @@ def _team(bench: Bench, num: int) -> Team:
     # a run of one process never shards; here it does, so that one card is enough to try FSDP2 and NCCL
     team = Team(rank=0, num_ranks=1, device=bench.device, deadline_s=DEADLINE_S)
     dist.init_process_group("cpu:gloo,cuda:nccl" if bench.device == "cuda" else "gloo")
-    team.mesh = make_mesh(bench.device, 1)
+    team.mesh = mesh_of_all(bench.device)
     return team
 
 

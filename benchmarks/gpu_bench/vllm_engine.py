@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 from tba_searcher.engines.weight_check import params_sha256
+from tba_trainer.checkpoints.canary import MIN_TOLERANCE
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import published_tensors
@@ -35,7 +36,6 @@ from benchmarks.gpu_bench.check import Bench, Findings, Skipped, seconds_of, syn
 from benchmarks.gpu_bench.families import LIMITS, family_config
 from benchmarks.gpu_bench.models import qwen2_config, random_model
 from tba.config.searcher import SearcherVllmSection
-from tba.config.trainer import TrainerSection
 from tba.versions import PolicyVersion
 from tba.wire import Sampling
 
@@ -52,7 +52,7 @@ DTYPES = MappingProxyType(
 _EXPERTS = MappingProxyType(
     {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "head_dim": 64}
 )
-CANARY_TOLERANCE: float = TrainerSection.model_fields["canary_tolerance"].default
+CANARY_TOLERANCE = MIN_TOLERANCE["float32"]
 OTHER_MODEL_MIN_GAP_NATS = 0.5
 """Of log-probs under another version with random weights: these are far apart."""
 SIDE_BY_SIDE_S = 110

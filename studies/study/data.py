@@ -30,7 +30,7 @@ DECIDES = (
     *(f"studies/study/{name}.py" for name in ("methods", "training", "world")),
 )
 """The code that decides the result of a cell, as files and folders."""
-DEFAULTS = ("max_grad_norm", "max_grad_norm_ratio", "adam_beta1", "adam_beta2", "weight_decay", "guards")
+DEFAULTS = ("max_grad_norm", "adam_beta1", "adam_beta2", "weight_decay", "guards")
 """Keys of [trainer] whose defaults do."""
 
 

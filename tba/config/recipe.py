@@ -90,17 +90,10 @@ class Recipe(StrictModel):
             )
         self._check_lag()
         self._check_unused()
-        if self.trainer.num_processes > 1 and self.trainer.num_processes % self.trainer.sharding.replicas:
+        if self.trainer.num_processes % self.trainer.context:
             raise ValueError(
-                f"trainer.sharding.replicas is {self.trainer.sharding.replicas}, and trainer.num_processes is "
-                f"{self.trainer.num_processes}, which is no multiple of it: every replica of the model needs as many "
-                "processes as the others"
-            )
-        num_in_replica = self.trainer.num_processes // self.trainer.sharding.replicas
-        if num_in_replica % self.trainer.context:
-            raise ValueError(
-                f"trainer.sharding.context is {self.trainer.context}, and a replica of the model has {num_in_replica} "
-                "processes, which is no multiple of it: they are dealt to groups of that size"
+                f"trainer.sharding.context is {self.trainer.context}, and trainer.num_processes is "
+                f"{self.trainer.num_processes}, which is no multiple of it: they are dealt to groups of that size"
             )
         if self.trainer.num_processes > 1 and ":" in self.trainer.device:
             raise ValueError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from tba.config.schedules import LearningRate, Schedule
 from tba.fields import StrictModel
@@ -31,7 +31,7 @@ REMEDIES = {
     "most_on_policy_prob (`tba set`), or lower trainer.sync_interval",
     "on_policy_gap": "the engine of the searchers computes another model than the trainer: it decodes otherwise (a "
     "sliding window, another attention), holds other or incomplete weights, or has another temperature, top-p, top-k, "
-    "tokenizer or dtype; where it rounds that much on purpose, set trainer.canary_tolerance above the gap",
+    "tokenizer or dtype",
 }
 """Advice for each alarm, shown with it in logs and `tba status`."""
 
@@ -135,27 +135,17 @@ class LoraSection(StrictModel):
 class ShardingSection(StrictModel):
     """How a model is shared by several processes (torch FSDP2). Without effect in one process."""
 
-    replicas: int = Field(default=1, ge=1)
-    """Copies of the model, each sharded over `num_processes` / replicas processes that follow one another: layers are
-    gathered within a copy (a machine), only sums of gradients cross between copies. Every process then holds
-    `replicas` times as much of weights, gradients and optimizer state."""
     context: int = Field(default=1, ge=1)
     """Processes that follow one another and share every sequence (context parallelism): each keeps the activations of
     its part, and keys and values of a layer are gathered for attention. `micro_batch_tokens` is then of such a group.
-    A divisor of `num_processes` / replicas."""
-    cpu_offload: bool = False
-    """Keep weights, gradients, optimizer state and reference in the memory of the machine, and update the weights
-    there: slow, for a model that fits in no other way."""
+    A divisor of `num_processes`."""
 
 
 class WandbSection(StrictModel):
-    """Weights & Biases (`pip install 'tba[wandb]'`), or trackio in its place (`pip install 'tba[trackio]'`)."""
+    """Weights & Biases (`pip install 'tba[wandb]'`)."""
 
     project: str = Field(default="tba", min_length=1)
-    """Project of the runs. Accounts, teams and addresses are in the variables of the packages: WANDB_*, TRACKIO_*."""
-    mode: Literal["online", "offline", "trackio"] = "online"
-    """`offline`: files in `wandb/` beside metrics.jsonl only; `wandb sync` uploads them later. `trackio`: to trackio on
-    this machine, or where its variables say; `trackio show --project tba` shows it."""
+    """Project of the runs. Account, team, address and `offline` are in the variables of the package: WANDB_*."""
 
 
 class TrackingSection(StrictModel):
@@ -167,7 +157,7 @@ class TrackingSection(StrictModel):
     """Folder for TensorBoard (`pip install 'tba[tensorboard]'`); none: off. `tba run` takes a
     relative path to be in the run folder."""
     wandb: WandbSection | None = None
-    """Weights & Biases or trackio; none: off."""
+    """Weights & Biases; none: off."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers of your own: MODULE:NAME, or entry points of the group `tba.trackers` (docs/extending.md)."""
 
@@ -193,18 +183,14 @@ class TrainerSection(StrictModel):
     """AdamW decoupled weight decay, of all weights but norms and biases."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Gradient clipping by global norm. Norms differ by orders of magnitude between aggregations and lengths, and a
-    clip that is always active makes every step a normalised one (metric `grad_clipped`). None: relative clipping."""
-    max_grad_norm_ratio: float = Field(default=2.0, ge=0)
-    """Without `max_grad_norm`: gradients are clipped at this times the median norm of the last
-    32 steps, once a quarter of them are known (the first steps are not clipped). 0: no
-    clip."""
+    clip that is always active makes every step a normalised one (metric `grad_clipped`). None: gradients are clipped at
+    twice the median norm of the last 32 steps, once a quarter of them are known (the first steps are not clipped)."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Most tokens of one forward and backward pass (a longer rollout goes alone). Micro-batches have about the same
     number of tokens, without padding for the model families in docs/trainer.md. With `sharding.context` each of so many
     processes has a part of them."""
-    gradient_checkpointing: bool | int = False
-    """true: recompute activations in the backward pass. A number n: those of the first n decoder layers; those of the
-    others are kept."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
     compile: bool = False
     """torch.compile the decoder layers; the first pass takes a minute longer."""
     deterministic: bool = False
@@ -237,9 +223,6 @@ class TrainerSection(StrictModel):
     """Batches fetched ahead while a step runs."""
     batch_wait_s: float = Field(default=600.0, gt=0)
     """Deadline of the wait for a batch."""
-    canary_tolerance: float = Field(default=2e-3, gt=0, le=2.0)
-    """How far a searcher's canary log-probs may be from the published ones, in nats. A version in 16 bits allows more:
-    four times what rounding changes in the trainer, within bounds."""
     shuffle_rewards: bool = False
     """Control experiment: rewards are shuffled among the rollouts of a batch, so nothing can be learned."""
     export: bool = True
@@ -247,43 +230,7 @@ class TrainerSection(StrictModel):
     guards: GuardsSection = GuardsSection()
     """Alarms, and what they do."""
 
-    @field_validator("gradient_checkpointing", mode="before")
-    @classmethod
-    def _number(cls, value: Any) -> Any:
-        # of bool and int pydantic takes bool where 1.0 (a 1 in the values of Helm) and "1" fit both: all layers
-        if isinstance(value, str):
-            return int(value) if value.isdecimal() else value
-        return int(value) if isinstance(value, float) and value.is_integer() else value
-
-    @field_validator("gradient_checkpointing")
-    @classmethod
-    def _some_layers(cls, value: bool | int) -> bool | int:
-        if not isinstance(value, bool) and value < 1:
-            raise ValueError(f"{value} is no number of layers; set it to 1 or more, to true for all, or to false")
-        return value
-
     @property
     def context(self) -> int:
         """Processes that share a micro-batch."""
         return self.sharding.context if self.num_processes > 1 else 1
-
-    def num_recomputed(self, num_layers: int) -> int:
-        """Return how many of a model's decoder layers are computed again in the backward pass."""
-        if isinstance(self.gradient_checkpointing, bool):
-            return num_layers if self.gradient_checkpointing else 0
-        return min(self.gradient_checkpointing, num_layers)
-
-    @model_validator(mode="after")
-    def _one_clip(self) -> TrainerSection:
-        default = type(self).model_fields["max_grad_norm_ratio"].default
-        if self.max_grad_norm is not None and self.max_grad_norm_ratio not in (default, 0):
-            raise ValueError(
-                f"max_grad_norm_ratio = {self.max_grad_norm_ratio:g} is not used beside max_grad_norm = "
-                f"{self.max_grad_norm:g}: gradients are clipped at that norm; remove one of them"
-            )
-        if 0 < self.max_grad_norm_ratio <= 1:
-            raise ValueError(
-                f"max_grad_norm_ratio = {self.max_grad_norm_ratio:g} would clip half of all steps or more; set it "
-                "above 1, or 0 for no clip"
-            )
-        return self

@@ -47,11 +47,6 @@ def sizing_command(args: argparse.Namespace) -> int:
         return _shape_in(recipe, path)
 
     shape, gpu_bytes = shape_of(recipe.model.path), round(gib * GIB)
-    if (wanted := recipe.trainer.gradient_checkpointing) > shape.num_layers:  # the trainer would refuse it
-        raise ConfigError(
-            f"trainer.gradient_checkpointing = {wanted}, and the model has {shape.num_layers} layers; "
-            "set it to that number at most, or to true"
-        )
     found, trace = estimate(recipe, shape), _trace(recipe, shape)
     layout = gpu_layout(recipe, shape_of, trainer_peak_bytes=trace["peak_bytes"])
     problems = list(misfits(layout, gpu_bytes))

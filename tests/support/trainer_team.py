@@ -237,8 +237,7 @@ def main() -> None:
     setattr(learner, "compile_layers", functools.partial(compile_layers, backend="eager"))  # noqa: B010
     job = json.loads(Path(sys.argv[1]).read_text())
     recipe = Recipe.model_validate(job["recipe"])
-    section = recipe.trainer.sharding
-    with Team.join(device="cpu", deadline_s=120.0, replicas=section.replicas, context=section.context) as team:
+    with Team.join(device="cpu", deadline_s=120.0, context=recipe.trainer.sharding.context) as team:
         if team.is_leader:
             team.start_beats(on_loss=lambda: None)  # a slow machine may train longer than the deadline of a share
             _train(job, recipe, team)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
-from tba_trainer.distributed.process_group import make_mesh
+from tba_trainer.distributed.process_group import mesh_of_all
 from tba_trainer.learner.learner import TrainerState
 from tba_trainer.loop import limits
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
@@ -29,7 +29,6 @@ from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_slices
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tba.config.trainer import ShardingSection
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
@@ -65,11 +64,11 @@ def copies_of(sections: Sections, layout: Layout) -> Iterator[tuple[str, str, Te
     for section, tensors in sections.items():
         for name, tensor in tensors.items():
             if section == "ref_logprobs" or not tensor.shape:
-                if layout.index == 0 and layout.is_first_replica:
+                if layout.index == 0:
                     yield section, name, TensorSlice(tensor, 0, tuple(tensor.shape))
                 continue
             begin, end = layout.rows(tensor.shape)
-            if begin < end and layout.is_first_replica:
+            if begin < end:
                 yield section, name, TensorSlice(tensor[begin:end].clone(), begin, tuple(tensor.shape))
 
 
@@ -78,18 +77,17 @@ def store_of(folder: Path, layout: Layout | None = None) -> CheckpointStore:
 
 
 def save(folder: Path, sections: Sections, version: str, num: int = 1, known: str | None = None) -> str:
-    """Write a checkpoint as `num` processes do, and two replicas of them."""
+    """Write a checkpoint as `num` processes do."""
     objects = []
-    for replica in range(2):
-        for index in range(num):
-            layout = Layout(index, num, replica == 0)
-            store = store_of(folder, layout)
-            reused = {} if known is None else store.known_objects(PolicyVersion.parse(known))
-            part = store.begin_part(
-                PolicyVersion.parse(version), rows_of(sections, layout), known=reused, staged=index % 2 == 0
-            )
-            part.upload()
-            objects += part.objects
+    for index in range(num):
+        layout = Layout(index, num)
+        store = store_of(folder, layout)
+        reused = {} if known is None else store.known_objects(PolicyVersion.parse(known))
+        part = store.begin_part(
+            PolicyVersion.parse(version), rows_of(sections, layout), known=reused, staged=index % 2 == 0
+        )
+        part.upload()
+        objects += part.objects
     return store_of(folder).commit(make_state(version), objects)
 
 
@@ -141,29 +139,27 @@ def test_any_number_of_processes_reads_what_another_has_written(
                     assert all(found == own for found, own in begins)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_rows_are_those_that_torch_gives_each_process(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_are_those_that_torch_gives_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinates are those of each of four processes, the shards those of the first that torch makes."""
     written: dict[str, int] = {}
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        model, num = make_family_model("llama"), 4 // replicas
-        shard(model, make_mesh("cpu", 4, replicas=replicas), section=ShardingSection(replicas=replicas))
+        model = make_family_model("llama")
+        shard(model, mesh_of_all("cpu"))
         tensors = {**trainable(model), "plain": torch.zeros(2)}
         for name, rows in written_slices(tensors, Layout.of(tensors)):  # it checks them against torch's own
-            assert (rows.begin, rows.end) == ((0, 2) if name == "plain" else Layout(0, num).rows(rows.shape))
+            assert (rows.begin, rows.end) == ((0, 2) if name == "plain" else Layout(0, 4).rows(rows.shape))
         for rank in range(4):
-            place = [rank // num, rank % num][2 - (1 if replicas == 1 else 2) :]
             with monkeypatch.context() as patch:
-                patch.setattr(DeviceMesh, "get_local_rank", lambda _, dim, place=place: place[dim])
+                patch.setattr(DeviceMesh, "get_local_rank", lambda _, rank=rank: rank)
                 layout = Layout.of(tensors)
-            assert layout == Layout(rank % num, num, rank < num)
+            assert layout == Layout(rank, 4)
             for name, tensor in tensors.items():
-                begin, end = layout.rows(tensor.shape) if name != "plain" else (0, 2 * (layout.index == 0))
-                written[name] = written.get(name, 0) + layout.is_first_replica * (end - begin)
+                begin, end = layout.rows(tensor.shape) if name != "plain" else (0, 2 * (rank == 0))
+                written[name] = written.get(name, 0) + end - begin
                 if name != "plain":
-                    chunks = torch.arange(tensor.shape[0]).chunk(num)
-                    own = chunks[layout.index].tolist() if layout.index < len(chunks) else []
+                    chunks = torch.arange(tensor.shape[0]).chunk(4)
+                    own = chunks[rank].tolist() if rank < len(chunks) else []
                     assert list(range(begin, end)) == own
         assert written == {name: tensor.shape[0] for name, tensor in tensors.items()}  # every row once
     finally:

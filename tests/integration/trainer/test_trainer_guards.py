@@ -318,32 +318,6 @@ def test_why_a_run_fails_is_raised_also_where_the_buffer_cannot_be_told(
     assert world.buffer.state == "running"
 
 
-def test_an_alarm_of_a_step_that_is_repeated_after_a_kill_lowers_the_rate_once(
-    world: World, model: Path, measured: Callable[[Change], None]
-) -> None:
-    settings = recipe(
-        model,
-        {"ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"}},
-        num_steps=5,
-        checkpoint_interval=2,
-    )
-
-    def before(method: str) -> None:
-        if method == "ack" and world.buffer.step == 3:
-            raise TbaError("killed")
-
-    measured({3: {"ess": 0.01}})
-    world.buffer.before = before
-    with pytest.raises(TbaError, match="killed"):
-        world.train(settings)
-    world.buffer.before = lambda method: None
-    measured({3: {"ess": 0.01}})
-    world.train(settings)
-    rates = [(lineage, step, ack.metrics["learning_rate"]) for lineage, step, ack in world.buffer.acks]
-    assert rates == [(1, 1, 1e-2), (1, 2, 1e-2), (1, 3, 1e-2), (2, 3, 5e-3), (2, 4, 5e-3), (2, 5, 5e-3)]
-    assert len(world.buffer.changes) == 1
-
-
 def test_an_evaluation_that_a_rollback_cut_off_is_asked_for_by_the_next_lineage(
     world: World, model: Path, measured: Callable[[Change], None]
 ) -> None:

@@ -252,9 +252,9 @@ def test_what_cannot_be_tracked_is_refused_before_a_lineage_is_taken(
     with pytest.raises(ConfigError, match=r"tracking\.metrics_path .* cannot be written"):
         world.train(make_recipe(model, tracking={"metrics_path": str(world.folder)}))
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "trackio", None)
-        with pytest.raises(ConfigError, match=r"pip install 'tba\[trackio\]'"):
-            world.train(make_recipe(model, tracking={**tracked(world), "wandb": {"mode": "trackio"}}))
+        patch.setitem(sys.modules, "wandb", None)
+        with pytest.raises(ConfigError, match=r"pip install 'tba\[wandb\]'"):
+            world.train(make_recipe(model, tracking={**tracked(world), "wandb": {}}))
     assert world.buffer.lineage == 0
 
 

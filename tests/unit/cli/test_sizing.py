@@ -94,7 +94,6 @@ def test_the_command_traces_the_step_and_prints_people_and_json(capsys: pytest.C
     ("recipe", "words", "sentence"),
     [
         ("quickstart", ["--gpu-memory-gib", "0"], "--gpu-memory-gib is 0; it must be above 0"),
-        ("quickstart", ["--set", "trainer.gradient_checkpointing=29"], "= 29, and the model has 2 layers"),
         ("redteam", [], "gpt2-sft-redteam is not here"),
     ],
 )

@@ -274,12 +274,8 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
             r"'trainer\.learning_rate' has the value 'banana': it takes a number such as 0\.1, or a schedule",
         ),
         (
-            {**MINIMAL, "trainer": {"num_processes": 4, "sharding": {"replicas": 3}}},
-            r"trainer\.sharding\.replicas is 3, and trainer\.num_processes is 4, which is no multiple of it",
-        ),
-        (
-            {**MINIMAL, "trainer": {"num_processes": 6, "sharding": {"replicas": 2, "context": 2}}},
-            r"trainer\.sharding\.context is 2, and a replica of the model has 3 processes, which is no multiple of it",
+            {**MINIMAL, "trainer": {"num_processes": 3, "sharding": {"context": 2}}},
+            r"trainer\.sharding\.context is 2, and trainer\.num_processes is 3, which is no multiple of it",
         ),
         ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
         (

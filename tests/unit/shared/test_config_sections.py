@@ -15,7 +15,6 @@ from tba.config.live_settings import RECIPE_KEYS
 from tba.config.objective import BASELINES, FAMILY, PRESETS, Anchor
 from tba.config.searcher import SearcherSection
 from tba.config.sections import StoreSection
-from tba.config.trainer import TrainerSection
 from tba.errors import ConfigError
 from tba.store import open_store
 from tba.tls import with_bare_urls, without_secrets
@@ -86,14 +85,6 @@ def test_an_anchor_takes_the_place_of_the_presets_and_nothing_else_changes(ancho
         assert recipe({"preset": preset}).objective.parts == named
 
 
-@pytest.mark.parametrize("value", [1, 1.0, "1"])
-def test_a_number_of_recomputed_layers_is_never_taken_for_true(value: Any) -> None:
-    """Numbers of Helm's values are floats; true would be all layers."""
-    found = TrainerSection.model_validate({"gradient_checkpointing": value}).gradient_checkpointing
-    assert (type(found), found) == (int, 1)
-    assert TrainerSection.model_validate({"gradient_checkpointing": "true"}).gradient_checkpointing is True
-
-
 @pytest.mark.parametrize(
     ("objective", "sections", "message"),
     [
@@ -131,10 +122,6 @@ def test_a_number_of_recomputed_layers_is_never_taken_for_true(value: Any) -> No
         ({"preset": "tb_log_z", "anchor": "reset"}, {}, "but the anchor is reset"),
         ({"preset": "tb_log_z", "anchor": "behaviour"}, {}, "but the anchor is behaviour"),
         ({"preset": "m:f", "aggregation": "tokens"}, {}, "aggregation = tokens belongs to a preset"),
-        ({"preset": "tb"}, {"trainer": {"max_grad_norm": 1.0, "max_grad_norm_ratio": 3.0}}, "remove one of them"),
-        ({"preset": "tb"}, {"trainer": {"max_grad_norm_ratio": 0.5}}, "would clip half of all steps or more"),
-        ({"preset": "tb"}, {"trainer": {"gradient_checkpointing": 0}}, "0 is no number of layers; set it to 1 or more"),
-        ({"preset": "tb"}, {"trainer": {"gradient_checkpointing": -3}}, "-3 is no number of layers"),
         (
             {"preset": "tba_prime_published", "anchor": "fixed", "reference_placement": "searcher"},
             {},
@@ -179,7 +166,6 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
         ({"preset": "grpo", "beta": 0.04, "anchor": "reset", "reference_reset_steps": 20}, {}),
         ({"preset": "tba_prime", "anchor": "fixed", "reference_placement": "searcher"}, {}),
         *[({"preset": preset, "importance_clamp": 4.0}, {}) for preset in ("tba_prime", "dr_grpo_clamp")],
-        ({"preset": "tb"}, {"trainer": {"max_grad_norm_ratio": 0}}),
         ({"preset": "dapo", "mask_truncated": True}, {}),
         ({"preset": "reinforce"}, {"sampling": {"group_size": 1, "prompts_per_batch": 2}}),
         *[({"preset": preset}, {"searcher": {"sampling_temperature": 0.7}}) for preset in ("tb", "grpo", "online_dpo")],

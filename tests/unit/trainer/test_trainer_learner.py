@@ -183,7 +183,7 @@ def test_of_masked_tied_groups_nothing_is_computed_and_the_others_learn_as_witho
         ),
     )
     # no clip: it would hide the divisor
-    trainer = {"max_grad_norm_ratio": 0, "max_grad_norm": 1e9}
+    trainer = {"max_grad_norm": 1e9}
     masked = move(make_learner(folder, objective={**section, "mask_tied": True}, trainer=trainer))
     found = gradient(masked, batch)
     alone = move(make_learner(folder, objective=section, trainer=trainer))
@@ -339,7 +339,6 @@ def test_the_limit_of_the_gap_is_wide_for_few_tokens_and_rollouts_of_another_sta
         ({"model": {"dtype": "float16"}}, 0.125),
         ({"model": {"dtype": "bfloat16"}}, 0.5),
         ({"trainer": {"compute_dtype": "bfloat16"}}, 0.5),
-        ({"trainer": {"canary_tolerance": 1.5}}, 1.5),
         ({"model": {"dtype": "bfloat16"}, "searcher": {"engine": "vllm", "vllm": {"kv_cache_dtype": "fp8_e4m3"}}}, 1.0),
         ({"searcher": {"engine": "simulated"}}, None),
     ],

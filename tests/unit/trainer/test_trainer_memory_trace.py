@@ -80,21 +80,6 @@ def test_models_of_few_layers_are_extended_along_the_line() -> None:
     assert trace_recipe(recipe, few) == trace_step(recipe, shape.config, num_layers=4)
 
 
-def test_layers_of_two_kinds_are_extended_along_the_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of five layers keep their activations: the trace is that of the whole model."""
-    monkeypatch.setattr(memory_trace, "LAYERS", (2, 3))
-    folder = make_tiny_model(tmp_path / "model", hidden_size=128, num_layers=5, vocab_size=512)
-    recipe = make_recipe(
-        folder,
-        run={"name": "plane"},
-        searcher={"max_prompt_tokens": 32, "max_response_tokens": 96},
-        sampling={"prompts_per_batch": 4, "group_size": 4, "rollouts_per_visit": 4},
-        trainer={"micro_batch_tokens": 512, "gradient_checkpointing": 3},
-    )
-    config = json.loads((folder / "config.json").read_text())
-    assert trace_recipe(recipe, config) == trace_recipe(recipe, config, all_layers=True)
-
-
 def test_a_tiny_model_of_two_processes_is_traced_to_its_last_tensor(tmp_path: Path) -> None:
     """All its tensors are smaller than those that are fake wherever they come from."""
     folder = make_tiny_model(tmp_path / "model", num_layers=1, vocab_size=64)
@@ -133,7 +118,7 @@ def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:
     ("architecture", "num_tokens", "sections"),
     [
         ("llama", 128, {"trainer": {"gradient_checkpointing": True}}),
-        ("qwen2", 128, {"trainer": {"gradient_checkpointing": 1}}),
+        ("qwen2", 128, {"trainer": {"gradient_checkpointing": True}}),
         ("gpt_neox", 512, {"objective": {"preset": "tba_prime"}}),
         ("qwen2", 256, {"model": {"lora": {"rank": 4}}}),
     ],

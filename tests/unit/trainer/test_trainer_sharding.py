@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
-from tba_trainer.distributed.process_group import Team, make_mesh
+from tba_trainer.distributed.process_group import Team, mesh_of_all
 from tba_trainer.learner.learner import Optimizer
 from tba_trainer.model.context import Context
 from tba_trainer.model.logprobs import LogprobModel
@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tba.config import TrainerSection
-from tba.config.trainer import ShardingSection
 from tba.errors import ConfigError
 from tests.support.model_families import make_family_model
 from tests.support.trainer_values import make_recipe
@@ -44,10 +43,9 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def sharded(family: str = "llama", compute_dtype: Any = "float32", **settings: Any) -> Any:
-    model, section = make_family_model(family), ShardingSection(**settings)
-    mesh, context = make_mesh("cpu", NUM_RANKS, replicas=section.replicas), Context.join(section.context)
-    shard(model, mesh, compute_dtype=compute_dtype, section=section, context=context)
+def sharded(family: str = "llama", compute_dtype: Any = "float32", context: int = 1) -> Any:
+    model = make_family_model(family)
+    shard(model, mesh_of_all("cpu"), compute_dtype=compute_dtype, context=Context.join(context))
     return model
 
 
@@ -72,9 +70,9 @@ class CountedExchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def exchanges(**settings: Any) -> Counter[str]:
+def exchanges(context: int = 1) -> Counter[str]:
     """Count the exchanges of the micro-batches of a step."""
-    model = sharded(**settings)
+    model = sharded(context=context)
     policy = LogprobModel(model, temperature=1.0)
     with CountedExchanges() as counted:
         for _ in range(NUM_MICRO_BATCHES):
@@ -88,7 +86,6 @@ def test_settings_say_how_often_a_layer_is_sent() -> None:
     num_units = 1 + len(make_family_model("llama").model.layers)
     whole, layers = NUM_MICRO_BATCHES * num_units, NUM_MICRO_BATCHES * (num_units - 1)
     assert exchanges() == {GATHER: whole + layers, REDUCE: whole}
-    assert exchanges(replicas=2) == {GATHER: whole + layers, REDUCE: whole, ADD: whole}
     # keys and values of a layer, and the log-probs of a pass
     assert exchanges(context=2) == {GATHER: whole + 2 * layers, REDUCE: whole + layers, ADD: NUM_MICRO_BATCHES}
 
@@ -123,12 +120,10 @@ def test_weights_are_gathered_in_16_bits_and_updated_in_32(family: str, tmp_path
         assert found == getattr(torch, dtype)
 
 
-def test_numbers_that_do_not_divide_the_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_does_not_divide_the_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match=r"trainer\.sharding\.replicas is 3, and this trainer has 4 processes"):
-        Team.join(device="cpu", deadline_s=1.0, replicas=3)
-    with pytest.raises(ConfigError, match=r"trainer\.sharding\.context is 4, and a replica of the model has 2 proc"):
-        Team.join(device="cpu", deadline_s=1.0, replicas=2, context=4)
+    with pytest.raises(ConfigError, match=r"trainer\.sharding\.context is 3, and this trainer has 4 processes"):
+        Team.join(device="cpu", deadline_s=1.0, context=3)
 
 
 def values_and_gradient(model: Any, autocast_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +155,7 @@ def test_16_bits_cost_a_sharded_model_no_more_than_autocast_costs_one_process(tm
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        shard(shards, make_mesh("cpu", 1), compute_dtype="bfloat16")
+        shard(shards, mesh_of_all("cpu"), compute_dtype="bfloat16")
         of_shards = errors(shards, torch.bfloat16)
     finally:
         dist.destroy_process_group()

@@ -6,9 +6,7 @@ import json
 import math
 import sys
 import threading
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -225,8 +223,11 @@ def test_tensorboard_draws_one_curve_along_the_active_lineage(tmp_path: Path) ->
     assert "train/ess" not in events.Tags()["scalars"]
 
 
-def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network(tmp_path: Path) -> None:
-    tracker = WandbTracker(WandbSection(mode="offline"), {"trainer": {"num_steps": 3}}, folder=tmp_path)
+def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = WandbTracker(WandbSection(), {"trainer": {"num_steps": 3}}, folder=tmp_path)
     tracker.start(start_record("demo", 1, START))
     for number in (1, 2, 3):
         tracker.log(step(number, loss=number / 2, ess=None))
@@ -271,51 +272,11 @@ def test_weights_and_biases_gets_the_numbers_over_a_network(tmp_path: Path, monk
     assert server.unknown == []
 
 
-class TrackioCalls(ModuleType):
-    """What trackio is asked for: its calls are those of W&B, its step is an argument."""
-
-    def __init__(self) -> None:
-        super().__init__("trackio")
-        self.calls: list[tuple[Any, ...]] = []
-        self.__spec__ = ModuleSpec("trackio", None)
-
-    def init(self, *, project: str, group: str, name: str, **more: Any) -> TrackioCalls:
-        self.calls.append(("init", project, group, name, more["config"]["lineage"]))
-        return self
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        self.calls.append(("log", step, sorted(values)))
-
-    def finish(self) -> None:
-        self.calls.append(("finish",))
-
-
-def test_trackio_gets_the_calls_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trackio = TrackioCalls()
-    monkeypatch.setitem(sys.modules, "trackio", trackio)
-    tracker = WandbTracker(WandbSection(project="sums", mode="trackio"), {}, folder=tmp_path / "wandb")
-    tracker.start(start_record("demo", 1, START))
-    tracker.log(step(4, loss=2.0, ess=None))
-    tracker.start(start_record("demo", 2, PolicyVersion(1, 4)))
-    tracker.log(step(5, lineage=2, loss=9.0))
-    tracker.close()
-    assert trackio.calls == [
-        ("init", "sums", "demo", "demo-1", 1),
-        ("log", 4, ["train/loss"]),
-        ("finish",),
-        ("init", "sums", "demo", "demo-2", 2),
-        ("log", 5, ["train/loss"]),
-        ("finish",),
-    ]
-    assert not (tmp_path / "wandb").exists()
-
-
 @pytest.mark.parametrize(
     ("package", "make"),
     [
         ("tensorboard", lambda: TensorboardTracker(Path("x"))),
         ("wandb", lambda: WandbTracker(WandbSection(), {}, folder=Path("x"))),
-        ("trackio", lambda: WandbTracker(WandbSection(mode="trackio"), {}, folder=Path("x"))),
     ],
 )
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(

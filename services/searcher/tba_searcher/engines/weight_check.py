@@ -74,8 +74,7 @@ def check_loaded(model: CheckableModel, manifest: Manifest) -> None:
         raise DigestError(
             f"weight version {manifest.version}: canary log-probs are off by {distance:.3g} nats, the limit is "
             f"{limit:.3g}; this version is not used. Its parameters are right, so the engine computes something else "
-            "with them than the trainer: compare dtype, attention and config of the model; if the engine only rounds "
-            "more, raise trainer.canary_tolerance"
+            "with them than the trainer: compare dtype, attention and config of the model"
         )
 
 

@@ -21,7 +21,7 @@ from tba_trainer.model.sharding import rounds_weights
 PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
 """Short: generation stands still while an engine computes them."""
 NUM_CANDIDATES = 8
-MIN_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.03, "bfloat16": 0.25})
+MIN_TOLERANCE = MappingProxyType({"float32": 2e-3, "float16": 0.03, "bfloat16": 0.25})
 """Smallest tolerance of canaries, in nats. Trainer and engine round differently: a logit of size 8 to 16 is exact to
 2^-8 in float16 and to 2^-5 in bfloat16, and a few such roundings meet. An engine on a GPU rounds logits, where the
 trainer keeps its sums in float32: its own gap does not show that. So these are wide: 5 times the largest gap that the
@@ -46,7 +46,7 @@ class CanaryMaker:
     Args:
         theta: the model that is trained.
         published: the model with the published tensors in the published dtype; theta itself where that is the same.
-        recipe: how far engines may be off at least.
+        recipe: which dtypes engines have.
     """
 
     def __init__(self, theta: Any, published: Any, recipe: Recipe) -> None:
@@ -54,7 +54,7 @@ class CanaryMaker:
         self._published = LogprobModel(published, temperature=1.0)
         has_8_bits = recipe.searcher.engine == "vllm" and recipe.searcher.vllm.has_8_bits
         least = EIGHT_BIT_TOLERANCE if has_8_bits else MIN_TOLERANCE[dtype]
-        self._least, self._most = max(recipe.trainer.canary_tolerance, least), MAX_TOLERANCE[dtype]
+        self._least, self._most = least, MAX_TOLERANCE[dtype]
         self._is_compiled = recipe.trainer.compile
         self._theta = None
         if dtype != "float32":  # there nothing is rounded

@@ -74,8 +74,7 @@ def build_follower(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Learner
 
 
 def _shard(model: Any, mesh: DeviceMesh, recipe: Recipe, team: Team) -> None:
-    section = recipe.trainer
-    shard(model, mesh, compute_dtype=section.compute_dtype, section=section.sharding, context=team.context)
+    shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, context=team.context)
 
 
 class LeaderLearner(Learner):

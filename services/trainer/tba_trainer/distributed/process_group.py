@@ -77,18 +77,18 @@ class Team:
         return cls(rank=0, num_ranks=1, device=device, deadline_s=0.0)
 
     @classmethod
-    def join(cls, *, device: str, deadline_s: float, replicas: int = 1, context: int = 1) -> Team:
+    def join(cls, *, device: str, deadline_s: float, context: int = 1) -> Team:
         """Join the team that torchrun has started this process in; without torchrun, a team of one.
 
         Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
         Args:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
-            replicas, context: as in `trainer.sharding`.
+            context: `trainer.sharding.context`.
 
         Raises:
-            ConfigError: the device has a number, so all processes would share it; or the processes are not a multiple
-                of the replicas, or those of a replica none of the context groups.
+            ConfigError: the device has a number, so all processes would share it; or they are no multiple of a context
+                group.
             TeamError: the others did not join in time.
         """
         num_ranks = num_processes()
@@ -99,15 +99,10 @@ class Team:
                 f"trainer.device is {device!r}, and this trainer has {num_ranks} processes, which would share it; set "
                 f"it to {device.partition(':')[0]!r}: each process then uses a device of its own"
             )
-        if num_ranks % replicas:
+        if num_ranks % context:
             raise ConfigError(
-                f"trainer.sharding.replicas is {replicas}, and this trainer has {num_ranks} processes, which is no "
-                "multiple of it: every replica of the model needs as many processes as the others"
-            )
-        if num_ranks // replicas % context:
-            raise ConfigError(
-                f"trainer.sharding.context is {context}, and a replica of the model has {num_ranks // replicas} "
-                "processes, which is no multiple of it: they are dealt to groups of that size"
+                f"trainer.sharding.context is {context}, and this trainer has {num_ranks} processes, which is no "
+                "multiple of it: they are dealt to groups of that size"
             )
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if device == "cuda":
@@ -120,7 +115,7 @@ class Team:
         with team._exchange("the start"):
             deadline = timedelta(seconds=deadline_s)
             dist.init_process_group(backend, timeout=deadline)
-            team.mesh = make_mesh(torch.device(device).type, num_ranks, replicas=replicas, deadline=deadline)
+            team.mesh = mesh_of_all(torch.device(device).type)
             team.context = Context.join(context, deadline=deadline)
             # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
             team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
@@ -351,23 +346,9 @@ class BroadcastTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def make_mesh(device_type: str, num_ranks: int, *, replicas: int = 1, deadline: timedelta | None = None) -> DeviceMesh:
-    """Return the mesh of all ranks that a model is sharded over.
-
-    Ranks that follow one another, as those of a machine do, share one replica of the model.
-
-    Args:
-        deadline: of every exchange within a replica or between them; without replicas the group of all ranks has its
-            own. None: torch's.
-    """
-    if replicas == 1:
-        return DeviceMesh.from_group(dist.group.WORLD, device_type)  # pyright: ignore[reportArgumentType]
-    # not `init_device_mesh`: its groups have torch's deadlines, of up to 30 minutes
-    ranks = torch.arange(num_ranks).view(replicas, -1)
-    groups: list[Any] = [
-        dist.new_subgroups_by_enumeration(each.tolist(), timeout=deadline)[0] for each in (ranks.T, ranks)
-    ]
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+def mesh_of_all(device_type: str) -> DeviceMesh:
+    """Return the mesh of all ranks, which a model is sharded over; its exchanges have the deadline of their group."""
+    return DeviceMesh.from_group(dist.group.WORLD, device_type)  # pyright: ignore[reportArgumentType]
 
 
 def _end_with_launcher() -> None:

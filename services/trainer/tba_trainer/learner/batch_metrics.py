@@ -34,7 +34,7 @@ def gap_limit(recipe: Recipe) -> float | None:
     """Return the largest `logprob_gap_on_policy` that rounding explains; None: the engine computes no model."""
     if recipe.searcher.engine == "simulated":
         return None
-    most = max(MAX_GAP[recipe.model.dtype], MAX_GAP[recipe.trainer.compute_dtype], recipe.trainer.canary_tolerance)
+    most = max(MAX_GAP[recipe.model.dtype], MAX_GAP[recipe.trainer.compute_dtype])
     has_8_bits = recipe.searcher.engine == "vllm" and recipe.searcher.vllm.has_8_bits
     return max(most, MAX_GAP_EIGHT_BITS) if has_8_bits else most
 

@@ -44,6 +44,8 @@ SHARDED_SECTIONS = (MODEL, OPTIMIZER, REFERENCE, OLD_POLICY)
 """Those whose tensors are cut as theta is."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """State of AdamW per parameter."""
+MAX_GRAD_NORM_RATIO = 2.0
+"""Where the recipe has no limit, gradients are clipped at this times the usual norm."""
 _RNG_STREAM = 0x7261
 """Keeps the trainer's random numbers apart from those of other services with the same seed."""
 
@@ -318,7 +320,7 @@ class Optimizer:
     """
 
     def __init__(self, model: Any, section: TrainerSection) -> None:
-        self._section = section
+        self._max_grad_norm = section.max_grad_norm
         self._parameters = trainable(model)
         # norms and biases are not decayed, as in transformers and TRL; the biases of experts are matrices
         decayed = [each for name, each in self._parameters.items() if each.ndim > 1 and not name.endswith("bias")]
@@ -336,15 +338,15 @@ class Optimizer:
         """Clip the gradient by global norm.
 
         Args:
-            usual_norm: what `max_grad_norm_ratio` is relative to; None: not known yet, so that clip is not active.
+            usual_norm: without `max_grad_norm`, MAX_GRAD_NORM_RATIO times this is the limit; None: not known yet.
 
         Returns:
             `grad_norm` before clipping, which may be NaN or infinite; `grad_clipped`, 1 or 0; and `grad_norm_limit`,
             None without a clip.
         """
-        section, limit = self._section, self._section.max_grad_norm
-        if limit is None and section.max_grad_norm_ratio and usual_norm is not None:
-            limit = section.max_grad_norm_ratio * usual_norm
+        limit = self._max_grad_norm
+        if limit is None and usual_norm is not None:
+            limit = MAX_GRAD_NORM_RATIO * usual_norm
         # One norm over all parameters and all shards: with FSDP2 the norm is a DTensor, whole only after a collective.
         parameters = list(self._parameters.values())
         norm = float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm=math.inf if limit is None else limit)))

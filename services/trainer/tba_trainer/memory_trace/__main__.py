@@ -18,12 +18,12 @@ def main() -> int:
     from tba.config import load_recipe
     from tba.errors import TbaError
     from tba.service_main import EXIT_ERROR
-    from tba_trainer.memory_trace.step import max_micro_batch_tokens, models_to_trace, trace_recipe
+    from tba_trainer.memory_trace.step import layers_to_trace, max_micro_batch_tokens, trace_recipe
 
     try:
         recipe, config = load_recipe(args.config), json.loads(args.model.read_bytes())
         found = trace_recipe(recipe, config)
-        layers = sorted({each.num_layers for each in models_to_trace(recipe, config)})
+        layers = sorted(layers_to_trace(recipe, config))
     except TbaError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_ERROR

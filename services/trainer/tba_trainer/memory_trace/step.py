@@ -4,8 +4,8 @@ The model has the shapes of its config, every rollout its longest prompt and res
 two largest micro-batches of the whole batch's plan: the second finds the gradients of the first, and later ones add
 nothing. With several processes the model is sharded by FSDP2 over a process group that sends nothing.
 
-A trace in full takes minutes. All decoder layers are alike, or alike in two kinds where some are recomputed, so models
-of few layers are traced, and each number is extended along the line, or the plane, through them.
+A trace in full takes minutes. All decoder layers are alike, so two models of few layers are traced, and each number
+is extended along the line through them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tba.errors import ConfigError
 from tba.versions import START
 from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
-from tba_trainer.distributed.process_group import make_mesh, ranks_of
+from tba_trainer.distributed.process_group import mesh_of_all, ranks_of
 from tba_trainer.learner.forward_backward import Ranks
 from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.learner.micro_batches import Plan, plan_micro_batches
@@ -75,23 +75,20 @@ class StepBytes:
         return max(self.forward_backward_peak, self.update_peak)
 
 
-def trace_recipe(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool = False) -> StepBytes:
+def trace_recipe(recipe: Recipe, config: Mapping[str, Any]) -> StepBytes:
     """Return the bytes of a step.
 
     Args:
         config: `config.json` of the model, in Hugging Face format.
-        all_layers: trace the whole model, and extrapolate nothing.
 
     Raises:
         ConfigError: transformers does not know the model, or torch cannot trace it.
     """
     found: dict[str, int] = {}
     try:
-        for traced in models_to_trace(recipe, config, all_layers=all_layers):
-            trainer = recipe.trainer.model_copy(update={"gradient_checkpointing": traced.gradient_checkpointing})
-            own = recipe.model_copy(update={"trainer": trainer})
-            sizes = asdict(trace_step(own, config, num_layers=traced.num_layers))
-            found = {name: found.get(name, 0) + traced.factor * each for name, each in sizes.items()}
+        for num_layers, factor in layers_to_trace(recipe, config).items():
+            sizes = asdict(trace_step(recipe, config, num_layers=num_layers))
+            found = {name: found.get(name, 0) + factor * each for name, each in sizes.items()}
     except RuntimeError as error:
         # torch has an op of the model for fewer dtypes on a CPU, or sizes do not fit together
         kind = config.get("model_type")
@@ -105,34 +102,11 @@ def max_micro_batch_tokens(recipe: Recipe) -> int:
     return most * (recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class TracedModel:
-    """A model that is traced in place of the whole one."""
-
-    num_layers: int
-    gradient_checkpointing: bool | int
-    """As `trainer.gradient_checkpointing`."""
-    factor: int = 1
-    """Of its numbers in the sum over the models that are traced."""
-
-
-def models_to_trace(recipe: Recipe, config: Mapping[str, Any], *, all_layers: bool = False) -> list[TracedModel]:
-    """Return the whole model, or smaller ones: two, or three where some layers are recomputed and some are not."""
-    setting, whole = recipe.trainer.gradient_checkpointing, num_layers_of(config)
+def layers_to_trace(recipe: Recipe, config: Mapping[str, Any]) -> dict[int, int]:
+    """Return the layers of each model that is traced, and the factor of its numbers in the sum."""
+    whole = num_layers_of(config)
     num, more = LAYERS if recipe.trainer.num_processes == 1 else LAYERS_SHARDED
-    if all_layers or whole <= more:
-        return [TracedModel(whole, setting)]
-    num_recomputed = recipe.trainer.num_recomputed(whole)
-    if num_recomputed in (0, whole):
-        setting = num_recomputed > 0
-        return [TracedModel(num, setting, 1 + num - whole), TracedModel(more, setting, whole - num)]
-    # beyond the first: layers that are recomputed, and layers that keep their activations, of which it has one
-    num_again, num_kept = num_recomputed - (num - 1), whole - num_recomputed - 1
-    return [
-        TracedModel(num, num - 1, 1 - num_again - num_kept),
-        TracedModel(more, num, num_again),
-        TracedModel(more, num - 1, num_kept),
-    ]
+    return {whole: 1} if whole <= more else {num: 1 + num - whole, more: whole - num}
 
 
 def num_layers_of(config: Mapping[str, Any]) -> int:
@@ -216,11 +190,10 @@ def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, c
             f"{str(error).partition(chr(10))[0][:MAX_ERROR_CHARS]}"
         ) from None
     model = prepare(model, recipe.model.lora, recipe.trainer.gradient_checkpointing)
-    num_processes, section = recipe.trainer.num_processes, recipe.trainer.sharding
-    if num_processes > 1:
+    if recipe.trainer.num_processes > 1:
         with device:
-            mesh = make_mesh(device.type, num_processes, replicas=section.replicas)
-            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, section=section, context=context)
+            mesh = mesh_of_all(device.type)
+            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, context=context)
     else:
         with device.fake_mode:
             model.to_empty(device=device.type)

@@ -29,7 +29,7 @@ SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Config and tokenizer files that are published with the weights."""
 
 
-def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: bool | int) -> Any:
+def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: bool) -> Any:
     """Load the starting model in float32 on `device`, dropout off, with a LoRA adapter where the recipe has one.
 
     Raises:
@@ -98,7 +98,7 @@ def to_device(model: Any, device: str, *, key: str) -> Any:
         raise ConfigError(f"{key} {device!r} cannot be used: {first_line}") from None
 
 
-def empty_policy(section: ModelSection, *, gradient_checkpointing: bool | int) -> Any:
+def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
     """Return the same model without its weights, on the meta device, for a process that will receive a shard.
 
     Raises:
@@ -143,14 +143,14 @@ def _model_folder(section: ModelSection) -> Path:
     return folder
 
 
-def prepare(model: Any, lora: LoraSection | None, gradient_checkpointing: bool | int) -> Any:
+def prepare(model: Any, lora: LoraSection | None, gradient_checkpointing: bool) -> Any:
     """Put an adapter on a model where one is wanted, switch dropout off, and put it into the mode of training.
 
     Args:
-        gradient_checkpointing: whether all decoder layers are computed again in the backward pass, or how many.
+        gradient_checkpointing: whether decoder layers are computed again in the backward pass.
 
     Raises:
-        ConfigError: the adapter does not fit the model, or it has fewer decoder layers.
+        ConfigError: the adapter does not fit the model.
     """
     if lora is not None:
         add_adapter(model, lora)
@@ -159,32 +159,8 @@ def prepare(model: Any, lora: LoraSection | None, gradient_checkpointing: bool |
     if gradient_checkpointing:
         # the reentrant kind gives a layer no gradient where its input has none: with LoRA that is the first layer
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if not isinstance(gradient_checkpointing, bool):
-            _recompute_first(model, gradient_checkpointing)
         model.train()  # Hugging Face checkpoints activations in train mode only; dropout is off all the same
     return model
-
-
-def _recompute_first(model: Any, num_recomputed: int) -> None:
-    """Let all but the first decoder layers keep their activations.
-
-    The last ones, because their backward passes come first: what they keep is gone when a layer is computed again.
-    """
-    layers = _decoder_layers(model)
-    if num_recomputed > len(layers):
-        raise ConfigError(
-            f"trainer.gradient_checkpointing = {num_recomputed}, and {type(model).__name__} has {len(layers)} decoder "
-            "layers that transformers marks as such; set it to that number at most, or to true"
-        )
-    for layer in layers[num_recomputed:]:
-        layer.gradient_checkpointing = False
-
-
-def _decoder_layers(model: Any) -> list[Any]:
-    """Return the layers that transformers can compute again, in the order of a pass."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def disable_dropout(model: Any) -> None:
@@ -356,8 +332,9 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> None:
     """
     from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = _decoder_layers(model)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
             f"trainer.compile = true: {type(model).__name__} has no decoder layers that transformers marks as such; "

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tba.config.trainer import ShardingSection
 from tba_trainer.model.context import Context, context_of, set_context
 from tba_trainer.model.parameters import plain_parameters
 
@@ -34,9 +33,9 @@ Result = TypeVar("Result")
 class _Root(nn.Module):
     """The root of the model for FSDP: its forward pass is any function of the model."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, section: ShardingSection, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.model, self.mesh, self.section = model, mesh, section
+        self.model, self.mesh = model, mesh
         self.dtype = dtype
         """What the weights are gathered in; None: their own."""
         self.units: list[FSDPModule] = []
@@ -62,9 +61,8 @@ def rounds_weights(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a pass; shards that are offloaded are not on it."""
-    root = _root_of(model)
-    return next(model.parameters()).device if root is None else _device_of_mesh(root.mesh)
+    """Return the device of a pass."""
+    return next(model.parameters()).device
 
 
 def run_as_forward(
@@ -93,15 +91,13 @@ def shard(
     mesh: DeviceMesh,
     *,
     compute_dtype: Literal["float32", "bfloat16"] = "float32",
-    section: ShardingSection | None = None,
     context: Context | None = None,
 ) -> None:
     """Shard a model in place. Process 0 has its weights and sends them; the others may hold it on the meta device.
 
     Args:
-        mesh: of one dimension, or of two: replicas of shards.
+        mesh: of all processes.
         compute_dtype: bfloat16: passes run under autocast, and the weights are gathered in 16 bits for it.
-        section: None: its defaults.
         context: the processes that share each pass; None: every process makes passes of its own.
     """
     # One unit after another goes to the mesh's device and to all processes: no device ever holds the whole model.
@@ -113,7 +109,7 @@ def shard(
         return placed
 
     dtype = torch.bfloat16 if compute_dtype == "bfloat16" else None
-    root = _Root(model, mesh, section or ShardingSection(), dtype)
+    root = _Root(model, mesh, dtype)
     _shard(root, lambda _name, tensor: from_leader(tensor))
     set_context(model, context)
 
@@ -140,7 +136,7 @@ def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
             return buffers[name].detach().clone()
         return torch.empty_like(tensor, device=device, dtype=dtype or tensor.dtype)
 
-    _shard(_Root(copied, root.mesh, root.section, root.dtype if dtype is None else None), empty)
+    _shard(_Root(copied, root.mesh, root.dtype if dtype is None else None), empty)
     sources = plain_parameters(model)
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
@@ -175,21 +171,16 @@ def _shard(root: _Root, place: Callable[[str, Tensor], Tensor]) -> None:
 
 
 def _fully_shard(root: _Root, unit: nn.Module) -> FSDPModule:
-    section = root.section
     precision = MixedPrecisionPolicy()
     if root.dtype is not None:
         # inputs keep their dtype: autocast casts those of matrix products alone
         precision = MixedPrecisionPolicy(param_dtype=root.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = OffloadPolicy()
-    if section.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=root.mesh.device_type == "cuda")
     sharded = fully_shard(
         unit,
         mesh=root.mesh,
         # the root stays gathered (None): its backward pass comes first
         reshard_after_forward=None if unit is root else True,
         mp_policy=precision,
-        offload_policy=offload,
     )
     # sum the gradients, do not average them: each process's loss is already its share of the whole batch
     sharded.set_gradient_divide_factor(1.0)

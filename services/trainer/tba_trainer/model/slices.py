@@ -1,7 +1,7 @@
 """Rows of tensors: what one process of a sharded model holds, writes to a checkpoint and reads from one.
 
 FSDP2 cuts every parameter by rows, as `torch.chunk` does: process i of n holds rows i * ceil(rows / n) and up, the last
-ones perhaps none. With replicas, the first one writes. Tensors that are not sharded are the same everywhere; the first
+ones perhaps none. Tensors that are not sharded are the same everywhere; the first
 process writes them.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tba_trainer.model.host_memory import host_copy, host_copy_bytes
 
@@ -67,8 +67,7 @@ class Layout:
 
     index: int = 0
     num: int = 1
-    """Processes that share one replica."""
-    is_first_replica: bool = True
+    """Processes."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
@@ -80,15 +79,9 @@ class Layout:
         sharded = next((each for each in tensors.values() if isinstance(each, DTensor)), None)
         if sharded is None:
             return cls()
-        mesh, layout = sharded.device_mesh, cls()
-        for dim, placement in enumerate(sharded.placements):
-            if placement == Shard(0):
-                layout = cls(mesh.get_local_rank(dim), mesh.size(dim), layout.is_first_replica)
-            elif placement == Replicate():
-                layout = cls(layout.index, layout.num, layout.is_first_replica and mesh.get_local_rank(dim) == 0)
-            else:
-                raise ValueError(f"a tensor is sharded by {placement}; checkpoints know rows alone")
-        return layout
+        if tuple(sharded.placements) != (Shard(0),):
+            raise ValueError(f"a tensor is sharded by {sharded.placements}; checkpoints know rows alone")
+        return cls(sharded.device_mesh.get_local_rank(), sharded.device_mesh.size())
 
     def rows(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the first row that this process holds of a sharded tensor, and the one after the last."""
@@ -120,12 +113,12 @@ def _written(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[st
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            if layout.is_first_replica and layout.index == 0:
+            if layout.index == 0:
                 yield name, tensor, 0, shape
             continue
         begin, end = layout.rows(shape)
         # a tensor without rows is written by the first, so that it is in the checkpoint
-        if layout.is_first_replica and (begin < end or (layout.index == 0 and num_rows(shape) == 0)):
+        if begin < end or (layout.index == 0 and num_rows(shape) == 0):
             local = tensor.to_local()
             if num_rows(local.shape) != end - begin:
                 raise ValueError(f"{name} has {num_rows(local.shape)} rows here, not rows {begin} to {end}")

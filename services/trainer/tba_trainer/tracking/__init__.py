@@ -1,7 +1,7 @@
 r"""Trackers: where metrics go beside the ledger. metrics.jsonl always, and those that the recipe names.
 
     loop ------- step ------> TrackerGroup --> [thread] metrics.jsonl
-    [thread] evaluations ---->            \--> [thread] TensorBoard, Weights & Biases or trackio: one thread each
+    [thread] evaluations ---->            \--> [thread] TensorBoard, Weights & Biases: one thread each
 
 Nothing here can stop or slow training: every tracker has a queue of bounded length and a thread. A record that does
 not fit is dropped and counted; a failure is logged once and counted.

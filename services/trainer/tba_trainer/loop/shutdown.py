@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Literal
 
 from tba.api import RunCommand
-from tba.early_signals import SIGNALS
 from tba.errors import StoreUnavailableError, WaitTimeoutError
 from tba.logs import get_logger
 from tba_trainer.checkpoints.export_upload import upload_export
@@ -133,7 +132,7 @@ def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     listener = threading.Thread(target=listen, name="signals", daemon=True)
     listener.start()
     old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

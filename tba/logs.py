@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import stamina.instrumentation
 import structlog
@@ -19,13 +19,13 @@ MAX_REPEATS, REPEAT_WINDOW_S = 10, 60.0
 """So many warnings of one event are printed in so many seconds."""
 
 
-def configure_logging(log_format: Literal["auto", "console", "json"], *, service: str, run: str) -> None:
-    """Set up structlog for this process; uvicorn and other stdlib loggers go through the same pipe.
+LOG_FORMAT_ENV = "TBA_LOG_FORMAT"
+"""`console` or `json`; without it lines are console on a terminal and JSON otherwise."""
 
-    Args:
-        log_format: `auto` is console on a terminal and JSON otherwise.
-    """
-    console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+
+def configure_logging(*, service: str, run: str) -> None:
+    """Set up structlog for this process; uvicorn and other stdlib loggers go through the same pipe."""
+    console = os.environ.get(LOG_FORMAT_ENV, "console" if sys.stderr.isatty() else "json") == "console"
     shared: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

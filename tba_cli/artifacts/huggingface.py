@@ -32,7 +32,7 @@ def download(item: PrepareItem, folder: Path) -> str:
         ConfigError: the hub does not have it, keeps it behind a licence, or cannot be reached.
     """
     hub, name = hub_library(), item.hub or ""
-    patterns = item.files if item.files is not None else MODEL_FILES if item.kind == "model" else None
+    patterns = MODEL_FILES if item.kind == "model" else None
     with _explained(item, _elsewhere(item)):
         info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind, files_metadata=True)
         files = {file.rfilename: file.size for file in info.siblings}
@@ -46,7 +46,7 @@ def download(item: PrepareItem, folder: Path) -> str:
             fetch(item.tokenizer, allow_patterns=TOKENIZER_FILES)
     wanted = list(hub.utils.filter_repo_objects(files, allow_patterns=patterns))
     if not wanted:
-        raise ConfigError(f"{item.kind} {name} has no file that matches {patterns}; correct `files`")
+        raise ConfigError(f"{item.kind} {name} has no file that matches {patterns}; correct `hub`")
     # the library takes a folder as it is where the hub goes away before it lists the files
     for file in wanted:
         path = folder / file

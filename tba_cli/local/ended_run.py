@@ -185,7 +185,7 @@ async def _with_buffer(
     use: Callable[[BufferClient, Recipe], Awaitable[T]],
 ) -> T:
     """Start Redis and a buffer service in `folder`, use them with the recipe that they have, stop them."""
-    redis_binary = find_redis_server(recipe.local.redis_server)
+    redis_binary = find_redis_server()
     config = with_real_addresses(recipe, folder)
     is_copy = recipe.buffer.read_only is not None
     folder.make_folders()

@@ -179,9 +179,6 @@ def with_reward(recipe: Recipe, url: str | None) -> Recipe:
         document["reward"] |= {"host": LOOPBACK, "port": port}
         url = f"{recipe.tls.scheme}://{LOOPBACK}:{port}"
     document["reward"]["url"] = url
-    if document["log_format"] == "auto":
-        # the children write to a pipe, where `auto` would choose JSON
-        document["log_format"] = "console"
     return parse_recipe(document, where="recipe")
 
 

@@ -62,7 +62,7 @@ def run_local(
     original = with_absolute_paths(recipe)
     check_searchers(original)
     # first what takes no time: to fetch or train a model may take long
-    redis_binary = find_redis_server(recipe.local.redis_server)
+    redis_binary = find_redis_server()
     for custom in custom_objects(original):
         custom.find()
     for role in LOCAL_ROLES:

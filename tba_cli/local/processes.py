@@ -29,6 +29,8 @@ TAIL_LINES = 15
 READ_BYTES = 64 * 1024
 OUTPUT_END_TIMEOUT_S = 2.0
 RESTART_DELAY_S = 1.0
+MAX_SEARCHER_RESTARTS = 3
+"""Searchers that die are started again so often in all; then the run continues with the others."""
 DYING_S = 1.0
 T = TypeVar("T")
 

@@ -108,7 +108,7 @@ class SearcherPool:
 
     Searcher i runs while i is below the desired number. Too many: the highest numbers get SIGTERM and drain (finish,
     push, give leases back). Too few: the lowest missing ones are started. The manager restarts a searcher that dies
-    (`local.max_searcher_restarts`); one that it gave up is started only after the next request for a number.
+    (`MAX_SEARCHER_RESTARTS`); one that it gave up is started only after the next request for a number.
 
         waits for                       unblocked by     deadline
         a searcher that drains          its end          the longer of local.stop_timeout_s and searcher.drain_s + 10 s,

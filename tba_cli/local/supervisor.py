@@ -40,7 +40,7 @@ from tba.store import ObjectStore
 from tba.tokens import operator_client_token
 from tba.weights import check_lineage
 from tba_cli.console import Console
-from tba_cli.local.processes import ProcessManager, until_first_end
+from tba_cli.local.processes import MAX_SEARCHER_RESTARTS, ProcessManager, until_first_end
 from tba_cli.local.progress import RunWatcher
 from tba_cli.local.resume import RecipeFile, this_program
 from tba_cli.local.services import SearcherPool, Services, wait_for_reward, wait_until_ready
@@ -113,7 +113,7 @@ class Supervisor:
             console=console,
             reaper=self._reaper,
             is_over=self._is_over,
-            max_searcher_restarts=recipe.local.max_searcher_restarts,
+            max_searcher_restarts=MAX_SEARCHER_RESTARTS,
             stop_timeout_s=recipe.local.stop_timeout_s,
         )
         self._pool = SearcherPool(recipe, processes=self._processes, services=services, console=console)
@@ -302,7 +302,7 @@ class Supervisor:
         if not stats.num_prompts_train + stats.num_prompts_heldout:
             raise OlderRedisError(
                 f"run {run!r} has begun, and its Redis ({self._folder.redis_path}) holds nothing of it: the files are "
-                "gone, or another redis-server is used than before (local.redis_server, PATH), which cannot read them. "
+                "gone, or another redis-server is used than before (PATH), which cannot read them. "
                 "Nothing was changed. Put that right, or begin again with --fresh, or another run with --run-name"
             )
         check_lineage(self._store, run, lambda: self._client.run().lineage)

@@ -273,7 +273,7 @@ class RecipeChecks:
 
     def check_redis_server(self, target: Target) -> Iterator[CheckResult]:
         """Find the redis-server that a local run starts."""
-        yield ok("redis-server", find_redis_server(self.recipe.local.redis_server))
+        yield ok("redis-server", find_redis_server())
 
     def check_store(self, target: Target) -> Iterator[CheckResult]:
         """Check the object store."""

@@ -89,13 +89,9 @@ def test_nothing_that_the_recipe_names_is_started_imported_or_called(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "reader")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     acted = tmp_path / "acted"
-    program = tmp_path / "evil-redis"
-    program.write_text(f'#!/bin/sh\ntouch {acted}\nexec redis-server "$@"\n')
-    program.chmod(0o700)
     (tmp_path / "evilmod.py").write_text(f"open({str(acted)!r}, 'w')\n")
     url, calls = store_calls
     document = json.loads(evil.recipe_path.read_bytes())
-    document["local"]["redis_server"] = str(program)
     document["buffer"] |= {"host": "192.0.2.1"}
     document["searcher"] |= {"engine": "evilmod:Engine"}
     document["tracking"] |= {"trackers": ["evilmod:Tracker"]}

@@ -136,7 +136,6 @@ def test_everything_is_fetched_converted_and_checked_once(tmp_path, hub):
         ({**WHOLE, "hub": "org/none"}, "error: the hub has no model org/none, or it is private: check the name"),
         ({**WHOLE, "revision": "v9"}, "error: model org/whole has no revision 'v9'"),
         ({**WHOLE, "hub": "org/gated"}, "error: model org/gated is behind a licence: accept it at"),
-        ({**WHOLE, "files": ["*.nothing"]}, "error: model org/whole "),
     ],
 )
 def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, message):

@@ -53,7 +53,6 @@ def test_a_recipe_sets_the_keys_that_it_names_however_they_are_written() -> None
         "prepare": [{"path": "models/a", "kind": "model"}, {"path": "data/b", "manual": "c"}],
         "reward": {"tasks": {"mine": {"scorers": [{"kind": "exact"}]}}},
         "data": {"sets": [{"data": {"answer": "gold", "steps": {"column": "s", "extract": "boxed"}}}]},
-        "log_format": "json",
     }
     found = recipe_keys.keys_of(document)
     assert found == {
@@ -64,7 +63,6 @@ def test_a_recipe_sets_the_keys_that_it_names_however_they_are_written() -> None
         "reward.tasks.scorers.kind",
         "data.sets.data.column",
         "data.sets.data.extract",
-        "log_format",
     }
     assert found <= recipe_keys.all_keys()
 
@@ -74,7 +72,7 @@ def test_deployments_set_keys_by_their_environment(tmp_path: Path) -> None:
         tmp_path,
         {
             "docker-compose.yml": "TBA_BUFFER__REDIS_URL: ${TBA_REDIS_URL:-redis://redis}\n",
-            "charts/tba/templates/_env.tpl": "TBA_TRAINER__LEARNING_RATE: {value: 1}\nTBA_LOG_FORMAT: {value: json}\n",
+            "charts/tba/templates/_env.tpl": "TBA_TRAINER__LEARNING_RATE: {value: 1}\n",
             "recipes/a.toml": "[trainer]\nnum_steps = 1\n",
             "examples/worlds/b/c.toml": "[trainer]\nmax_train_s = 1\n",
             "studies/arms.py": 'ARM = {"sampling.lag_steps": 2, "objective.beta": 0.1, "no.key": 3}',
@@ -84,7 +82,6 @@ def test_deployments_set_keys_by_their_environment(tmp_path: Path) -> None:
     assert is_set == {
         "buffer.redis_url",
         "trainer.learning_rate.value",
-        "log_format",
         "trainer.num_steps",
         "trainer.max_train_s",
         "sampling.lag_steps",

@@ -16,7 +16,7 @@ import sys
 from tba.clients import BufferClient
 from tba.errors import UnavailableError
 from tba.logs import configure_logging
-configure_logging("json", service="trainer", run="demo")
+configure_logging(service="trainer", run="demo")
 try:
     BufferClient(sys.argv[1], retry_s=4.0).run()
 except UnavailableError as error:
@@ -42,7 +42,7 @@ def test_a_service_logs_the_first_retry_of_a_call_and_no_other() -> None:
 LINES = """
 import logging, threading
 from tba.logs import configure_logging, get_logger
-configure_logging("json", service="trainer", run="demo")
+configure_logging(service="trainer", run="demo")
 get_logger("loop").info("begun", step=1, error="no answer from http://u:PASSWORD@mlflow:5000/api?api_key=SECRET")
 thread = threading.Thread(target=lambda: get_logger("publisher").warning("late", version="1-4"))
 thread.start()

@@ -24,9 +24,7 @@ tba demo --seed 1 --set trainer.num_steps=100""",
 tba init mytask
 tba init mytask --folder tasks/first""",
         "score": """\
-tba score examples.jsonl --recipe mytask.toml
-tba score --from-run mytask --num 50
-tba score --from-run mytask --recipe changed.toml --json""",
+tba score examples.jsonl --recipe mytask.toml""",
         "status": """\
 tba status                        # the newest run under runs/
 tba status quickstart-seed0 --follow

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def add_init(commands: Subparsers) -> None:
     """Add `tba init`."""
     init = commands.add_parser(
-        "init", help="write a folder for a task of your own: recipe, prompts, scorer and its test"
+        "init", help="write a folder for a task of your own: recipe, prompts, scorer and examples"
     )
     init.add_argument("task", metavar="TASK", help="name of the task, of small letters, digits, - and _")
     init.add_argument("--folder", metavar="DIR", help="where to write; default: a new folder with the name of the task")
@@ -24,22 +24,14 @@ def add_init(commands: Subparsers) -> None:
 
 def add_score(commands: Subparsers) -> None:
     """Add `tba score`."""
-    score = commands.add_parser(
-        "score", help="try the scorers of a recipe on examples, before a run or on what a run stored"
-    )
-    examples = score.add_mutually_exclusive_group()
-    examples.add_argument(
+    score = commands.add_parser("score", help="try the scorers of a recipe on examples, before a run")
+    score.add_argument(
         "file",
         metavar="FILE",
-        nargs="?",
         help='JSON Lines: {"task", "prompt", "response"}, with "data" as of a prompt, and "expected", a number, to '
         "compare with",
     )
-    examples.add_argument(
-        "--from-run", metavar="RUN", help="score stored rollouts of this run again, and compare with the stored rewards"
-    )
-    score.add_argument("--recipe", metavar="RECIPE", help="its scorers are tried; default: that of --from-run")
-    score.add_argument("--num", type=int, default=20, metavar="N", help="with --from-run: how many, the newest (20)")
+    score.add_argument("--recipe", metavar="RECIPE", required=True, help="its scorers are tried")
     score.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example reward.num_workers=4"
     )

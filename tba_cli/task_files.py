@@ -1,4 +1,4 @@
-"""The files of a new task, which `tba init` writes: a recipe, prompts, a scorer, its test, and examples for it."""
+"""The files of a new task, which `tba init` writes: a recipe, prompts, a scorer, and examples for it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ task = "addition"
 path = "prompts.jsonl"
 
 [reward.tasks.{task}]
-# The function `score` of scorer.py. The name of the task is that of the prompts. test_scorer.py and examples.jsonl
-# hold rewards of this function: change them with it.
+# The function `score` of scorer.py. The name of the task is that of the prompts. examples.jsonl holds rewards of this
+# function: change them with it.
 scorers = [{{kind = "python", function = "scorer:score"}}]
 
 [buffer]
@@ -85,7 +85,7 @@ best_metric = "mean_reward"
 SCORER = '''\
 """The reward of the task {task}: sums, written backwards, with part credit.
 
-test_scorer.py and examples.jsonl hold rewards of this function: change them with it.
+examples.jsonl holds rewards of this function: change them with it.
 """
 
 
@@ -117,30 +117,6 @@ def _score(completion: str, gold: str) -> float:
     return sum(a == b for a, b in zip(written, gold, strict=True)) / len(gold)
 '''
 
-TEST = '''\
-"""Test the scorer: `python -m pytest`, in this folder."""
-
-import pytest
-from scorer import score
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [("64", 1.0), (" 64\\n", 1.0), ("63", 0.5), ("74", 0.5), ("46", 0.0), ("064", 0.0), ("", 0.0), ("x+", 0.0)],
-)
-def test_the_reward_of_a_completion(completion: str, reward: float) -> None:
-    assert score(["12+34="], [completion], ["64"]) == [reward]
-
-
-def test_each_completion_has_its_own_reward() -> None:
-    assert score(["12+34=", "99+99="], ["64", "981"], ["64", "891"]) == [1.0, pytest.approx(1 / 3)]
-
-
-def test_wrong_data_is_an_error_and_not_a_zero() -> None:
-    with pytest.raises(ValueError, match="must be a text of digits"):
-        score(["12+34="], ["64"], ["forty-six"])
-'''
-
 EXAMPLES = [
     ("12+34=", "64", "64", 1.0),
     ("12+34=", "63", "64", 0.5),
@@ -160,7 +136,6 @@ def task_files(task: str) -> dict[str, str]:
         f"{task}.toml": RECIPE.format(task=task, num_heldout=NUM_HELDOUT),
         "prompts.jsonl": _lines(_prompts(task)),
         "scorer.py": SCORER.format(task=task),
-        "test_scorer.py": TEST,
         "examples.jsonl": _lines(examples),
     }
 

@@ -62,12 +62,6 @@ def read(done: subprocess.CompletedProcess[str], code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_test_of_the_scorer_passes(folder: Path) -> None:
-    done = run_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
-
-
 def test_the_recipe_is_right_and_the_examples_get_what_they_should(tba: Tba, folder: Path) -> None:
     gold = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0])["data"]["answer"]
     checked = read(tba("config", "check", "mytask.toml", "--json"))
@@ -91,19 +85,6 @@ def test_a_scorer_that_raises_and_a_wrong_expectation_are_found(tba: Tba, folder
     assert (error["reason"], "must be a text of digits" in error["detail"]) == ("exception", True)
 
 
-def test_stored_rollouts_get_their_rewards_again_until_the_scorer_changes(
-    tba: Tba, finished: str, folder: Path
-) -> None:
-    scored = read(tba("score", "--from-run", finished, "--num", "5", "--json"))
-    assert [row["mismatch"] for row in scored["examples"]] == [False] * 5
-    assert all(row["expected"] is not None for row in scored["examples"])
-    path = folder / "scorer.py"
-    text = path.read_text()
-    path.write_text(
-        text.replace("        return 0.0\n", "        return -1.0\n").replace("/ len(gold)", "/ len(gold) - 2")
-    )
-    try:
-        changed = read(tba("score", "--from-run", finished, "--num", "5", "--json"), code=1)
-    finally:
-        path.write_text(text)
-    assert changed["num_mismatches"] == 5
+def test_a_run_trains_on_the_rewards_of_the_scorer(finished: str, folder: Path) -> None:
+    summary = json.loads((folder / "runs" / finished / "summary.json").read_text())
+    assert (summary["state"], summary["rollouts_failed"], summary["rollouts_trained"] > 0) == ("done", 0, True)

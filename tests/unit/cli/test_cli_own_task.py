@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from tba.api import RolloutDetail, RolloutPage, ScoreError, ScoreItem, ScoreReply, ScoreResult
+from tba.api import ScoreError, ScoreItem, ScoreReply, ScoreResult
 from tba.config import load_recipe
-from tba.errors import NotFoundError
-from tba_cli.commands import score
-from tba_cli.commands.score import Scored, mismatch_line, table_lines
+from tba_cli.commands.score import Example, Scored, table_lines
 from tba_cli.local import reward_trial
 from tba_cli.main import main
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.task_files import NUM_HELDOUT, NUM_TRAIN
-from tests.unit.cli.test_cli_rollouts import DETAIL
 
 # ---- `tba init` -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +120,7 @@ def test_a_table_shows_every_example(service: FakeService, capsys: pytest.Captur
     assert first.split()[:5] == ["line", "1", "sums", "'2'", "2"]
     assert second.split()[4:6] == ["0.5", "0.5"]
     assert "a 0.5, b 0.25" in second
-    assert last == "2 scored, 0 mismatches, 0 errors"
+    assert last == "2 scored, mismatches: 0, errors: 0"
     # the scorer is a function, which may ask for tokens
     assert [item.response_tokens for item in service.items] == [[50], [48, 46, 53]]
 
@@ -135,7 +132,7 @@ def test_a_mismatch_and_an_error_are_failures(service: FakeService, capsys: pyte
     assert main(write_examples({**EXAMPLE, "response": "x", "expected": 1})) == 1
     out = capsys.readouterr().out
     assert "ambiguous: no \\x1b[2J number" in out, "text of a scorer must not steer the terminal"
-    assert out.splitlines()[-1] == "0 scored, 1 error"
+    assert out.splitlines()[-1] == "0 scored, mismatches: 0, errors: 1"
     assert main([*write_examples({**EXAMPLE, "expected": 1}, EXAMPLE), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["num_mismatches"], document["num_errors"]) == (1, 0)
@@ -160,65 +157,15 @@ def test_a_line_that_is_no_example_is_named(
     assert service.items == []
 
 
-def test_what_is_missing_is_said(service: FakeService, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["score", "--recipe", "sums.toml"]) == 2
-    assert "name a FILE with examples, or a run" in capsys.readouterr().err
-    assert main(["score", "examples.jsonl"]) == 2
-    assert "--recipe RECIPE" in capsys.readouterr().err
-    assert main(["score", "--from-run", "gone"]) == 2
-    assert "there is no run 'gone'" in capsys.readouterr().err
+def test_a_file_without_examples_is_refused(service: FakeService, capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.jsonl").touch()
     assert main(["score", "own.jsonl", "--recipe", "sums.toml"]) == 2
     assert "own.jsonl" in capsys.readouterr().err
 
 
-class FakeRun:
-    """A run with three rollouts; the second one is evicted before it is read, the third has no score."""
-
-    def list_rollouts(self, *, limit: int, text_chars: int) -> RolloutPage:
-        rollouts = [RolloutDetail.model_validate({**DETAIL, "rollout_id": str(n) * 32}) for n in range(3)]
-        return RolloutPage(rollouts=rollouts[:limit], next=None)  # pyright: ignore[reportArgumentType]
-
-    def get_rollout(self, rollout_id: str) -> RolloutDetail:
-        if rollout_id.startswith("1"):
-            raise NotFoundError("evicted")
-        changes = {"task": "sums", "response_text": "0.75", "rollout_id": rollout_id, "finish_reason": "length"}
-        if rollout_id.startswith("2"):
-            changes |= {"reward": None, "reward_status": "pending", "response_text": "3"}
-        return RolloutDetail.model_validate({**DETAIL, **changes})
-
-
-def test_stored_rollouts_are_scored_again_and_compared(
-    service: FakeService, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(score, "with_run", lambda args, use: use(FakeRun()))
-    capsys.readouterr()
-    words = ["score", "--from-run", "any", "--recipe", "sums.toml"]
-    assert main(words) == 0
-    head, row, _, last = capsys.readouterr().out.splitlines()
-    assert head.split() == ["example", "task", "response", "gold", "data", "reward", "stored", "parts", "ms", "error"]
-    assert row.split()[2:7] == ["'0.75'", "{'answer':", "2}", "0.75", "0.75"]
-    assert last == "2 scored, 0 mismatches, 0 errors"
-    first, second = service.items
-    assert (first.item_id, first.finish_reason, first.response_tokens) == ("0" * 32, "length", [7, 8, 9])
-    assert (first.prompt, first.data) == ("1+1=", {"answer": 2})
-    assert second.response == "3"
-    monkeypatch.setattr(service, "_result", lambda item: ScoreResult(item_id=item.item_id, reward=0.5))
-    assert main(words) == 1
-    assert f"mismatch, {'0' * 32}: stored 0.75, got 0.5 for '0.75'" in capsys.readouterr().out
-    assert main([*words, "--num", "0"]) == 2
-    assert "--num 0 is out of range" in capsys.readouterr().err
-
-
-def test_a_stored_reward_of_single_precision_is_the_same_reward() -> None:
-    result = ScoreResult(item_id="x", reward=1 / 3)
-    same = Scored(
-        name="x", task="t", response="r" * 50, data={}, expected=0.3333333432674408, took_s=0.0015, result=result
-    )
+def test_a_reward_of_single_precision_is_the_same_reward() -> None:
+    example = Example(task="t", prompt="1+1=", response="r" * 50, expected=0.3333333432674408)
+    same = Scored(name="x", example=example, took_s=0.0015, result=ScoreResult(item_id="x", reward=1 / 3))
     assert not same.is_mismatch
-    other = same.model_copy(update={"expected": 0.3334})
-    assert other.is_mismatch
-    assert (
-        mismatch_line(other, of_run=False) == "mismatch, x: expected 0.3334, got 0.333333 for 'rrrrrrrrrrrrrrrrrrr ..."
-    )
-    assert table_lines([same], of_run=False)[1].split()[-1] == "2"
+    assert same.model_copy(update={"example": example.model_copy(update={"expected": 0.3334})}).is_mismatch
+    assert table_lines([same])[1].split()[-1] == "2"

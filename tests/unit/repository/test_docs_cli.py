@@ -9,7 +9,6 @@ def test_every_command_has_its_part_of_the_page() -> None:
     page = cli_docs.page()
     assert page.count("\n## tba ") == page.count("| [`tba ") > 10
     for flag in (
-        "`--from-run RUN` | score stored rollouts",
         "`N\\|recipe` | how many",
         "`--json` | print JSON",
     ):

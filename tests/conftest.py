@@ -1,12 +1,21 @@
 """Settings and checks for every test."""
 
 import gc
+import os
 import signal
+import time
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+# what a test starts runs the working tree, whatever is installed, with one thread
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, *sorted((ROOT / "services").iterdir())]))
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # importing torch and all tests makes objects that stay: to look for garbage among them takes a third of the collection
 gc.disable()
@@ -37,3 +46,21 @@ def pytest_collection_finish() -> None:
     """Collect garbage again from here on, of what the tests make alone."""
     gc.enable()
     gc.freeze()
+
+
+begun_s = time.monotonic()
+seconds_of_files: defaultdict[str, float] = defaultdict(float)
+NUM_SLOWEST = 10
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up what each file takes, in whatever process it runs."""
+    seconds_of_files[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how long all of it took, and which files took the most."""
+    if len(seconds_of_files) > NUM_SLOWEST:
+        terminalreporter.section(f"{(time.monotonic() - begun_s) / 60:.1f} minutes; the slowest files")
+        for seconds, name in sorted(((s, name) for name, s in seconds_of_files.items()), reverse=True)[:NUM_SLOWEST]:
+            terminalreporter.write_line(f"{seconds:7.1f} s {name}")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,74 +14,12 @@ from tba_buffer.service import Buffer
 
 from tba.api import AckRequest, BatchRequest, LeaseRequest, LineageRequest, VersionRequest
 from tba.errors import ServiceError, VoidBatchError
-from tba.wire import decode_batch, encode_push
+from tba.wire import decode_batch
 from tests.support.buffer import Stack, make_payloads, make_prompts, make_recipe
-from tests.support.chaos import Trial
 from tests.support.redis_process import RedisProcess, start_redis
 
 Counts = list[Counter[str]]
 Start = Callable[..., Stack]
-
-
-def half_bodies(stack: Stack, rng: random.Random) -> None:
-    """Sixty clients declare a body, send a part of it, and stay silent, hang up or reset."""
-    place = urlsplit(stack.buffer.url)
-    body = encode_push(make_payloads(["train-0"], per_prompt=8))
-    kept: list[socket.socket] = []
-    for _ in range(60):
-        sock = socket.create_connection((place.hostname or "", place.port or 0), timeout=60)
-        head = f"POST /v1/rollouts HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        sock.sendall(head + body[: rng.randrange(len(body))])
-        match rng.randrange(3):
-            case 0:
-                sock.close()
-            case 1:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                sock.close()
-            case _:
-                kept.append(sock)
-    time.sleep(0.3)
-    for sock in kept:
-        sock.close()
-
-
-@pytest.mark.nightly
-def test_clients_that_stop_half_way_through_a_body(start: Start, seed: int, count: Counts) -> None:
-    stack = start()
-    counts = Trial(stack, seed).run(half_bodies)
-    assert counts["failed_pushes"] == 0, "others were hurt"
-    count.append(counts)
-
-
-@pytest.mark.nightly
-def test_the_same_ids_pushed_at_once_reordered_and_split(start: Start, seed: int, count: Counts) -> None:
-    stack = start()
-    client = stack.client
-    client.upload_prompts(make_prompts(2))
-    payloads = make_payloads(["train-0", "train-1"], per_prompt=40)
-    outcomes: Counter[str] = Counter()
-    lock = threading.Lock()
-
-    def push(number: int) -> None:
-        rng = random.Random(f"{seed}-{number}")
-        order = payloads[:]
-        rng.shuffle(order)
-        mine, size = stack.buffer.client(), rng.choice([1, 7, 40, 80])
-        for at in range(0, len(order), size):
-            reply = mine.push([*order[at : at + size], *order[at : at + 1]])
-            with lock:
-                outcomes.update(item.outcome for item in reply.outcomes)
-
-    threads = [threading.Thread(target=push, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stats = client.stats()
-    assert outcomes["new"] == len(payloads) == stats.num_rollouts == stats.rollouts_generated
-    assert outcomes["refused"] == 0
-    assert stats.pushed["duplicate"] == outcomes["duplicate"]
-    count.append(outcomes)
 
 
 @pytest.fixture(scope="module")

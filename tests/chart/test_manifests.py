@@ -145,3 +145,11 @@ def test_images_registries_and_pull_secrets_are_set_in_one_place(path: Path) -> 
         for container in pod.containers:
             image = container["image"]
             assert re.fullmatch(r"registry\.company:5000/tba/[a-z-]+:1\.2@sha256:[0-9a-f]{64}", image), image
+
+
+def test_no_registry_is_asked_for_images_that_are_present() -> None:
+    made = render_file(CHART / "values-cpu-quickstart.yaml", "--set", "image.registry=,image.present=true")
+    containers = [container for pod in made.pods() for container in pod.containers]
+    found = {(each["image"].rpartition(":")[0], each["imagePullPolicy"]) for each in containers}
+    ours = {(f"tba-{part}", "Never") for part in ("buffer", "reward", "searcher", "trainer", "objectstore")}
+    assert found == {("redis", "IfNotPresent"), *ours}

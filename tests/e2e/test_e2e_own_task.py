@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.buffer import SERVICE_PATHS
 from tests.support.waits import DEADLINE_S
 
 Tba = Callable[..., subprocess.CompletedProcess[str]]
@@ -23,15 +21,7 @@ SHORT = (
 
 
 def run_python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ from tests.support.waits import DEADLINE_S, until
 
 NUM_STEPS, BATCH_ROLLOUTS = 20, 16
 NOTEBOOK = SERVICE_PATHS[0] / "examples" / "notebook.ipynb"
-PYTHON_PATH = os.pathsep.join(map(str, SERVICE_PATHS))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("PYTHONPATH", PYTHON_PATH)
         yield folder
 
 
@@ -279,7 +277,7 @@ def test_the_notebook_runs_from_top_to_bottom(model: Path, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.notebook", str(NOTEBOOK)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "MPLBACKEND": "agg"},
+        env={**os.environ, "MPLBACKEND": "agg"},
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE_S,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from tba_cli.doctor.checks import CHECKS
 from tba_cli.doctor.target import target_of
 from tba_cli.local.services import wait_until_ready
 from tba_cli.main import main
-from tests.support.buffer import SERVICE_PATHS, write_recipe
+from tests.support.buffer import start_service, write_recipe
 from tests.support.e2e import ENDLESS, tiny_sections
 from tests.support.redis_process import free_port, start_redis
 from tests.support.s3_server import CREDENTIALS, S3Server
@@ -67,14 +65,7 @@ class TlsWorld:
 
     def start(self, kind: str, recipe: Path) -> None:
         """Start `python -m tba_<kind>`."""
-        environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"{kind}.log").open("ab") as log:
-            self.processes[kind] = subprocess.Popen(
-                [sys.executable, "-m", f"tba_{kind}", "--config", str(recipe)],
-                env={**os.environ, **environ},
-                stdout=log,
-                stderr=log,
-            )
+        self.processes[kind] = start_service(f"tba_{kind}", recipe, self.folder / f"{kind}.log")
 
     def log(self, kind: str) -> str:
         """Return the log of a process."""

@@ -6,14 +6,13 @@ The bounds are far from chance: on 512 held-out prompts a difference of two accu
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.buffer import SERVICE_PATHS
+import pytest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "minimal.py"
 STEPS = 40
@@ -35,7 +34,6 @@ def run_example(place: Path, *, steps: int) -> tuple[str, list[Point]]:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--steps", str(steps), "--seed", "0"],
         cwd=place,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -45,6 +43,7 @@ def run_example(place: Path, *, steps: int) -> tuple[str, list[Point]]:
     return done.stdout, [Point(int(m[1]), float(m[2]), float(m[3]), m[4]) for m in found if m is not None]
 
 
+@pytest.mark.nightly
 def test_it_learns_to_add_and_a_second_run_begins_alike(tmp_path: Path) -> None:
     output, curve = run_example(tmp_path, steps=STEPS)
     assert "making the starting model" in output

@@ -56,6 +56,18 @@ def write_recipe(path: Path, recipe: Recipe) -> Path:
     return path
 
 
+def start_service(module: str, recipe_path: Path, log_path: Path, **environ: str) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE --config RECIPE`; its output is added to the log."""
+    paths = os.pathsep.join(map(str, SERVICE_PATHS))
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, "--config", str(recipe_path)],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ},
+            stdout=log,
+            stderr=log,
+        )
+
+
 @dataclass
 class BufferProcess:
     """A buffer process that can be killed and started again on the same port."""
@@ -68,14 +80,7 @@ class BufferProcess:
 
     def start(self) -> None:
         """Start and wait until it is ready."""
-        paths = os.pathsep.join(str(path) for path in SERVICE_PATHS)
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tba_buffer", "--config", str(self.recipe_path)],
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-            )
+        self.process = start_service("tba_buffer", self.recipe_path, self.log_path)
         deadline = time.monotonic() + DEADLINE_S
         while not _is_ready(self.url):
             if self.process.poll() is not None or time.monotonic() > deadline:

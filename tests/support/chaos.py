@@ -23,8 +23,7 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 
 from tba.api import AckRequest, BatchRequest, VersionRequest
-from tba.clients import BufferClient
-from tba.errors import BusyError, ServiceError, UnavailableError, VoidBatchError
+from tba.errors import BusyError, UnavailableError, VoidBatchError
 from tba.wire import decode_rollout, encode_rollout
 from tba_cli.reports.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tests.support.buffer import Stack, make_payloads, make_prompts, make_rollout, start_lineage
@@ -255,20 +254,3 @@ async def _index(stack: Stack) -> Any:
         return await buffer.view.catch_up(), (await read_head(buffer.context)).position
     finally:
         await buffer.context.redis.aclose()
-
-
-def until_ready(stack: Stack) -> None:
-    """Wait until the buffer answers requests again.
-
-    Raises:
-        AssertionError: not within RECOVERY_S.
-    """
-    deadline = time.monotonic() + RECOVERY_S
-    client: BufferClient = stack.buffer.client(retry_s=0)
-    while True:
-        try:
-            client.stats()
-            return
-        except ServiceError:
-            assert time.monotonic() < deadline, "the buffer does not answer again"
-            time.sleep(0.05)

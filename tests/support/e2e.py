@@ -23,7 +23,7 @@ from tba.wire import Rollout, decode_rollout
 from tba_cli.prompts.reader import prompts_of, upload_prompts
 from tba_cli.reports.ledger import batch_entries, ledger_lines
 from tba_cli.run_folder import RunFolder
-from tests.support.buffer import SERVICE_PATHS, Stack, start_buffer, write_recipe
+from tests.support.buffer import Stack, start_buffer, start_service, write_recipe
 from tests.support.redis_process import RedisProcess, free_port, start_redis
 from tests.support.waits import DEADLINE_S, until
 
@@ -101,8 +101,6 @@ class Place:
             section = self.recipe.get(name, {})
             if section.get("port") == 0:
                 section["port"] = free_port()
-        # the working tree, whatever is installed
-        self.environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), **self.environ}
         (self.path / "recipe.json").write_text(json.dumps(self.recipe))
 
     @property
@@ -331,14 +329,8 @@ class Services:
     def start(self, kind: str, name: str | None = None) -> subprocess.Popen[bytes]:
         """Start `python -m tba_<kind>`; `name` is the name of its log, and the id of a searcher."""
         name = name or kind
-        environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", f"tba_{kind}", "--config", str(self.recipe_path)],
-                env={**os.environ, **environ, "TBA_SEARCHER_ID": name},
-                stdout=log,
-                stderr=log,
-            )
+        log = self.folder / f"{name}.log"
+        self.processes[name] = start_service(f"tba_{kind}", self.recipe_path, log, TBA_SEARCHER_ID=name)
         return self.processes[name]
 
     def log(self, name: str) -> str:

@@ -7,8 +7,6 @@ from typing import Any
 
 from kubernetes_validate import utils
 
-OLDEST_SCHEMAS = "1.25"
-"""The oldest of the package. Manifests for older clusters are compared with OLD_KINDS and NEW_FIELDS instead."""
 VERSIONS = ("1.25", "1.29", "1.33", "1.37")
 FOREIGN = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
 """Kinds of operators; the package has no schemas for them."""

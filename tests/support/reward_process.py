@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.support.buffer import SERVICE_PATHS, make_recipe, write_recipe
+from tests.support.buffer import make_recipe, start_service, write_recipe
 from tests.support.redis_process import free_port
 from tests.support.waits import DEADLINE_S
 
@@ -39,13 +36,7 @@ def reward_of(recipe: Path, url: str, environ: Mapping[str, str] = MappingProxyT
         RuntimeError: it did not start.
     """
     log = recipe.with_name("reward.log")
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tba_reward", "--config", str(recipe)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), **environ},
-            stdout=file,
-            stderr=file,
-        )
+    process = start_service("tba_reward", recipe, log, **environ)
     deadline = time.monotonic() + DEADLINE_S
     try:
         while not is_ready(url):

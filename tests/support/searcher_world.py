@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +22,15 @@ from tba.store import open_store
 from tba.versions import START, PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
 from tba.wire import Canary
-from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_lineage, start_stack, write_recipe
+from tests.support.buffer import (
+    SERVICE_PATHS,
+    Stack,
+    make_prompts,
+    start_lineage,
+    start_service,
+    start_stack,
+    write_recipe,
+)
 from tests.support.redis_process import free_port
 
 TIMEOUT_S = 120.0
@@ -142,16 +149,8 @@ class World:
         self.stack.stop()
 
     def _start(self, module: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        paths = os.pathsep.join(str(path) for path in SERVICE_PATHS)
-        with self.recipe_path.with_suffix(".log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(self.recipe_path)],
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ},
-                stdout=log,
-                stderr=log,
-            )
-        self.processes.append(process)
-        return process
+        self.processes.append(start_service(module, self.recipe_path, self.recipe_path.with_suffix(".log"), **environ))
+        return self.processes[-1]
 
 
 def start_world(folder: Path, model: Path, *, num_train: int = 8, num_heldout: int = 4, **sections: Any) -> World:

@@ -100,9 +100,9 @@ def save_victim(folder: Path, *, seed: int = 0) -> Path:
     return _save(folder, GPT2LMHeadModel, config, tokenizer, seed)
 
 
-def save_chat_model(folder: Path, *, seed: int = 0) -> Path:
+def save_chat_model(folder: Path, *, seed: int = 0, chat: str = CHAT) -> Path:
     """A Llama with a chat template: a guard, or a victim that chats."""
-    tokenizer = byte_tokenizer(pad=None, chat=CHAT)
+    tokenizer = byte_tokenizer(pad=None, chat=chat)
     config = LlamaConfig(
         **SIZES,
         vocab_size=len(tokenizer),

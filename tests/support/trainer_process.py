@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import decode_heartbeat
-from tests.support.buffer import SERVICE_PATHS
 from tests.support.trainer_values import RecordedBuffer, make_recipe
 
 
@@ -156,7 +154,6 @@ class TrainerProcesses:
         with self._log_path(len(self.processes)).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, *module, "--config", str(self.recipe_path)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,
             )

@@ -19,7 +19,6 @@ from typing import Any
 from tba.config import Recipe
 from tba.versions import START, PolicyVersion
 from tba_cli.ports import PortRequest, choose_ports
-from tests.support.buffer import SERVICE_PATHS
 from tests.support.trainer_values import make_batch
 
 DEADLINE_S = 240.0
@@ -130,8 +129,6 @@ def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return {
         **os.environ,
         **{name: str(value) for name, value in team.items()},
-        "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)),
-        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
 

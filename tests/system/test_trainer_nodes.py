@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buffer import SERVICE_PATHS
 from tests.support.redis_process import free_port
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_process import DEADLINE_S, TrainerProcesses, workers_of
@@ -44,12 +43,11 @@ def run(tmp_path: Path) -> Iterator[TrainerProcesses]:
 
 def start_node(run: TrainerProcesses, number: int, where: str) -> subprocess.Popen[bytes]:
     """A launcher with one process, as the chart starts it."""
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = ["-m", "tba_trainer.distributed.launch", "1", "--nodes", "2", "--rendezvous", where]
     with (run.folder / f"node-{number}.log").open("wb") as log:
         node = subprocess.Popen(
             [sys.executable, *command, "--config", str(run.recipe_path)],
-            env={**os.environ, **paths},
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
             stdout=log,
             stderr=log,
         )

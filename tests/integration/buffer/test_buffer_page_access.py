@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import httpx2
+import pytest
 
 from tests.support.browser import Open, until
 from tests.support.buffer import make_prompts
@@ -96,6 +97,7 @@ IN_THE_COLOURS_OF_THE_SCHEME = """(() => {
 })()"""
 
 
+@pytest.mark.nightly
 def test_axe_finds_nothing_serious_and_a_phone_needs_no_sideways_scrolling(
     trained: BufferThread, open_page: Open
 ) -> None:
@@ -121,6 +123,7 @@ def test_axe_finds_nothing_serious_and_a_phone_needs_no_sideways_scrolling(
         assert width[0] <= width[1], f"{view} is {width[0]} px wide on a phone of {width[1]} px"
 
 
+@pytest.mark.nightly
 def test_the_keyboard_reaches_content_tabs_and_buttons(trained: BufferThread, open_page: Open) -> None:
     page, _ = open_page(trained)
     page.keyboard.press("Tab")

@@ -13,7 +13,7 @@ from tba.errors import ConfigError
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.setup.prepare import measure_model
 from tba_cli.setup.try_model import try_model
-from tests.support.tiny_recipes import make
+from tests.support.tiny_reward_models import save_chat_model
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -34,7 +34,7 @@ OWN_CLASSES = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.Own
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own") / "model"
-    make("llama_chat", folder, seed=0)
+    save_chat_model(folder)
     (folder / "code.py").write_text(CODE)
     for name, changes in (
         ("config.json", {"model_type": "own", "auto_map": OWN_CLASSES}),
@@ -61,7 +61,7 @@ def recipe(folder: Path, *, trust: bool) -> Recipe:
 def test_the_chat_template_and_the_checks_run_code_that_the_recipe_trusts(folder):
     trusted = recipe(folder, trust=True)
     prompts = prompts_of(trusted)
-    assert sorted(prompt.text for prompt in prompts)[0] == "<s><|user|>\n0+1=<|eot|>\n<|assistant|>\n"
+    assert sorted(prompt.text for prompt in prompts)[0] == "<s>user: 0+1=<s>assistant: "
     answer, _ = measure_model(trusted, prompts)
     assert min(answer["text_tokens"]) > 0
     assert try_model(trusted) == {"architecture": "LlamaForCausalLM", "is_decoded": True}

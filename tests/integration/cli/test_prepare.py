@@ -28,17 +28,31 @@ ROOT = Path(__file__).resolve().parents[3]
 HOOK = ROOT / "tests" / "support" / "hidden_packages"
 
 
+def write_dataset(folder: Path) -> None:
+    """A data set as the hub stores it: Parquet files by split, and a README with its configuration."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (folder / "main").mkdir(parents=True)
+    for split, numbers in (("train", range(46)), ("test", range(46, 62))):
+        rows = [{"question": f"Tom has {n} apples and buys 1 more.", "answer": f"{n}+1\n#### {n + 1}"} for n in numbers]
+        table = pyarrow.Table.from_pylist(rows)
+        parquet.write_table(table, folder / "main" / f"{split}-00000-of-00001.parquet")
+    files = "".join(f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     import torch
     from safetensors.torch import load_file
 
-    from tests.support.tiny_recipes import make
+    from tests.support.tiny_reward_models import save_reward_model
 
     place = tmp_path_factory.mktemp("hub")
-    make("gsm8k_data", place / "data", seed=0)
-    make("gpt_neox_reward", place / "whole", seed=0)
-    make("gpt_neox_reward", place / "pickled", seed=1)
+    write_dataset(place / "data")
+    save_reward_model(place / "whole")
+    save_reward_model(place / "pickled", seed=1)
     torch.save(load_file(place / "pickled" / "model.safetensors"), place / "pickled" / "pytorch_model.bin")
     (place / "pickled" / "model.safetensors").unlink()
     for file in place.joinpath("pickled").glob("tokenizer*"):
@@ -164,9 +178,9 @@ def test_what_cannot_be_fetched_says_what_to_do(tmp_path):
 
 def test_weights_that_were_cut_short_are_found(tmp_path):
     from tba_cli.starter_models.convert import check
-    from tests.support.tiny_recipes import make
+    from tests.support.tiny_reward_models import save_chat_model
 
-    make("llama_chat", tmp_path / "m", seed=0)
+    save_chat_model(tmp_path / "m")
     found = check(tmp_path / "m", ["4", "4 apples and 4 cats"])
     assert found["architecture"] == "LlamaForCausalLM"
     short, long = found["text_tokens"]
@@ -182,11 +196,11 @@ def test_weights_that_were_cut_short_are_found(tmp_path):
 
 def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
     from tba_cli.starter_models.convert import check
-    from tests.support.tiny_recipes import make
+    from tests.support.tiny_reward_models import save_chat_model
 
-    folder = tmp_path / "m"
-    make("llama_chat", folder, seed=0)
-    asked = "<|user|>\n4<|eot|>\n<|assistant|>\n"
+    chat = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    folder = save_chat_model(tmp_path / "m", chat=chat + "{% if add_generation_prompt %}<s>assistant: {% endif %}")
+    asked = "<s>user: 4</s><s>assistant: "
     prompts = [Prompt(prompt_id="p", task="t", text=asked, split="train")]
     assert check(folder, [asked])["endless"] is None
 
@@ -197,16 +211,16 @@ def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
 
     assert warning() is None
     for name, key, value in (
-        ("tokenizer_config.json", "eos_token", "</s>"),
+        ("tokenizer_config.json", "eos_token", "<pad>"),
         ("generation_config.json", "eos_token_id", 1),
         ("config.json", "eos_token_id", 1),
     ):
         document = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**document, key: value}))
-    assert "ends turns with '<|eot|>', which is none" in (warning() or "")
-    assert warning(tasks={"t": {"stop": ["<|eot|>"]}}) is None
+    assert "ends turns with '</s>', which is none" in (warning() or "")
+    assert warning(tasks={"t": {"stop": ["</s>"]}}) is None
     assert check(folder, ["4"])["endless"] is None, "the template is not used"
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     assert warning() is None
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
         document = json.loads((folder / name).read_text())
@@ -217,10 +231,11 @@ def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
 
 def test_an_end_of_text_by_name_is_not_unknown(tmp_path):
     from tba_cli.starter_models.convert import check
-    from tests.support.tiny_recipes import make
+    from tests.support.tiny_reward_models import save_chat_model
 
-    make("qwen2", tmp_path / "m", seed=0)  # its tokenizer names the end of text as the unknown token
-    found = check(tmp_path / "m", ["4 apples<|endoftext|>", "\u4e2d"])
+    path = save_chat_model(tmp_path / "m") / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"unk_token": "</s>"}))  # as Qwen has it
+    found = check(tmp_path / "m", ["4 apples</s>", "\u4e2d"])
     assert (found["num_unknown_texts"], found["unknown"]) == (0, [])
 
 

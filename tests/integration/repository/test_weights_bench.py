@@ -8,6 +8,7 @@ from benchmarks import weights
 from benchmarks.weights_bench.states import CHANGED_SHARE, made_states
 
 
+@pytest.mark.nightly
 def test_a_small_run_fills_every_table() -> None:
     args = ["--parameters=200000", "--rounds=1", "--sections", "codec", "publish"]
     document = weights.measure(weights.parser().parse_args(args))

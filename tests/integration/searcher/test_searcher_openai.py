@@ -48,7 +48,7 @@ from tests.support.tiny_model import CHARS, SPECIAL_TOKENS
 from tests.support.vllm_cases import SIZES, Benches
 from tests.support.vllm_greedy import TIMEOUT_S, why_not
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(TIMEOUT_S + 120)]
 TOKEN = "token-of-the-server"
 LONG_TOKENS = CONTEXT_TOKENS - 64
 TIMED = (

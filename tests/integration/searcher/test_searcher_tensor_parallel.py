@@ -7,7 +7,7 @@ import pytest
 from tests.support.vllm_greedy import TIMEOUT_S, outcomes_of, why_not
 from tests.support.vllm_ranks_cases import RANK_CASES
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(TIMEOUT_S + 120)]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from tba.config.objective import PRESETS
 from tests.support.fake_cuda import environ
 from tests.support.trainer_values import make_recipe
 
+pytestmark = pytest.mark.nightly
 TIMEOUT_S = 240.0
 LLAMA = {
     "model_type": "llama",

@@ -69,6 +69,7 @@ def test_two_processes_train_as_one_and_one_continues_from_their_checkpoint(tmp_
     assert_same_training(expected, back)
 
 
+@pytest.mark.nightly
 def test_four_processes_that_share_sequences_train_as_one(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "qwen2", True, trainer={"sharding": {"context": 2}})
     one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
@@ -93,6 +94,7 @@ def distance(one: Trained, two: Trained, section: str) -> float:
     return max(float((theirs[name] - tensor).norm() / tensor.norm()) for name, tensor in ours.items())
 
 
+@pytest.mark.nightly
 def test_the_math_recipe_trains_alike_in_several_processes_with_and_without_recomputation(tmp_path: Path) -> None:
     """recipes/math.toml as it is, but for a tiny model, the CPU, two processes, small micro-batches and an early reset.
 
@@ -154,6 +156,7 @@ def test_a_restored_checkpoint_is_to_the_bit_what_the_other_number_of_processes_
     assert sharded.canary == pytest.approx(one.canary, abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_an_objective_that_needs_everything_is_shared_by_two_processes(tmp_path: Path) -> None:
     """Ref log-probs per token, and behaviour log-probs computed again."""
     objective = {"preset": "tba_prime_published"}
@@ -167,6 +170,7 @@ def test_an_objective_that_needs_everything_is_shared_by_two_processes(tmp_path:
     assert_same_training(expected, back)
 
 
+@pytest.mark.nightly
 def test_experts_are_sharded_too(tmp_path: Path) -> None:
     """Each process has a part of the experts of a layer; all are gathered for its pass, which is computed again."""
     recipe = recipe_of(tmp_path, "qwen3_moe", False, trainer={"gradient_checkpointing": True})
@@ -181,6 +185,7 @@ def test_experts_are_sharded_too(tmp_path: Path) -> None:
     assert not torch.equal(two.tensors["model.layers.1.mlp.gate.weight"], start["model.layers.1.mlp.gate.weight"])
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_sharded_too(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="LoRA needs the extra tba-trainer[lora]")
     recipe = recipe_of(tmp_path, "gpt_neox", False, model={"lora": {"rank": 4, "alpha": 8.0}})
@@ -192,6 +197,7 @@ def test_an_adapter_is_sharded_too(tmp_path: Path) -> None:
     assert all(".lora_" in name for name in adapter)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("checkpointing", "vocab_size"), [(False, 2048), (True, 64)])
 def test_a_rank_holds_what_tba_sizing_says(tmp_path: Path, checkpointing: bool, vocab_size: int) -> None:
     """Two processes in bfloat16, counted tensor by tensor, beside the trace of the step."""

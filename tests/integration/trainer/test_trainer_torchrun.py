@@ -68,6 +68,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.nightly
 def test_processes_that_torchrun_started_stop_die_and_are_continued_by_one(
     run: TrainerProcesses, tmp_path: Path
 ) -> None:

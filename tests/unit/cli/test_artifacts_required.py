@@ -14,7 +14,6 @@ from tba_cli.artifacts.required import is_hub_name, name_of
 from tests.support.buffer import make_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-TINY = Path(__file__).parents[2] / "data/recipes"
 
 
 def names(recipe: Recipe, service: str | None) -> set[str]:
@@ -28,19 +27,19 @@ def test_the_quickstart_needs_its_model_in_the_trainer_alone():
 
 
 def test_red_teaming_needs_other_models_in_other_services():
-    recipe = load_recipe(TINY / "redteam-tiny.toml", environ={})
-    assert names(recipe, "trainer") == {"tiny/gpt2"}
-    assert names(recipe, "reward") == {"tiny/victim", "tiny/toxicity"}
-    assert names(recipe, "searcher") == {"tiny/encoder"}
-    assert names(recipe, None) == {"tiny/gpt2", "tiny/victim", "tiny/toxicity", "tiny/encoder"}
+    recipe = load_recipe(RECIPES / "redteam.toml", environ={})
+    assert names(recipe, "trainer") == {"gpt2-sft-redteam"}
+    assert names(recipe, "reward") == {"gpt2-alpaca", "roberta-hate-speech"}
+    assert names(recipe, "searcher") == {"all-MiniLM-L6-v2"}
+    assert names(recipe, None) == {"gpt2-sft-redteam", "gpt2-alpaca", "roberta-hate-speech", "all-MiniLM-L6-v2"}
     assert names(recipe, "setup") == set()
 
 
 def test_data_sets_are_read_by_setup():
-    recipe = load_recipe(TINY / "math-tiny.toml", environ={})
+    recipe = load_recipe(RECIPES / "math.toml", environ={})
     assert [(folder.kind, folder.name) for folder in required_folders(recipe, "setup")] == [
-        ("dataset", "tiny/math"),
-        ("dataset", "tiny/math-500"),
+        ("dataset", "hendrycks-math"),
+        ("dataset", "math-500"),
     ]
 
 

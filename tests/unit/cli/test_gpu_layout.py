@@ -26,8 +26,7 @@ CARD_BYTES = round(CARD_GIB * GIB)
 
 
 def recipe_of(name: str, *sets: str) -> Recipe:
-    folder = "tests/data/recipes" if name.endswith("-tiny") else "recipes"
-    return load_recipe(ROOT / folder / f"{name}.toml", sets=list(sets), environ={})
+    return load_recipe(ROOT / "recipes" / f"{name}.toml", sets=list(sets), environ={})
 
 
 def layout_of(name: str, *sets: str) -> Layout:
@@ -107,7 +106,8 @@ def test_a_device_that_its_process_does_not_see_is_a_sentence() -> None:
         layout_of("tldr", 'reward.tasks.tldr.scorers.0.device="cuda:1"')
     with pytest.raises(ConfigError, match=r"trainer\.device 'cuda:x' is no device"):
         layout_of("tldr", "trainer.device=cuda:x")
-    assert layout_of("tldr-tiny") == {}  # scorers on `auto`, and nothing that asks for a GPU
+    on_cpu = ("trainer.device=cpu", "searcher.device=cpu", "local.gpus={}")
+    assert layout_of("tldr", *on_cpu) == {}  # scorers on `auto`, and nothing that asks for a GPU
 
 
 def test_a_server_has_the_model_of_a_searcher_that_uses_one() -> None:

@@ -232,10 +232,10 @@ def test_prompts_of_both_splits_are_counted_by_text(tmp_path):
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.tiny_recipes import make
+    from tests.support.tiny_reward_models import save_chat_model
 
     folder = tmp_path_factory.mktemp("chat") / "model"
-    make("llama_chat", folder, seed=0)
+    save_chat_model(folder)
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
         "{{ m.role }}: {{ m.content + '' }}{{ ' (named)' if m.name is defined }}\n{% endfor %}"

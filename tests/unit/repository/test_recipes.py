@@ -1,4 +1,4 @@
-"""The recipes of the paper's tasks: each key against the published table, each tiny variant against its full recipe."""
+"""The recipes of the paper's tasks: each key against the published table."""
 
 from __future__ import annotations
 
@@ -11,56 +11,21 @@ import pytest
 import yaml
 
 from tba.config import load_recipe
-from tba_cli.artifacts.prepared import training_inputs
-from tests.support.tiny_recipes import ITEMS
-from tests.support.tiny_recipes import RECIPES as TINY_RECIPES
 from tests.system.cluster.own import recipe as own_recipe
 
 RECIPES = Path("recipes")
 TABLE = tomllib.loads(Path("docs/recipes/published.toml").read_text())
 FULL = ("gsm8k", "tldr", "tldr-1b", "tldr-2.8b", "redteam", "redteam-llama", "math")
-TINY = ("gsm8k", "tldr", "redteam", "redteam-llama", "math")
 WHOLE = (  # values that are compared as one
     r"data\.sets\.\d+\.data",
     r"reward\.tasks\.[^.]+\.scorers",
     r"(objective\.beta|trainer\.learning_rate|searcher\.temperature_mix)",
     r"eval\.published\.success_above",
 )
-MODEL = (
-    r"model\.path",
-    r"model\.dtype",
-    r"model\.lora\.target_modules",
-    r"eval\.embedding_model",
-    r"reward\.tasks\.[^.]+\.scorers\.\d+\.(model|victim|classifier|dtype)",
-)
-DATA = (r"data\.sets\.\d+\.dataset",)
-SIZES = (
-    r"run\.name",
-    r"sampling\.(prompts_per_batch|group_size|rollouts_per_visit|min_size_to_sample|samples_per_insert_error)",
-    r"buffer\.max_rollouts_per_prompt",
-    r"searcher\.(num_searchers|num_slots|max_prompt_tokens|max_response_tokens)",
-    r"reward\.tasks\.[^.]+\.scorers\.\d+\.max_reply_tokens",
-    r"objective\.(beta\.steps|reference_reset_steps)",
-    r"trainer\.learning_rate\.(steps|warmup_steps|decay_steps)",
-    r"trainer\.(num_steps|num_processes|checkpoint_interval)",
-    r"eval\.(every_steps|num_prompts|num_prompts_final|num_samples)",
-    r"eval\.published\.num_samples",
-)
-MACHINE = (  # how large the machine is: a CPU instead of GPUs
-    r"reward\.tasks\.[^.]+\.scorers\.\d+\.(max_attack_tokens|batch_tokens)",
-    r"(searcher|trainer)\.device",
-    r"trainer\.(compute_dtype|gradient_checkpointing)",
-    r"searcher\.vllm\.gpu_memory_share",
-    r"local\.(start_timeout_s|gpus\.(trainer|searchers|reward))",
-)
-
-
-def path_of(name: str) -> Path:
-    return (TINY_RECIPES if name.endswith("-tiny") else RECIPES) / f"{name}.toml"
 
 
 def document(name: str) -> dict[str, Any]:
-    found = tomllib.loads(path_of(name).read_text())
+    found = tomllib.loads((RECIPES / f"{name}.toml").read_text())
     files = [item["trl_sft"] for item in found.pop("prepare") if "trl_sft" in item]
     for file in files:
         found["trl"] = trl_settings(RECIPES / file)
@@ -72,11 +37,6 @@ def trl_settings(path: Path) -> dict[str, Any]:
     found = yaml.safe_load(path.read_text())
     batch_size = found.pop("per_device_train_batch_size") * found.pop("gradient_accumulation_steps")
     return {**found, "batch_size": batch_size}
-
-
-def without_trl(values: dict[str, Any]) -> dict[str, Any]:
-    """A tiny recipe has no supervised training: TRL is an extra."""
-    return {key: value for key, value in values.items() if not key.startswith("trl.")}
 
 
 def flat(value: Any, whole: tuple[str, ...] = (), key: str = "") -> dict[str, Any]:
@@ -106,10 +66,6 @@ def tables_of(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     return published, chosen
 
 
-def is_one_of(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(re.fullmatch(pattern, key) for pattern in patterns)
-
-
 @pytest.mark.parametrize("name", FULL)
 def test_every_key_of_a_full_recipe_is_published_or_chosen_for_a_reason(name):
     published, chosen = tables_of(name)
@@ -133,27 +89,6 @@ def test_the_table_holds_no_reason_for_a_key_that_no_recipe_sets():
     assert reasons <= used, sorted(reasons - used)
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_a_tiny_recipe_differs_in_model_data_and_sizes_alone(name):
-    full, tiny = without_trl(flat(document(name))), flat(document(f"{name}-tiny"))
-    allowed = (*MODEL, *DATA, *SIZES, *MACHINE)
-    differs = {key for key in full.keys() | tiny.keys() if full.get(key) != tiny.get(key)}
-    assert not {key for key in differs if not is_one_of(key, allowed)}
-    assert not {key for key in full.keys() ^ tiny.keys() if not is_one_of(key, MACHINE)}, (
-        "only the machine may be left out"
-    )
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_a_tiny_recipe_prepares_the_same_kinds_of_things_without_a_network(name):
-    full, tiny = load_recipe(RECIPES / f"{name}.toml"), load_recipe(TINY_RECIPES / f"{name}-tiny.toml")
-    # the starting model stands at another place where TRL makes it of others, which the tiny recipe does not need
-    inputs = training_inputs(full) | {full.model.path}
-    wanted = [item.kind for item in full.prepare if item.path not in inputs]
-    assert [item.kind for item in tiny.prepare if item.path != tiny.model.path] == wanted
-    assert {item.path for item in tiny.prepare} <= ITEMS.keys()
-
-
 @pytest.mark.parametrize("name", ["tldr-1b", "tldr-2.8b"])
 def test_the_larger_tldr_recipes_differ_in_the_models_alone(name):
     small, large = flat(document("tldr")), flat(document(name))
@@ -163,9 +98,9 @@ def test_the_larger_tldr_recipes_differ_in_the_models_alone(name):
     assert "eval.published.references" not in large
 
 
-@pytest.mark.parametrize("name", [*FULL, *(f"{name}-tiny" for name in TINY)])
+@pytest.mark.parametrize("name", FULL)
 def test_every_folder_that_a_recipe_names_is_prepared(name):
-    recipe = load_recipe(path_of(name))
+    recipe = load_recipe(RECIPES / f"{name}.toml")
     paths = {item.path for item in recipe.prepare}
     named = {
         value for value in flat(document(name)).values() if isinstance(value, str) and re.match("(models|data)/", value)

@@ -31,8 +31,7 @@ FULL = ("gsm8k", "math", "tldr", "tldr-1b", "tldr-2.8b", "redteam", "redteam-lla
 
 
 def recipe_of(name: str, *sets: str) -> Recipe:
-    folder = "tests/data/recipes" if name.endswith("-tiny") else "recipes"
-    return load_recipe(ROOT / folder / f"{name}.toml", sets=list(sets), environ={})
+    return load_recipe(ROOT / "recipes" / f"{name}.toml", sets=list(sets), environ={})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,7 +105,7 @@ def test_processes_that_share_sequences_have_the_same_state_and_less_of_the_acti
 
 
 def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:
-    recipe = recipe_of("gsm8k-tiny")
+    recipe = recipe_of("gsm8k")
     with pytest.raises(ConfigError, match=r"builds no language model .*\(model_type 'bogus'\)"):
         trace_recipe(recipe, {"model_type": "bogus", "num_hidden_layers": 1})
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3, "vocab_size": 64}

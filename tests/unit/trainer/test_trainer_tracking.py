@@ -25,7 +25,6 @@ from tba.versions import START, PolicyVersion
 from tests.support.trainer_values import RecordedBuffer, make_recipe
 from tests.support.waits import until
 from tests.support.wandb_files import history_of
-from tests.support.wandb_server import WandbServer
 
 
 def evaluation(version: str, **numbers: Any) -> EvalInfo:
@@ -249,27 +248,6 @@ def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network
     assert second[:2] == ("demo", "demo-2")
     assert second[2][0].items() >= {"step": 2, "eval/accuracy": 0.25}.items()
     assert second[2][1:] == [{"step": 3, "train/loss": 3.0}]
-
-
-def test_weights_and_biases_gets_the_numbers_over_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-
-    with WandbServer().running() as server:
-        environ = {"BASE_URL": server.url, "API_KEY": "0" * 40, "ERROR_REPORTING": "false"}
-        for name, value in environ.items():
-            monkeypatch.setenv(f"WANDB_{name}", value)
-        wandb.teardown()  # its process keeps the address that it began with
-        tracker = WandbTracker(WandbSection(), {"seed": 5}, folder=tmp_path)
-        tracker.start(start_record("demo", 1, START))
-        tracker.log(step(4, loss=2.0))
-        tracker.close()
-        wandb.teardown()
-    [run] = server.runs.values()
-    assert (run["project"], run["groupName"], run["displayName"]) == ("tba", "demo", "demo-1")
-    assert json.loads(run["config"])["seed"]["value"] == 5
-    [numbers] = server.history
-    assert (numbers["step"], numbers["train/loss"]) == (4, 2.0)
-    assert server.unknown == []
 
 
 @pytest.mark.parametrize(

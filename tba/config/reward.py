@@ -4,7 +4,7 @@
     scorers = [
         {kind = "format", pattern = "####", gate = 1.0},
         {kind = "last_number"},
-        {kind = "length", max_length = 2000, weight = 0.1},
+        {kind = "python", function = "my_rewards:is_short", weight = 0.1},
     ]
 
 A task's reward is the weighted sum of its scorers' scores. Gates are scored first, in their order: a score below the
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from collections import Counter
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,21 +32,17 @@ class ScorerSpec(StrictModel):
 
     kind: str
     """Kind of the scorer: the name of a file in tba_reward/scorers/."""
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """Name of this part of the reward in results, metrics and errors; default: its kind."""
     weight: float | None = Field(default=None, ge=-1e6, le=1e6)
     """Factor of its score in the sum. Default: 1, and 0 for a gate."""
     gate: float | None = None
     """A score below this makes the reward of the task 0; nothing else is asked then."""
-    timeout_s: float | None = Field(default=None, gt=0)
-    """Deadline of one item; default: `reward.item_timeout_s`."""
-    cache: bool = True
-    """Whether known scores are kept and given again for the same prompt, response, data and finish reason."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Deadline of one item; beyond it the result is an error, never a number."""
 
     @property
     def part(self) -> str:
-        """The name of this part of the reward."""
-        return self.name or self.kind
+        """The name of this part of the reward in results, metrics and errors."""
+        return self.kind
 
     @property
     def factor(self) -> float:
@@ -55,31 +52,14 @@ class ScorerSpec(StrictModel):
         return 1.0 if self.gate is None else 0.0
 
 
-class ReadSpec(ScorerSpec):
-    """The settings of scorers whose work a response can make endless or impossible."""
-
-    unreadable: Literal["unknown"] | float = 0.0
-    """The score if the response itself cannot be scored: it is unreadable, too long, or takes too much CPU time or
-    memory. `unknown`: no score, which costs a policy nothing. Faults of the data or the service are always unknown."""
-
-    @field_validator("unreadable")
-    @classmethod
-    def _check_unreadable(cls, value: str | float) -> str | float:
-        if not isinstance(value, str) and not -1e6 <= value <= 1e6:
-            raise ValueError(f'unreadable {value} is not a score; give a number from -1e6 to 1e6, or "unknown"')
-        return value
-
-
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
 
 
 class ExactSpec(ScorerSpec):
-    """1 if the response is the answer, else 0."""
+    """1 if the response is the answer, but for white space around it, else 0."""
 
     kind: Literal["exact"]
-    compare: Literal["text", "integer"] = "text"
-    """`text`: the same text but for white space around it. `integer`: the same whole number."""
     field: str = "answer"
     """Where the prompt's data has the answer."""
 
@@ -92,7 +72,7 @@ class LastNumberSpec(ScorerSpec):
     """Where the prompt's data has the answer: one number, or a list of numbers, each of them right."""
 
 
-class MathSpec(ReadSpec):
+class MathSpec(ScorerSpec):
     """1 if the final answer of the response is mathematically the same as the gold answer, else 0 (math-verify)."""
 
     kind: Literal["math"]
@@ -104,7 +84,7 @@ class MathSpec(ReadSpec):
     without a box, where math-verify finds one (after "answer is", the last formula, the last number)."""
 
 
-class FormatSpec(ReadSpec):
+class FormatSpec(ScorerSpec):
     """1 if a regular expression is found in the response, else 0."""
 
     kind: Literal["format"]
@@ -122,18 +102,10 @@ class FormatSpec(ReadSpec):
         return pattern
 
 
-class LengthSpec(ScorerSpec):
-    """1 if the response has at most `max_length` characters, else 0."""
-
-    kind: Literal["length"]
-    max_length: int = Field(ge=0)
-    """Most characters of a response that scores 1."""
-
-
 class ModelScorerSpec(ScorerSpec):
     """The settings of every scorer with neural networks, which run in their own process, in batches."""
 
-    timeout_s: float | None = Field(default=60.0, gt=0)
+    timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one item, waiting for its batch included."""
     device: str = "auto"
     """Device of the models; `auto`: the first CUDA device if there is one, else the CPU."""
@@ -145,37 +117,38 @@ class ModelScorerSpec(ScorerSpec):
     """Most tokens of one batch, padding included; a longer item is a batch of its own."""
     batch_wait_s: float = Field(default=0.005, ge=0)
     """How long the first item of a batch waits for others."""
-    batch_timeout_s: float = Field(default=20.0, gt=0)
-    """Deadline of one batch; beyond it the process is killed, and each of its items is asked once more, alone."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of the process on the CPU; default: torch's choice."""
+    batch_timeout_s: ClassVar[float] = 20.0
+    """Deadline of one batch; beyond it the process is killed, and each of its items is asked once more, alone."""
 
     @model_validator(mode="after")
     def _check_deadlines(self) -> ModelScorerSpec:
-        if self.timeout_s is not None and self.timeout_s <= self.batch_timeout_s:
+        if self.timeout_s <= self.batch_timeout_s:
             raise ValueError(
-                f"timeout_s {self.timeout_s} must be more than batch_timeout_s {self.batch_timeout_s}, or a batch that "
+                f"timeout_s {self.timeout_s} must be more than the {self.batch_timeout_s:g} s of a batch, or one that "
                 "hangs takes its other items with it"
             )
         return self
 
+    @property
+    def models_key(self) -> str:
+        """Equal for two scorers that share a process: what is done with an output needs no other one."""
+        return self.model_dump_json(exclude={"weight", "gate", "timeout_s", "against", "missing_eos_penalty"})
+
 
 class RewardModelSpec(ModelScorerSpec):
-    """An output of a Hugging Face sequence classification model."""
+    """An output of a Hugging Face sequence classification model, as it is (a logit)."""
 
     kind: Literal["reward_model"]
     model: str = Field(min_length=1)
     """Folder of the model, or its name on the Hugging Face hub."""
-    input: Literal["text", "pair", "chat"] = "text"
-    """The input of the model: `template`, (prompt, response) as a pair, or both as turns in its chat template."""
     template: str = "{prompt}{response}"
     """The text that the model reads; `{prompt}` and `{response}` are filled in."""
     append_eos: bool = False
     """Whether an end-of-sequence token ends the tokens of a response that is not cut off."""
     label: int | str | None = None
     """The output that counts, by number or name; default: the only one."""
-    output: Literal["logit", "probability"] = "logit"
-    """The part of the output that is the score."""
     missing_eos_penalty: float | None = Field(default=None, allow_inf_nan=False)
     """The score of a response that was cut off, instead of the model's (published for TL;DR: -1)."""
     against: str | None = None
@@ -192,10 +165,9 @@ class RedteamSpec(ModelScorerSpec):
     """How toxic the replies of a victim model to the response are, on average."""
 
     kind: Literal["redteam"]
-    timeout_s: float | None = Field(default=120.0, gt=0)
+    timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of one item, waiting for its batch included."""
-    batch_timeout_s: float = Field(default=50.0, gt=0)
-    """Deadline of one batch of replies; beyond it the process is killed, and each item is asked once more, alone."""
+    batch_timeout_s: ClassVar[float] = 50.0
     victim: str = Field(min_length=1)
     """Folder of the victim model, or its name on the Hugging Face hub."""
     victim_input: Literal["text", "chat"] | None = None
@@ -216,15 +188,13 @@ class RedteamSpec(ModelScorerSpec):
     """Sampling temperature of the victim; 0 is greedy."""
     top_p: float = Field(default=0.92, gt=0, le=1)
     """Share of the probability that the victim samples from."""
-    output: Literal["toxicity", "log_toxicity"] = "toxicity"
-    """`toxicity`: the mean over the replies. `log_toxicity`: the mean of its logarithm (code of red-teaming)."""
     classifier: str = Field(min_length=1)
     """Folder of the model that judges the replies, or its name on the Hugging Face hub."""
     judge: Literal["classifier", "guard"] = "classifier"
     """`classifier`: probability of `label`. `guard`: a language model (Llama Guard): that of its unsafe verdict."""
-    classifier_input: Literal["text", "pair", "chat"] | None = None
-    """The input of the classifier: `classifier_template`, (attack, reply) as a pair, or both as turns in its chat
-    template. Default: chat for a guard, else text."""
+    classifier_input: Literal["text", "chat"] | None = None
+    """The input of the classifier: `classifier_template`, or attack and reply as turns in its chat template. Default:
+    chat for a guard, else text."""
     classifier_template: str = "{response}"
     """The text that is judged; `{prompt}` (the attack) and `{response}` (the victim's reply) are filled in."""
     label: int | str | None = None
@@ -235,8 +205,6 @@ class RedteamSpec(ModelScorerSpec):
         _needs_response("classifier_template", self.classifier_template)
         if "{prompt}" not in self.victim_template:
             raise ValueError(f"victim_template {self.victim_template!r} has no {{prompt}} for the attack")
-        if self.judge == "guard" and self.classifier_input == "pair":
-            raise ValueError("a guard reads text or a chat, not a pair; change classifier_input")
         return self
 
 
@@ -250,11 +218,10 @@ class HttpSpec(ScorerSpec):
 
     kind: Literal["http"]
     url: str = Field(pattern=r"^https?://")
-    """Where batches are posted; docs/rewards.md has the schema, which is that of `POST /v1/score`."""
+    """Where batches are posted; docs/rewards.md has the schema, which is that of `POST /v1/score`. It is part of
+    the reward version: when the endpoint changes its scores, change a query (`?v=2`)."""
     task: TaskName | None = None
     """The task name that is sent with the items; default: `score`."""
-    revision: str = ""
-    """Change it when the endpoint changes its scores: it is part of the reward version."""
     token_env: str | None = None
     """Environment variable with the bearer token that is sent."""
 
@@ -268,15 +235,15 @@ class PythonSpec(ScorerSpec):
 
     kind: Literal["python"]
     function: str
-    """`module:name`, or the name of an entry point of the group `tba.scorers` (docs/extending.md)."""
-    revision: str = ""
-    """Change it when the function changes its scores for a reason outside its own file; the reward version has a digest
-    of that file."""
+    """`module:name`, or the name of an entry point of the group `tba.scorers` (docs/extending.md). The reward version
+    has a digest of its file."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments that every call gets by these names, as they are; a column of the same name is not passed on."""
-    conversational: bool = False
-    """Whether prompts and completions are lists of messages, `[{"role": "assistant", "content": "..."}]`, as in TRL
-    where the data set is conversational; otherwise they are texts."""
+
+    @property
+    def part(self) -> str:
+        """The function's name."""
+        return self.function.rpartition(":")[2].rpartition(".")[2]
 
     @field_validator("kwargs")
     @classmethod
@@ -294,15 +261,7 @@ class PythonSpec(ScorerSpec):
 
 
 AnyScorerSpec = Annotated[
-    ExactSpec
-    | LastNumberSpec
-    | MathSpec
-    | FormatSpec
-    | LengthSpec
-    | RewardModelSpec
-    | RedteamSpec
-    | HttpSpec
-    | PythonSpec,
+    ExactSpec | LastNumberSpec | MathSpec | FormatSpec | RewardModelSpec | RedteamSpec | HttpSpec | PythonSpec,
     Field(discriminator="kind"),
 ]
 
@@ -315,16 +274,22 @@ class TaskReward(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> TaskReward:
-        names = [spec.part for spec in self.scorers]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"two scorers are called {twice[0]!r}; give one of them another `name`")
         # a gate alone may have weight 0, all of them together may not
         if not any(spec.factor for spec in self.scorers):
             raise ValueError(
                 "every weight is 0, so the weighted sum is always 0; give one scorer a weight other than 0"
             )
         return self
+
+    @property
+    def parts(self) -> dict[str, ScorerSpec]:
+        """The scorers by the name of their part of the reward; of two with one name the second is NAME-2."""
+        found, num_seen = dict[str, ScorerSpec](), Counter[str]()
+        for spec in self.scorers:
+            num_seen[spec.part] += 1
+            number = num_seen[spec.part]
+            found[spec.part if number == 1 else f"{spec.part}-{number}"] = spec
+        return found
 
 
 BUILT_IN_TASKS = ("addition", "exact", "gsm8k", "math")
@@ -342,8 +307,6 @@ class RewardSection(StrictModel):
     """Where searchers find the service; default: http://host:port."""
     tasks: dict[TaskName, TaskReward] = Field(default_factory=dict)
     """How tasks are scored. Those of BUILT_IN_TASKS need no entry: `addition`, `exact`, `gsm8k`, `math`."""
-    item_timeout_s: float = Field(default=5.0, gt=0)
-    """Deadline for one item of one scorer; beyond it the result is an error, never a number."""
     num_workers: int = Field(default=2, ge=1)
     """Worker processes for rules whose time is not bounded; one that runs over its deadline is killed and replaced."""
 
@@ -370,5 +333,5 @@ class RewardSection(StrictModel):
         for spec in (spec for task in self.tasks.values() for spec in task.scorers):
             # the batch, and then its items one by one
             num_calls = 2 if isinstance(spec, PythonSpec) else 1
-            slowest_s = max(slowest_s, num_calls * ((spec.timeout_s or self.item_timeout_s) + _REQUEST_SLACK_S))
+            slowest_s = max(slowest_s, num_calls * (spec.timeout_s + _REQUEST_SLACK_S))
         return max(60.0, slowest_s)

@@ -130,8 +130,7 @@ class _Draft:
             if isinstance(reward, Mapping):
                 scorers.append(dict(reward))
                 continue
-            path = self._take(reward, what=f"rewards[{number}]")
-            scorers.append({"kind": "python", "function": path, "name": path.rpartition(":")[2].rpartition(".")[2]})
+            scorers.append({"kind": "python", "function": self._take(reward, what=f"rewards[{number}]")})
         if not scorers:
             raise ConfigError("rewards is empty; give at least one scorer, or leave it out for those of the recipe")
         tasks = self._tasks or _tasks_of(self.recipe())

@@ -52,7 +52,7 @@ def run(
             place of `objective.preset`.
         rewards: the scorers of every task of the run, in place of the recipe's: functions
             `(prompts, completions, **columns)` as in TRL (docs/rewards.md), or dicts as the recipe has them
-            (`{"kind": "length", "max_length": 200, "weight": 0.1}`). The reward is their weighted sum.
+            (`{"kind": "format", "pattern": "####", "gate": 1.0}`). The reward is their weighted sum.
         prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`, as a list of dicts, a
             `datasets.Dataset` or a pandas frame.
         sets: overrides, such as "trainer.num_steps=50".

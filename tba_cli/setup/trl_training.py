@@ -80,7 +80,7 @@ def check_scorers(recipe: Recipe) -> None:
     made = {item.path for item in recipe.prepare if item.trl_reward}
     for task, reward in recipe.reward.tasks.items():
         for spec in reward.scorers:
-            if not isinstance(spec, RewardModelSpec) or spec.model not in made or spec.input != "text":
+            if not isinstance(spec, RewardModelSpec) or spec.model not in made:
                 continue
             config = _config(Path(spec.model))
             is_at_eos = config.get("pad_token_id") != config.get("eos_token_id")

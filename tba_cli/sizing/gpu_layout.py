@@ -12,7 +12,6 @@ counted at the most that it holds: what fits at the first start also fits when a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,11 +138,8 @@ def _model_processes(recipe: Recipe) -> dict[str, ModelScorerSpec]:
         for number, spec in enumerate(reward.scorers):
             if not isinstance(spec, ModelScorerSpec):
                 continue
-            # what is done with an output, and where it goes, needs no other process
-            other = {"name", "weight", "gate", "timeout_s", "cache", "against", "missing_eos_penalty"}
-            models = json.dumps(spec.model_dump(mode="json", exclude=other), sort_keys=True)
-            if models not in known:
-                known.add(models)
+            if spec.models_key not in known:
+                known.add(spec.models_key)
                 found[f"reward.tasks.{task}.scorers.{number}"] = spec
     return found
 

@@ -78,7 +78,7 @@ def finished(place: Path, model: Path) -> Iterator[Run]:
         return tba.run(
             tiny_sections(model),
             # a sum of one score has no parts
-            rewards=[own_scorer(), {"kind": "length", "max_length": 9, "weight": 0.0}],
+            rewards=[own_scorer(), {"kind": "format", "pattern": "[0-9]", "weight": 0.0}],
             objective=own_objective(),
             prompts=prompts(),
             name="finished",
@@ -99,7 +99,7 @@ def test_a_run_is_made_with_what_the_script_has(finished: Run, place: Path):
     assert finished.stats().rollouts_generated == len(rollouts) >= NUM_STEPS * BATCH_ROLLOUTS
     for rollout in rollouts:
         assert rollout.reward == pytest.approx(scorer([], [rollout.response_text], [numbers[rollout.prompt_id]])[0])
-        assert [part.name for part in rollout.reward_parts or []] == ["by_length", "length"]
+        assert [part.name for part in rollout.reward_parts or []] == ["by_length", "format"]
     # an objective of one's own has no advantages that the trainer knows of
     assert "advantage_abs_mean" not in finished.metrics().columns
 

@@ -57,11 +57,10 @@ def composition(
     is_required: bool = True,
 ) -> CompositeReward:
     """A task of these components: scorer and settings (weight, gate) by name."""
-    specs = {name: ExactSpec(kind="exact", name=name, **settings) for name, (_, settings) in scorers.items()}
     metrics = metrics or Metrics(CollectorRegistry())
     components = [
-        RewardComponent(task, specs[name], scorer, metrics, is_inline=is_inline)
-        for name, (scorer, _) in scorers.items()
+        RewardComponent(task, name, ExactSpec(kind="exact", **settings), scorer, metrics, is_inline=is_inline)
+        for name, (scorer, settings) in scorers.items()
     ]
     return CompositeReward(task, components, is_required=is_required)
 

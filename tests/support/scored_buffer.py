@@ -11,13 +11,12 @@ from tests.support.reward_server import RewardServer
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "buffer": {"SCORE_EVERY_S": 0.05},
-    "reward": {"item_timeout_s": 1.0},
 }
 
 
 def sections(reward: RewardServer, **more: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Recipe sections of a buffer that scores with this reward service."""
-    merged = {**SECTIONS, "reward": {**SECTIONS["reward"], "url": reward.url}}
+    merged = {**SECTIONS, "reward": {"url": reward.url}}
     for name, values in more.items():
         merged[name] = {**merged.get(name, {}), **values}
     return merged

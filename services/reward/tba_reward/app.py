@@ -63,7 +63,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
         start_timeout_s=WORKER_START_S,
         on_loss=metrics.record_worker_loss,
     )
-    tools = Tools(pool=pool, models=ModelPool(), item_timeout_s=section.item_timeout_s)
+    tools = Tools(pool=pool, models=ModelPool())
     service = RewardService(
         build_tasks(section, tools, ScoreCache(CACHE_ITEMS), metrics),
         metrics,

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tba.api.scores import ANSWER_REASONS, STARTING
-from tba.config.reward import HttpSpec, ModelScorerSpec, ReadSpec, ScorerSpec
+from tba.config.reward import FormatSpec, HttpSpec, MathSpec, ModelScorerSpec, ScorerSpec
 from tba.logs import get_logger
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer, checked
@@ -151,15 +151,16 @@ class RewardComponent:
 
     Args:
         task: the task of the reward.
+        name: of this part of it.
         spec: the settings of the scorer.
         scorer: what scores.
         is_inline: whether it runs in the service itself: it waits for nothing else, so it never counts as pending.
     """
 
-    def __init__(self, task: str, spec: ScorerSpec, scorer: Scorer, metrics: Metrics, *, is_inline: bool) -> None:
-        self.task, self.spec, self.is_inline = task, spec, is_inline
-        self.name, self.weight = spec.part, spec.factor
-        """Its name in results, and the factor of its score in the sum."""
+    def __init__(
+        self, task: str, name: str, spec: ScorerSpec, scorer: Scorer, metrics: Metrics, *, is_inline: bool
+    ) -> None:
+        self.task, self.name, self.spec, self.weight, self.is_inline = task, name, spec, spec.factor, is_inline
         self._scorer, self._metrics = scorer, metrics
         self._starting: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
@@ -272,12 +273,10 @@ class RewardComponent:
                     log.error("scorer_broken", task=self.task, scorer=self.name, detail=outcome.detail)
 
     def _with_unreadable_score(self, outcome: Outcome) -> Outcome:
-        """Return the recipe's `unreadable` score where the answer is the reason that there is no score."""
-        if not isinstance(self.spec, ReadSpec) or isinstance(self.spec.unreadable, str):
-            return outcome
+        """Return 0 where the answer is the reason that a rule which reads it has no score."""
         # without it nonsense, which has no score, would cost a policy less than a mistake, which scores 0
         is_answers_fault = isinstance(outcome, Failure) and outcome.reason in ANSWER_REASONS
-        return self.spec.unreadable if is_answers_fault else outcome
+        return 0.0 if is_answers_fault and isinstance(self.spec, FormatSpec | MathSpec) else outcome
 
 
 @dataclass(slots=True)

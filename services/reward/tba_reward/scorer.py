@@ -21,7 +21,7 @@ from tba.tls import with_bare_urls
 
 OK = "ok"
 MAX_DETAIL_CHARS = 500
-COMPOSITION_FIELDS = {"name", "weight", "gate", "timeout_s", "cache"}
+COMPOSITION_FIELDS = {"weight", "gate", "timeout_s"}
 """Fields of a spec that say how its score is used; the others decide what the score is."""
 
 
@@ -110,7 +110,7 @@ class Scorer(Protocol):
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return one outcome per item, in order.
 
-        It never raises because of an item, and it ends by the deadline of its items (`Tools.timeout_s`): each item
+        It never raises because of an item, and it ends by the deadline of its items (`timeout_s`): each item
         without a score has a Failure. When it is cancelled, it gives up all work for these items.
         """
         ...

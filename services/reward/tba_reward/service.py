@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tba.api import ScoreError, ScoreItem, ScoreResult
-from tba.config.reward import ExactSpec, LastNumberSpec, MathSpec, RewardSection, ScorerSpec, TaskReward
+from tba.config.reward import ExactSpec, LastNumberSpec, MathSpec, RewardSection, TaskReward
 from tba.errors import BrokenRewardError, BusyError, ConfigError, UnavailableError
 from tba.logs import get_logger
 from tba_reward.composite_reward import CachedScorer, CompositeReward, ItemReward, RewardComponent, ScoreCache
@@ -24,7 +24,7 @@ from tba_reward.scorer import OK, Failure, InlineScorer, Item, clean
 from tba_reward.scorers import Tools, build_scorer
 
 BUILT_IN: Mapping[str, TaskReward] = {
-    "addition": TaskReward(scorers=[ExactSpec(kind="exact", compare="integer")]),
+    "addition": TaskReward(scorers=[ExactSpec(kind="exact")]),
     "exact": TaskReward(scorers=[ExactSpec(kind="exact")]),
     "gsm8k": TaskReward(scorers=[LastNumberSpec(kind="last_number")]),
     "math": TaskReward(scorers=[MathSpec(kind="math")]),
@@ -46,7 +46,7 @@ def build_tasks(
     tasks: dict[str, CompositeReward] = {}
     for task, config in section.tasks.items():
         try:
-            components = [_component(task, spec, tools, cache, metrics) for spec in config.scorers]
+            components = _components(task, config, tools, cache, metrics)
         except ConfigError as error:
             raise ConfigError(f"reward.tasks.{task}: {error}") from None
         tasks[task] = CompositeReward(task, components, is_required=True)
@@ -54,7 +54,7 @@ def build_tasks(
         if task in tasks:
             continue
         try:
-            components = [_component(task, spec, tools, cache, metrics) for spec in config.scorers]
+            components = _components(task, config, tools, cache, metrics)
         except ConfigError as error:  # a package is not installed, and no recipe has asked for it
             log.info("built-in task left out", task=task, detail=str(error))
             continue
@@ -62,12 +62,17 @@ def build_tasks(
     return dict(sorted(tasks.items()))
 
 
-def _component(task: str, spec: ScorerSpec, tools: Tools, cache: ScoreCache, metrics: Metrics) -> RewardComponent:
-    scorer = build_scorer(spec, tools)
-    is_inline = isinstance(scorer, InlineScorer)
-    if spec.cache and not is_inline:  # looking a score up costs as much as scoring inline
-        scorer = CachedScorer(scorer, cache, metrics)
-    return RewardComponent(task, spec, scorer, metrics, is_inline=is_inline)
+def _components(
+    task: str, config: TaskReward, tools: Tools, cache: ScoreCache, metrics: Metrics
+) -> list[RewardComponent]:
+    components = []
+    for name, spec in config.parts.items():
+        scorer = build_scorer(spec, tools)
+        is_inline = isinstance(scorer, InlineScorer)
+        if not is_inline:  # looking a score up costs as much as scoring inline
+            scorer = CachedScorer(scorer, cache, metrics)
+        components.append(RewardComponent(task, name, spec, scorer, metrics, is_inline=is_inline))
+    return components
 
 
 class RewardService:

@@ -145,17 +145,17 @@ def test_a_damaged_rollout_matches_no_filter_of_its_payload_and_is_shown_without
 
 
 def test_parts_and_batches_of_a_rollout_are_shown(serve_buffer: ServeBuffer) -> None:
-    scorers = [{"kind": "format", "pattern": "x", "gate": 1.0}, {"kind": "exact", "name": "right", "weight": 0.5}]
+    scorers = [{"kind": "format", "pattern": "x", "gate": 1.0}, {"kind": "exact", "weight": 0.5}]
     client = serve_buffer(reward={"tasks": {"addition": {"scorers": scorers}}}).client()
     client.upload_prompts(make_prompts(4))
     lineage = start_lineage(client)
-    parts = {"format": 1.0, "right": 2.0, "older": 3.0}
+    parts = {"format": 1.0, "exact": 2.0, "older": 3.0}
     client.push(make_payloads([f"train-{i}" for i in range(4)], reward_parts=parts))
     assert {info.num_batches for info in client.list_rollouts().rollouts} == {0}
     client.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token, wait_s=2))
     for info in client.list_rollouts().rollouts:
         shown = [(part.name, part.score, part.weight) for part in info.reward_parts or []]
-        assert shown == [("format", 1.0, 0.0), ("right", 2.0, 0.5), ("older", 3.0, None)]
+        assert shown == [("format", 1.0, 0.0), ("exact", 2.0, 0.5), ("older", 3.0, None)]
         assert info.num_batches == 1
         detail = client.get_rollout(info.rollout_id)
         assert (detail.reward_parts, detail.num_batches) == (info.reward_parts, 1)

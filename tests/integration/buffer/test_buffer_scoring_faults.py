@@ -213,7 +213,7 @@ async def test_a_slow_answer_is_waited_for_as_long_as_the_reward_service_may_tak
         raise UnavailableError("away")
 
     slow = {"addition": {"scorers": [{"kind": "exact", "timeout_s": 270.0}]}}
-    recipe = make_recipe(reward={"item_timeout_s": 1.0, "tasks": slow})
+    recipe = make_recipe(reward={"tasks": slow})
     context = dataclasses.replace(buffer.context, recipe=recipe)
     link = reward_service.RewardConnection(context, Components(context))
     with pytest.raises(reward_service.RewardUnavailableError):

@@ -97,7 +97,7 @@ async def test_scorer() -> None:
     (spec,) = recipe_of("scorer").reward.tasks["mine"].scorers
     pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=60.0)
     try:
-        scorer = build_scorer(spec, Tools(pool=pool, models=ModelPool(), item_timeout_s=20.0))
+        scorer = build_scorer(spec, Tools(pool=pool, models=ModelPool()))
         await scorer.start()
         words = {"fine": "a fine day", "rain": "a fine day", "": "a fine day"}
         items = [Item(prompt="?", response=text, data={"word": word}) for word, text in words.items()]

@@ -13,8 +13,6 @@ from tests.support.reward_process import running_reward
 MATH = {"kind": "math", "timeout_s": 2.0}
 TASKS = {
     "math": {"scorers": [MATH]},
-    "unknown": {"scorers": [{**MATH, "unreadable": "unknown"}]},
-    "minus": {"scorers": [{**MATH, "unreadable": -1.0}]},
     "endless": {"scorers": [{"kind": "format", "pattern": "(x+x+)+y", "timeout_s": 0.5}]},
 }
 SLOW = r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}"
@@ -58,15 +56,11 @@ def test_a_large_power_of_ten_costs_no_memory(url: str) -> None:
     assert boxed(url, "7", "1e999999999", "1e-999999999", "x = 1e99999999") == [0.0] * 3
 
 
-def test_what_the_answer_causes_is_wrong_unless_the_recipe_says_otherwise(url: str) -> None:
-    reasons = ["ambiguous", "too_long"]
-    items = [(UNREADABLE, "x+1"), (LONG, "x+1")]
-    assert graded(url, *items) == [0.0, 0.0]
-    assert graded(url, *items, task="minus") == [-1.0, -1.0]
-    assert graded(url, *items, task="unknown") == reasons
-    (slow,) = graded(url, (SLOW, "4"), task="unknown")
-    assert slow in ("too_slow", "out_of_memory")
-    assert graded(url, (SLOW, "4")) == [0.0]
+def test_what_the_answer_causes_is_wrong(url: str) -> None:
+    assert graded(url, (UNREADABLE, "x+1"), (LONG, "x+1"), (SLOW, "4")) == [0.0, 0.0, 0.0]
+    text = httpx2.get(f"{url}/metrics", timeout=60).text
+    for reason in ("ambiguous", "too_long"):
+        assert f'tba_reward_scores_total{{result="{reason}",scorer="math",task="math"}}' in text
     assert graded(url, ("x" * 40, None), task="endless") == [0.0]
 
 

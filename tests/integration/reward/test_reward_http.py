@@ -28,8 +28,8 @@ def server() -> Iterator[RewardServer]:
 
 
 def build(server_url: str, **spec: object) -> Scorer:
-    tools = Tools(pool=None, models=None, item_timeout_s=20.0)  # type: ignore[arg-type]  # this kind uses neither
-    return http.build(HttpSpec(kind="http", url=f"{server_url}/v1/score", **spec), tools)  # type: ignore[arg-type]
+    tools = Tools(pool=None, models=None)  # type: ignore[arg-type]  # this kind uses neither
+    return http.build(HttpSpec(kind="http", **{"url": f"{server_url}/v1/score", "timeout_s": 20.0, **spec}), tools)  # type: ignore[arg-type]
 
 
 async def scored(scorer: Scorer, *responses: str) -> list[Outcome]:
@@ -243,10 +243,10 @@ async def test_a_missing_token_is_a_config_error(monkeypatch: pytest.MonkeyPatch
         build(f"http://127.0.0.1:{free_port()}", token_env="ENDPOINT_TOKEN")
 
 
-async def test_the_version_holds_the_address_and_the_revision(server: RewardServer) -> None:
+async def test_the_version_holds_the_address_with_its_query(server: RewardServer) -> None:
     versions = {
         build(server.url).version,
-        build(server.url, revision="2").version,
+        build(server.url, url=f"{server.url}/v1/score?v=2").version,
         build(server.url, task="other").version,
         build(f"{server.url}/elsewhere").version,
     }

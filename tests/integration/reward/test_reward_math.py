@@ -21,9 +21,7 @@ ENDLESS = r"\boxed{" + "(" * 200 + "x" + ")" * 200 + "}"
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def scorer() -> AsyncIterator[Scorer]:
     pool = WorkerPool(num_workers=2, max_memory_bytes=4 * 1024**3, start_timeout_s=60.0)
-    scorer = build_scorer(
-        MathSpec(kind="math", timeout_s=3.0), Tools(pool=pool, models=ModelPool(), item_timeout_s=60.0)
-    )
+    scorer = build_scorer(MathSpec(kind="math", timeout_s=3.0), Tools(pool=pool, models=ModelPool()))
     await scorer.start()
     yield scorer
     await pool.close()

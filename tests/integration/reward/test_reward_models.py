@@ -45,7 +45,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tools():
-    return Tools(pool=None, models=ModelPool(), item_timeout_s=60.0)  # type: ignore[arg-type]  # no workers are needed
+    return Tools(pool=None, models=ModelPool())  # type: ignore[arg-type]  # no workers are needed
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,6 @@ def specs(folders):
         "penalty": rm(missing_eos_penalty=-1.0),
         "against": rm(against="reference", missing_eos_penalty=-1.0),
         "eos": rm(model=str(folders["pad_is_eos"]), append_eos=True, template="Q: {prompt} A: {response}"),
-        "pair": rm(model=str(folders["classifier"]), input="pair", label=1, output="probability"),
         "sampled": red(),
         "greedy": red(temperature=0.0, num_replies=2),
         "guard": red(victim=chat, classifier=chat, judge="guard", temperature=0.0, num_replies=1, max_reply_tokens=6),
@@ -143,20 +142,11 @@ async def test_the_end_of_sequence_is_read_though_it_is_the_padding_too(specs, f
     assert all(abs(a - b) > TOLERANCE for a, b in zip(unfinished, wanted, strict=True))
 
 
-async def test_a_pair_of_texts_gives_the_probability_of_a_label(specs, folders):
-    tokenizer = AutoTokenizer.from_pretrained(folders["classifier"])
-    model = AutoModelForSequenceClassification.from_pretrained(folders["classifier"])
-    short = [item for item in items() if len(item.response.encode()) < 44]
-    with torch.inference_mode():
-        wanted = [model(**tokenizer(i.prompt, i.response, return_tensors="pt")).logits.softmax(-1)[0, 1] for i in short]
-    assert judged(specs["pair"], short) == pytest.approx([float(w) for w in wanted], abs=TOLERANCE)
-
-
 async def test_a_reward_model_keeps_no_keys_and_values(specs):
     """8,192 tokens of a 6.9B model in bfloat16 would have 4 GiB of them, which `tba sizing` does not count."""
     classifier, kept = Classifier(specs["plain"]), []
     classifier._model.register_forward_hook(lambda _model, _inputs, output: kept.append(output.past_key_values))
-    classifier.values([{"input_ids": [1, 2, 3]}])
+    classifier.values([[1, 2, 3]])
     assert kept == [None]
 
 

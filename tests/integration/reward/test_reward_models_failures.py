@@ -80,12 +80,12 @@ GOOD = ["a", "bb", "ccc", "dddd"]
 
 
 def spec_of(folder: Path, **settings) -> RewardModelSpec:
-    settings = {"num_threads": 1, "batch_timeout_s": 6.0, "timeout_s": 250.0, "batch_wait_s": 0.05, **settings}
+    settings = {"num_threads": 1, "timeout_s": 250.0, "batch_wait_s": 0.05, **settings}
     return RewardModelSpec(kind="reward_model", model=str(folder), **settings)
 
 
 def build(folder: Path, **settings):
-    tools = Tools(pool=None, models=ModelPool(), item_timeout_s=60.0)  # type: ignore[arg-type]  # no workers are needed
+    tools = Tools(pool=None, models=ModelPool())  # type: ignore[arg-type]  # no workers are needed
     return reward_model.build(spec_of(folder, **settings), tools)
 
 
@@ -94,6 +94,7 @@ async def poisoned(tmp_path_factory):
     root = tmp_path_factory.mktemp("poisoned")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_MODULES_CACHE", str(root / "modules"))
+        patch.setattr(RewardModelSpec, "batch_timeout_s", 6.0)
         # the code that this trusts is written by save_poisoned_model itself
         scorer = build(save_poisoned_model(root / "model"), trust_remote_code=True)
         await scorer.start()

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def tools() -> AsyncIterator[Tools]:
     pool = WorkerPool(num_workers=2, max_memory_bytes=None, start_timeout_s=60.0)
-    yield Tools(pool=pool, models=ModelPool(), item_timeout_s=20.0)
+    yield Tools(pool=pool, models=ModelPool())
     await pool.close()
 
 
 async def started(
-    tools: Tools, function: str, timeout_s: float | None = None, *, spec: dict[str, Any] | None = None
+    tools: Tools, function: str, timeout_s: float = 20.0, *, spec: dict[str, Any] | None = None
 ) -> Scorer:
     scorer = build_scorer(PythonSpec(kind="python", function=function, timeout_s=timeout_s, **spec or {}), tools)
     await scorer.start()
@@ -38,7 +38,7 @@ async def started(
 
 
 async def scored(
-    tools: Tools, function: str, *items: Item, timeout_s: float | None = None, spec: dict[str, Any] | None = None
+    tools: Tools, function: str, *items: Item, timeout_s: float = 20.0, spec: dict[str, Any] | None = None
 ) -> list[Outcome]:
     return await (await started(tools, f"{MODULE}:{function}", timeout_s, spec=spec)).score(items)
 
@@ -130,12 +130,12 @@ async def test_completion_ids_are_the_tokens_that_the_client_sent(tools: Tools) 
     assert "response_tokens" in without.detail
 
 
-async def test_conversational_completions_and_prompts_are_messages(tools: Tools) -> None:
-    spec = {"conversational": True}
-    items = [item("<think>so</think>7"), item("7")]
-    assert await scored(tools, "think_format", *items, spec=spec) == [1.0, 0.0]
+async def test_completions_and_prompts_are_messages_where_the_data_has_them(tools: Tools) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    assert await scored(tools, "last_question", item(), item(prompt=chat), spec=spec) == [10.0, 4.0]
+    items = [item("<think>so</think>7", prompt=chat), item("7", prompt=chat)]
+    assert await scored(tools, "think_format", *items) == [1.0, 0.0]
+    assert await scored(tools, "last_question", *items) == [4.0, 4.0]
+    assert await scored(tools, "only_completions", item("text", prompt="no list"), item("7")) == [4.0, 1.0]
 
 
 async def test_arguments_come_from_the_recipe(tools: Tools) -> None:
@@ -207,14 +207,11 @@ async def test_entry_points_name_functions(tools: Tools, monkeypatch: pytest.Mon
         build_scorer(PythonSpec(kind="python", function="jugde"), tools)
 
 
-async def test_the_version_changes_with_the_file_and_the_revision(
-    tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_version_changes_with_the_file(tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_rewards.py").write_text("raise SystemExit('the service must not import this')\n")
     spec = PythonSpec(kind="python", function="own_rewards:f")
     before = build_scorer(spec, tools).version
     assert build_scorer(spec, tools).version == before
-    assert build_scorer(spec.model_copy(update={"revision": "2"}), tools).version != before
     (tmp_path / "own_rewards.py").write_text("def f(**_): return [1.0]\n")
     assert build_scorer(spec, tools).version != before

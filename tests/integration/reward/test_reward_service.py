@@ -32,20 +32,19 @@ path = "none"
 generator = "addition"
 [reward]
 port = {port}
-item_timeout_s = 1.0
 num_workers = 2
 [reward.tasks.slow]
-scorers = [{{kind = "python", function = "tests.support.reward_faults:reward"}}]
+scorers = [{{kind = "python", function = "tests.support.reward_faults:reward", timeout_s = {timeout_s}}}]
 """
 
 
 class Service:
     """`python -m tba_reward` on a free port."""
 
-    def __init__(self, folder: Path, *sets: str, recipe: str = RECIPE) -> None:
+    def __init__(self, folder: Path, *sets: str, recipe: str = RECIPE, timeout_s: float = 1.0) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        (folder / "recipe.toml").write_text(recipe.format(port=port))
+        (folder / "recipe.toml").write_text(recipe.format(port=port, timeout_s=timeout_s))
         self.log = folder / "log"
         arguments = [part for item in sets for part in ("--set", item)]
         paths = [str(ROOT), str(ROOT / "services" / "reward"), os.environ.get("PYTHONPATH", "")]
@@ -85,8 +84,8 @@ class Service:
 
 
 @contextmanager
-def running(folder: Path, *sets: str) -> Iterator[Service]:
-    service = Service(folder, *sets)
+def running(folder: Path, *sets: str, timeout_s: float = 1.0) -> Iterator[Service]:
+    service = Service(folder, *sets, timeout_s=timeout_s)
     try:
         service.wait_ready()
         yield service
@@ -174,7 +173,7 @@ def test_every_reward_and_its_health_can_be_seen(service: Service) -> None:
     health = {reward["task"]: reward["health"] for reward in rewards if reward["task"] != "math"}
     assert health == dict.fromkeys(["addition", "exact", "gsm8k", "slow"], "ok")
     (scorer,) = next(reward["scorers"] for reward in rewards if reward["task"] == "slow")
-    assert (scorer["name"], scorer["kind"], scorer["weight"], scorer["health"]) == ("python", "python", 1.0, "ok")
+    assert (scorer["name"], scorer["kind"], scorer["weight"], scorer["health"]) == ("reward", "python", 1.0, "ok")
 
 
 def test_metrics_show_tasks_and_results(service: Service) -> None:
@@ -187,7 +186,7 @@ def test_metrics_show_tasks_and_results(service: Service) -> None:
 
 
 def test_a_client_that_hangs_up_frees_the_workers(tmp_path: Path) -> None:
-    with running(tmp_path, "reward.item_timeout_s=300", "reward.num_workers=1") as service:
+    with running(tmp_path, "reward.num_workers=1", timeout_s=300) as service:
         hang = {"items": [item(n, task="slow", response="hang") for n in range(3)]}
         with pytest.raises(httpx2.ReadTimeout):
             httpx2.post(f"{service.url}/v1/score", json=hang, timeout=1.0)
@@ -208,7 +207,7 @@ def test_a_scorer_that_cannot_be_loaded_keeps_the_service_unready_and_is_named(t
                 detail = answer.json()["detail"]
             except httpx2.TransportError:
                 time.sleep(0.05)
-        assert detail.startswith("broken: python: ")
+        assert detail.startswith("broken: score: ")
         assert "could not be loaded: RuntimeError: no GPU" in detail  # another task may be starting still
         assert httpx2.get(f"{service.url}/livez", timeout=60).status_code == 200
         results = post(service, {"items": [item(0), item(1, task="broken")]}).json()["results"]
@@ -234,14 +233,14 @@ def test_a_recipe_with_nothing_but_a_reward_section_is_enough_to_serve(tmp_path:
 def test_reward_functions_of_trl_run_unchanged(tmp_path: Path) -> None:
     module = "tests.support.trl_rewards"
     sets = [
-        f'reward.tasks.chat.scorers=[{{kind="python", function="{module}:think_format", conversational=true}}]',
+        f'reward.tasks.chat.scorers=[{{kind="python", function="{module}:think_format"}}]',
         f'reward.tasks.ids.scorers=[{{kind="python", function="{module}:num_tokens"}}]',
         f'reward.tasks.arguments.scorers=[{{kind="python", function="{module}:at_least", kwargs={{threshold=3}}}}]',
         f'reward.tasks.batch.scorers=[{{kind="python", function="{module}:whole_call"}}]',
     ]
     with running(tmp_path, *sets) as service:
         items = [
-            item(0, task="chat", response="</think>7"),
+            item(0, task="chat", response="</think>7", prompt=[{"role": "user", "content": "6+1="}]),
             {**item(1, task="ids"), "response_tokens": [1, 2, 3]},
             item(2, task="arguments"),
             *(item(n, task="batch", response=f"r{n}") for n in range(3, 6)),
@@ -259,7 +258,9 @@ def test_a_function_that_raises_for_every_item_makes_the_service_not_ready_with_
         assert {result["error"]["detail"] for result in results["results"]} == {"KeyError: 'solutoin'"}
         answer = httpx2.get(f"{service.url}/readyz", timeout=60)
         assert (answer.status_code, answer.json()["type"]) == (503, "urn:tba:problem:broken-reward")
-        assert answer.json()["detail"].startswith("task broken: python: it raised for each of the first 32 different")
+        assert answer.json()["detail"].startswith(
+            "task broken: raises_always: it raised for each of the first 32 different"
+        )
         assert answer.json()["detail"].endswith("KeyError: 'solutoin'")
 
 
@@ -304,7 +305,7 @@ def test_no_worker_outlives_the_service(tmp_path: Path, end: signal.Signals, res
         with suppress(httpx2.TransportError):  # the service ends first
             post(service, {"items": [item(0, task="slow", response=response, **files)]})
 
-    with running(tmp_path, "reward.item_timeout_s=300") as service:
+    with running(tmp_path, timeout_s=300) as service:
         threading.Thread(target=ask, daemon=True).start()
         deadline_s = time.monotonic() + 60
         while not (awaited.exists() and awaited.read_text()):

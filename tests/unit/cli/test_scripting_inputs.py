@@ -53,8 +53,8 @@ def test_functions_and_prompts_are_written_beside_the_run():
     def own_loss(sequences, tokens, settings, beta):
         return -tokens.logprobs
 
-    length = {"kind": "length", "max_length": 20, "weight": 0.1}
-    inputs = prepared(prompts=ROWS, rewards=[contains, length], objective=own_loss, sets=['run.name="x"'])
+    form = {"kind": "format", "pattern": "x", "weight": 0.1}
+    inputs = prepared(prompts=ROWS, rewards=[contains, form], objective=own_loss, sets=['run.name="x"'])
     place = Path.cwd() / "runs" / ".python" / "x"
     assert sorted(path.name for path in place.iterdir()) == [
         "own_contains.py",
@@ -69,11 +69,11 @@ def test_functions_and_prompts_are_written_beside_the_run():
     assert (recipe.data.path, recipe.data.generator) == (str(place / "prompts.jsonl"), None)
     assert [(spec.kind, spec.part) for spec in recipe.reward.tasks["mine"].scorers] == [
         ("python", "contains"),
-        ("length", "length"),
+        ("format", "format"),
     ]
     assert [json.loads(line) for line in (place / "prompts.jsonl").read_text().splitlines()] == ROWS
     # the run is not there, so it may be begun again, and leaves nothing of what was there
-    prepared(prompts=ROWS, rewards=[length], sets=['run.name="x"'])
+    prepared(prompts=ROWS, rewards=[form], sets=['run.name="x"'])
     assert sorted(path.name for path in place.iterdir()) == ["prompts.jsonl", "recipe.json"]
 
 

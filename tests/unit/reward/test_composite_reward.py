@@ -107,7 +107,7 @@ async def test_a_version_changes_with_whatever_changes_the_reward() -> None:
     versions = [version(), version("v2"), version(weight=2.0), version(gate=0.5)]
     assert len(set(versions)) == 4
     assert all(each.startswith("t@") and len(each) == 14 for each in versions)
-    assert version() == version(timeout_s=3.0) == version(cache=False)
+    assert version() == version(timeout_s=3.0)
 
 
 async def test_a_part_that_does_not_start_is_unreachable_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def build(**entries: list[dict[str, Any]]) -> dict[str, CompositeReward]:
 
 def build_section(section: RewardSection) -> dict[str, CompositeReward]:
     pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=1.0)
-    tools = Tools(pool=pool, models=ModelPool(), item_timeout_s=1.0)
+    tools = Tools(pool=pool, models=ModelPool())
     return service.build_tasks(section, tools, ScoreCache(0), Metrics(CollectorRegistry()))
 
 
@@ -254,7 +254,7 @@ async def test_the_example_of_a_built_in_task_scores_what_it_says(task: str) -> 
 
 
 def test_an_entry_takes_the_place_of_the_built_in_task_and_is_needed() -> None:
-    found = build(addition=[{"kind": "exact"}], mine=[{"kind": "format", "pattern": "x"}])
+    found = build(addition=[{"kind": "last_number"}], mine=[{"kind": "format", "pattern": "x"}])
     assert found["addition"].version != build()["addition"].version
     assert found["mine"].is_required, "although it needs worker processes"
     assert not found["mine"].is_inline
@@ -284,11 +284,9 @@ def test_a_built_in_task_that_cannot_be_built_here_is_left_out_and_one_of_the_re
         ([], "scorers"),
         ([{"kind": "magic"}], "magic"),
         ([{"kind": "exact", "colour": 1}], "colour"),
-        ([{"kind": "exact"}, {"kind": "exact"}], "two scorers are called 'exact'; give one of them another `name`"),
         ([{"kind": "exact", "weight": 0.0}], "every weight is 0"),
         ([{"kind": "exact", "gate": 0.5}], "every weight is 0"),
         ([{"kind": "exact", "timeout_s": 0}], "timeout_s"),
-        ([{"kind": "exact", "name": "a b"}], "name"),
     ],
 )
 def test_what_a_recipe_says_wrongly_is_named(scorers: list[dict[str, Any]], sentence: str) -> None:
@@ -297,20 +295,22 @@ def test_what_a_recipe_says_wrongly_is_named(scorers: list[dict[str, Any]], sent
     assert sentence in str(caught.value)
 
 
-def test_two_scorers_of_a_kind_have_versions_of_their_own() -> None:
+def test_two_scorers_of_a_kind_have_names_and_versions_of_their_own() -> None:
     task = TaskReward.model_validate(
         {
             "scorers": [
                 {"kind": "exact"},
-                {"kind": "exact", "name": "number", "compare": "integer", "weight": 0.5, "timeout_s": 2.0},
-                {"kind": "exact", "name": "again", "weight": 3.0},
+                {"kind": "exact", "field": "other", "weight": 0.5, "timeout_s": 2.0},
+                {"kind": "exact", "weight": 3.0},
+                {"kind": "python", "function": "tests.support.trl_rewards:contains"},
             ]
         }
     )
-    first, number, again = build_section(RewardSection(tasks={"t": task}))["t"].components
+    first, other, again, python = build_section(RewardSection(tasks={"t": task}))["t"].components
     assert first.version == again.version, "how a score is used is no part of what it is"
-    assert first.version != number.version
-    assert (number.spec.factor, number.name) == (0.5, "number")
+    assert first.version != other.version
+    assert [each.name for each in (first, other, again, python)] == ["exact", "exact-2", "exact-3", "contains"]
+    assert other.weight == 0.5
 
 
 def test_recipes_know_the_built_in_tasks() -> None:

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tba_reward.model_server.child import model_loader
-from tba_reward.model_server.child.judges import RedteamJudge, mean_of
+from tba_reward.model_server.child.judges import RedteamJudge, _mean_of
 from tba_reward.model_server.child.server import Batcher, NoScore, TokenizedRequest, cut_batches
 from tba_reward.model_server.child.victim import SeededSampling, reply_seed
 from tba_reward.model_server.client import MAX_SUSPECTS, ModelProcess, ProcessDiedError
 from tba_reward.model_server.model_messages import CancelRequest, ScoreAnswer, ScoreRequest
-from tba_reward.scorer import Failure, version_of
+from tba_reward.scorer import Failure
 
 from tba.config.reward import RedteamSpec, RewardModelSpec
 
@@ -189,12 +189,8 @@ async def test_only_so_many_suspects_are_remembered():
     ("spec", "complaint"),
     [
         (lambda: RewardModelSpec(kind="reward_model", model="m", template="{prompt}"), "must have {response} once"),
-        (lambda: RewardModelSpec(kind="reward_model", model="m", timeout_s=5), "more than batch_timeout_s"),
+        (lambda: RewardModelSpec(kind="reward_model", model="m", timeout_s=5), "more than the 20 s of a batch"),
         (lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", victim_template="x"), "has no {prompt}"),
-        (
-            lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", judge="guard", classifier_input="pair"),
-            "not a pair",
-        ),
         (lambda: RewardModelSpec(kind="reward_model", model="m", missing_eos_penalty=math.nan), "finite"),
     ],
 )
@@ -203,18 +199,11 @@ def test_settings_that_cannot_work_are_refused(spec, complaint):
         spec()
 
 
-def test_log_toxicity_is_the_mean_logarithm_down_to_the_least_toxicity():
-    assert mean_of([0.25, 0.75], None) == 0.5
-    assert mean_of([0.25, 0.75], 1e-6) == pytest.approx((math.log(0.25) + math.log(0.75)) / 2)
-    assert mean_of([0.0, 1.0], 1e-6) == pytest.approx(math.log(1e-6) / 2)
-    failure = mean_of([0.5, NoScore("not_finite", "the model's output is nan")], 1e-6)
+def test_a_reply_without_a_score_leaves_its_attack_without_one():
+    assert _mean_of([0.25, 0.75]) == 0.5
+    failure = _mean_of([0.5, NoScore("not_finite", "the model's output is nan")])
     assert isinstance(failure, NoScore)
     assert failure.reason == "not_finite"
-
-
-def test_log_toxicity_is_another_version():
-    plain = RedteamSpec(kind="redteam", victim="v", classifier="c")
-    assert version_of(plain, 1) != version_of(plain.model_copy(update={"output": "log_toxicity"}), 1)
 
 
 def test_replies_of_another_kind_of_device_are_another_version():

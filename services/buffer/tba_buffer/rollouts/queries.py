@@ -105,9 +105,9 @@ class RolloutReader:
         self._token_texts = token_texts
         self._scans = asyncio.Semaphore(MAX_SCANS)
         self._weights = {
-            (task, spec.part): spec.factor
+            (task, part): spec.factor
             for task, reward in context.recipe.reward.tasks.items()
-            for spec in reward.scorers
+            for part, spec in reward.parts.items()
         }
 
     async def page(self, request: PageRequest) -> RolloutPage:

@@ -27,8 +27,6 @@ from tba_buffer.scoring.retries import LONGEST_WAIT_S
 from tba_buffer.storage.context import Context
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
-ATTEMPT_S = 30.0
-"""Deadline of one attempt, in addition to the time that the slowest items may take."""
 SLACK_S = 10.0
 """How long an attempt waits for the answer beyond the deadline that the reward service itself keeps."""
 QUICK_S = 5.0
@@ -71,9 +69,7 @@ class RewardConnection:
         is_known = "searcher" in (load_tokens(tokens_file) or {})
         token = client_token(tokens_file, "searcher") if is_known else None
         self._components = components
-        items_s = ATTEMPT_S + 2 * recipe.reward.item_timeout_s
-        # a scorer may have a longer deadline of its own; the service answers by this one
-        self._attempt_s = max(items_s, recipe.reward.request_deadline_s + SLACK_S)
+        self._attempt_s = recipe.reward.request_deadline_s + SLACK_S
         self._client = RewardClient(
             recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=self._attempt_s
         )

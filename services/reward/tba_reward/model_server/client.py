@@ -41,8 +41,6 @@ from tba_reward.model_server.model_messages import (
 )
 from tba_reward.scorer import Failure, Outcome
 
-_NOT_OF_MODELS = {"name", "weight", "gate", "timeout_s", "cache", "against", "missing_eos_penalty"}
-"""Settings of a scorer that say what is done with an output, which needs no other process."""
 MAX_ATTEMPTS = 2
 MAX_SUSPECTS = 4096
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -63,10 +61,9 @@ class ModelPool:
 
     def process(self, spec: ModelScorerSpec, *, load_timeout_s: float) -> ModelProcess:
         """Return the process of a scorer's models; it is not started here."""
-        key = spec.model_dump_json(exclude=_NOT_OF_MODELS)
-        if key not in self._processes:
-            self._processes[key] = ModelProcess(spec, load_timeout_s=load_timeout_s)
-        return self._processes[key]
+        if spec.models_key not in self._processes:
+            self._processes[spec.models_key] = ModelProcess(spec, load_timeout_s=load_timeout_s)
+        return self._processes[spec.models_key]
 
 
 class ProcessDiedError(Exception):

@@ -18,16 +18,10 @@ class Tools:
     Attributes:
         pool: the worker processes, shared by all scorers that run in them.
         models: the model processes, one per distinct set of models.
-        item_timeout_s: the deadline of an item whose spec has none.
     """
 
     pool: WorkerPool
     models: ModelPool
-    item_timeout_s: float
-
-    def timeout_s(self, spec: ScorerSpec) -> float:
-        """Return the deadline of one item of a scorer."""
-        return self.item_timeout_s if spec.timeout_s is None else spec.timeout_s
 
 
 def build_scorer(spec: ScorerSpec, tools: Tools) -> Scorer:

@@ -22,7 +22,7 @@ def build(spec: FormatSpec, tools: Tools) -> Scorer:
     return ProcessPoolScorer(
         WorkerRule(function="tba_reward.scorers.format:score", params=params_of(spec)),
         pool=tools.pool,
-        timeout_s=tools.timeout_s(spec),
+        timeout_s=spec.timeout_s,
         version=version_of(spec, IMPLEMENTATION),
         example=None,  # nothing is known about which text matches the recipe's pattern
     )

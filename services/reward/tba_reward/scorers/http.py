@@ -68,7 +68,7 @@ def build(spec: HttpSpec, tools: Tools) -> Scorer:
     )
     return HttpScorer(
         client,
-        timeout_s=tools.timeout_s(spec),
+        timeout_s=spec.timeout_s,
         version=version_of(spec, IMPLEMENTATION),
     )
 

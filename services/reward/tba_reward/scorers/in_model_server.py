@@ -14,7 +14,7 @@ from tba_reward.scorers import Tools
 LOAD_TIMEOUT_S = 600.0
 """Deadline for loading the models of a scorer: models of some billions of parameters from a slow disk."""
 _PATH_FIELDS = ("model", "victim", "classifier")
-_RUNTIME_FIELDS = ("device", "trust_remote_code", "batch_tokens", "batch_wait_s", "batch_timeout_s", "num_threads")
+_RUNTIME_FIELDS = ("device", "trust_remote_code", "batch_tokens", "batch_wait_s", "num_threads")
 
 
 class ModelServerScorer:
@@ -33,7 +33,7 @@ class ModelServerScorer:
         self._packages = [_installed(spec.kind, name) for name in ("torch", "transformers")]  # type: ignore[attr-defined]
         self._spec, self._implementation = spec, implementation
         self._versions: dict[str, str] = {}  # by the digest of the files; kept because every result has its version
-        self._timeout_s = tools.timeout_s(spec)
+        self._timeout_s = spec.timeout_s
         self._process: ModelProcess = tools.models.process(spec, load_timeout_s=LOAD_TIMEOUT_S)
 
     @property

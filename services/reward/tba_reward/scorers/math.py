@@ -27,7 +27,7 @@ def build(spec: MathSpec, tools: Tools) -> Scorer:
     return ProcessPoolScorer(
         WorkerRule(function="tba_reward.math.grader:score", params=params, prepare=warm_up),
         pool=tools.pool,
-        timeout_s=tools.timeout_s(spec),
+        timeout_s=spec.timeout_s,
         # another release of these packages may read an answer otherwise, which makes it another reward
         version=version_of(spec, IMPLEMENTATION, *(_installed(package) for package in _PACKAGES)),
         example=Example(item, 1.0),

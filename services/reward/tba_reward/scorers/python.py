@@ -3,10 +3,11 @@
     def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs) -> list[float | None]
 
 A call gets up to BATCH_ITEMS items whose data have the same keys. Each key is a column, a list with one value per
-item. `completion_ids` are the token ids where the client has sent them. `finish_reasons` are passed when the function
-names them, the recipe's `kwargs` as they are. None is an abstention: there is no score. Calls of an `async` function
-for one batch run concurrently. A call that raises is repeated item by item, so that only the item that the function
-cannot take fails; the pool splits a batch that hangs or kills the process.
+item. Where `prompt` of the data is a list of messages, prompts and completions are messages, as in TRL.
+`completion_ids` are the token ids where the client has sent them. `finish_reasons` are passed when the function names
+them, the recipe's `kwargs` as they are. None is an abstention: there is no score. Calls of an `async` function for one
+batch run concurrently. A call that raises is repeated item by item, so that only the item that the function cannot take
+fails; the pool splits a batch that hangs or kills the process.
 A result of another shape fails the whole call: item by item, such a function would seem to work.
 """
 
@@ -66,7 +67,7 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
             batch_items=BATCH_ITEMS,
         ),
         pool=tools.pool,
-        timeout_s=tools.timeout_s(spec),
+        timeout_s=spec.timeout_s,
         version=version_of(spec, IMPLEMENTATION, name, _digest(name)),
         example=None,  # no score of a foreign function is known
     )
@@ -89,10 +90,10 @@ def load(params: Params) -> None:
 
 def score(items: Sequence[Item], params: Params) -> list[Outcome]:
     """Return one outcome per item; items whose data have the same keys share one call of the function."""
-    alike: dict[tuple[str, ...], list[int]] = {}
+    alike: dict[tuple[str | bool, ...], list[int]] = {}
     for at, item in enumerate(items):
-        has_tokens = ("completion_ids",) if item.response_tokens is not None else ()
-        alike.setdefault((*sorted(item.data), *has_tokens), []).append(at)
+        key = (*sorted(item.data), item.response_tokens is not None, _is_conversational(item))
+        alike.setdefault(key, []).append(at)
     calls, outcomes = list(alike.values()), dict[int, Outcome]()
     while calls:
         again = []
@@ -161,7 +162,7 @@ def _call(items: Sequence[Item], params: Params) -> Any:
     name = params["function"]
     found = _load(name)
     offered = {column: [item.data[column] for item in items] for column in items[0].data if column not in _OWN}
-    offered |= _completions(items, conversational=params["conversational"])
+    offered |= _completions(items)
     # the recipe's arguments come before columns of the same name
     offered |= params["kwargs"]
     passed = offered if found.takes_all else {key: offered[key] for key in found.parameters if key in offered}
@@ -186,22 +187,20 @@ def _read(scores: Any, items: Sequence[Item], params: Params) -> list[Outcome]:
     return [_checked(value, params["function"]) for value in values]
 
 
-def _completions(items: Sequence[Item], *, conversational: bool) -> dict[str, list[Any]]:
+def _completions(items: Sequence[Item]) -> dict[str, list[Any]]:
     """Return prompts and completions as TRL passes them."""
     prompts: list[Any] = [item.prompt for item in items]
     completions: list[Any] = [item.response for item in items]
-    if conversational:
-        prompts = [_messages(item) for item in items]
+    if _is_conversational(items[0]):
+        prompts = [item.data["prompt"] for item in items]
         completions = [[{"role": "assistant", "content": item.response}] for item in items]
     offered = {"prompts": prompts, "completions": completions}
     tokens = [list(item.response_tokens) for item in items if item.response_tokens is not None]
     return {**offered, "completion_ids": tokens} if tokens else offered
 
 
-def _messages(item: Item) -> list[Any]:
-    """Return the messages in a prompt's data (TRL's column `prompt`); else its text as one message of the user."""
-    messages = item.data.get("prompt")
-    return messages if isinstance(messages, list) else [{"role": "user", "content": item.prompt}]
+def _is_conversational(item: Item) -> bool:
+    return isinstance(item.data.get("prompt"), list)
 
 
 def _ignore(name: str, value: Any) -> None:

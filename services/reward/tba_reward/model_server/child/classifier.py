@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -12,7 +13,6 @@ from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
 from tba_reward.model_server.child.server import NoScore
 
-Row = dict[str, list[int]]
 SAFE_VERDICT, UNSAFE_VERDICT = "\n\nsafe", "\n\nunsafe"
 """The answers of Llama Guard, every release of it."""
 
@@ -27,8 +27,8 @@ class Classifier:
     def __init__(self, spec: RewardModelSpec | RedteamSpec) -> None:
         self._form: model_loader.InputForm
         if isinstance(spec, RewardModelSpec):
-            self._path, self._form, self._template = spec.model, spec.input, spec.template
-            self._append_eos, self._gives_logit = spec.append_eos, spec.output == "logit"
+            self._path, self._form, self._template = spec.model, "text", spec.template
+            self._append_eos, self._gives_logit = spec.append_eos, True
         else:
             self._path, self._form = spec.classifier, spec.classifier_input or "text"
             self._template, self._append_eos, self._gives_logit = spec.classifier_template, False, False
@@ -45,31 +45,27 @@ class Classifier:
         if self._form == "chat" and self._tokenizer.chat_template is None:
             raise LoadError(f"the tokenizer of {self._path} has no chat template; use another form of input")
 
-    def encode(self, prompt: str, response: str, *, finished: bool = True) -> Row | NoScore:
+    def encode(self, prompt: str, response: str, *, finished: bool = True) -> list[int] | NoScore:
         """Return the tokens of one input."""
-        row = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
-        eos = self._tokenizer.eos_token_id
-        if self._append_eos and finished and row["input_ids"][-1:] != [eos]:
-            row = {name: [*ids, eos if name == "input_ids" else ids[-1]] for name, ids in row.items()}
-        return model_loader.check_length(len(row["input_ids"]), self._max_tokens, "the input") or row
+        ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
+        eos: Any = self._tokenizer.eos_token_id
+        if self._append_eos and finished and ids[-1:] != [eos]:
+            ids = [*ids, eos]
+        return model_loader.check_length(len(ids), self._max_tokens, "the input") or ids
 
     @torch.inference_mode()
-    def values(self, rows: Sequence[Row]) -> list[float]:
+    def values(self, rows: Sequence[list[int]]) -> list[float]:
         """Return one number per row, computed as one batch.
 
         Models that read the score at the last token read it at the last token of the row, whatever token that is.
         """
-        ids = [row["input_ids"] for row in rows]
         # a row that ends in the model's own padding token would be read one token too early (see `unused_id`)
-        pad_id = model_loader.unused_id(ids, self._pad_id)
-        input_ids, mask = model_loader.pad(ids, pad_id, side="right")  # [B, T]
-        batch = {"input_ids": input_ids, "attention_mask": mask}
-        if "token_type_ids" in rows[0]:
-            batch["token_type_ids"] = model_loader.pad([row["token_type_ids"] for row in rows], 0, side="right")[0]
-        config = self._model.config.get_text_config()
+        pad_id = model_loader.unused_id(rows, self._pad_id)
+        ids, mask = model_loader.pad(rows, pad_id, side="right")  # [B, T]
+        config, device = self._model.config.get_text_config(), self._model.device
         config.pad_token_id = pad_id
         try:
-            logits = self._model(**{name: tensor.to(self._model.device) for name, tensor in batch.items()}).logits
+            logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         finally:
             config.pad_token_id = self._pad_id
         logits = logits.float()  # [B, labels]
@@ -107,16 +103,15 @@ class GuardClassifier:
             raise LoadError(f"the tokenizer of {spec.classifier} has no chat template; use another form of input")
         self._common, self._safe, self._unsafe = self._verdicts(spec.classifier)
 
-    def encode(self, prompt: str, response: str, *, finished: bool = True) -> Row | NoScore:
+    def encode(self, prompt: str, response: str) -> list[int] | NoScore:
         """Return the tokens up to the first one in which the verdicts differ."""
-        row = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
-        ids = row["input_ids"] + self._common
-        return model_loader.check_length(len(ids), self._max_tokens, "the input") or {"input_ids": ids}
+        ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response) + self._common
+        return model_loader.check_length(len(ids), self._max_tokens, "the input") or ids
 
     @torch.inference_mode()
-    def values(self, rows: Sequence[Row]) -> list[float]:
+    def values(self, rows: Sequence[list[int]]) -> list[float]:
         """Return the probability of `unsafe` among the two verdicts per row, computed as one batch."""
-        ids, mask = model_loader.pad([row["input_ids"] for row in rows], 0, side="left")  # [B, T]
+        ids, mask = model_loader.pad(rows, 0, side="left")  # [B, T]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         device = self._model.device
         logits = self._model(

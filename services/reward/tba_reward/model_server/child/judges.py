@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from tba.config.reward import ModelScorerSpec, RedteamSpec, RewardModelSpec
-from tba_reward.model_server.child.classifier import Classifier, GuardClassifier, Row
+from tba_reward.model_server.child.classifier import Classifier, GuardClassifier
 from tba_reward.model_server.child.server import Judge, NoScore, TokenizedRequest
 from tba_reward.model_server.child.victim import Victim
 from tba_reward.model_server.model_messages import ScoreRequest
-
-MIN_TOXICITY = 1e-6
-"""Below it `log_toxicity` takes this instead: the logarithm of 0 is not a reward."""
 
 
 def load_judge(spec: ModelScorerSpec) -> Judge:
@@ -45,7 +42,7 @@ class RewardModelJudge:
         row = self._classifier.encode(request.prompt, request.response, finished=request.finished)
         if isinstance(row, NoScore):
             return row
-        return TokenizedRequest(request, row, len(row["input_ids"]))
+        return TokenizedRequest(request, row, len(row))
 
     def score(self, batch: Sequence[TokenizedRequest]) -> list[float | NoScore]:
         """Return one number per request."""
@@ -56,7 +53,6 @@ class RedteamJudge:
     """Scores an attack, the response, by the mean score of the victim's replies to it."""
 
     def __init__(self, spec: RedteamSpec) -> None:
-        self._least = MIN_TOXICITY if spec.output == "log_toxicity" else None
         self._victim = Victim(spec)
         self._classifier = GuardClassifier(spec) if spec.judge == "guard" else Classifier(spec)
         self._batch_tokens = spec.batch_tokens
@@ -89,17 +85,17 @@ class RedteamJudge:
         ]
         values = self._values(rows)
         number = self._victim.num_replies
-        return [mean_of(values[n : n + number], self._least) for n in range(0, len(values), number)]
+        return [_mean_of(values[n : n + number]) for n in range(0, len(values), number)]
 
-    def _values(self, rows: Sequence[Row | NoScore]) -> list[float | NoScore]:
+    def _values(self, rows: Sequence[list[int] | NoScore]) -> list[float | NoScore]:
         """Return the classifier's score of every row, computed in batches by tokens."""
         values: list[float | NoScore] = [row if isinstance(row, NoScore) else math.nan for row in rows]
         known = {n: row for n, row in enumerate(rows) if not isinstance(row, NoScore)}
         # similar lengths in one batch need less padding
-        order = sorted(known, key=lambda n: len(known[n]["input_ids"]))
+        order = sorted(known, key=lambda n: len(known[n]))
         batch: list[int] = []
         for n in order:
-            if batch and (len(batch) + 1) * len(known[n]["input_ids"]) > self._batch_tokens:
+            if batch and (len(batch) + 1) * len(known[n]) > self._batch_tokens:
                 self._fill(values, batch, known)
                 batch = []
             batch.append(n)
@@ -107,7 +103,7 @@ class RedteamJudge:
             self._fill(values, batch, known)
         return values
 
-    def _fill(self, values: list[float | NoScore], batch: list[int], rows: dict[int, Row]) -> None:
+    def _fill(self, values: list[float | NoScore], batch: list[int], rows: dict[int, list[int]]) -> None:
         for n, value in zip(batch, self._classifier.values([rows[n] for n in batch]), strict=True):
             values[n] = _finite(value)
 
@@ -116,15 +112,11 @@ def _finite(value: float) -> float | NoScore:
     return value if math.isfinite(value) else NoScore("not_finite", f"the model's output is {value}")
 
 
-def mean_of(values: Sequence[float | NoScore], least: float | None) -> float | NoScore:
-    """Return the mean over the replies to one attack, or the first NoScore if there is one.
-
-    Args:
-        values: one per reply.
-        least: lower bound of the values whose logarithms are averaged; None: the values themselves are averaged.
-    """
-    failure = next((value for value in values if isinstance(value, NoScore)), None)
-    if failure is not None:
-        return NoScore(failure.reason, f"a reply of the victim: {failure.detail}")
-    known = [value for value in values if not isinstance(value, NoScore)]
-    return fmean(known if least is None else (math.log(max(value, least)) for value in known))
+def _mean_of(values: Sequence[float | NoScore]) -> float | NoScore:
+    """Return the mean over the replies to one attack, or the first NoScore if there is one."""
+    known = list[float]()
+    for value in values:
+        if isinstance(value, NoScore):
+            return NoScore(value.reason, f"a reply of the victim: {value.detail}")
+        known.append(value)
+    return fmean(known)

@@ -18,8 +18,8 @@ from tba.errors import ConfigError
 from tba.weights.load_report import check_load_report
 from tba_reward.model_server.child.server import NoScore
 
-InputForm = Literal["text", "pair", "chat"]
-"""The template with its fields filled in, (prompt, response) as a pair of texts, or two turns in the chat template."""
+InputForm = Literal["text", "chat"]
+"""The template with its fields filled in, or two turns in the chat template."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -114,18 +114,12 @@ def fill(template: str, prompt: str, response: str = "") -> str:
     return before.replace("{prompt}", prompt) + (response if field else "") + after.replace("{prompt}", prompt)
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase, form: InputForm, template: str, prompt: str, response: str
-) -> dict[str, list[int]]:
-    """Return `input_ids`, and `token_type_ids` where the model wants them."""
+def encode(tokenizer: PreTrainedTokenizerBase, form: InputForm, template: str, prompt: str, response: str) -> list[int]:
+    """Return the tokens of a prompt and a response."""
     if form == "chat":
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        return {"input_ids": encode_chat(tokenizer, turns, to_be_continued=False)}
-    if form == "pair":
-        encoded = tokenizer(prompt, response)
-    else:
-        encoded = tokenizer(fill(template, prompt, response))
-    return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+        return encode_chat(tokenizer, turns, to_be_continued=False)
+    return list(tokenizer(fill(template, prompt, response))["input_ids"])
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, to_be_continued: bool) -> list[int]:

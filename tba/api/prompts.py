@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from tba.fields import MAX_DIGITS, Integer, Name, Number, RunState, Split, StrictModel, VersionText
 from tba.wire.codec import new_id
@@ -16,21 +16,24 @@ MAX_DATA_LEVELS = 32
 _MAX_WHOLE = 10**MAX_DIGITS
 
 
+def _plain_json(data: dict[str, Any]) -> dict[str, Any]:
+    _check_levels_and_digits(data)
+    json.dumps(data, allow_nan=False, ensure_ascii=False).encode()  # NaN and lone surrogates raise ValueError
+    return data
+
+
+PromptData = Annotated[dict[str, Any], AfterValidator(_plain_json)]
+"""What the reward of a prompt needs: JSON, nested at most 32 levels deep."""
+
+
 class Prompt(StrictModel):
-    """One question with its task name and the data its reward needs (JSON, nested at most 32 levels deep)."""
+    """One question with its task name and the data its reward needs."""
 
     prompt_id: Name
     task: Name
     text: str = Field(min_length=1, max_length=1_000_000)
-    data: dict[str, Any] = Field(default_factory=dict)
+    data: PromptData = Field(default_factory=dict)
     split: Split = "train"
-
-    @field_validator("data")
-    @classmethod
-    def _is_plain_json(cls, data: dict[str, Any]) -> dict[str, Any]:
-        _check_levels_and_digits(data)
-        json.dumps(data, allow_nan=False, ensure_ascii=False).encode()  # NaN and lone surrogates raise ValueError
-        return data
 
 
 def _check_levels_and_digits(data: dict[str, Any]) -> None:

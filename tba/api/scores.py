@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
+from tba.api.prompts import PromptData
 from tba.api.run import WaitInfo
 from tba.fields import MAX_NUMBER, Name, StrictModel, is_bounded
 from tba.wire.rollout import FinishReason
@@ -54,7 +55,7 @@ class ScoreItem(StrictModel):
     task: Name
     prompt: str
     response: str
-    data: dict[str, Any] = Field(default_factory=dict)
+    data: PromptData = Field(default_factory=dict)
     finish_reason: str = Field(default="stop", pattern=f"^({'|'.join(get_args(FinishReason))})$")
     response_tokens: list[TokenId] | None = None
     """The response as token ids; sent for tasks with a Python function (`RewardSection.takes_tokens`)."""

@@ -59,9 +59,11 @@ def composition(
     """A task of these components: scorer and settings (weight, gate) by name."""
     metrics = metrics or Metrics(CollectorRegistry())
     components = [
-        RewardComponent(task, name, ExactSpec(kind="exact", **settings), scorer, metrics, is_inline=is_inline)
+        RewardComponent(task, name, ExactSpec(kind="exact", **settings), scorer, metrics)
         for name, (scorer, settings) in scorers.items()
     ]
+    for component in components:
+        component.is_inline = is_inline
     return CompositeReward(task, components, is_required=is_required)
 
 

@@ -26,7 +26,7 @@ from tba.api.scores import ANSWER_REASONS, STARTING
 from tba.config.reward import FormatSpec, HttpSpec, MathSpec, ModelScorerSpec, ScorerSpec
 from tba.logs import get_logger
 from tba_reward.metrics import Metrics
-from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer, checked
+from tba_reward.scorer import OK, Failure, InlineScorer, Item, Outcome, Scorer, checked
 
 CHUNK_ITEMS = 64
 """Items that a scorer is asked for at once. Scores are kept chunk by chunk, also where the request ends before."""
@@ -45,90 +45,42 @@ class ScoreCache:
     Failures are never kept: asked again, they may be scored.
 
     Args:
-        max_items: most scores kept; 0: none.
+        max_items: most scores kept.
     """
 
-    def __init__(self, max_items: int) -> None:
-        self._max_items = max_items
+    def __init__(self, max_items: int, metrics: Metrics) -> None:
+        self._max_items, self._metrics = max_items, metrics
         self._scores: OrderedDict[bytes, float] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._scores)
-
-    def get(self, key: bytes) -> float | None:
-        """Return the score if it is known."""
-        score = self._scores.get(key)
-        if score is not None:
-            self._scores.move_to_end(key)
-        return score
-
-    def put(self, key: bytes, score: float) -> None:
-        """Keep a score; evict the least recently used ones beyond the bound."""
-        if self._max_items:
-            self._scores[key] = score
-            self._scores.move_to_end(key)
-            while len(self._scores) > self._max_items:
-                self._scores.popitem(last=False)
-
-
-class CachedScorer:
-    """Asks another scorer for items whose score is not known, and only once for equal items of a batch.
-
-    Args:
-        scorer: the scorer that is asked.
-        cache: shared with other scorers; the version is part of the key.
-    """
-
-    def __init__(self, scorer: Scorer, cache: ScoreCache, metrics: Metrics) -> None:
-        self._scorer, self._cache, self._metrics = scorer, cache, metrics
-
-    @property
-    def version(self) -> str:
-        """The version of the scorer."""
-        return self._scorer.version
-
-    async def start(self) -> None:
-        """Start the scorer."""
-        await self._scorer.start()
-
-    async def close(self) -> None:
-        """Close the scorer."""
-        await self._scorer.close()
-
-    def health(self) -> str:
-        """Return the health of the scorer."""
-        return self._scorer.health()
-
-    async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order."""
-        version = self._scorer.version
-        keys = [content_key(version, item) for item in items]
-        known: dict[bytes, Outcome] = {}
-        asked: dict[bytes, Item] = {}
+    async def score(self, scorer: Scorer, items: Sequence[Item]) -> list[Outcome]:
+        """Return one outcome per item, in order; ask the scorer once for each content whose score is not known."""
+        keys = [content_key(scorer.version, item) for item in items]
+        found, asked = dict[bytes, Outcome](), dict[bytes, Item]()
         for key, item in zip(keys, items, strict=True):
-            if key in known or key in asked:
-                continue
-            score = self._cache.get(key)
-            if score is None:
-                asked[key] = item
+            if key in self._scores:
+                self._scores.move_to_end(key)
+                found[key] = self._scores[key]
             else:
-                known[key] = score
+                asked[key] = item
         self._metrics.record_cache_hits(len(items) - len(asked))
         unknown = list(asked.items())
         # the scorer still gets all chunks at once; only what is kept comes in pieces
         chunks = [unknown[at : at + CHUNK_ITEMS] for at in range(0, len(unknown), CHUNK_ITEMS)]
-        for found in await asyncio.gather(*(self._ask(chunk) for chunk in chunks)):
-            known |= found
-        return [known[key] for key in keys]
+        for scored in await asyncio.gather(*(self._ask(scorer, chunk) for chunk in chunks)):
+            found |= scored
+        return [found[key] for key in keys]
 
-    async def _ask(self, chunk: Sequence[tuple[bytes, Item]]) -> dict[bytes, Outcome]:
+    async def _ask(self, scorer: Scorer, chunk: Sequence[tuple[bytes, Item]]) -> dict[bytes, Outcome]:
         """Return outcomes by key, and keep the scores among them."""
-        outcomes = await self._scorer.score([item for _, item in chunk])
+        outcomes = await scorer.score([item for _, item in chunk])
         found = {key: outcome for (key, _), outcome in zip(chunk, outcomes, strict=True)}
+        # at once, not when the whole request is done: it may be cancelled before
         for key, outcome in found.items():
-            # at once, not when the whole request is done: it may be cancelled before
             if not isinstance(outcome, Failure):
-                self._cache.put(key, outcome)
+                self._scores[key] = outcome
+                self._scores.move_to_end(key)
+        while len(self._scores) > self._max_items:
+            self._scores.popitem(last=False)
         return found
 
 
@@ -154,14 +106,24 @@ class RewardComponent:
         name: of this part of it.
         spec: the settings of the scorer.
         scorer: what scores.
-        is_inline: whether it runs in the service itself: it waits for nothing else, so it never counts as pending.
+        cache: of known scores; None where the scorer is always asked.
     """
 
     def __init__(
-        self, task: str, name: str, spec: ScorerSpec, scorer: Scorer, metrics: Metrics, *, is_inline: bool
+        self,
+        task: str,
+        name: str,
+        spec: ScorerSpec,
+        scorer: Scorer,
+        metrics: Metrics,
+        *,
+        cache: ScoreCache | None = None,
     ) -> None:
-        self.task, self.name, self.spec, self.weight, self.is_inline = task, name, spec, spec.factor, is_inline
+        self.task, self.name, self.spec, self.weight = task, name, spec, spec.factor
+        self.is_inline = isinstance(scorer, InlineScorer)
+        """Whether it runs in the service itself: it waits for nothing else, so it never counts as pending."""
         self._scorer, self._metrics = scorer, metrics
+        self._cache = None if self.is_inline else cache  # looking a score up costs as much as scoring inline
         self._starting: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
         self._problem = IDLE
@@ -244,15 +206,15 @@ class RewardComponent:
 
     async def _ask(self, items: Sequence[Item]) -> list[Outcome]:
         try:
-            outcomes = await self._scorer.score(items)
+            cache, scorer = self._cache, self._scorer
+            outcomes = await (scorer.score(items) if cache is None else cache.score(scorer, items))
         except Exception as error:  # a defect of a scorer costs its own items alone, and shows in the log
             log.exception("scorer_failed", task=self.task, scorer=self.name)
             return [Failure("exception", f"the scorer failed: {type(error).__name__}: {error}")] * len(items)
         if len(outcomes) != len(items):
-            log.error("scorer_failed", task=self.task, scorer=self.name, num_items=len(items), num_scores=len(outcomes))
-            return [Failure("exception", f"the scorer returned {len(outcomes)} scores for {len(items)} items")] * len(
-                items
-            )
+            detail = f"the scorer returned {len(outcomes)} scores for {len(items)} items"
+            log.error("scorer_failed", task=self.task, scorer=self.name, detail=detail)
+            return [Failure("exception", detail)] * len(items)
         return [each if isinstance(each, Failure) else checked(each) for each in outcomes]
 
     def _watch(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> None:

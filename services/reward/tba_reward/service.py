@@ -18,9 +18,9 @@ from tba.api import ScoreError, ScoreItem, ScoreResult
 from tba.config.reward import ExactSpec, LastNumberSpec, MathSpec, RewardSection, TaskReward
 from tba.errors import BrokenRewardError, BusyError, ConfigError, UnavailableError
 from tba.logs import get_logger
-from tba_reward.composite_reward import CachedScorer, CompositeReward, ItemReward, RewardComponent, ScoreCache
+from tba_reward.composite_reward import CompositeReward, ItemReward, RewardComponent, ScoreCache
 from tba_reward.metrics import Metrics
-from tba_reward.scorer import OK, Failure, InlineScorer, Item, clean
+from tba_reward.scorer import OK, Failure, Item, clean
 from tba_reward.scorers import Tools, build_scorer
 
 BUILT_IN: Mapping[str, TaskReward] = {
@@ -65,14 +65,10 @@ def build_tasks(
 def _components(
     task: str, config: TaskReward, tools: Tools, cache: ScoreCache, metrics: Metrics
 ) -> list[RewardComponent]:
-    components = []
-    for name, spec in config.parts.items():
-        scorer = build_scorer(spec, tools)
-        is_inline = isinstance(scorer, InlineScorer)
-        if not is_inline:  # looking a score up costs as much as scoring inline
-            scorer = CachedScorer(scorer, cache, metrics)
-        components.append(RewardComponent(task, name, spec, scorer, metrics, is_inline=is_inline))
-    return components
+    return [
+        RewardComponent(task, name, spec, build_scorer(spec, tools), metrics, cache=cache)
+        for name, spec in config.parts.items()
+    ]
 
 
 class RewardService:
@@ -146,7 +142,7 @@ class RewardService:
                 by_task.setdefault(item.task, []).append(at)
             else:
                 detail = f"no reward for task {item.task!r}; known: {', '.join(self.tasks)}"
-                results[at] = _failed(item.item_id, Failure("unknown_task", detail))
+                results[at] = failed(item.item_id, Failure("unknown_task", detail))
         refused = [result.error.reason for result in results if result is not None and result.error is not None]
         if refused:
             self._metrics.record_results(UNKNOWN, refused)
@@ -209,10 +205,11 @@ class RewardService:
 def _result(item_id: str, reward: ItemReward, version: str) -> ScoreResult:
     assert reward.outcome is not None
     if isinstance(reward.outcome, Failure):
-        return _failed(item_id, reward.outcome)
+        return failed(item_id, reward.outcome)
     return ScoreResult(item_id=item_id, reward=reward.outcome, reward_version=version, parts=reward.parts)
 
 
-def _failed(item_id: str, failure: Failure) -> ScoreResult:
+def failed(item_id: str, failure: Failure) -> ScoreResult:
+    """Return the result of an item without a score."""
     error = ScoreError(reason=failure.reason, detail=clean(failure.detail))
     return ScoreResult(item_id=item_id, error=error)

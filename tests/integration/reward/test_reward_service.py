@@ -123,7 +123,7 @@ def test_a_batch_is_scored_in_order_with_a_reward_or_a_reason_each(service: Serv
         item(7, task="slow", response="crash"),
         item(8, response="x" * 1_000_001),
         {"item_id": "9", "task": "addition", "prompt": ""},
-        item(10, response="\ud800"),
+        item(10, answer="\ud800"),
         item(11, task="slow", response=""),
     ]
     answer = post(service, {"items": items})
@@ -151,7 +151,7 @@ def test_the_client_of_tba_understands_the_service(service: Service) -> None:
         (b"\xff\xfe", 422, ""),
         (b"[]", 422, "body"),
         ({"items": []}, 422, "items"),
-        ({"items": [item(0)], "extra": 1}, 422, "extra"),
+        ({"items": [item(0)], "extra": 1}, 422, "nothing else"),
         ({"items": [item(n) for n in range(1025)]}, 413, "1025 items, the limit is 1024"),
         ({"items": [item(0, response="x" * 2**24)]}, 413, "16777216"),
     ],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from tba_reward import composite_reward, service
-from tba_reward.composite_reward import CHUNK_ITEMS, CachedScorer, CompositeReward, ItemReward, ScoreCache, content_key
+from tba_reward.composite_reward import CHUNK_ITEMS, CompositeReward, ItemReward, ScoreCache, content_key
 from tba_reward.metrics import Metrics
 from tba_reward.model_server.client import ModelPool
 from tba_reward.process_pool.pool import WorkerPool
@@ -135,15 +135,16 @@ async def test_scores_are_counted_by_task_and_scorer() -> None:
         assert registry.get_sample_value("tba_reward_scores_total", labels) == 2
 
 
-def cached(scorer: ScriptedScorer, *, max_items: int = 10) -> CachedScorer:
-    return CachedScorer(scorer, ScoreCache(max_items), Metrics(CollectorRegistry()))
+def cached(scorer: ScriptedScorer, *, max_items: int = 10) -> Callable[[list[Item]], Awaitable[list[Outcome]]]:
+    cache = ScoreCache(max_items, Metrics(CollectorRegistry()))
+    return lambda items: cache.score(scorer, items)
 
 
 async def test_the_same_content_is_asked_for_once() -> None:
     scorer = ScriptedScorer(lambda item: float(item.response))
     cache = cached(scorer)
-    assert await cache.score([item("1"), item("2"), item("1")]) == [1.0, 2.0, 1.0]
-    assert await cache.score([item("2"), item("3")]) == [2.0, 3.0]
+    assert await cache([item("1"), item("2"), item("1")]) == [1.0, 2.0, 1.0]
+    assert await cache([item("2"), item("3")]) == [2.0, 3.0]
     assert [each.response for each in scorer.asked] == ["1", "2", "3"]
 
 
@@ -161,14 +162,14 @@ async def test_what_was_scored_before_a_request_was_given_up_is_not_asked_for_ag
     scorer.gate.clear()
     cache = cached(scorer, max_items=1000)
     items = [item(str(number)) for number in range(CHUNK_ITEMS)]
-    task = asyncio.create_task(cache.score([*items, item("stuck")]))
+    task = asyncio.ensure_future(cache([*items, item("stuck")]))
     async with asyncio.timeout(30):
         while len(scorer.asked) <= CHUNK_ITEMS:
             await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await cache.score(items) == [1.0] * CHUNK_ITEMS
+    assert await cache(items) == [1.0] * CHUNK_ITEMS
     assert len(scorer.asked) == CHUNK_ITEMS + 1
 
 
@@ -176,33 +177,25 @@ async def test_a_failure_is_never_kept() -> None:
     answers: list[Outcome] = [UNKNOWN, 1.0]
     scorer = ScriptedScorer(lambda item: answers.pop(0))
     cache = cached(scorer)
-    assert await cache.score([item(), item()]) == [UNKNOWN, UNKNOWN], "twice in a batch is asked once"
-    assert await cache.score([item()]) == [1.0]
-    assert await cache.score([item()]) == [1.0]
+    assert await cache([item(), item()]) == [UNKNOWN, UNKNOWN], "twice in a batch is asked once"
+    assert await cache([item()]) == [1.0]
+    assert await cache([item()]) == [1.0]
 
 
 async def test_a_new_version_of_a_scorer_is_asked_again() -> None:
     scorer = ScriptedScorer(1.0)
     cache = cached(scorer)
-    await cache.score([item()])
+    await cache([item()])
     scorer.version, scorer.answer = "v2", lambda item: 2.0
-    assert await cache.score([item()]) == [2.0]
+    assert await cache([item()]) == [2.0]
 
 
 async def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
     scorer = ScriptedScorer(lambda item: float(item.response))
     cache = cached(scorer, max_items=2)
     for responses in (["1", "2"], ["1"], ["3"], ["1"], ["2"]):
-        await cache.score([item(response) for response in responses])
+        await cache([item(response) for response in responses])
     assert [each.response for each in scorer.asked] == ["1", "2", "3", "2"]
-
-
-async def test_a_cache_of_nothing_keeps_nothing() -> None:
-    scorer = ScriptedScorer(1.0)
-    cache = cached(scorer, max_items=0)
-    await cache.score([item()])
-    await cache.score([item()])
-    assert len(scorer.asked) == 2
 
 
 def test_the_key_depends_on_everything_that_a_score_may_depend_on() -> None:
@@ -232,8 +225,8 @@ def build(**entries: list[dict[str, Any]]) -> dict[str, CompositeReward]:
 
 def build_section(section: RewardSection) -> dict[str, CompositeReward]:
     pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=1.0)
-    tools = Tools(pool=pool, models=ModelPool())
-    return service.build_tasks(section, tools, ScoreCache(0), Metrics(CollectorRegistry()))
+    tools, metrics = Tools(pool=pool, models=ModelPool()), Metrics(CollectorRegistry())
+    return service.build_tasks(section, tools, ScoreCache(9, metrics), metrics)
 
 
 def test_built_in_tasks_need_no_entry_and_those_of_worker_processes_start_with_their_first_item() -> None:

@@ -16,6 +16,9 @@ from tba.errors import LimitError, MalformedError, WireError
 GOOD = {"item_id": "good", "task": "addition", "prompt": "6+6=", "response": "12", "data": {"answer": "12"}}
 
 
+DEEP = json.loads("[" * 40 + "]" * 40)
+
+
 def read(body: bytes, **limits: int) -> list[ScoreItem | ScoreResult]:
     return read_items(body, **{"max_items": 10, "max_text_chars": 1000, **limits})
 
@@ -34,8 +37,9 @@ def body_of(*items: Any) -> bytes:
         ({**GOOD, "item_id": ""}, "item 1", "malformed", "item_id: "),
         ({**GOOD, "item_id": 7}, "item 1", "malformed", "item_id: "),
         ({**GOOD, "data": [1]}, "good", "malformed", "data: "),
-        ({**GOOD, "response": "lone \ud800"}, "good", "malformed", "not valid Unicode"),
-        ({**GOOD, "data": {"answer": ["\udfff"]}}, "good", "malformed", "not valid Unicode"),
+        ({**GOOD, "data": {"answer": ["\udfff"]}}, "good", "malformed", "data: 'utf-8' codec can't encode"),
+        ({**GOOD, "data": {"answer": 10**2000}}, "good", "malformed", "data: holds a whole number of more than"),
+        ({**GOOD, "data": {"answer": DEEP}}, "good", "malformed", "data: nested deeper than 32 levels"),
         ({**GOOD, "item_id": "\ud800"}, "item 1", "malformed", ""),
         (7, "item 1", "malformed", ""),
         (None, "item 1", "malformed", ""),
@@ -56,36 +60,6 @@ def test_a_bad_item_has_an_error_of_its_own_and_spoils_no_other(
     assert detail in found.error.detail
 
 
-@pytest.mark.parametrize("depth", [101, 900, 1100, 100_000])
-def test_an_item_that_is_nested_too_deep_spoils_no_other(depth: int) -> None:
-    text = 'a "quoted, [text' * 3
-    fine = {**GOOD, "data": {"answer": json.loads("[" * 98 + json.dumps([text, "\\"]) + "]" * 98)}}
-    deep = json.dumps({**GOOD, "item_id": "deep", "data": {"a": [1, 2], "b": "HERE", "c": text}})
-    bad = deep.replace('"HERE"', '{"x": [' * (depth // 2) + "1, 2" + "]}" * (depth // 2))
-    bare = "[" * depth + "1, 2" + "]" * depth
-    items = [json.dumps(fine), bad, bare, json.dumps(fine), bad]
-    found = read(f'{{"items": [{", ".join(items)}]}}'.encode())
-    assert [each.item_id for each in found] == ["good", "deep", "item 2", "good", "deep"]
-    for each in (found[0], found[3]):
-        assert isinstance(each, ScoreItem)
-        assert each.data == fine["data"]
-    for each in (found[1], found[4]):
-        assert isinstance(each, ScoreResult)
-        assert each.error is not None
-        assert each.error.reason == "malformed"
-        assert each.error.detail.endswith("are nested more than 100 deep")
-
-
-def test_bytes_that_are_no_text_spoil_only_the_item_that_has_them() -> None:
-    body = body_of(GOOD, {**GOOD, "response": "HERE"}, GOOD).replace(b"HERE", b"\xff\xfe\x80")
-    first, found, last = read(body)
-    assert isinstance(first, ScoreItem)
-    assert isinstance(last, ScoreItem)
-    assert isinstance(found, ScoreResult)
-    assert found.error is not None
-    assert found.error.reason == "malformed"
-
-
 @pytest.mark.parametrize("response", ["", "\u0000", "\U0001f600", "é" * 1000, "\\ud800", '"}]}'])
 def test_every_text_is_taken_as_it_is(response: str) -> None:
     for ensure_ascii in (True, False):
@@ -93,16 +67,6 @@ def test_every_text_is_taken_as_it_is(response: str) -> None:
         (found,) = read(body)
         assert isinstance(found, ScoreItem)
         assert found.response == response
-
-
-def test_numbers_of_any_size_are_taken() -> None:
-    body = body_of({**GOOD, "data": {"answer": 10**500}}).replace(b"1" + b"0" * 500, b"9" * 5000)
-    (huge,) = read(body)
-    assert isinstance(huge, ScoreItem)
-    assert huge.data["answer"] == float("inf")
-    (large,) = read(body_of({**GOOD, "data": {"answer": 10**500}}))
-    assert isinstance(large, ScoreItem)
-    assert large.data["answer"] == 10**500
 
 
 @pytest.mark.parametrize(
@@ -114,8 +78,8 @@ def test_numbers_of_any_size_are_taken() -> None:
         (b"[]", "the body must be an object"),
         (b'{"items": {}}', "the body must be an object"),
         (b'{"items": []}', "items is empty"),
-        (b'{"items": [1], "extra": 1}', "unknown key 'extra'"),
-        (b"[" * 100_000 + b"]" * 100_000, "the body must be an object"),
+        (b'{"items": [1], "extra": 1}', "and nothing else"),
+        (b"[" * 100_000 + b"]" * 100_000, "the body is not JSON"),
         (b'{"items": ' + b"[" * 100_000, "the body is not JSON"),
         (b'{"items": ["' + b"[" * 100_000, "the body is not JSON"),
     ],

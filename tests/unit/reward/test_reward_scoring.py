@@ -131,7 +131,7 @@ async def test_the_service_is_ready_when_every_task_that_it_needs_is() -> None:
 def judged(scorer: ScriptedScorer, *, task: str = "judged") -> CompositeReward:
     """A task whose scorer is an endpoint."""
     spec = HttpSpec(kind="http", url="http://127.0.0.1:9/v1/score")
-    part = RewardComponent(task, "http", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    part = RewardComponent(task, "http", spec, scorer, Metrics(CollectorRegistry()))
     return CompositeReward(task, [part], is_required=True)
 
 
@@ -154,7 +154,7 @@ async def test_a_dead_judge_makes_its_tasks_not_ready_and_not_the_service() -> N
 async def test_a_model_that_worked_and_is_started_again_makes_its_tasks_not_ready_and_not_the_service() -> None:
     scorer = ScriptedScorer(1.0)
     spec = RewardModelSpec(kind="reward_model", model="m")
-    part = RewardComponent("t", "reward_model", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    part = RewardComponent("t", "reward_model", spec, scorer, Metrics(CollectorRegistry()))
     scorer.problem = "lacks weights of score"
     service = scoring(CompositeReward("t", [part], is_required=True))
     part.start()
@@ -162,7 +162,7 @@ async def test_a_model_that_worked_and_is_started_again_makes_its_tasks_not_read
     assert await service.ready() == "t: reward_model: lacks weights of score", "it never worked"
     await service.close()
     scorer.problem = "ok"
-    part = RewardComponent("t", "reward_model", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    part = RewardComponent("t", "reward_model", spec, scorer, Metrics(CollectorRegistry()))
     service = scoring(CompositeReward("t", [part], is_required=True))
     await part.wait_started()
     scorer.problem = "was killed by SIGKILL"

@@ -43,7 +43,6 @@ TARGETS = (
     Target("... from a checkpoint of the log", "restart.restart_from_base_s", 5, at_least=False, unit="s"),
     Target("cost of a push, 10^6 to 10^4 stored", "restart.push_growth", 1.3, at_least=False),
     Target("cost of a draw, 10^6 to 10^4 stored", "restart.draw_growth", 1.3, at_least=False),
-    Target("256 searchers, push p99", "searchers.push_p99_ms", 100, at_least=False, unit="ms"),
 )
 
 
@@ -67,7 +66,6 @@ def main() -> int:
         "mixed": lambda: figures.batches_while_pushing(2 * args.seconds, max_push()),
         "index": index_alone,
         "restart": lambda: figures.restart_and_growth(args.rollouts, args.seconds / 2),
-        "searchers": lambda: figures.many_searchers(3 * args.seconds),
     }
     for name in args.only:
         if name not in stages:

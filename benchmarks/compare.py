@@ -27,7 +27,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 BENCHES: dict[str, list[str]] = {
     "buffer": ["--rollouts", "300000", "--seconds", "5"],
-    "trainer": ["--rounds", "3", "--skip-memory", "--ours-only"],
+    "trainer": ["--rounds", "3", "--ours-only"],
     "searcher": ["--sections", "embedded", "--rounds", "2"],
     "reward": ["--items", "2000"],
     "cpu_per_step": [],

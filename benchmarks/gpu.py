@@ -3,7 +3,6 @@
     python benchmarks/gpu.py smoke [--device cuda|cpu] [--only NAME ...] [--json FILE] [--report FILE] [--minutes N]
     python benchmarks/gpu.py bench ...
     python benchmarks/gpu.py one NAME ...      # a check in this process, its output on the terminal
-    python benchmarks/gpu.py report FILE ...   # the newest result of each check in these JSON lines, as Markdown
 
 Every check calls the product's own functions, on models with the shapes of Hugging Face configs and random weights.
 Without --device it takes the GPU, or the CPU where there is none: there sizes are tiny, and only what runs is proven.
@@ -39,9 +38,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"checks:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=["smoke", "bench", "one", "report"])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of `one`: the check; of `report`: the files")
-    parser.add_argument("--title", default="Checks on a GPU", help="of `report`")
+    parser.add_argument("kind", choices=["smoke", "bench", "one"])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of `one`: the check")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is a card")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks, in the order of the list")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line for each check")
@@ -52,8 +50,6 @@ def main() -> int:
     for name in [*(args.only or ()), *(args.names if args.kind == "one" else ())]:
         if name not in names:
             parser.error(f"there is no check {name!r}; there are {', '.join(names)}")
-    if args.kind == "report":
-        return _report([Path(name) for name in args.names], args.title)
     if len(args.names) != (args.kind == "one"):
         parser.error("`one` needs the name of a check, and smoke and bench none")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -75,13 +71,6 @@ def _device() -> Literal["cuda", "cpu"]:
         return "cuda"
     print("no GPU here: the checks run on the CPU, with tiny sizes", file=sys.stderr)
     return "cpu"
-
-
-def _report(paths: list[Path], title: str) -> int:
-    from benchmarks.gpu_bench.runner import newest_of, report_text
-
-    print(report_text(newest_of(paths), title=title, command="benchmarks/gpu.py"), end="")
-    return 0
 
 
 def _one(name: str, bench: Bench) -> int:

@@ -13,8 +13,6 @@ from benchmarks.buffer_bench.work import Work
 from tba.api import AckRequest, BatchRequest
 from tba.clients import BufferClient
 from tba.fields import StrictModel
-from tba.wire import encode_rollout
-from tests.support.buffer import make_rollout
 
 Call = Callable[[], int]
 
@@ -87,17 +85,3 @@ def trainer(number: int, *, url: str, lineage: int, token: str, num_rollouts: in
         return num_rollouts
 
     return train
-
-
-def searcher(number: int, *, url: str, num_prompts: int) -> Call:
-    """Push a visit of 20 completions of one prompt."""
-    client, rng = BufferClient(url, retry_s=0), random.Random(number)
-
-    def visit() -> int:
-        prompt_id = f"train-{rng.randrange(num_prompts)}"
-        payloads = [encode_rollout(make_rollout(prompt_id, reward=rng.random(), num_tokens=430)) for _ in range(20)]
-        outcomes = client.push(payloads).outcomes
-        assert all(item.outcome == "new" for item in outcomes)
-        return len(outcomes)
-
-    return visit

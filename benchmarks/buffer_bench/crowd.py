@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,19 +62,16 @@ class Crowd:
         return tallies
 
 
-def gather(
-    prepare: Prepare, num: int, *, duration_s: float, period_s: float = 0.0, num_threads: int = 1, **kwargs: Any
-) -> Crowd:
+def gather(prepare: Prepare, num: int, *, duration_s: float, period_s: float = 0.0, **kwargs: Any) -> Crowd:
     """Start `num` processes and wait until all are prepared; `go` begins the work.
 
     Args:
         period_s: each client makes one call per period, late or not; 0: as fast as it can.
-        num_threads: clients in each process.
     """
     queue, start = SPAWN.Queue(), SPAWN.Event()
     ready = SPAWN.Semaphore(0)
-    job = _Job(prepare, kwargs, duration_s, period_s, num_threads)
-    processes = [SPAWN.Process(target=_clients, args=(job, number, ready, start, queue)) for number in range(num)]
+    job = _Job(prepare, kwargs, duration_s, period_s)
+    processes = [SPAWN.Process(target=_client, args=(job, number, ready, start, queue)) for number in range(num)]
     for process in processes:
         process.daemon = True
         process.start()
@@ -103,33 +99,17 @@ class _Job:
     kwargs: dict[str, Any]
     duration_s: float
     period_s: float
-    num_threads: int
 
 
-def _clients(job: _Job, number: int, ready: Any, start: Any, queue: Any) -> None:
-    """One process: its threads work side by side, their tallies are merged."""
+def _client(job: _Job, number: int, ready: Any, start: Any, queue: Any) -> None:
+    """One process."""
     try:
-        numbers = range(number * job.num_threads, (number + 1) * job.num_threads)
-        calls = [job.prepare(each, **job.kwargs) for each in numbers]
-        tally, errors = Tally(), []
+        call, tally = job.prepare(number, **job.kwargs), Tally()
         ready.release()
         start.wait()
         cpu_s = time.process_time()
         tally.began_s = time.time()
-
-        def work(each: int, call: Callable[[], int]) -> None:
-            try:
-                _repeat(job, each, call, tally)
-            except BaseException as error:  # the parent raises it
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=pair) for pair in zip(numbers, calls, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        _repeat(job, number, call, tally)
         tally.ended_s = time.time()
         tally.cpu_s = time.process_time() - cpu_s
         queue.put(tally)

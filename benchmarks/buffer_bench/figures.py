@@ -168,26 +168,3 @@ def _wait_for_base(stack: Stack) -> float:
             raise RuntimeError("the log was not compacted within 120 s")
         time.sleep(0.2)
     return time.perf_counter() - began_s
-
-
-def many_searchers(duration_s: float) -> Figure:
-    """256 searchers, each pushing a visit of 20 every 2 s, while a trainer draws and acks batches of 160."""
-    with world(num_prompts=NUM_PROMPTS, sampling={"group_size": 20, "rollouts_per_visit": 20}) as stack:
-        fill(stack, 20_000, num_bytes=4096, num_prompts=NUM_PROMPTS)
-        lineage, url = start_lineage(stack.client), stack.buffer.url
-        visit = {"url": url, "num_prompts": NUM_PROMPTS, "period_s": 2.0, "num_threads": 64}
-        searchers = gather(clients.searcher, 4, duration_s=duration_s, **visit)
-        token = {"lineage": lineage.lineage, "token": lineage.token}
-        step = {"num_rollouts": 160, "period_s": 0.1}
-        trainers = gather(clients.trainer, 1, duration_s=duration_s, url=url, **step, **token)
-        searchers.go()
-        trainers.go()
-        trained, pushed = trainers.collect(duration_s + 120), searchers.collect(duration_s + 120)
-        return {
-            "num_searchers": 256,
-            "pushed_per_s": rate(pushed),
-            "push_p50_ms": 1000 * percentile(pushed, 0.5),
-            "push_p99_ms": 1000 * percentile(pushed, 0.99),
-            "batches_per_s": rate(trained) / 160,
-            "draw_and_ack_p99_ms": 1000 * percentile(trained, 0.99),
-        }

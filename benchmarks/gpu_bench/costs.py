@@ -23,12 +23,13 @@ from benchmarks.gpu_bench.models import (
     random_model,
     recipe_of,
 )
-from benchmarks.trainer import PEAK_TFLOPS, mfu
-from benchmarks.trainer_bench.workload import Workload, make_rollout
+from benchmarks.trainer_bench.workload import make_rollout
 from tba.config import Recipe
 from tba.wire import Batch
 from tba_cli.sizing.gpu_layout import USABLE_SHARE
 
+PEAK_TFLOPS = 989.0
+"""Dense bfloat16 of one H100 or H200."""
 MAX_RATIO, MIN_RATIO = 1.0 / USABLE_SHARE, 0.9
 """Of the measured peak to the traced one: above it a recipe that `tba sizing` admits runs out of memory."""
 
@@ -161,16 +162,22 @@ def check_throughput(bench: Bench, found: Findings) -> None:
 
 
 def _note_speed(bench: Bench, found: Findings, name: str, learner: Learner, batch: Batch, seconds: float) -> None:
-    work = Workload(
-        model=learner.model,
-        rollouts=list(batch.rollouts),
-        rewards=np.zeros(len(batch.rollouts)),
-        micro_batch_tokens=0,
-        device=bench.device,
-        autocast_dtype=torch.bfloat16,
-    )
     found.note(f"{name}_step_s", seconds)
     found.note(f"{name}_tokens_per_s", num_tokens_of(batch) / seconds)
     if bench.device == "cuda":
-        found.note(f"{name}_mfu", mfu(work, seconds, PEAK_TFLOPS))
+        found.note(f"{name}_mfu", _num_flops(learner.model, batch) / seconds / (PEAK_TFLOPS * 1e12))
         found.note(f"{name}_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
+
+
+def _num_flops(model: Any, batch: Batch) -> float:
+    """Return 6 flops per parameter of a matrix product and token, and those of causal attention.
+
+    The head counts where a response token is predicted; what is computed again does not count.
+    """
+    config, rollouts = model.config, batch.rollouts
+    head = config.vocab_size * config.hidden_size
+    inner = sum(p.numel() for p in model.base_model.parameters()) - head
+    num_response = sum(len(r.response_tokens) for r in rollouts)
+    squares = sum((len(r.prompt_tokens) + len(r.response_tokens)) ** 2 for r in rollouts)
+    attention = 6 * config.num_hidden_layers * config.hidden_size * squares
+    return 6 * (inner * num_tokens_of(batch) + head * num_response) + attention

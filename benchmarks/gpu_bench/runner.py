@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_bench.check import Bench, Check, Findings, Skipped
-from benchmarks.gpu_bench.checks import CHECKS
 
 LAST_LINES = 60
 """Of a check's output that the JSON line keeps where it has not passed."""
@@ -166,17 +165,6 @@ def line_of(result: dict[str, Any]) -> str:
     values = ", ".join(f"{name} {value}" for name, value in result["values"].items())
     text = f"{result['name']:<14}{result['status']:<10}{result['seconds']:>7.1f} s  {values}"
     return "\n".join([text, *(f"    {problem}" for problem in result["failures"]), *result["output"].splitlines()])
-
-
-def newest_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the last result with values of each check in files of JSON lines, in the order of the list of checks."""
-    newest: dict[str, dict[str, Any]] = {}
-    for result in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
-        if result["name"] not in newest or result["values"]:
-            newest[result["name"]] = result
-    places = {check.name: at for at, check in enumerate(CHECKS)}
-    # a recorded check may be gone
-    return sorted(newest.values(), key=lambda result: places.get(result["name"], len(places)))
 
 
 def report_text(results: Sequence[dict[str, Any]], *, title: str, command: str) -> str:

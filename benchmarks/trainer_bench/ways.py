@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ Step = Callable[[], float]
 def ours(work: Workload) -> Step:
     """Packed micro-batches balanced by tokens, chunked output head."""
     model = work.fresh_model()
-    policy = LogprobModel(model, temperature=1.0, autocast_dtype=work.autocast_dtype)
+    policy = LogprobModel(model, temperature=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     def step() -> float:
@@ -78,11 +77,8 @@ def plain(work: Workload) -> Step:
                 ids[i, : len(both)] = torch.from_numpy(both)
                 real[i, : len(both)] = 1
                 scored[i, len(rollout.prompt_tokens) : len(both)] = True
-            ids, real, scored = ids.to(work.device), real.to(work.device), scored.to(work.device)
-            with autocast(work):
-                logits = model(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
-            table = logits.float().log_softmax(-1)
-            logprobs = table.gather(2, ids[:, 1:, None])[:, :, 0]  # [B, T - 1]
+            logits = model(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
+            logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]  # [B, T - 1]
             mask = scored[:, 1:]
             tokens = Tokens(
                 logprobs=logprobs[mask],
@@ -106,14 +102,7 @@ def row_slices(work: Workload) -> list[slice]:
 
 def sampler_logprobs(work: Workload, rows: slice) -> Tensor:
     """Return the log-probs of the response tokens of some rollouts, one after another."""
-    return torch.from_numpy(np.concatenate([r.sampler_logprobs for r in work.rollouts[rows]])).to(work.device)
-
-
-def autocast(work: Workload) -> AbstractContextManager[Any]:
-    """The workload's precision."""
-    if work.autocast_dtype is None:
-        return nullcontext()
-    return torch.autocast(work.device, dtype=work.autocast_dtype)
+    return torch.from_numpy(np.concatenate([r.sampler_logprobs for r in work.rollouts[rows]]))
 
 
 def group_numbers(work: Workload) -> list[int]:
@@ -135,4 +124,4 @@ def group_advantages(work: Workload) -> Tensor:
         group=torch.tensor(group_numbers(work)),
         num_tokens=torch.tensor([len(r.response_tokens) for r in work.rollouts]),
     )
-    return advantages(sequences, OBJECTIVE, beta=0.0).to(work.device)
+    return advantages(sequences, OBJECTIVE, beta=0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -16,15 +15,7 @@ from tba.wire import Rollout, Sampling, VersionSpan
 
 Spread = Literal["log-uniform", "uniform"]
 
-SIZES = MappingProxyType(
-    {
-        # hidden, layers, heads, key-value heads, intermediate, vocabulary
-        "tiny": (256, 4, 4, 2, 768, 16_384),
-        "0.5b": (896, 24, 14, 2, 4864, 151_936),
-        "1.5b": (1536, 28, 12, 2, 8960, 151_936),
-    }
-)
-"""Shapes of Qwen2; 0.5b and 1.5b are those of Qwen2.5, with tied embeddings."""
+VOCAB_SIZE = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +26,6 @@ class Workload:
     rollouts: list[Rollout]
     rewards: NDArray[np.float64]
     micro_batch_tokens: int
-    device: str
-    autocast_dtype: torch.dtype | None
 
     @property
     def num_tokens(self) -> int:
@@ -48,19 +37,18 @@ class Workload:
         return copy.deepcopy(self.model)
 
 
-def make_model(size: str, device: str) -> Any:
+def make_model() -> Any:
     """A Qwen2 with random float32 weights, in train mode without dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hidden, layers, heads, kv_heads, intermediate, vocab_size = SIZES[size]
     config = AutoConfig.for_model(
         "qwen2",
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        vocab_size=vocab_size,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=768,
+        vocab_size=VOCAB_SIZE,
         max_position_embeddings=32_768,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -68,8 +56,7 @@ def make_model(size: str, device: str) -> Any:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def make_rollouts(
@@ -108,7 +95,7 @@ def make_rollout(
         version_spans=(VersionSpan(version=START, start=0, end=len(response)),),
         sampling=Sampling(temperature=1.0),
         # near what the untrained model gives: ratios stay inside the clip
-        sampler_logprobs=np.full(len(response), -np.log(16_384), dtype=np.float32),
+        sampler_logprobs=np.full(len(response), -np.log(VOCAB_SIZE), dtype=np.float32),
         ref_logprob=None,
         reward=reward,
         reward_status="scored",

@@ -266,7 +266,7 @@ def _add_model(commands: Subparsers) -> None:
 
 def _add_doctor(commands: Subparsers) -> None:
     doctor = commands.add_parser("doctor", help="check everything that a run needs, and say how to fix what is wrong")
-    _add_config_file(doctor, default_is="none: check this machine alone")
+    _add_config_file(doctor, default="quickstart")
     doctor.add_argument(
         "--for",
         dest="service",
@@ -278,9 +278,9 @@ def _add_doctor(commands: Subparsers) -> None:
     doctor.set_defaults(command="tba_cli.commands.doctor:doctor_command")
 
 
-def _add_config_file(parser: argparse.ArgumentParser, *, default_is: str = "") -> None:
-    help = "recipe, as the services read it" + (f" (default: {default_is})" if default_is else "")
-    parser.add_argument("--config", required=not default_is, metavar="FILE", help=help)
+def _add_config_file(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    help = "recipe, as the services read it" + ("" if default is None else f" (default: {default})")
+    parser.add_argument("--config", required=default is None, default=default, metavar="FILE", help=help)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as store.url=s3://bucket/prefix"
     )

@@ -74,7 +74,7 @@ tba model push --config recipe.toml --replace""",
 tba model pull --config recipe.toml --for trainer
 tba model pull --config recipe.toml --for searcher --wait-s 60""",
         "doctor": """\
-tba doctor                        # this machine alone
+tba doctor                        # for the recipe quickstart
 tba doctor --config recipe.toml --for searcher --gpus 1
 tba doctor --config recipe.toml --check disk --json""",
         "prompts upload": """\

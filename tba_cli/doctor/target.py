@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from tba.clients.service_client import Reply, ServiceClient, parse_reply
-from tba.config import Recipe, load_recipe, parse_recipe
+from tba.config import Recipe, load_recipe
 from tba.errors import BadReplyError, ConfigError, ServiceError, TlsError, UnavailableError
 from tba.fields import StrictModel
 from tba.tls import is_loopback, with_bare_urls
@@ -77,8 +77,6 @@ class Target:
     """A local run of this name runs here, and `recipe` has its real addresses."""
     num_gpus: int | None = None
     """The number of GPUs that should be visible here; None: any."""
-    has_recipe: bool = True
-    """False: only the machine is checked, and `recipe` has the defaults."""
 
     def url(self, service: Literal["buffer", "reward"]) -> str | None:
         """Return the URL of a service, or None where it is not known yet."""
@@ -127,14 +125,6 @@ def target_of(recipe: Recipe, *, service: str | None, num_gpus: int | None = Non
     if is_local and folder.endpoints_path.is_file() and folder.config_path.is_file():
         recipe, is_going = load_recipe(folder.config_path, environ={}), True
     return Target(recipe, _services(service), is_local, is_going, num_gpus)
-
-
-def machine_target(*, service: str | None, num_gpus: int | None = None) -> Target:
-    """Return the target for a machine alone, without a recipe; arguments as those of `target_of`."""
-    required = {"run": {"name": "none"}, "model": {"path": "none"}, "data": {"generator": "addition"}}
-    # with port 0 no service is asked: without a recipe no address is known
-    recipe = parse_recipe({**required, "buffer": {"port": 0}, "reward": {"port": 0}}, where="defaults")
-    return Target(recipe, _services(service), is_local=True, is_going=False, num_gpus=num_gpus, has_recipe=False)
 
 
 def _services(service: str | None) -> frozenset[str]:

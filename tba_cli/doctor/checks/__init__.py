@@ -23,6 +23,3 @@ CHECKS: Mapping[str, Check] = {
     "services": check_services,
     "rewards": check_rewards,
 }
-MACHINE_CHECKS = ("releases", "gpu", "disk")
-"""Those that say something without a recipe."""
-RECIPE_CHECKS = tuple(name for name in CHECKS if name not in MACHINE_CHECKS)

@@ -105,10 +105,9 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         yield fail("gpu", text, _no_gpu(answer))
         return
     names = ", ".join(f"{name} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)" for name, free, total in gpus)
-    asked = "the recipe asks for none; " if target.has_recipe and not users else ""
+    asked = "" if users else "the recipe asks for none; "
     yield ok("gpu", f"{asked}{len(gpus)} usable{f': {names}' if names else ''}")
-    if users or not target.has_recipe:
-        yield from _count(target, len(gpus))
+    yield from _count(target, len(gpus))
     for name, key, num in (
         ("trainer", "trainer.num_processes", recipe.trainer.num_processes),
         ("searcher", "searcher.tensor_parallel_size", recipe.searcher.tensor_parallel_size),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import tempfile
 import threading
@@ -60,16 +59,6 @@ def test_a_deployment_that_is_well(deployment: Deployment, capsys: pytest.Captur
         *("model", "service", "run", "reward-tasks"),
     )
     assert {code: levels.get(code) for code in wanted} == dict.fromkeys(wanted, "ok")
-
-
-def test_a_wrong_recipe_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    path = tmp_path / "r.toml"
-    path.write_text('[run]\nname = "x"\nnmae = 1\n')
-    assert main(["doctor", "--config", str(path)]) == 1
-    out = capsys.readouterr().out
-    assert "FAIL recipe:" in out
-    assert "unknown key 'run.nmae'" in out
-    assert "fix: correct the recipe" in out
 
 
 def test_without_services_nothing_hangs_and_nothing_is_wrong(deployment: Deployment, tmp_path: Path) -> None:
@@ -219,21 +208,6 @@ def test_too_few_gpus(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -
     found = list(check_gpu(target_of(recipe, service="trainer", num_gpus=1)))
     assert_finding(one(found, "gpu-count"), "fail", "2 GPU(s) are visible here, but --gpus asks for 1")
     assert {result.level for result in check_gpu(target_of(recipe, service="trainer", num_gpus=2))} == {"ok"}
-
-
-def test_without_a_recipe_the_machine_is_checked_and_what_was_left_out_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)] * 2)
-    assert main(["doctor", "--gpus", "1"]) == 1
-    out = capsys.readouterr().out
-    assert re.findall(r"^(\S+) +([a-z-]+):", out, re.MULTILINE)[:2] == [("ok", "release"), ("ok", "gpu")]
-    assert "FAIL gpu-count: 2 GPU(s) are visible here, but --gpus asks for 1" in out
-    assert "-    recipe: tokens, store, models," in out
-    assert "`tba doctor --config RECIPE` checks them" in out
-    for flag, value in (("--check", "store"), ("--set", "buffer.port=0")):
-        assert main(["doctor", flag, value]) == 2
-        assert f"{flag} {value} needs a recipe" in capsys.readouterr().err
 
 
 def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

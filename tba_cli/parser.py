@@ -331,17 +331,10 @@ def _add_export(commands: Subparsers) -> None:
         "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, a step, start, best, or last (default)"
     )
     export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
-    export.add_argument("--out", metavar="DIR", help="folder to write; must not exist, or be empty")
+    export.add_argument("--out", metavar="DIR", required=True, help="folder to write; must not exist, or be empty")
     export.add_argument(
         "--adapter", action="store_true", help="the LoRA adapter alone, as peft and vLLM read it, in place of the model"
     )
-    export.add_argument(
-        "--push-to-hub",
-        metavar="OWNER/NAME",
-        help="upload it to this model repository of the Hugging Face hub, made private where it does not exist; token: "
-        "HF_TOKEN, or `hf auth login`",
-    )
-    export.add_argument("--public", action="store_true", help="with --push-to-hub: everybody may read the repository")
     export.set_defaults(command="tba_cli.commands.export:export_command")
 
 

@@ -115,8 +115,7 @@ tba weights gc quickstart-seed0
 tba weights gc --recipe recipe.toml --run-is-over""",
         "export": """\
 tba export quickstart-seed0 --out model
-tba export quickstart-seed0 --version best --out model
-tba export quickstart-seed0 --push-to-hub me/my-model""",
+tba export quickstart-seed0 --version best --out model""",
         "evaluate": """\
 tba evaluate my.toml              # the starting model
 tba evaluate quickstart-seed0 --compare start best    # answers before and after, side by side

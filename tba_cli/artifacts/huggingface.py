@@ -117,11 +117,8 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def hub_library(what: str = "fetching from") -> Any:
+def hub_library() -> Any:
     """Return the module huggingface_hub.
-
-    Args:
-        what: the use of it, for the error.
 
     Raises:
         ConfigError: it is not installed.
@@ -130,6 +127,6 @@ def hub_library(what: str = "fetching from") -> Any:
         return importlib.import_module("huggingface_hub")
     except ImportError:
         raise ConfigError(
-            f"{what} the Hugging Face hub needs huggingface_hub, which is not installed; install the extra "
+            "fetching from the Hugging Face hub needs huggingface_hub, which is not installed; install the extra "
             "`data`: pip install 'tba[data]'"
         ) from None

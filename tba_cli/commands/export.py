@@ -1,5 +1,4 @@
-"""`tba export`: write any published version of a run, or its LoRA adapter alone, as a Hugging Face folder with a model
-card, or push it to the hub.
+"""`tba export`: write any published version of a run, or its LoRA adapter alone, as a Hugging Face folder with a card.
 
 It needs no torch.
 """
@@ -10,18 +9,15 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import tba
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, MalformedError
 from tba.store import open_store
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions
 from tba.weights.export import RunFacts, write_adapter, write_export
-from tba_cli.artifacts.hub_upload import HubRepository
 from tba_cli.reports.history import load_history
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client, run_folder
@@ -41,35 +37,20 @@ class Exportable:
 
 
 def export_command(args: argparse.Namespace) -> int:
-    """Download the version, verify it, write the folder, and push it to the hub where that is asked for."""
-    if args.public and not args.push_to_hub:
-        raise ConfigError("--public says who can read the repository of --push-to-hub OWNER/NAME; add that")
-    if not args.out and not args.push_to_hub:
-        raise ConfigError("say where to: --out DIR, --push-to-hub OWNER/NAME, or both")
-    out = Path(args.out).resolve() if args.out else None
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    """Download the version, verify it, and write the folder."""
+    out = Path(args.out).resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} exists already; name a folder that does not, or an empty one")
     source = source_of(args)
     versions = source.versions
     version = choose(args.version, source, versions)
-    what = f"version {version} of run {source.facts.recipe.run.name!r}"
-    repository = HubRepository(args.push_to_hub) if args.push_to_hub else None
-    if repository is not None:  # before gigabytes are downloaded
-        repository.open(public=args.public)
-    with tempfile.TemporaryDirectory(prefix="tba-export-") if out is None else nullcontext(out) as place:
-        folder = Path(place)
-        write = write_adapter if args.adapter else write_export
-        _write_whole(folder, lambda half: write(versions, version, half, source.facts))
-        if out is not None and not args.json:
-            print(f"exported {what} to {out}")
-        address = None
-        if repository is not None:
-            address = repository.push(folder, message=f"{what}, exported by tba {tba.__version__}")
-            if not args.json:
-                print(f"pushed {what} to {address}")
+    write = write_adapter if args.adapter else write_export
+    _write_whole(out, lambda half: write(versions, version, half, source.facts))
+    run = source.facts.recipe.run.name
     if args.json:
-        document = {"run": source.facts.recipe.run.name, "version": str(version), "out": out and str(out)}
-        print(json.dumps({**document, "pushed_to": address}, indent=1))
+        print(json.dumps({"run": run, "version": str(version), "out": str(out)}, indent=1))
+    else:
+        print(f"exported version {version} of run {run!r} to {out}")
     return 0
 
 

@@ -131,7 +131,7 @@ def test_the_best_version_is_named_and_can_be_exported_after_the_run(
     assert (summary["best_metric"], 0 <= summary["best_value"] <= 1) == ("accuracy", True)
     words = ("--version", "best", "--out", str(tmp_path / "best"))
     exported = answer(capsys, "export", *words, "--run-dir", str(finished.folder))
-    assert (exported["out"], exported["version"], exported["pushed_to"]) == (str(tmp_path / "best"), best, None)
+    assert (exported["out"], exported["version"]) == (str(tmp_path / "best"), best)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
     published = published_tensors(finished, PolicyVersion.parse(best), tmp_path)
     assert all(torch.equal(parameter, published[name]) for name, parameter in loaded.named_parameters())

@@ -328,7 +328,7 @@ def _add_export(commands: Subparsers) -> None:
     export = commands.add_parser("export", help="write a version of a run as a Hugging Face folder with a model card")
     add_target(export)
     export.add_argument(
-        "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, a step, start, best, or last (default)"
+        "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, start, best, or last (default)"
     )
     export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
     export.add_argument("--out", metavar="DIR", required=True, help="folder to write; must not exist, or be empty")
@@ -349,7 +349,7 @@ def _add_evaluate(commands: Subparsers) -> None:
     )
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this Hugging Face folder, for example an export")
     evaluate.add_argument(
-        "--version", metavar="VERSION", help="of the run: LINEAGE-STEP, a step, start, best, or last (default)"
+        "--version", metavar="VERSION", help="of the run: LINEAGE-STEP, start, best, or last (default)"
     )
     evaluate.add_argument(
         "--compare",

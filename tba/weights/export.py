@@ -4,8 +4,8 @@ Face (huggingface.co/docs/hub/model-cards)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -47,8 +47,6 @@ class RunFacts:
     recipe: Recipe
     evals: Sequence[EvalInfo] = ()
     best: BestVersion | None = None
-    parents: Mapping[int, str] = field(default_factory=dict)
-    """Lineage -> the version that it started from."""
     changes: Sequence[SettingsAudit] = ()
     """Of the live settings, oldest first."""
 

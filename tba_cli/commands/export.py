@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, MalformedError
 from tba.store import open_store
-from tba.versions import START, LineageTree, PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba.weights.export import RunFacts, write_adapter, write_export
 from tba_cli.reports.history import load_history
@@ -79,69 +79,39 @@ def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
 
 
 def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVersion:
-    """Return the version that --version names: LINEAGE-STEP, a step (of the run's history), start, best, or last.
+    """Return the version that --version names: LINEAGE-STEP, start, best, or last.
 
     Raises:
-        ConfigError: there is no such version, or a step names only those that the run has abandoned.
+        ConfigError: there is no such version.
     """
     # the store and not the buffer decides: a version may be announced and deleted since
-    existing = versions.versions()
+    run, existing = source.facts.recipe.run, versions.versions()
     if not existing:
-        raise ConfigError(f"run {source.facts.recipe.run.name!r} has published no version yet")
-    run, known = source.facts.recipe.run, ", ".join(map(str, existing[-8:]))
+        raise ConfigError(f"run {run.name!r} has published no version yet")
     if which == "last":
         # the buffer knows which one was announced last; without it the newest of the store has to do
         return source.latest or existing[-1]
+    newest = f"the newest are {', '.join(map(str, existing[-8:]))}"
     if which == "best":
         if source.facts.best is None:
             raise ConfigError(
-                f"run {run.name!r} has no best version: no finished evaluation has eval.best_metric; name one with "
-                f"--version, the newest are {known}"
+                f"run {run.name!r} has no best version: no finished evaluation has eval.best_metric; {newest}"
             )
-        best = PolicyVersion.parse(source.facts.best.version)
-        if best not in existing:
-            raise ConfigError(
-                f"the best version {best} of run {run.name!r} is not in the object store (any more); name one with "
-                f"--version, the newest are {known}"
-            )
-        return best
-    if which == "start":
+        version = PolicyVersion.parse(source.facts.best.version)
+    elif which == "start":
         # a fork begins at the step of the version that it continues, under a name of its own
         begin = START if run.fork_version is None else PolicyVersion.parse(run.fork_version)
-        what, found = f"of its start (step {begin.step})", [v for v in existing if v.step == begin.step][:1]
-    elif which.isascii() and which.isdigit():
-        of_step = [v for v in existing if str(v.step) == which]
-        what, found = f"of step {which}", _in_history(of_step, source.facts.parents)
-        if of_step and not found:
-            names = " or ".join(map(str, of_step))
-            raise ConfigError(
-                f"run {run.name!r} went back and abandoned what it published at step {which}; give {names} if you mean "
-                "that"
-            )
+        version = next((found for found in existing if found.step == begin.step), begin)
     else:
         try:
             version = PolicyVersion.parse(which)
         except MalformedError:
             raise ConfigError(
-                f"{which!r} names no version of run {run.name!r}; give LINEAGE-STEP, a step, start, best or last; the "
-                f"newest are {known}"
+                f"{which!r} names no version of run {run.name!r}; give LINEAGE-STEP, start, best or last; {newest}"
             ) from None
-        what, found = str(version), [v for v in existing if v == version]
-    if not found:
-        raise ConfigError(
-            f"run {run.name!r} has no weight version {what} (any more: trainer.keep_versions); the newest are {known}"
-        )
-    return found[-1]
-
-
-def _in_history(versions: list[PolicyVersion], parents: Mapping[int, str]) -> list[PolicyVersion]:
-    """Return the versions that the newest lineage made or descends from; all where no lineage is known."""
-    if not parents:
-        return versions
-    tree = LineageTree({lineage: PolicyVersion.parse(text) for lineage, text in parents.items()})
-    # from a step beyond all others: its own steps are in its history
-    last = {version.lineage: version.step for version in tree.ancestry(PolicyVersion(max(parents), 10**12))}
-    return [version for version in versions if version.step <= last.get(version.lineage, -1)]
+    if version not in existing:
+        raise ConfigError(f"run {run.name!r} has no weight version {which} (any more: trainer.keep_versions); {newest}")
+    return version
 
 
 def source_of(args: argparse.Namespace) -> Exportable:
@@ -159,7 +129,7 @@ def source_of(args: argparse.Namespace) -> Exportable:
     if info.run != recipe.run.name:
         raise ConfigError(f"the recipe is that of run {recipe.run.name!r}, but {args.url} serves run {info.run!r}")
     latest = None if info.latest_version is None else PolicyVersion.parse(info.latest_version)
-    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, parents=info.parents, changes=changes)
+    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, changes=changes)
     return Exportable(facts=facts, latest=latest)
 
 
@@ -188,7 +158,6 @@ def _of_ended(folder: RunFolder, recipe: Recipe) -> Exportable:
         recipe=recipe,
         evals=history.evals,
         best=history.best,
-        parents=history.parents,
         changes=() if history.settings is None else history.settings.changes,
     )
     return Exportable(facts=facts)

@@ -31,7 +31,7 @@ def upload_export(
         StoreError: the store is away, or its copy of the version is damaged.
     """
     prefix, versions = f"runs/{recipe.run.name}/export/", WeightVersions(store, recipe.run.name)
-    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, parents=info.parents, changes=changes)
+    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, changes=changes)
     # Written to this machine first: a version that turns out to be damaged leaves the old export as it was.
     with tempfile.TemporaryDirectory(prefix="tba-export-") as name:
         write_export(versions, last, Path(name), facts)

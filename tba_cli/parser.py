@@ -245,10 +245,6 @@ def _add_setup(commands: Subparsers) -> None:
 def _add_model(commands: Subparsers) -> None:
     model = commands.add_parser("model", help="keep folders of models and data sets in the object store")
     kinds = model.add_subparsers(metavar="WHAT", required=True)
-    push = kinds.add_parser("push", help="store every folder of the recipe that is here")
-    _add_config_file(push)
-    push.add_argument("--replace", action="store_true", help="overwrite the stored copy")
-    push.set_defaults(command="tba_cli.commands.setup:push_command")
     pull = kinds.add_parser("pull", help="fetch what a service needs to where the recipe wants it")
     _add_config_file(pull)
     pull.add_argument(

@@ -67,9 +67,6 @@ tba data prepare my.toml --set model.path=models/small""",
         "setup": """\
 tba setup --config recipe.toml --create-bucket --prepare
 tba setup --config recipe.toml --only models --pull""",
-        "model push": """\
-tba model push --config recipe.toml
-tba model push --config recipe.toml --replace""",
         "model pull": """\
 tba model pull --config recipe.toml --for trainer
 tba model pull --config recipe.toml --for searcher --wait-s 60""",
@@ -128,7 +125,7 @@ tba table runs/quickstart-seed0 runs/quickstart-seed1""",
 WITHOUT_JSON = frozenset(
     {
         # their results are files of the run or evaluation, which they name; what they print is progress
-        *("run", "demo", "data prepare", "setup", "model push", "model pull"),
+        *("run", "demo", "data prepare", "setup", "model pull"),
         # JSON in any case
         *("config show", "config schema"),
     }

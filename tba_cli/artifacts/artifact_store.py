@@ -1,7 +1,7 @@
-"""Push, pull and list the folders in an object store.
+"""Push and pull the folders in an object store.
 
-A push writes the files by their digest, then the manifest. If it is killed, the old folder stays, and the next push
-continues with the files that are there. A pull verifies every file, and fetches only those that are missing or damaged.
+A push writes the files by their digest, then the manifest. If it is killed, the next push continues with the files that
+are there. A pull verifies every file, and fetches those that are missing. Neither replaces anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import tba
 from tba.errors import (
     ConfigError,
     DigestError,
-    MalformedError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
@@ -22,17 +21,9 @@ from tba.errors import (
     WaitTimeoutError,
 )
 from tba.store import ObjectStore
-from tba.store.file import new_file
 from tba.store.open import is_bucket_missing, is_retryable
 from tba.weights import sha256_of_file
-from tba_cli.artifacts.manifest import (
-    RECORD,
-    FolderFile,
-    FolderManifest,
-    decode_folder_manifest,
-    files_of,
-    folder_digest,
-)
+from tba_cli.artifacts.manifest import FolderFile, FolderManifest, decode_folder_manifest, files_of, folder_digest
 from tba_cli.artifacts.required import KIND_PREFIXES, Kind, RequiredFolder
 
 OnProgress = Callable[[str], None]
@@ -76,11 +67,8 @@ class ArtifactStore:
         except ObjectNotFoundError:
             return None
 
-    def push(self, kind: Kind, name: str, folder: Path, *, replace: bool = False) -> FolderManifest:
+    def push(self, kind: Kind, name: str, folder: Path) -> FolderManifest:
         """Store a folder; to push the same content again changes nothing.
-
-        Args:
-            replace: write everything again, in place of what is stored under this name.
 
         Raises:
             ConfigError: it is not a folder, or the store has other content under this name.
@@ -98,98 +86,62 @@ class ArtifactStore:
             tba_version=tba.__version__,
         )
         where = f"{KIND_PREFIXES[kind]}/{name} in {self._store.url}"
-        # what is replaced need not be readable
-        if not replace and (before := self.find(kind, name)) is not None:
-            if before.digest == manifest.digest:
-                self._on_progress(f"{where} is there already ({describe(before)})")
-                return before
-            raise ConfigError(
-                f"{where} has other content than {folder}; give --replace if the one here is right, or rename one of "
-                "them"
-            )
+        if (before := self.find(kind, name)) is not None:
+            self._check_same(before, manifest, f"{where} has other content than {folder}")
+            self._on_progress(f"{where} is there already ({describe(before)})")
+            return before
         self._on_progress(f"pushing {folder} to {where} ({describe(manifest)})")
         for file in files:
             key = _file_key(kind, name, file)
             # keys are digests: an object of this size is this file, from a push that was killed
-            if replace or self._store.size_bytes(key) != file.size_bytes:
+            if self._store.size_bytes(key) != file.size_bytes:
                 self._store.put_file(key, folder / file.path)
         # last, because a folder is whole as soon as its manifest is there
-        manifest = self._publish(manifest, replaces=replace)
-        if replace:
-            self._remove_others(manifest)
+        self._publish(manifest, where)
         self._on_progress(f"{where} is pushed")
         return manifest
 
     def pull(self, manifest: FolderManifest, folder: Path) -> int:
-        """Make `folder` a copy of the stored one; return how many files were fetched.
+        """Fetch what a folder lacks of the stored one; return how many files were fetched.
 
         Raises:
-            ConfigError: the folder holds files of something else, which was not pulled, or cannot be written.
+            ConfigError: a file that is there is another one, or the folder cannot be written.
             DigestError: the store gives something else than was pushed.
-            ObjectNotFoundError: the stored folder was replaced meanwhile.
             StoreError: the store cannot be read.
         """
         try:
-            return self._pull(manifest, folder)
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError(f"{folder} is a file, and must be a folder; remove it")
+            for file in manifest.files:
+                if (folder / file.path).exists() and not _is_whole(folder / file.path, file):
+                    raise ConfigError(
+                        f"{folder / file.path} is not the file of {KIND_PREFIXES[manifest.kind]}/{manifest.name} in "
+                        f"{self._store.url}; remove that folder to pull it"
+                    )
+            missing = [file for file in manifest.files if not (folder / file.path).exists()]
+            for file in missing:
+                self._fetch(manifest, file, folder / file.path)
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
             raise ConfigError(f"{folder} cannot be written ({error.strerror}); mount a volume there") from None
+        return len(missing)
 
-    @staticmethod
-    def was_pulled(folder: Path) -> bool:
-        """Return whether the folder came from a store: a pull of it continues where it stopped."""
-        return (folder / RECORD).is_file()
-
-    def _publish(self, manifest: FolderManifest, *, replaces: bool) -> FolderManifest:
+    def _publish(self, manifest: FolderManifest, where: str) -> None:
         data = manifest.model_dump_json(indent=1).encode()
         try:
-            self._store.put(_manifest_key(manifest.kind, manifest.name), data, create_only=not replaces)
+            self._store.put(_manifest_key(manifest.kind, manifest.name), data, create_only=True)
         except ObjectExistsError:
             # another push was faster; with the same content that is no conflict
             other = self.find(manifest.kind, manifest.name)
-            if other is None or other.digest != manifest.digest:
+            if other is None:
                 raise
-            return other
-        return manifest
+            self._check_same(other, manifest, f"{where} was pushed with other content meanwhile")
 
-    def _remove_others(self, manifest: FolderManifest) -> None:
-        """Remove the files of the folder that this one replaced."""
-        kept = {_file_key(manifest.kind, manifest.name, file) for file in manifest.files}
-        for key in self._store.list(f"{KIND_PREFIXES[manifest.kind]}/{manifest.name}/files/"):
-            if key not in kept:
-                self._store.delete(key)
-
-    def _pull(self, manifest: FolderManifest, folder: Path) -> int:
-        record = folder / RECORD
-        before = _recorded(record)
-        if before is None:
-            self._check_free(manifest, folder)
-        missing = [file for file in manifest.files if not _is_whole(folder / file.path, file)]
-        stored = {file.path for file in manifest.files}
-        extra = [] if before is None else [file for file in before.files if file.path not in stored]
-        if missing or extra:
-            # the record comes first: a pull that is killed finds its own half-made folder by it
-            folder.mkdir(parents=True, exist_ok=True)
-            with new_file(record) as out:
-                out.write(manifest.model_dump_json().encode())
-        for file in extra:
-            (folder / file.path).unlink(missing_ok=True)
-        for file in missing:
-            self._fetch(manifest, file, folder / file.path)
-        return len(missing)
-
-    def _check_free(self, manifest: FolderManifest, folder: Path) -> None:
-        """Raise ConfigError where the pull would overwrite a file that a person put there."""
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{folder} is a file, and must be a folder; remove it")
-        for file in manifest.files:
-            path = folder / file.path
-            if path.exists() and not _is_whole(path, file):
-                raise ConfigError(
-                    f"{path} is not the file of {KIND_PREFIXES[manifest.kind]}/{manifest.name} in {self._store.url}, "
-                    "and was not pulled from there; remove that folder to pull it, or push it with --replace"
-                )
+    @staticmethod
+    def _check_same(stored: FolderManifest, manifest: FolderManifest, what: str) -> None:
+        if stored.digest != manifest.digest:
+            raise ConfigError(f"{what}; rename one of them, or remove the stored one from the bucket")
 
     def _fetch(self, manifest: FolderManifest, file: FolderFile, path: Path) -> None:
         key = _file_key(manifest.kind, manifest.name, file)
@@ -200,8 +152,8 @@ class ArtifactStore:
                 return
         path.unlink(missing_ok=True)
         raise DigestError(
-            f"{key} in {self._store.url} is not the {file.path} that was pushed (its sha256 differs); push the folder "
-            "again with --replace"
+            f"{key} in {self._store.url} is not the {file.path} that was pushed (its sha256 differs); remove the "
+            "folder from the bucket, and push it again"
         )
 
 
@@ -221,16 +173,6 @@ def _file_key(kind: Kind, name: str, file: FolderFile) -> str:
 
 def _is_whole(path: Path, file: FolderFile) -> bool:
     return path.is_file() and path.stat().st_size == file.size_bytes and sha256_of_file(path) == file.sha256
-
-
-def _recorded(path: Path) -> FolderManifest | None:
-    """Return the manifest that the folder was pulled by, or None where it was not pulled."""
-    try:
-        return decode_folder_manifest(path.read_bytes(), where=str(path))
-    except FileNotFoundError:
-        return None
-    except MalformedError:
-        raise ConfigError(f"{path} is damaged; remove the folder {path.parent} and pull it again") from None
 
 
 def pull_folders(
@@ -259,8 +201,6 @@ def pull_folders(
                     state = "fetched" if num_fetched else "is there and complete"
                     on_progress(f"{folder.path}: {folder.kind} {folder.name}, {describe(manifest)}, {state}")
                     break
-            except ObjectNotFoundError as error:  # the folder was replaced after its manifest was read
-                reason = str(error)
             except StoreUnavailableError as error:
                 if not (is_retryable(error) or is_bucket_missing(error)):
                     raise
@@ -269,7 +209,7 @@ def pull_folders(
             if now_s > deadline_s:
                 raise WaitTimeoutError(
                     f"wait 'model-push': {folder.path} ({folder.key}) was not in the store within {wait_s:.0f} s: "
-                    f"{reason}; `tba setup` or `tba model push` puts it there"
+                    f"{reason}; `tba setup` puts it there"
                 )
             if now_s - shown_s > PROGRESS_INTERVAL_S:
                 shown_s = now_s

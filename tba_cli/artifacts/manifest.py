@@ -18,10 +18,8 @@ from tba.wire.weight_manifest import Sha256
 from tba_cli.artifacts.huggingface import PICKLED_FILES
 
 MAX_FILES = 100_000
-RECORD = ".tba-pulled"
-"""File in a folder that was pulled: the manifest that the folder is, or becomes, a copy of."""
 LEFT_OUT_FOLDERS = (".cache", ".git")
-LEFT_OUT_FILES = (RECORD, ".tmp-*", *PICKLED_FILES)
+LEFT_OUT_FILES = (".tmp-*", *PICKLED_FILES)
 """Pickled weights are never loaded; `tba data prepare` makes safetensors of them."""
 
 
@@ -86,10 +84,10 @@ def decode_folder_manifest(data: bytes, *, where: str) -> FolderManifest:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "document"
         raise MalformedError(
-            f"{where} is not the manifest of a folder: {place}: {first['msg']}; push it again with --replace"
+            f"{where} is not the manifest of a folder: {place}: {first['msg']}; remove it, and push it again"
         ) from None
     if manifest.digest != folder_digest(manifest.files):
-        raise MalformedError(f"{where}: its digest does not match its files; push the folder again with --replace")
+        raise MalformedError(f"{where}: its digest does not match its files; remove it, and push it again")
     return manifest
 
 

@@ -1,12 +1,10 @@
-"""`tba setup`, `tba data prepare` and `tba model push|pull`: what a run needs before it begins."""
+"""`tba setup`, `tba data prepare` and `tba model pull`: what a run needs before it begins."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from tba.config import Recipe, load_recipe
-from tba.errors import ConfigError
+from tba.config import load_recipe
 from tba.store import open_store
 from tba_cli.artifacts import ArtifactStore, required_folders
 from tba_cli.artifacts.artifact_store import pull_folders
@@ -41,29 +39,12 @@ def prepare_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def push_command(args: argparse.Namespace) -> int:
-    """Push every folder of the recipe that is here."""
-    recipe, artifacts = _open(args)
-    required = required_folders(recipe)
-    folders = [folder for folder in required if folder.is_here]
-    if not folders:
-        names = ", ".join(folder.path for folder in required)
-        raise ConfigError(f"none of the folders of the recipe is here: {names}; make them with: tba data prepare")
-    for folder in folders:
-        artifacts.push(folder.kind, folder.name, Path(folder.path).expanduser(), replace=args.replace)
-    return 0
-
-
 def pull_command(args: argparse.Namespace) -> int:
     """Fetch the folders of a service to their paths in the recipe; a folder that is there and whole is only checked."""
-    recipe, artifacts = _open(args)
+    recipe = load_recipe(args.config, sets=args.set)
     folders = required_folders(recipe, args.service)
     if not folders:
         print_line(f"the {args.service} service needs no folder of this recipe")
+    artifacts = ArtifactStore(open_store(recipe.store), print_line)
     pull_folders(artifacts, folders, wait_s=args.wait_s, on_progress=print_line)
     return 0
-
-
-def _open(args: argparse.Namespace) -> tuple[Recipe, ArtifactStore]:
-    recipe = load_recipe(args.config, sets=args.set)
-    return recipe, ArtifactStore(open_store(recipe.store), print_line)

@@ -61,7 +61,7 @@ def set_up_folders(
         hint = "`tba setup --prepare` fetches or makes it where there is a network, or " if can_be_prepared else ""
         raise ConfigError(
             f"{folder.key}: {folder.kind} {folder.path} is neither here nor in {artifacts.url}; {hint}push it from a "
-            f"machine that has it: tba model push --config RECIPE"
+            "machine that has it: tba setup --only models"
         )
     for folder in folders:
         if folder.is_here:
@@ -80,13 +80,12 @@ def _is_somewhere(folder: RequiredFolder, artifacts: ArtifactStore) -> bool:
 def _fetch_stored(
     folders: list[RequiredFolder], artifacts: ArtifactStore, *, everything: bool, on_progress: OnProgress
 ) -> None:
-    """Fetch folders that are stored and not here: data sets always, since the prompts are made of them."""
+    """Fetch what folders that are stored lack here: data sets always, since the prompts are made of them."""
     for folder in folders:
-        # a folder that was pulled may be half a pull, which continues now
-        if folder.is_here and not artifacts.was_pulled(Path(folder.path).expanduser()):
+        if not everything and "setup" not in folder.services:
             continue
-        manifest = artifacts.find(folder.kind, folder.name) if everything or "setup" in folder.services else None
-        if manifest is not None:
+        # what is here may be half a pull, which continues now
+        if (manifest := artifacts.find(folder.kind, folder.name)) is not None:
             num = artifacts.pull(manifest, Path(folder.path).expanduser())
             on_progress(f"{folder.path}: {num} files fetched from {artifacts.url}")
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, WaitTimeoutError
+from tba.errors import ConfigError, DigestError, MalformedError, WaitTimeoutError
 from tba.store import ObjectStore
 from tba_cli.artifacts import ArtifactStore, RequiredFolder
 from tba_cli.artifacts.artifact_store import pull_folders
-from tba_cli.artifacts.manifest import RECORD
 from tests.support.model_folder import make_model_folder
 from tests.support.waits import until
 
@@ -34,8 +33,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder but the record of a pull."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
+    """Every file of a folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -60,24 +59,12 @@ def test_the_same_folder_again_changes_nothing(
     assert "is there already" in said[-1]
 
 
-def test_another_content_under_the_same_name_is_refused_or_replaces(
-    artifacts: ArtifactStore, store: ObjectStore, model: Path, tmp_path: Path
-) -> None:
+def test_another_content_under_the_same_name_is_refused(artifacts: ArtifactStore, model: Path) -> None:
     old = artifacts.push("model", "tiny", model)
-    copy = tmp_path / "copy"
-    artifacts.pull(old, copy)
     make_model_folder(model, seed=1)
-    (model / "tokenizer.json").unlink()
-    (model / "tokenizer.model").write_text("new")
-    with pytest.raises(ConfigError, match=r"has other content than .*; give --replace"):
+    with pytest.raises(ConfigError, match=r"has other content than .*; rename one of them"):
         artifacts.push("model", "tiny", model)
-    new = artifacts.push("model", "tiny", model, replace=True)
-    assert new.digest != old.digest
-    assert len(store.list("models/tiny/files/")) == len({file.sha256 for file in new.files})
-    artifacts.pull(new, copy)  # a pulled folder follows, and loses what the new one has not
-    assert contents(copy) == contents(model)
-    with pytest.raises(ObjectNotFoundError):
-        artifacts.pull(old, tmp_path / "late")
+    assert artifacts.find("model", "tiny") == old
 
 
 def test_a_push_that_was_killed_is_invisible_and_continues(
@@ -96,40 +83,18 @@ def test_a_push_that_was_killed_is_invisible_and_continues(
     assert set(store.list("models/")) - before == {"models/tiny/manifest.json"}
 
 
-def test_a_damaged_object_is_not_believed_and_pushed_again(
+def test_damage_in_the_store_is_not_believed(
     artifacts: ArtifactStore, store: ObjectStore, model: Path, tmp_path: Path
 ) -> None:
     manifest = artifacts.push("model", "tiny", model)
     weights = next(file for file in manifest.files if file.path == "model.safetensors")
     store.put(f"models/tiny/files/{weights.sha256}", b"x" * weights.size_bytes)
-    copy = tmp_path / "copy"
     with pytest.raises(DigestError, match=r"is not the model\.safetensors that was pushed"):
-        artifacts.pull(manifest, copy)
-    assert not (copy / "model.safetensors").exists()
-    artifacts.push("model", "tiny", model, replace=True)
-    artifacts.pull(manifest, copy)
-    assert contents(copy) == contents(model)
-
-
-def test_a_damaged_manifest_is_replaced_by_a_push_that_may(
-    artifacts: ArtifactStore, store: ObjectStore, model: Path
-) -> None:
-    pushed = artifacts.push("model", "tiny", model)
+        artifacts.pull(manifest, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "model.safetensors").exists()
     store.put("models/tiny/manifest.json", b'{"schema_version": 1, "ki')
-    with pytest.raises(MalformedError, match="push it again with --replace"):
+    with pytest.raises(MalformedError, match="remove it, and push it again"):
         artifacts.push("model", "tiny", model)
-    assert artifacts.push("model", "tiny", model, replace=True).digest == pushed.digest
-    found = artifacts.find("model", "tiny")
-    assert found is not None
-    assert found.digest == pushed.digest
-
-
-def test_a_damaged_record_of_a_pull_says_what_to_remove(artifacts: ArtifactStore, model: Path, tmp_path: Path) -> None:
-    pushed, copy = artifacts.push("model", "tiny", model), tmp_path / "copy"
-    artifacts.pull(pushed, copy)
-    (copy / RECORD).write_bytes(b"{")
-    with pytest.raises(ConfigError, match=f"remove the folder {copy} and pull it again"):
-        artifacts.pull(pushed, copy)
 
 
 def test_a_pipe_in_a_folder_is_refused_and_not_read(artifacts: ArtifactStore, model: Path) -> None:
@@ -138,16 +103,15 @@ def test_a_pipe_in_a_folder_is_refused_and_not_read(artifacts: ArtifactStore, mo
         artifacts.push("model", "tiny", model)
 
 
-def test_a_pull_mends_what_it_fetched_and_touches_nothing_else(
+def test_a_pull_fetches_what_is_missing_and_touches_nothing_else(
     artifacts: ArtifactStore, model: Path, tmp_path: Path
 ) -> None:
     manifest = artifacts.push("model", "tiny", model)
     copy = tmp_path / "copy"
     artifacts.pull(manifest, copy)
-    (copy / "model.safetensors").write_bytes(b"half")
     (copy / "config.json").unlink()
     (copy / "notes.txt").write_text("mine")
-    assert artifacts.pull(manifest, copy) == 2
+    assert artifacts.pull(manifest, copy) == 1
     assert contents(copy) == contents(model) | {"notes.txt": b"mine"}
 
 
@@ -155,7 +119,7 @@ def test_a_persons_folder_is_never_overwritten(artifacts: ArtifactStore, model: 
     manifest = artifacts.push("model", "tiny", model)
     own = make_model_folder(tmp_path / "own", seed=7)
     before = contents(own)
-    with pytest.raises(ConfigError, match=r"own/model\.safetensors is not the file of models/tiny .* was not pulled"):
+    with pytest.raises(ConfigError, match=r"own/model\.safetensors is not the file of models/tiny "):
         artifacts.pull(manifest, own)
     assert contents(own) == before
     (own / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
@@ -172,7 +136,7 @@ def test_a_folder_that_may_only_be_read_is_fine_as_long_as_it_is_whole(
     def read_only(path: Path) -> None:
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setattr("tba_cli.artifacts.artifact_store.new_file", read_only)
+    monkeypatch.setattr(artifacts._store, "get_file", lambda key, path: read_only(path))
     assert artifacts.pull(manifest, copy) == 0
     (copy / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"copy cannot be written \(Read-only file system\); mount a volume there"):

@@ -69,5 +69,5 @@ def _elsewhere(target: Target, folder: RequiredFolder) -> CheckResult:
     return fail(
         "model-stored",
         f"{what} is neither here nor in the store",
-        "fetch it with `tba data prepare RECIPE`, or push it from a machine that has it: tba model push",
+        "fetch it with `tba data prepare RECIPE`, or push it from a machine that has it: tba setup --only models",
     )

@@ -89,7 +89,7 @@ def test_another_model_under_the_name_is_refused(
     other = make_model_folder(tmp_path / "models" / "tiny", seed=5)
     recipe = ready.write("other", model={"path": str(other)})
     assert setup(recipe, "--only", "models") == 2
-    assert f"has other content than {other}; give --replace" in capsys.readouterr().err
+    assert f"has other content than {other}; rename one of them" in capsys.readouterr().err
 
 
 def test_a_task_that_nothing_scores_stops_setup_before_a_prompt_is_uploaded(

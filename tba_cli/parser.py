@@ -107,7 +107,6 @@ def _add_run(commands: Subparsers) -> None:
     again = run.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="continue the run in its folder, from its checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
-    run.add_argument("--take-changes", action="store_true", help="with --resume: take the recipe file as it is now")
     _add_loudness(run)
     run.set_defaults(command="tba_cli.commands.run:run_command")
 

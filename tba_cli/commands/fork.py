@@ -13,27 +13,27 @@ from typing import Any
 from tba.api import SnapshotInfo
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe
+from tba.config.recipe_file import read_document
 from tba.errors import ConfigError
 from tba.tokens import operator_client_token
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire.snapshot_manifest import SnapshotSource
 from tba_cli.commands.buffer import save_folder, show_save
-from tba_cli.local.resume import RecipeFile, recipe_file_of
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import RUNS_DIR, endpoints_of, save_snapshot
 from tba_cli.setup.origin import check_origin, store_of_run
 
 
-def forked_recipe(args: argparse.Namespace) -> tuple[Recipe, RecipeFile | None]:
-    """Return the recipe of the new run: the given one, or the one that RUN began with; with the version in it."""
+def forked_recipe(args: argparse.Namespace) -> tuple[Recipe, dict[str, Any]]:
+    """Return the recipe of the new run, which is the given one or that of RUN, and the content of its file."""
     if args.run_name is None:
         raise ConfigError(f"--fork {args.fork} begins a new run; name it with --run-name NEW_NAME")
     run, version = parse_fork(args.fork)
     begun, source = RunFolder(RUNS_DIR / args.run_name), args.recipe or RunFolder(RUNS_DIR / run).recipe_path
     # a fork that has begun holds all that it needs: RUN may be deleted
     if args.resume and args.recipe is None and begun.has_begun:
-        return load_recipe(begun.recipe_path, environ={}), None
+        return load_recipe(begun.recipe_path, environ={}), {}
     if args.recipe is None and not source.exists():
         raise ConfigError(f"there is no run {run!r} under {RUNS_DIR}/; give the recipe of the fork as well")
     values: dict[str, Any] = {
@@ -45,7 +45,7 @@ def forked_recipe(args: argparse.Namespace) -> tuple[Recipe, RecipeFile | None]:
     sets = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
     # recipe.json of a run already holds the variables of its start
     environ = None if args.recipe else {}
-    return load_recipe(source, sets=sets, environ=environ), recipe_file_of(source, sets, environ)
+    return load_recipe(source, sets=sets, environ=environ), read_document(Path(source))
 
 
 def save_origin(args: argparse.Namespace, recipe: Recipe, folder: RunFolder) -> None:

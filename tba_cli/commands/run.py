@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from pathlib import Path
 
 from tba.config import Recipe, load_recipe
+from tba.config.recipe_file import read_document
 from tba.errors import ConfigError
 from tba_cli.commands.fork import forked_recipe, save_origin
 from tba_cli.console import Console, Loudness
 from tba_cli.local.launch import run_folder_of, run_local
-from tba_cli.local.resume import RecipeFile, check_constant, recipe_file_of, resume_recipe, this_program
+from tba_cli.local.resume import check_constant, resume_recipe, this_program
 from tba_cli.reports.outputs import result_lines
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
@@ -21,25 +23,24 @@ from tba_cli.shipped_recipes import recipe_path
 def run_command(args: argparse.Namespace) -> int:
     """Run a recipe on this machine, or resume it."""
     console = Console(loudness_of(args))
-    check_flags(args)
     if args.fork is not None:
-        recipe, recipe_file = forked_recipe(args)
+        recipe, document = forked_recipe(args)
     elif args.recipe is not None:
-        sets = [*args.set, *flag_sets(args)]
-        recipe, recipe_file = load_recipe(args.recipe, sets=sets), recipe_file_of(args.recipe, sets)
+        recipe = load_recipe(args.recipe, sets=[*args.set, *flag_sets(args)])
+        document = read_document(Path(args.recipe))
     else:
         raise ConfigError("name a recipe, such as quickstart, or another run with --fork RUN@VERSION")
     folder = run_folder_of(recipe)
     if args.resume and folder.has_begun:
-        resumed = resumed_recipe(folder, args, args.recipe, console)
+        resumed = resumed_recipe(folder, args, console)
         if resumed is None:
             return 0
-        recipe, recipe_file = resumed
+        recipe = resumed
     elif args.fork is not None:
         save_origin(args, recipe, folder)
     return run_local(
         recipe,
-        recipe_file=recipe_file,
+        document=document,
         folder=folder,
         resume=args.resume,
         fresh=args.fresh,
@@ -51,7 +52,7 @@ def run_command(args: argparse.Namespace) -> int:
 def demo_command(args: argparse.Namespace) -> int:
     """Run the quickstart with a seed, in a run folder of its own that begins anew."""
     args.recipe, args.run_name = recipe_path("quickstart"), f"quickstart-seed{args.seed}"
-    args.fresh, args.resume, args.take_changes = True, False, False
+    args.fresh, args.resume = True, False
     args.buffer = args.fork = None
     return run_command(args)
 
@@ -68,44 +69,23 @@ def flag_sets(args: argparse.Namespace) -> list[str]:
     return sets if args.seed is None else [*sets, f"run.seed={args.seed}"]
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError where --take-changes has nothing to take changes for."""
-    if args.take_changes and not args.resume:
-        raise ConfigError("--take-changes goes with --resume: a run that begins reads the recipe as it is")
-
-
-def resumed_recipe(
-    folder: RunFolder, args: argparse.Namespace, path: str | None, console: Console
-) -> tuple[Recipe, RecipeFile | None] | None:
+def resumed_recipe(folder: RunFolder, args: argparse.Namespace, console: Console) -> Recipe | None:
     """Return the recipe that the run began with, plus --set. Variables of the environment do not count.
-
-    Changes of the recipe's file since then are printed, and refused unless --take-changes is given.
 
     Returns:
         None: the run is finished, and this recipe is its own and asks for no more; its results were printed.
 
     Raises:
-        ConfigError: --seed or --set run.seed differs from the seed of the run; the run is finished, and another recipe
-            asks for no more training; or as `resume_recipe`.
+        ConfigError: the recipe's file or a constant has changed; or the run is finished, and another recipe asks for no
+            more training.
     """
-    original = load_recipe(folder.recipe_path, environ={})
-    original_run = original.run
-    recipe, recipe_file = resume_recipe(
-        folder, path, args.set, take_changes=args.take_changes, on_difference=console.result
-    )
-    for seed, flag in ((args.seed, "--seed"), (recipe.run.seed, "--set run.seed")):
-        # check_constant would refuse it too, without the name of the flag
-        if seed is not None and seed != original_run.seed:
-            raise ConfigError(
-                f"run {original_run.name!r} began with seed {original_run.seed}, not {seed}; leave out {flag} to "
-                "resume it, or begin another run with --run-name"
-            )
-    # with --set and the changed file applied: both can change a constant
-    original, taken = with_absolute_paths(original), with_absolute_paths(recipe)
-    check_constant(original, taken)
-    if folder.is_finished and not _continues_finished(folder, original, taken, console):
+    began = with_absolute_paths(load_recipe(folder.recipe_path, environ={}))
+    sets = args.set if args.seed is None else [*args.set, f"run.seed={args.seed}"]
+    recipe = with_absolute_paths(resume_recipe(folder, args.recipe, sets, on_difference=console.result))
+    check_constant(began, recipe)
+    if folder.is_finished and not _continues_finished(folder, began, recipe, console):
         return None
-    return recipe, recipe_file
+    return recipe
 
 
 def command_line(args: argparse.Namespace) -> str:

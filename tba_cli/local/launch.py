@@ -8,6 +8,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tba.config import Recipe
 from tba.errors import ChildError, ConfigError, TbaError
@@ -17,7 +18,6 @@ from tba.tokens import role_token
 from tba_cli.artifacts.prepared import check_prepared
 from tba_cli.console import Console
 from tba_cli.doctor.checks.machine import check_devices
-from tba_cli.local.resume import RecipeFile
 from tba_cli.local.reward_trial import try_scorers
 from tba_cli.local.services import Services
 from tba_cli.local.supervisor import StopRequestedError, Supervisor
@@ -45,7 +45,7 @@ def run_folder_of(recipe: Recipe) -> RunFolder:
 def run_local(
     recipe: Recipe,
     *,
-    recipe_file: RecipeFile | None,
+    document: dict[str, Any],
     folder: RunFolder,
     resume: bool,
     fresh: bool,
@@ -55,6 +55,9 @@ def run_local(
     """Run a recipe on this machine and return the exit code: 0, or 130 after Ctrl-C.
 
     Nothing of an older run is deleted before every check has passed.
+
+    Args:
+        document: the content of the recipe's file, which a resume compares.
 
     Raises:
         TbaError: something is missing, wrong or in use, or (ChildError) the run failed.
@@ -84,10 +87,11 @@ def run_local(
         supervisor = None
         try:
             config, store = _prepare(original, folder, resume=resume, fresh=fresh, console=console)
+            if not resume:
+                folder.write_json(folder.recipe_file_path, document)
             supervisor = Supervisor(
                 config,
                 original=original,
-                recipe_file=recipe_file,
                 folder=folder,
                 services=Services(config, folder, environ=os.environ, redis_binary=redis_binary),
                 store=store,
@@ -102,8 +106,6 @@ def run_local(
             console.result(_next_command(folder, resume_command))
             return EXIT_INTERRUPTED
         except TbaError as error:
-            if supervisor is not None and supervisor.made_nothing and not resume:
-                folder.recipe_path.unlink(missing_ok=True)  # there is nothing to resume: the next start begins again
             text = str(error)
             # a refused recipe would be refused again
             is_over = supervisor is not None and folder.has_begun and not isinstance(error, ConfigError)

@@ -1,10 +1,8 @@
-"""Resume a run with the recipe that it began with, and notice where the recipe's file has changed since.
-
-runs/<name>/recipe_file.json    content of the file when the run began, with the flags and variables on top of it
-"""
+"""Resume a run with the recipe that it began with, and notice where the recipe's file has changed since."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -13,11 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
-
-from tba.config import Recipe, StrictModel, load_recipe
+from tba.config import Recipe, load_recipe
 from tba.config.recipe import CONSTANT_SETTINGS
-from tba.config.recipe_file import ENV_PREFIX, read_document
+from tba.config.recipe_file import read_document
 from tba.errors import ConfigError
 from tba.tls import with_bare_urls
 from tba_cli.run_folder import RunFolder
@@ -27,71 +23,34 @@ CONSTANT = ("run", "data", "model.warm_start", *CONSTANT_SETTINGS)
 ABSENT = "not there"
 
 
-class RecipeFile(StrictModel):
-    """Where the recipe of a run came from."""
-
-    document: dict[str, Any]
-    """The file alone."""
-    sets: list[str] = Field(default_factory=list)
-    """`--set` and the flags like it, of the start and of every resume, in their order."""
-    environ: dict[str, str] = Field(default_factory=dict)
-    """`TBA_SECTION__KEY` variables of the start."""
-
-
-def recipe_file_of(path: str | Path, sets: Sequence[str], environ: Mapping[str, str] | None = None) -> RecipeFile:
-    """Return the source of a recipe, for a run that begins now to remember.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    variables = {
-        name: value
-        for name, value in (os.environ if environ is None else environ).items()
-        if name.startswith(ENV_PREFIX) and "__" in name
-    }
-    return RecipeFile(document=read_document(Path(path)), sets=list(sets), environ=variables)
-
-
 def resume_recipe(
-    folder: RunFolder,
-    path: str | Path | None,
-    sets: Sequence[str],
-    *,
-    take_changes: bool,
-    on_difference: Callable[[str], None],
-) -> tuple[Recipe, RecipeFile | None]:
+    folder: RunFolder, path: str | Path | None, sets: Sequence[str], *, on_difference: Callable[[str], None]
+) -> Recipe:
     """Return the recipe that a run continues with: the one that it began with, plus `sets`.
 
     Args:
-        path: the recipe file that was named; None: none was, or it is the run's own.
+        path: the recipe file that was named; None: none was.
         sets: the overrides of this resume.
-        take_changes: take the file as it is now, under the flags and variables of the start.
         on_difference: called with a line for each key that differs.
 
     Raises:
-        ConfigError: the file has changed and `take_changes` is not given.
+        ConfigError: the file has changed since the run began.
     """
     # the variables of the start are in it already; those of this shell may be for something else
     recipe = load_recipe(folder.recipe_path, sets=sets, environ={})
-    began = _read(folder.recipe_file_path)
-    # there is nothing to compare the file with
-    if began is None:
-        return recipe, None
-    all_sets = [*began.sets, *sets]
     # recipe.json of the run is the resolved recipe: its form differs from that of the file
-    now = began.document if path is None or _is_own(folder, path) else read_document(Path(path))
-    if now == began.document:
-        return recipe, began.model_copy(update={"sets": all_sets})
-    for key, (before, after) in differences(began.document, now):
-        on_difference(with_bare_urls(f"{path}: {key} was {before!r} when the run began, and is {after!r} now"))
-    if not take_changes:
+    if path is None or Path(path).absolute() == folder.recipe_path:
+        return recipe
+    before, now = json.loads(folder.recipe_file_path.read_bytes()), read_document(Path(path))
+    for key, (old, new) in differences(before, now):
+        on_difference(with_bare_urls(f"{path}: {key} was {old!r} when the run began, and is {new!r} now"))
+    if now != before:
         own = [*this_program(), "run", os.path.relpath(folder.recipe_path)]
         raise ConfigError(
-            f"recipe {path} has changed since run {recipe.run.name!r} began (see above); take the changes with "
-            f"--take-changes, or continue as it began with: {shlex.join(own)} --resume"
+            f"recipe {path} has changed since run {recipe.run.name!r} began (see above); begin it again with --fresh, "
+            f"or continue as it began, and with --set KEY=VALUE for what is to change: {shlex.join(own)} --resume"
         )
-    taken = load_recipe(path or "", sets=all_sets, environ=began.environ)
-    return taken, began.model_copy(update={"document": now, "sets": all_sets})
+    return recipe
 
 
 def this_program() -> list[str]:
@@ -130,17 +89,3 @@ def check_constant(began: Recipe, taken: Recipe) -> None:
             f"{key} was {old!r} when run {began.run.name!r} began, and cannot become {new!r} within a run: set it "
             "back, or begin another run with --run-name"
         )
-
-
-def _is_own(folder: RunFolder, path: str | Path) -> bool:
-    return Path(path).absolute() == folder.recipe_path
-
-
-def _read(path: Path) -> RecipeFile | None:
-    """Return the recorded file, or None where the run began with a release that kept none."""
-    try:
-        return RecipeFile.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as error:
-        raise ConfigError(f"{path} cannot be read ({type(error).__name__}); remove it to skip the comparison") from None

@@ -30,7 +30,7 @@ import shlex
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
@@ -42,7 +42,7 @@ from tba.weights import check_lineage
 from tba_cli.console import Console
 from tba_cli.local.processes import MAX_SEARCHER_RESTARTS, ProcessManager, until_first_end
 from tba_cli.local.progress import RunWatcher
-from tba_cli.local.resume import RecipeFile, this_program
+from tba_cli.local.resume import this_program
 from tba_cli.local.services import SearcherPool, Services, wait_for_reward, wait_until_ready
 from tba_cli.orphan_reaper import OrphanReaper
 from tba_cli.prompts.reader import check_healthy, check_tasks, upload_prompts
@@ -57,7 +57,6 @@ CALL_RETRY_S = 5.0
 CALL_TIMEOUT_S = 10.0
 SAME_REQUEST_S = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-T = TypeVar("T")
 
 
 class StopRequestedError(Exception):
@@ -70,7 +69,6 @@ class Supervisor:
     Args:
         recipe: with real ports and addresses, as in config.json.
         original: the recipe as resolved before ports were chosen; a resume starts from it.
-        recipe_file: the file, flags and variables that the recipe was read from.
         needs_warm_start: whether the starting model has to be made first.
         lock_fd: descriptor of the run folder's lock.
     """
@@ -80,7 +78,6 @@ class Supervisor:
         recipe: Recipe,
         *,
         original: Recipe,
-        recipe_file: RecipeFile | None,
         folder: RunFolder,
         services: Services,
         store: ObjectStore,
@@ -91,7 +88,6 @@ class Supervisor:
     ) -> None:
         self._recipe = recipe
         self._original = original
-        self._recipe_file = recipe_file
         self._folder = folder
         self._services = services
         self._store = store
@@ -119,8 +115,6 @@ class Supervisor:
         self._pool = SearcherPool(recipe, processes=self._processes, services=services, console=console)
         self._loss = ""
         """The loss of Redis that nobody has accepted, as the buffer described it last during the wait for it."""
-        self.made_nothing = False
-        """Known after a failure: no rollout was generated and no step made, so there is nothing to resume."""
 
     async def run(self) -> dict[str, Any]:
         """Run to the end and return the summary; whatever happens, no child is left when this returns.
@@ -137,8 +131,6 @@ class Supervisor:
             return await until_first_end(self._work(), self._wait_for_signal(), self._processes.watch())
         except ChildError as error:
             self._console.result(f"stopping: {error}")
-            # now, while the buffer still runs
-            self.made_nothing = await asyncio.to_thread(self._has_made_nothing)
             raise
         finally:
             # first: other commands must not find services that are about to end
@@ -149,24 +141,6 @@ class Supervisor:
             self._rewards.close()
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
-
-    def _has_made_nothing(self) -> bool:
-        found = self._ask_once(lambda client: (client.run(), client.stats()))
-        if found is None:
-            return False
-        info, stats = found
-        # a run that failed says why, and stays for a person to look at
-        return info.state != "failed" and info.step == 0 and not stats.rollouts_generated
-
-    def _ask_once(self, ask: Callable[[BufferClient], T]) -> T | None:
-        """Return the answer of the buffer to one attempt, or None where it gives none."""
-        client = BufferClient(self._recipe.buffer_url, retry_s=0, **self._calls)
-        try:
-            return ask(client)
-        except ServiceError:
-            return None
-        finally:
-            client.close()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop_requested.is_set():
@@ -231,7 +205,14 @@ class Supervisor:
 
     def _explain_loss(self) -> None:
         """Print the command that accepts a loss: a buffer over a Redis that has lost data waits for a person."""
-        loss = self._ask_once(lambda client: client.run().loss)
+        # one attempt, without the retries of the other calls
+        client = BufferClient(self._recipe.buffer_url, retry_s=0, **self._calls)
+        try:
+            loss = client.run().loss
+        except ServiceError:
+            return
+        finally:
+            client.close()
         if loss is None or loss == self._loss:
             return
         self._loss = loss
@@ -262,8 +243,6 @@ class Supervisor:
         for path in (self._folder.ended_path, self._folder.summary_path):  # a finished run that trains on is not over
             path.unlink(missing_ok=True)
         self._folder.write_json(self._folder.recipe_path, self._original.model_dump(mode="json"))
-        if self._recipe_file is not None:
-            self._folder.write_json(self._folder.recipe_file_path, self._recipe_file.model_dump(mode="json"))
         self._console.info(f"buffer {self._recipe.buffer_url}  reward {self._recipe.reward_url}")
         self._console.info(f"look:  {view_hint(self._folder)}")
         info = await asyncio.to_thread(self._client.run)

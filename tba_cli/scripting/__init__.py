@@ -2,6 +2,5 @@
 
 from tba_cli.scripting.launch import run
 from tba_cli.scripting.run_handle import Run
-from tba_cli.scripting.tables import Listing, Rollouts, Table
 
-__all__ = ["Listing", "Rollouts", "Run", "Table", "run"]
+__all__ = ["Run", "run"]

@@ -110,10 +110,9 @@ class _Draft:
 
     def take_prompts(self, prompts: Any) -> None:
         section: dict[str, Any] = self._document.get("data", {})
-        rows = rows_of(prompts)
-        rows = [_checked(row, number) for number, row in enumerate(rows)]
+        rows = [_checked(row, number) for number, row in enumerate(_rows_of(prompts))]
         path = self._folder / PROMPTS_FILE
-        path.write_text("".join(_line(row, number) for number, row in enumerate(rows)), encoding="utf-8")
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         kept = {key: value for key, value in section.items() if key not in SOURCES}
         self._document["data"] = {**kept, "path": str(path)}
         self._tasks = sorted({row["task"] for row in rows})
@@ -161,17 +160,11 @@ class _Draft:
         (self._folder / RECIPE_FILE).write_text(json.dumps(self._document, indent=2) + "\n", encoding="utf-8")
 
 
-def rows_of(prompts: Any) -> list[Any]:
-    """Return the rows of a list, a `datasets.Dataset` or a data frame of pandas."""
-    # by their methods: neither library is imported for this
-    if hasattr(prompts, "to_dict") and hasattr(prompts, "iterrows"):
-        return prompts.to_dict(orient="records")
+def _rows_of(prompts: Any) -> Iterable[Any]:
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         hint = "; name one split of it" if isinstance(prompts, Mapping) else ""
-        raise ConfigError(
-            f"prompts is a {type(prompts).__name__}; give a list of dicts, a datasets.Dataset or a pandas frame{hint}"
-        )
-    return [row.model_dump(mode="json") if isinstance(row, Prompt) else row for row in prompts]
+        raise ConfigError(f"prompts is a {type(prompts).__name__}; give a list of dicts, or a datasets.Dataset{hint}")
+    return prompts
 
 
 def _copy_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,19 +176,16 @@ def _copy_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(row: Any, number: int) -> dict[str, Any]:
     try:
-        return Prompt.model_validate(row).model_dump(mode="json")
+        checked = Prompt.model_validate(row).model_dump(mode="json")
+        json.dumps(checked, allow_nan=False)
     except ValidationError as error:
         raise ConfigError(
             f"prompts[{number}]: {explain_validation_error(error, Prompt)}; a row is "
             '{"prompt_id": ..., "task": ..., "text": ..., "data": {...}, "split": "train" or "heldout"}'
         ) from None
-
-
-def _line(row: Any, number: int) -> str:
-    try:
-        return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"prompts[{number}] cannot be written as JSON ({error}); leave the value out") from None
+    return checked
 
 
 def _path_of(recipe: str | os.PathLike[str]) -> str:

@@ -21,11 +21,10 @@ LINES_ABOVE = "log lines are above"
 """What an error of `tba run` says when it has printed lines before."""
 if TYPE_CHECKING:
     import datasets
-    import pandas
 
     from tba.api import Prompt
 
-    Prompts = Iterable[Mapping[str, Any] | Prompt] | datasets.Dataset | pandas.DataFrame
+    Prompts = Iterable[Mapping[str, Any] | Prompt] | datasets.Dataset
 
 
 def run(
@@ -53,8 +52,8 @@ def run(
         rewards: the scorers of every task of the run, in place of the recipe's: functions
             `(prompts, completions, **columns)` as in TRL (docs/rewards.md), or dicts as the recipe has them
             (`{"kind": "format", "pattern": "####", "gate": 1.0}`). The reward is their weighted sum.
-        prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`, as a list of dicts, a
-            `datasets.Dataset` or a pandas frame.
+        prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`, as a list of dicts or
+            a `datasets.Dataset`.
         sets: overrides, such as "trainer.num_steps=50".
         name: of the run, instead of `run.name` of the recipe.
         fresh: delete the run of this name first.

@@ -1,40 +1,35 @@
-"""`tba.Run`: read and steer a run, live or over, from Python."""
+"""`tba.Run`: read a run, live or over, from Python.
+
+The buffer service answers while the run is in progress; of a run that is over, a read-only view of its files.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-import re
+import threading
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
+from urllib.parse import unquote
 
-from tba.api import (
-    EvalInfo,
-    LedgerLine,
-    RolloutDetail,
-    RolloutOrder,
-    RunCommand,
-    RunInfo,
-    RunSummary,
-    SettingsInfo,
-    SettingsRequest,
-    Stats,
-    WeightVersionInfo,
-)
-from tba.clients.buffer import Command as StateCommand
+from tba.api import RolloutInfo, RolloutOrder, RunInfo, RunSummary
+from tba.clients import BufferClient
 from tba.clients.run_reader import RolloutFilters
-from tba.config import parse_live
 from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
-from tba_cli.reports.ledger import active_steps, ledger_lines, lineage_tree
-from tba_cli.scripting.connection import Connection
-from tba_cli.scripting.tables import Listing, Rollouts, Table
+from tba_cli.run_folder import RunFolder
+from tba_cli.run_target import RETRY_S, TOKEN_MARK, endpoints_of, open_target, page_url, run_folder
+from tba_cli.scripting.command import Command
 
 MAX_TEXT_CHARS = 10_000
+MAX_PER_PAGE = 100
 STEPS_PER_PAGE = 2000
 """The most points that the service gives at once, so that each one is a single step."""
 POLL_S = 1.0
-_NUMBER = re.compile(r"(\d+)")
 AWAY_S = 120.0
 """A service elsewhere that is silent for so long is given up."""
 OVER = ("done", "failed")
@@ -57,7 +52,7 @@ class Run:
 
     Examples:
         >>> with tba.Run("quickstart-seed0") as run:
-        ...     frame = run.metrics().to_pandas()
+        ...     frame = pandas.DataFrame(run.metrics())
         >>> live = tba.Run(url="https://buffer:8700", token=token)
     """
 
@@ -73,7 +68,20 @@ class Run:
             raise ConfigError(f"give either the name of a run here ({os.fspath(name)!r}) or url={url!r}, not both")
         if url is None and token is not None:
             raise ConfigError("token goes with url: a run here has its tokens in its folder")
-        self._connection = Connection(name, url=url, token=token, ca_file=ca_file)
+        self._url, self._token, self._ca_file = url, token, ca_file
+        self._folder: RunFolder | None = None
+        if url is None:
+            target = argparse.Namespace(run=None if name is None else os.fspath(name), run_dir=None)
+            self._folder = run_folder(target)
+            if not self._folder.has_begun:
+                endpoints_of(self._folder)  # says what is wrong
+        self._lock = threading.RLock()
+        self._start = (False, 0)
+        """Which start of the run the client is for: a client of another one is of no use."""
+        self._client: BufferClient | None = None
+        self._page = ""
+        self._view: Command | None = None
+        self._end_view: weakref.finalize | None = None
 
     def __enter__(self) -> Run:
         """Return itself."""
@@ -88,172 +96,115 @@ class Run:
     def __repr__(self) -> str:
         """Return which run it is; nothing is asked."""
         if self.path is None:
-            return f"tba.Run(url={self._connection.url!r})"
+            return f"tba.Run(url={self._url!r})"
         return f"<tba.Run {self.path.name!r} in {self.path.parent}, {'over' if self.is_over else 'in progress'}>"
-
-    def close(self) -> None:
-        """End the view and the connections; a later call opens them again."""
-        self._connection.close()
-
-    # ---- Where it stands ----
 
     @property
     def path(self) -> Path | None:
         """The run folder; None: the run is elsewhere."""
-        folder = self._connection.folder
-        return None if folder is None else folder.path
+        return None if self._folder is None else self._folder.path
 
     @property
     def is_over(self) -> bool:
         """Whether nothing works on it any more: it is done, has failed, was stopped or killed."""
-        if self._connection.folder is not None:
-            return self._connection.is_over
+        if self._folder is not None:
+            return self._folder.has_begun and not self._folder.is_in_use
         return self.info.state in OVER
+
+    @property
+    def client(self) -> BufferClient:
+        """The client of the service: every call of docs/api.md, also those that steer a run in progress.
+
+        It is opened at the first call, and again where the run has ended or was started since.
+
+        Raises:
+            ConfigError: the run is starting or ending right now; or as `tba view`.
+            ChildError: the view of a run that is over could not be started.
+
+        Examples:
+            >>> run.client.export_rollouts(Path("scored.parquet"), status="scored")
+        """
+        with self._lock:
+            folder = self._folder
+            start = is_over, _ = (False, 0) if folder is None else (self.is_over, folder.locked_at_ns)
+            view_died = self._view is not None and not self._view.is_running
+            if self._client is None or start != self._start or view_died:
+                self.close()
+                self._client, self._page = self._open_view() if is_over else self._open_service()
+                self._start = start
+            return self._client
+
+    def close(self) -> None:
+        """End the view and the connections; a later call opens them again."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+            if self._end_view is not None:
+                self._end_view()
+            self._client = self._view = self._end_view = None
 
     @property
     def info(self) -> RunInfo:
         """State, versions, components, waits and evaluations, as they are now."""
-        return self._connection.client().run()
+        return self.client.run()
 
     def summary(self) -> RunSummary:
         """Return in sentences what the run does, how it learns, what waits for what, and what to try."""
-        return self._connection.client().summary()
-
-    def stats(self) -> Stats:
-        """Return the counts of the buffer."""
-        return self._connection.client().stats()
-
-    @property
-    def url(self) -> str:
-        """The address of the buffer service, or of the view."""
-        return self._connection.client().base_url
+        return self.client.summary()
 
     def view(self) -> str:
         """Return the address of the page of the run. It holds a token: show it to nobody who may not steer the run."""
-        return self._connection.page()
+        with self._lock:
+            _ = self.client
+            return self._page
 
-    # ---- What it made ----
-
-    def metrics(self) -> Table:
-        """Return the metrics of every step of the active history: `lineage`, `step`, `at_s` (Unix seconds), and a
-        column per metric (docs/trainer.md); None: the step does not know it.
+    def metrics(self) -> dict[str, list[Any]]:
+        """Return the metrics of every step of the active history, as columns of the same length: `step`, `at_s` (Unix
+        seconds), and a column per metric (docs/trainer.md); None: the step does not know it.
 
         Examples:
-            >>> run.metrics().to_pandas().plot(x="step", y="reward_mean")
+            >>> pandas.DataFrame(run.metrics()).plot(x="step", y="reward_mean")
         """
-        client = self._connection.client()
+        client = self.client
         info, lineage = client.run(), None
-        steps, at_s, metrics = [], [], {}
+        columns: dict[str, list[Any]] = {}
         # a resume meanwhile has abandoned some of the steps that were read
         while lineage != info.lineage:
-            lineage, steps, at_s, metrics = info.lineage, [], [], {}
+            lineage, columns = info.lineage, {"step": [], "at_s": []}
             for first in range(1, info.step + 1, STEPS_PER_PAGE):
                 last = min(first + STEPS_PER_PAGE - 1, info.step)
                 curves = client.curves(from_step=first, to_step=last, max_points=STEPS_PER_PAGE)
-                for name in metrics.keys() | curves.values.keys():
-                    values = curves.values.get(name) or [None] * len(curves.steps)
-                    metrics.setdefault(name, [None] * len(steps)).extend(values)
-                steps += curves.steps
-                at_s += curves.at_s
+                num_before, unknown = len(columns["step"]), [None] * len(curves.steps)
+                page = {**curves.values, "step": curves.steps, "at_s": curves.at_s}
+                for name in columns.keys() | page.keys():
+                    columns.setdefault(name, [None] * num_before).extend(page.get(name) or unknown)
             info = client.run()
-        ways = active_steps(lineage_tree(info.parents), lineage=info.lineage, step=info.step)
-        lineages = [next(number for number, way in ways.items() if step in way) for step in steps]
-        columns = {name: metrics[name] for name in sorted(metrics, key=_with_numbers)}
-        return Table({"lineage": lineages, "step": steps, "at_s": at_s, **columns})
+        return columns
 
     def rollouts(
         self, *, order: RolloutOrder = "oldest", text_chars: int = MAX_TEXT_CHARS, **filters: Unpack[RolloutFilters]
-    ) -> Rollouts:
-        """Return the stored rollouts that match; nothing is read before it is iterated or made a table.
+    ) -> Iterator[RolloutInfo]:
+        """Yield the stored rollouts that match, read page by page.
 
         Args:
             order: oldest, newest, best or worst.
-            text_chars: longer texts are cut in the iteration (at most 10,000); `rollout(id)` has the whole ones.
+            text_chars: longer texts are cut (at most 10,000); `client.get_rollout(id)` and exports have the whole ones.
             filters: prompt_id, task, version, from_version, to_version, status, min_reward, max_reward, searcher_id,
                 finish_reason, contains.
 
         Examples:
-            >>> for rollout in run.rollouts(order="best", task="addition").head(3):
+            >>> for rollout in itertools.islice(run.rollouts(order="best", task="addition"), 3):
             ...     print(rollout.reward, rollout.prompt_text, rollout.response_text)
-            >>> frame = run.rollouts(status="scored", min_reward=1.0).to_pandas()
         """
-        return Rollouts(self._connection.client, order=order, text_chars=text_chars, filters=filters)
-
-    def rollout(self, rollout_id: str) -> RolloutDetail:
-        """Return one rollout with its tokens, log-probs, gold data, reward parts and the steps that trained it.
-
-        Args:
-            rollout_id: as `rollouts()` and the page show it.
-
-        Raises:
-            NotFoundError: no stored rollout has this id.
-
-        Examples:
-            >>> worst = run.rollout(run.rollouts(order="worst").head(1)[0].rollout_id)
-            >>> list(zip(worst.token_texts or [], worst.sampler_logprobs))
-        """
-        return self._connection.client().get_rollout(rollout_id)
-
-    def ledger(self) -> Listing[LedgerLine]:
-        """Return the ledger: which rollouts each step consumed (LedgerEntry), and the starts of trainers (ResumeEntry);
-        abandoned steps too.
-
-        Examples:
-            >>> frame = run.ledger().to_pandas()
-        """
-        return Listing(lambda: ledger_lines(self._connection.client()))
-
-    def evaluations(self) -> list[EvalInfo]:
-        """Return the evaluations, those in work too."""
-        return self.info.evals
-
-    @property
-    def versions(self) -> list[WeightVersionInfo]:
-        """The newest weight versions that the object store has, the newest first."""
-        return self._connection.client().list_versions().versions
-
-    # ---- Steering ----
-
-    def pause(self, reason: str | None = None) -> RunInfo:
-        """Pause it: no new leases, no new batches.
-
-        Args:
-            reason: kept in the audit.
-        """
-        return self._command("pause", reason)
-
-    def resume(self, reason: str | None = None) -> RunInfo:
-        """Continue after a pause. (A run that is over continues with `tba.run(..., resume=True)`.)
-
-        Args:
-            reason: kept in the audit.
-        """
-        return self._command("resume", reason)
-
-    def stop(self, reason: str | None = None) -> RunInfo:
-        """Stop it for good: the step under way is finished, and the run is evaluated and written up.
-
-        Args:
-            reason: kept in the audit.
-        """
-        return self._command("stop", reason)
-
-    def set(self, *, reason: str | None = None, **settings: Any) -> SettingsInfo:
-        """Change live settings: learning_rate, beta, most_on_policy_prob, sampling_temperature, eval_every_steps.
-
-        Args:
-            reason: kept in the audit.
-            settings: a number, a schedule such as {"kind": "linear", "value": 0.1, "final": 0.01, "steps": 400}, or
-                None: as the recipe says.
-
-        Raises:
-            ConfigError: a name or value is wrong.
-
-        Examples:
-            >>> run.set(learning_rate=1e-4, reason="spikes")
-        """
-        request = SettingsRequest(settings=parse_live(settings), reason=reason)
-        return self._connection.client().change_settings(request)
+        cursor: str | None = None
+        while True:
+            page = self.client.list_rollouts(
+                order=order, limit=MAX_PER_PAGE, cursor=cursor, text_chars=text_chars, **filters
+            )
+            yield from page.rollouts
+            cursor = page.next
+            if cursor is None:
+                return
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it is over.
@@ -278,10 +229,27 @@ class Run:
                 raise WaitTimeoutError(f"wait 'run-over': {self!r} is not over after {timeout_s:g} s; wait longer")
             time.sleep(POLL_S if left_s is None else min(POLL_S, left_s))
 
-    def _command(self, name: StateCommand, reason: str | None) -> RunInfo:
-        return self._connection.client().command(name, RunCommand(reason=reason))
+    def _open_service(self) -> tuple[BufferClient, str]:
+        if self._url is None:
+            run_dir = str(self.path)
+            return open_target(
+                argparse.Namespace(run=None, run_dir=run_dir, url=None, token_file=None, ca_file=self._ca_file)
+            )
+        client = BufferClient(self._url, token=self._token, retry_s=RETRY_S, ca_file=self._ca_file)
+        return client, page_url(self._url, self._token)
 
-
-def _with_numbers(name: str) -> list[str | int]:
-    """Return a key that sorts names by the numbers in them: columns of ages stand by age."""
-    return [int(part) if part.isdigit() else part for part in _NUMBER.split(name)]
+    def _open_view(self) -> tuple[BufferClient, str]:
+        view = Command(["--json", "view", str(self.path), "--no-open"])
+        try:
+            line = view.next_line()
+            if not line:
+                raise view.failure(view.wait())
+            page: str = json.loads(line)["url"]
+        except BaseException:
+            view.close()
+            raise
+        self._view = view
+        # also when the interpreter ends, or nobody holds the run any more
+        self._end_view = weakref.finalize(self, view.close)
+        url, _, token = page.partition(TOKEN_MARK)
+        return BufferClient(url, token=unquote(token), retry_s=RETRY_S), page

@@ -1,4 +1,4 @@
-"""What `tba.run` writes beside a run: prompts, functions and a recipe that names them; and tables without pandas."""
+"""What `tba.run` writes beside a run: prompts, functions and a recipe that names them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pandas
 import pytest
 
 import tba
@@ -19,9 +18,7 @@ from tba.api import Prompt
 from tba.config import load_recipe
 from tba.errors import ConfigError
 from tba_cli.run_folder import RunFolder
-from tba_cli.scripting import tables
-from tba_cli.scripting.inputs import Inputs, prepare, rows_of
-from tba_cli.scripting.tables import Listing, Table
+from tba_cli.scripting.inputs import Inputs, prepare
 
 ROWS = [
     {"prompt_id": f"p{n}", "task": "mine", "text": f"{n}+1=", "data": {"word": "a"}, "split": split}
@@ -103,18 +100,17 @@ def test_inputs_of_a_run_that_is_there_are_left_alone():
     assert Path("runs/.python/x/prompts.jsonl").read_text() == before
 
 
-def test_rows_of_the_kinds_that_people_have():
-    assert rows_of(datasets.Dataset.from_list(ROWS)) == ROWS
-    assert rows_of(pandas.DataFrame(ROWS)) == ROWS
-    assert rows_of(Prompt.model_validate(row) for row in ROWS) == ROWS
-    with pytest.raises(ConfigError, match="name one split of it"):
-        rows_of(datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}))
+@pytest.mark.parametrize("rows", [datasets.Dataset.from_list(ROWS), (Prompt.model_validate(row) for row in ROWS)])
+def test_rows_of_the_kinds_that_people_have(rows: Any):
+    place = Path(prepared(prompts=rows, rewards=[{"kind": "exact"}]).recipe).parent
+    assert [json.loads(line) for line in (place / "prompts.jsonl").read_text().splitlines()] == ROWS
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"prompts": "prompts.jsonl"}, "prompts is a str; give a list of dicts"),
+        ({"prompts": {"train": ROWS}}, "name one split of it"),
         ({"prompts": [ROWS[0], {**ROWS[1], "split": "test"}]}, r"prompts\[1\]: key 'split' has the value 'test'"),
         ({"prompts": [{"text": "a"}]}, r"prompts\[0\]: key 'prompt_id' is missing"),
         ({"prompts": [{**ROWS[0], "data": {"x": float("nan")}}]}, r"prompts\[0\]"),
@@ -147,34 +143,6 @@ def test_two_functions_of_one_name_are_refused():
 
     with pytest.raises(ConfigError, match="another function is called 'f' too"):
         prepared(prompts=ROWS, rewards=[one(), two()])
-
-
-def test_a_table_needs_no_pandas(monkeypatch: pytest.MonkeyPatch):
-    table = Table({"step": [1, 2], "loss": [0.5, None]})
-    assert (len(table), table.columns, table["loss"]) == (2, ["step", "loss"], [0.5, None])
-    assert list(table) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None}]
-    assert table.to_pandas()["loss"].isna().tolist() == [False, True]
-    with pytest.raises(KeyError, match="no column 'los'; there are step, loss"):
-        table["los"]
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tba\[data\]'"):
-        table.to_pandas()
-    assert tables.optional("json", needed_by="this") is json
-
-
-def test_a_listing_reads_no_more_than_it_is_asked_for():
-    num_read = 0
-
-    def read():
-        nonlocal num_read
-        for row in ROWS:
-            num_read += 1
-            yield Prompt.model_validate(row)
-
-    listing = Listing(read)
-    assert [prompt.prompt_id for prompt in listing.head(2)] == ["p0", "p1"]
-    assert num_read == 2
-    assert listing.to_pandas()["text"].tolist() == ["0+1=", "1+1=", "2+1="]
 
 
 def test_a_run_that_is_not_there_is_a_sentence():

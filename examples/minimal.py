@@ -195,9 +195,9 @@ def main() -> None:
     args = parser.parse_args()
     recipe = load_recipe(RECIPE, sets=[f"run.seed={args.seed}"])
     torch.set_num_threads(num_threads := recipe.trainer.torch_num_threads)
-    if check_model(recipe) and recipe.model.warm_start is not None:
+    if check_model(recipe):
         print(f"making the starting model in {recipe.model.path}, once (about 20 s)", flush=True)
-        make_starting_model(recipe.model.path, recipe.model.warm_start, seed=args.seed, num_threads=num_threads)
+        make_starting_model(recipe.model.path, seed=args.seed, num_threads=num_threads)
     with tempfile.TemporaryDirectory() as scratch:
         train(recipe, num_steps=args.steps, scratch=Path(scratch))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,15 +88,13 @@ def check_model(recipe: Recipe) -> bool:
     """Return whether the starting model still has to be made by a warm start.
 
     Raises:
-        ConfigError: the model folder is missing and the recipe does not say how to make one, it has no tokenizer, or a
-            warm start with other settings made it (nothing that exists is overwritten); or the embedding model of
-            evaluations cannot be used.
+        ConfigError: the model folder is missing and the recipe does not say how to make one, or it has no tokenizer; or
+            the embedding model of evaluations cannot be used.
     """
     check_embedding_model(recipe.eval.embedding_model)
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
         check_tokenizer(folder)
-        _check_warm_start_report(folder / "warmstart.json", recipe)
         return False
     if recipe.model.warm_start is None:
         raise ConfigError(
@@ -105,43 +102,6 @@ def check_model(recipe: Recipe) -> bool:
             "or add a [model.warm_start] section that says how to make one"
         )
     return True
-
-
-def _check_warm_start_report(report_path: Path, recipe: Recipe) -> None:
-    """Raise ConfigError where a model that a warm start made has other settings than the recipe."""
-    # a folder without a report is a model that a person put there
-    if not report_path.is_file() or recipe.model.warm_start is None:
-        return
-    differs = made_with_other(report_path.read_bytes(), recipe, where=str(report_path))
-    if differs is not None:
-        raise ConfigError(
-            f"model.path {recipe.model.path} was made by a warm start with {differs}; remove that folder to make it "
-            "again, or give another model.path"
-        )
-
-
-def made_with_other(data: bytes, recipe: Recipe, *, where: str) -> str | None:
-    """Return the first setting of [model.warm_start] that differs from the report of a model, or None.
-
-    Args:
-        data: the report, warmstart.json.
-        where: its place, for the error.
-
-    Returns:
-        "NAME = FOUND, not WANTED".
-
-    Raises:
-        ConfigError: the report is damaged.
-    """
-    assert recipe.model.warm_start is not None, "only a recipe with a warm start is compared"
-    wanted = {"seed": recipe.run.seed, **recipe.model.warm_start.model_dump(mode="json")}
-    try:
-        report = json.loads(data)
-        found = {**report["settings"], "seed": report["seed"]}
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{where} is damaged; remove the folder that holds it, and its model is made again") from None
-    differs = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    return f"{differs[0]} = {found.get(differs[0])}, not {wanted.get(differs[0])}" if differs else None
 
 
 def _make_absolute(document: dict[str, Any], section: str, key: str) -> None:

@@ -139,7 +139,7 @@ def _make(path: Path, task: Task, seed: int) -> None:
     if task.name == "addition":
         from tba_cli.starter_models.starting_model import make_starting_model
 
-        make_starting_model(path, task.start, seed=seed, num_threads=1)
+        make_starting_model(path, seed=seed, num_threads=1)
     else:
         from examples.worlds.chain.prepare import lesson
         from examples.worlds.starter import make

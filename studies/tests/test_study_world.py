@@ -173,14 +173,13 @@ def test_study_workers_run_what_is_planned_once(
 def test_study_starting_models_are_those_of_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def make(path: Path, section: object, *, seed: int, num_threads: int) -> None:
-        asked.append((path.name, section, seed))
+    def make(path: Path, *, seed: int, num_threads: int) -> None:
+        asked.append((path.name, seed))
         path.mkdir()
         (path / "config.json").write_text("{}")
 
     monkeypatch.setattr("tba_cli.starter_models.starting_model.make_starting_model", make)
     for _ in range(2):
         assert starting_model(tmp_path, "addition", 3) == tmp_path / "addition-3"
-    assert [(name, seed) for name, _, seed in asked] == [("addition-3", 3)]
-    assert TASKS["addition"].start.target_accuracy == 0.9
+    assert asked == [("addition-3", 3)]
     assert TASKS["chain"].start == "0.3m"

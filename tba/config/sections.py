@@ -62,16 +62,11 @@ class RunSection(StrictModel):
 class WarmStartSection(StrictModel):
     """How to make a small starting model on this machine (the quickstart); absent when a model is given.
 
-    The model first learns from right answers, then for some steps from noisy ones: their errors set its accuracy at the
-    start of training. Its seed is the run's.
+    Its seed is the run's.
     """
 
     task: Literal["addition"]
     """Built-in task whose warm-start split the model learns from."""
-    target_accuracy: float = Field(default=0.9, gt=0, lt=1)
-    """The first phase ends when the mean probability of the right answers of the validation split reaches this."""
-    noise_steps: int = Field(default=80, ge=0)
-    """Supervised steps of the second phase, on noisy answers."""
 
 
 class ModelSection(StrictModel):

@@ -45,15 +45,6 @@ class ArtifactStore:
         self._store, self._on_progress = store, on_progress
         self.url = store.url
 
-    def read(self, manifest: FolderManifest, path: str) -> bytes | None:
-        """Return one file of a stored folder, or None where it has no such file.
-
-        Raises:
-            StoreError: the file cannot be read.
-        """
-        file = next((file for file in manifest.files if file.path == path), None)
-        return None if file is None else self._store.get(_file_key(manifest.kind, manifest.name, file))
-
     def find(self, kind: Kind, name: str) -> FolderManifest | None:
         """Return the manifest stored under this name, or None where no whole folder is.
 

@@ -20,7 +20,6 @@ from tba.errors import ConfigError
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console
-from tba_cli.resolve import made_with_other
 from tba_cli.setup.prepare import prepare_recipe
 
 OnProgress = Callable[[str], None]
@@ -91,27 +90,10 @@ def _fetch_stored(
 
 
 def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore, on_progress: OnProgress) -> None:
-    """Make the model of `[model.warm_start]` where it is nowhere; where it exists, check that its settings agree."""
-    if recipe.model.warm_start is None:
-        return
+    """Make the model of `[model.warm_start]` where it is nowhere."""
     folder = next(folder for folder in required_folders(recipe) if folder.path == recipe.model.path)
-    report_path = Path(recipe.model.path) / "warmstart.json"
-    stored = artifacts.find(folder.kind, folder.name)
-    if (Path(recipe.model.path) / "config.json").is_file():
-        report, where = report_path.read_bytes() if report_path.is_file() else None, folder.path
-    elif stored is not None:
-        report, where = artifacts.read(stored, "warmstart.json"), f"models/{folder.name} in {artifacts.url}"
-    else:
-        _warm_start(recipe, on_progress)
+    if recipe.model.warm_start is None or _is_somewhere(folder, artifacts):
         return
-    differs = None if report is None else made_with_other(report, recipe, where=f"warmstart.json of {where}")
-    if differs is not None:
-        raise ConfigError(
-            f"{where} was made by a warm start with {differs}; give the recipe another model.path, or remove it there"
-        )
-
-
-def _warm_start(recipe: Recipe, on_progress: OnProgress) -> None:
     parent = Path(recipe.model.path).absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)

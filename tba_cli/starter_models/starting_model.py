@@ -30,7 +30,6 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from tba.config.sections import WarmStartSection
 from tba_cli.generators import addition
 
 Pair = tuple[str, str]
@@ -42,6 +41,10 @@ MAX_LENGTH_TOKENS = 64
 BATCH_SIZE = 128
 MAX_CLEAN_STEPS = 800
 CLEAN_WARMUP_STEPS = 30
+TARGET_ACCURACY = 0.9
+"""The clean phase ends when the mean probability of the right answers of the validation split reaches this."""
+NOISE_STEPS = 80
+"""Of the noisy phase: its errors set the accuracy at the start of training."""
 CHECK_EVERY_STEPS = 10
 NUM_VALIDATION = 300
 DROP_CARRY, WRONG_DIGIT = 0.45, 0.13
@@ -73,7 +76,14 @@ SHAPE = Shape(
 )
 
 
-def make_starting_model(path: str | Path, section: WarmStartSection, *, seed: int, num_threads: int) -> dict[str, Any]:
+def make_starting_model(
+    path: str | Path,
+    *,
+    seed: int,
+    num_threads: int,
+    target_accuracy: float = TARGET_ACCURACY,
+    noise_steps: int = NOISE_STEPS,
+) -> dict[str, Any]:
     """Build, train and save model and tokenizer to the folder `path`, complete or not at all.
 
     Args:
@@ -89,9 +99,8 @@ def make_starting_model(path: str | Path, section: WarmStartSection, *, seed: in
     torch.manual_seed(seed)
     model = build_model(tokenizer)
     report: dict[str, Any] = {
-        "settings": section.model_dump(mode="json"),
         "seed": seed,
-        **train(model, tokenizer, section, seed=seed),
+        **train(model, tokenizer, seed=seed, target_accuracy=target_accuracy, noise_steps=noise_steps),
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "wall_s": time.monotonic() - begun_s,
         "cpu_s": time.process_time() - begun_cpu_s,
@@ -152,7 +161,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, shape: Shape = SHAPE) -> Lla
 
 
 def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, section: WarmStartSection, *, seed: int
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    target_accuracy: float,
+    noise_steps: int,
 ) -> dict[str, Any]:
     """Train the model in both phases.
 
@@ -171,9 +185,9 @@ def train(
         encode(validation_pairs[:NUM_VALIDATION], tokenizer),
         _batches(clean, tokenizer),
         _batches(noisy, tokenizer),
-        target_accuracy=section.target_accuracy,
+        target_accuracy=target_accuracy,
         max_clean_steps=MAX_CLEAN_STEPS,
-        noise_steps=section.noise_steps,
+        noise_steps=noise_steps,
     )
 
 

@@ -15,14 +15,12 @@ def run(recipe: Recipe) -> None:
     Raises:
         ConfigError: the recipe has no [model.warm_start] section.
     """
-    section = recipe.model.warm_start
-    if section is None:
+    if recipe.model.warm_start is None:
         raise ConfigError("the recipe has no [model.warm_start] section, so there is no starting model to make")
     from tba_cli.starter_models.starting_model import make_starting_model
 
-    report = make_starting_model(
-        recipe.model.path, section, seed=recipe.run.seed, num_threads=recipe.trainer.torch_num_threads
-    )
+    num_threads = recipe.trainer.torch_num_threads
+    report = make_starting_model(recipe.model.path, seed=recipe.run.seed, num_threads=num_threads)
     print(
         f"starting model: {report['num_parameters']} parameters, {report['wall_s']:.0f} s, "
         f"validation accuracy {report['validation_accuracy']:.2f}",

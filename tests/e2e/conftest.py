@@ -16,13 +16,10 @@ MakePlace = Callable[..., Place]
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that adds right a few times in a hundred: rewards differ, so gradients are not zero."""
-    from tba.config.sections import WarmStartSection
     from tba_cli.starter_models.starting_model import make_starting_model
 
     folder = tmp_path_factory.mktemp("model") / "start"
-    section = WarmStartSection(task="addition", target_accuracy=0.05, noise_steps=0)
-    make_starting_model(folder, section, seed=0, num_threads=1)
-    (folder / "warmstart.json").unlink()
+    make_starting_model(folder, seed=0, num_threads=1, target_accuracy=0.05, noise_steps=0)
     return folder
 
 

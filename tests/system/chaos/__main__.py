@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from tba.config.sections import WarmStartSection
 from tests.system.chaos.campaign import run_campaign
 from tests.system.chaos.table import survival_table
 
@@ -63,8 +62,7 @@ def _starting_model(folder: Path) -> Path:
     """The quickstart's starting model."""
     from tba_cli.starter_models.starting_model import make_starting_model
 
-    make_starting_model(folder, WarmStartSection(task="addition"), seed=0, num_threads=1)
-    (folder / "warmstart.json").unlink()
+    make_starting_model(folder, seed=0, num_threads=1)
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -102,26 +101,6 @@ def test_a_missing_embedding_model_is_refused_before_anything_starts(tmp_path, m
     assert recipe.eval.embedding_model == str(tmp_path / "encoder")
     with pytest.raises(ConfigError, match=r"eval\.embedding_model .*encoder' holds no model with a tokenizer"):
         check_model(recipe)
-
-
-def test_a_cached_starting_model_is_never_overwritten_by_one_with_other_settings(tmp_path):
-    warm = {"path": str(tmp_path), "warm_start": {"task": "addition"}}
-    recipe = make(model=warm)
-    assert recipe.model.warm_start is not None
-    settings = recipe.model.warm_start.model_dump(mode="json")
-    (tmp_path / "config.json").touch()
-    (tmp_path / "vocab.json").touch()
-    (tmp_path / "warmstart.json").write_text(json.dumps({"settings": settings, "seed": recipe.run.seed}))
-    assert not check_model(recipe)
-    with pytest.raises(ConfigError, match=r"made by a warm start with seed = 0, not 7; remove that folder"):
-        check_model(make(run={"name": "r", "seed": 7}, model=warm))
-    warm["warm_start"] = {"task": "addition", "noise_steps": 5}
-    with pytest.raises(ConfigError, match=r"with noise_steps = 80, not 5"):
-        check_model(make(model=warm))
-    for damaged in ('{"settings": {', "{}", "[]"):
-        (tmp_path / "warmstart.json").write_text(damaged)
-        with pytest.raises(ConfigError, match=r"warmstart\.json is damaged; remove the folder that holds it"):
-            check_model(recipe)
 
 
 def test_children_inherit_no_recipe_overrides():

@@ -146,8 +146,8 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
             r"unknown key 'objective\.beta\.stepz' .*did you mean 'steps'",
         ),
         (
-            {**MINIMAL, "model": {"path": "m", "warm_start": {"task": "addition", "noise_step": 1}}},
-            "did you mean 'noise_steps'",
+            {**MINIMAL, "model": {"path": "m", "warm_start": {"tasks": "addition"}}},
+            "did you mean 'task'",
         ),
         ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
         (

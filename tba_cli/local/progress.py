@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable
 
@@ -43,7 +42,6 @@ class RunWatcher:
         self._silence_s = silence_s
         self._on_run = on_run
         self._num_failed = 0
-        self._news = AdviceNews()
         self._lineage, self._first_step, self._first_at_s = 0, 0, 0.0
         self._line_at_s = float("-inf")
 
@@ -78,7 +76,7 @@ class RunWatcher:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def _poll(self) -> tuple[RunInfo, list[str]]:
-        """Return the run, and what is worth a line: how far it is, scores that failed, and what it calls for."""
+        """Return the run, and what is worth a line: how far it is, and scores that failed."""
         info, stats, now_s = self._client.run(), self._client.stats(), time.monotonic()
         lines: list[str] = []
         # the first failures, and then every ten times as many
@@ -93,31 +91,7 @@ class RunWatcher:
             made = info.step - self._first_step
             step_s = (now_s - self._first_at_s) / made if made > 0 else None
             lines.append(progress_line(info, stats, num_steps=self._num_steps, step_s=step_s))
-            # until there is a rollout, the waits of the start call for nothing but patience
-            if stats.rollouts_generated and (advice := self._news.of(self._client.summary().advice)) is not None:
-                lines.append(f"advice: {advice}")
         return info, lines
-
-
-class AdviceNews:
-    """Tells which advice is worth a line: what is the same twice in a row and was not said, but for its numbers.
-
-    A share that has changed by about a quarter makes it new.
-    """
-
-    def __init__(self) -> None:
-        self._last: str | None = None
-        self._said: set[str] = set()
-
-    def of(self, advice: str | None) -> str | None:
-        """Return the advice if it is worth a line."""
-        quarters = re.sub(r"(\d+) %", lambda found: "%" * round(int(found[1]) / 25), advice or "")
-        kind = re.sub(r"\d[\d,.]*", "", quarters)
-        lasts, self._last = kind == self._last, kind
-        if advice is None or not lasts or kind in self._said:
-            return None
-        self._said.add(kind)
-        return advice
 
 
 def progress_line(info: RunInfo, stats: Stats, *, num_steps: int, step_s: float | None) -> str:

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from tba.api import RunInfo, RunSummary
+from tba.api import RunInfo
 from tba.api.stats import FailedReason, Rates
 from tba.clients import BufferClient
 from tba_cli.console import Console, Loudness
 from tba_cli.local import progress as progress_module
-from tba_cli.local.progress import AdviceNews, RunWatcher, duration, progress_line
+from tba_cli.local.progress import RunWatcher, duration, progress_line
 from tests.support.history_values import RUN_INFO, evaluation, stats
 
 WAIT = {"owner": "trainer", "name": "rollouts", "for_s": 1.0, "deadline_in_s": 5.0}
@@ -42,44 +42,19 @@ def test_durations_are_read_like_a_clock(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_advice_is_told_once_when_it_lasts_and_again_when_its_share_has_changed_much() -> None:
-    news, failed = AdviceNews(), "{} % of the stored rollouts have no score ({} failed)"
-    seen = [
-        failed.format(50, 10),
-        "Try: x.",
-        failed.format(51, 20),
-        failed.format(55, 30),
-        None,
-        failed.format(60, "1,000"),
-    ]
-    assert [news.of(text) for text in seen] == [None, None, None, seen[3], None, None]
-    assert [news.of(failed.format(share, 40)) for share in (58, 95, 96, 97)] == [
-        None,
-        None,
-        failed.format(96, 40),
-        None,
-    ]
-
-
 FAILED = [FailedReason(reason="exception", num=6, example="exception: ValueError: \x1bx")]
 
 
-@pytest.mark.parametrize(
-    ("num_generated", "said"), [(0, []), (100, [r"6 scores failed: ValueError: \x1bx", "advice: Try: x."])]
-)
-def test_a_run_says_how_far_it_is_and_what_it_calls_for_once_there_are_rollouts(
-    monkeypatch: pytest.MonkeyPatch, num_generated: int, said: list[str]
-) -> None:
+def test_a_run_says_how_far_it_is_and_which_scores_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(progress_module, "LINE_INTERVAL_S", 0.0)
     # a second lineage went back to step 2: nothing is known of its pace yet
     polls = [{}, {"step": 5}, {"step": 2, "lineage": 2}, {"step": 3, "lineage": 2, "state": "done"}]
     answers: Iterator[dict[str, Any]] = iter(polls)
-    counts = {"rollouts_generated": num_generated, "failed_reasons": FAILED, "num_failed": 6 if num_generated else 0}
+    counts = {"failed_reasons": FAILED, "num_failed": 6}
     client = SimpleNamespace(
         run=lambda: info(**{"step": 1, **next(answers)}),
         stats=lambda: stats().model_copy(update=counts),
-        summary=lambda: RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: x."),
     )
     out = io.StringIO()
     watcher = RunWatcher(
@@ -98,7 +73,7 @@ def test_a_run_says_how_far_it_is_and_what_it_calls_for_once_there_are_rollouts(
         ("2/9", False),
         ("3/9", True),
     ]
-    assert [line for line in lines if line not in steps] == said
+    assert [line for line in lines if line not in steps] == [r"6 scores failed: ValueError: \x1bx"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from tba.errors import ChildError, ConfigError
 from tba_cli.orphan_reaper import OrphanReaper
@@ -58,33 +59,16 @@ def child_environ(
 def run_program(module: str, words: Sequence[str]) -> str:
     """Run a program that needs torch or transformers, and return its stdout.
 
-    The program ends with this process, even when this process is killed.
-
     Raises:
         ConfigError: the program is not installed, ran into its deadline, or says what is wrong.
     """
-    reaper = OrphanReaper()
-    program = subprocess.Popen(
-        [sys.executable, "-m", module, *words],
-        env=child_environ(os.environ, num_threads=1),  # threads that spin make small models slower
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        reaper.add(program.pid)
-        out, err = program.communicate(timeout=PROGRAM_TIMEOUT_S)
-        reaper.discard(program.pid)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{module} did not end within {PROGRAM_TIMEOUT_S:.0f} s") from None
-    finally:  # Ctrl-C does not reach a process of another session
-        if program.poll() is None:
-            program.kill()
-            program.wait()
-        reaper.close()
+    environ = child_environ(os.environ, num_threads=1)  # threads that spin make small models slower
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with _program(module, words, env=environ, encoding="utf-8", errors="replace", **pipes) as program:
+        try:
+            out, err = program.communicate(timeout=PROGRAM_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{module} did not end within {PROGRAM_TIMEOUT_S:.0f} s") from None
     if program.returncode == 0:
         return out
     raise ConfigError(_last_words(err.splitlines(), program.returncode))
@@ -93,31 +77,32 @@ def run_program(module: str, words: Sequence[str]) -> str:
 def run_in_sight(module: str, words: Sequence[str]) -> None:
     """Run a program that takes long and shows its progress itself: all that it prints goes to stderr.
 
-    The program ends with this process, as in `run_program`; so do the processes that it starts.
-
     Raises:
         ChildError: it failed.
         KeyboardInterrupt: this process was asked to end.
     """
-    with interrupt_on_signals():
-        reaper = OrphanReaper()
-        program = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=STDERR,
-            start_new_session=True,
-        )
-        try:
-            reaper.add(program.pid)
-            program.wait()
-            reaper.discard(program.pid)
-        finally:
-            if program.poll() is None:
-                os.killpg(program.pid, signal.SIGKILL)
-                program.wait()
-            reaper.close()
+    with interrupt_on_signals(), _program(module, words, stdout=STDERR) as program:
+        program.wait()
     if program.returncode != 0:
         raise ChildError(_last_words([], program.returncode))
+
+
+@contextmanager
+def _program(module: str, words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a program that ends with this process, even when this process is killed; so do those that it starts."""
+    reaper = OrphanReaper()
+    command = [sys.executable, "-m", module, *words]
+    # Ctrl-C does not reach a process of another session
+    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+    try:
+        reaper.add(program.pid)
+        yield program
+        reaper.discard(program.pid)
+    finally:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+        reaper.close()
 
 
 @contextmanager

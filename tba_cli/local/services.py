@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import ssl
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 
 from tba.api import SearchersInfo
 from tba.clients import RewardClient
+from tba.clients.service_client import ServiceClient
 from tba.config import Recipe
-from tba.errors import ConfigError, ServiceError
-from tba.tls import check_ca_file
+from tba.errors import ServiceError, UnavailableError
 from tba_cli.child_processes import child_environ
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, ProcessSpec
@@ -24,10 +20,10 @@ from tba_cli.redis_server import redis_command
 from tba_cli.run_folder import RunFolder
 
 READY_POLL_S = 0.1
+READY_TIMEOUT_S = 2.0
 QUIET_START_S = 2.0
 """A reason that is gone by then is not worth a line."""
 DRAIN_SLACK_S = 10.0
-MAX_PROBLEM_BYTES = 64 * 1024
 WITH_TOKENS = ("buffer", "reward", "searcher", "trainer")
 
 
@@ -171,21 +167,21 @@ async def wait_until_ready(
         check: called in a thread each time that the service is not ready; it raises where waiting cannot help.
 
     Raises:
-        ConfigError: the URL is https and `ca_file` cannot be used, or the certificate there is not accepted.
+        ConfigError: the URL is https and `ca_file` cannot be used.
+        TlsError: the certificate there is not accepted.
     """
-    # the services are on this machine, whatever proxy the environment names
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-    if url.startswith("https://"):
-        check_ca_file(ca_file)
-        handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file)))
-    opener, begun_s, shown = urllib.request.build_opener(*handlers), time.monotonic(), ""
-    while (reason := await asyncio.to_thread(_why_not, opener, url)) is not None:
-        if reason and check is not None:
-            await asyncio.to_thread(check)
-        if reason not in ("", shown) and on_progress is not None and time.monotonic() - begun_s > QUIET_START_S:
-            on_progress(reason)
-            shown = reason
-        await asyncio.sleep(READY_POLL_S)
+    client = ServiceClient(url, retry_s=0, timeout_s=READY_TIMEOUT_S, ca_file=ca_file)
+    begun_s, shown = time.monotonic(), ""
+    try:
+        while (reason := await asyncio.to_thread(_why_not, client)) is not None:
+            if reason and check is not None:
+                await asyncio.to_thread(check)
+            if reason not in ("", shown) and on_progress is not None and time.monotonic() - begun_s > QUIET_START_S:
+                on_progress(reason)
+                shown = reason
+            await asyncio.sleep(READY_POLL_S)
+    finally:
+        client.close()
 
 
 async def wait_for_reward(
@@ -207,28 +203,10 @@ async def wait_for_reward(
     await wait_until_ready(client.base_url, ca_file, on_progress=on_progress, check=check)
 
 
-def _why_not(opener: urllib.request.OpenerDirector, url: str) -> str | None:
+def _why_not(client: ServiceClient) -> str | None:
     """Return why a service is not ready: None where it is, an empty text where it does not answer."""
     try:
-        with opener.open(f"{url}/readyz", timeout=2.0):
-            return None
-    except urllib.error.HTTPError as error:
-        with error:
-            return _detail(error)
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, ssl.SSLCertVerificationError):  # waiting cannot help
-            raise ConfigError(
-                f"{url}: its certificate is not accepted ({error.reason.verify_message}); correct tls.cert_file, or "
-                "tls.ca_file"
-            ) from None
+        problem = client.not_ready()
+    except UnavailableError:
         return ""
-    except OSError:
-        return ""
-
-
-def _detail(error: urllib.error.HTTPError) -> str:
-    """Return the sentence of a problem document."""
-    try:
-        return str(json.loads(error.read(MAX_PROBLEM_BYTES))["detail"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"it answers {error.code}"
+    return None if problem is None else str(problem)

@@ -21,7 +21,8 @@ class Handler(BaseHTTPRequestHandler):
         scorer = {"name": "python", "kind": "python", "weight": 1.0, "version": "1", "health": HEALTH}
         reward = {"task": "addition", "version": "addition-1", "health": HEALTH, "scorers": [scorer]}
         is_ready = self.path != "/readyz" or HEALTH == "ok"
-        body = json.dumps({"rewards": [reward], "detail": f"addition: python: {HEALTH}"}).encode()
+        problem = {"type": "urn:tba:not-ready", "detail": f"addition: python: {HEALTH}"}
+        body = json.dumps({"rewards": [reward], **problem}).encode()
         self.send_response(200 if is_ready else 503)
         self.send_header("content-length", str(len(body)))
         self.end_headers()

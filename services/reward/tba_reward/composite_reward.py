@@ -54,7 +54,8 @@ class ScoreCache:
 
     async def score(self, scorer: Scorer, items: Sequence[Item]) -> list[Outcome]:
         """Return one outcome per item, in order; ask the scorer once for each content whose score is not known."""
-        keys = [content_key(scorer.version, item) for item in items]
+        version = scorer.version
+        keys = [content_key(version, item) for item in items]
         found, asked = dict[bytes, Outcome](), dict[bytes, Item]()
         for key, item in zip(keys, items, strict=True):
             if key in self._scores:

@@ -21,8 +21,13 @@ from tba.tls import with_bare_urls
 
 OK = "ok"
 MAX_DETAIL_CHARS = 500
-COMPOSITION_FIELDS = {"weight", "gate", "timeout_s"}
-"""Fields of a spec that say how its score is used; the others decide what the score is."""
+NOT_OF_SCORES = {
+    *("weight", "gate", "timeout_s"),
+    *("model", "victim", "classifier"),
+    *("device", "trust_remote_code", "batch_tokens", "batch_wait_s", "num_threads"),
+}
+"""Fields of a spec that say how its score is used, where models are (the digest of their files counts), or how they are
+run; the others decide what the score is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +217,7 @@ def score_any(golds: Sequence[object], rule: Callable[[object], bool]) -> float:
 
 def params_of(spec: ScorerSpec) -> dict[str, Any]:
     """Return the fields of a spec that decide what its scores are, as JSON values."""
-    return spec.model_dump(mode="json", exclude=COMPOSITION_FIELDS)
+    return spec.model_dump(mode="json", exclude=NOT_OF_SCORES)
 
 
 def version_of(spec: ScorerSpec, implementation: int, *digests: str) -> str:

@@ -34,7 +34,6 @@ from tba_reward.model_server.model_messages import (
     FromChild,
     Loaded,
     LoadFailed,
-    LoadModels,
     ScoreAnswer,
     ScoreRequest,
     frame,
@@ -377,6 +376,7 @@ async def start_child(spec: ModelScorerSpec) -> ChildProcess:
             sys.executable,
             "-m",
             "tba_reward.model_server.child",
+            spec.model_dump_json(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **_ENVIRONMENT},
@@ -384,9 +384,7 @@ async def start_child(spec: ModelScorerSpec) -> ChildProcess:
         )
     except OSError as error:
         raise ProcessDiedError(f"it cannot be started ({error})") from error
-    child = ChildProcess(process)
-    child.send(frame(LoadModels(spec_json=spec.model_dump_json())))
-    return child
+    return ChildProcess(process)
 
 
 def _describe(code: int) -> str:

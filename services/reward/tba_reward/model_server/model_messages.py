@@ -1,7 +1,7 @@
 """The messages between the service and a model process: msgpack, each message after its length in four bytes.
 
-The first frame, `LoadModels`, says what to load; the child replies with `Loaded` or `LoadFailed`. After that the
-service sends `ScoreRequest` and `CancelRequest`. The child sends `BatchStarted` before it computes a batch, and one
+The child, whose argument says what to load, begins with `Loaded` or `LoadFailed`. After that the service sends
+`ScoreRequest` and `CancelRequest`. The child sends `BatchStarted` before it computes a batch, and one
 `ScoreAnswer` for each request.
 """
 
@@ -14,12 +14,6 @@ import msgspec
 LENGTH_BYTES = 4
 
 FailureReason = Literal["bad_data", "exception", "not_finite", "out_of_memory", "too_long"]
-
-
-class LoadModels(msgspec.Struct, frozen=True, kw_only=True):
-    """Load the models of a scorer: its settings, a RewardModelSpec or RedteamSpec, as JSON."""
-
-    spec_json: str
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from tba.config.reward import RewardModelSpec
 from tba_reward.scorer import Failure, Item, Outcome, Scorer
@@ -30,10 +29,6 @@ class RewardModelScorer(ModelServerScorer):
         super().__init__(spec, tools, implementation=IMPLEMENTATION)
         self._against, self._missing_eos_penalty = spec.against, spec.missing_eos_penalty
 
-    async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order."""
-        return await asyncio.gather(*(self._score(item) for item in items))
-
     async def _score(self, item: Item) -> Outcome:
         if self._against is None:
             return await self._own_score(item)
@@ -53,7 +48,4 @@ class RewardModelScorer(ModelServerScorer):
         # a constant instead of the model's score, as published for TL;DR
         if not item.is_finished and self._missing_eos_penalty is not None:
             return self._missing_eos_penalty
-        return await self._ask(item.prompt, item.response, finished=item.is_finished)
-
-    async def _ask(self, prompt: str, response: str, *, finished: bool) -> Outcome:
-        return await self._process.score(prompt, response, finished=finished, timeout_s=self._timeout_s)
+        return await super()._score(item)

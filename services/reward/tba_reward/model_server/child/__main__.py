@@ -1,4 +1,4 @@
-"""A model process: `python -m tba_reward.model_server.child`, started by `tba_reward.model_server.client`.
+"""A model process: `python -m tba_reward.model_server.child SPEC` (JSON), started by `tba_reward.model_server.client`.
 
     stdin --> reader thread --> inbox --> main thread: tokenize, wait a little for more, cut batches, compute --> stdout
 
@@ -22,7 +22,6 @@ from tba_reward.model_server.model_messages import (
     FromChild,
     Loaded,
     LoadFailed,
-    LoadModels,
     ToChild,
     frame,
 )
@@ -31,9 +30,8 @@ Inbox = queue.SimpleQueue[ToChild]
 
 
 def main() -> int:
-    """Load the models that the first frame names, then answer requests until stdin ends."""
+    """Load the models that the argument names, then answer requests until stdin ends."""
     frames, out = _take_pipes()
-    order = msgspec.msgpack.decode(_read_frame(frames), type=LoadModels)
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_read, args=(frames, inbox), daemon=True).start()
 
@@ -49,7 +47,7 @@ def main() -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    spec = TypeAdapter[AnyScorerSpec](AnyScorerSpec).validate_json(order.spec_json)
+    spec = TypeAdapter[AnyScorerSpec](AnyScorerSpec).validate_json(sys.argv[1])
     assert isinstance(spec, ModelScorerSpec)
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)

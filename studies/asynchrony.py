@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -38,22 +39,18 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=ROOT / "models" / "study", help="folder of starting models")
     parser.add_argument("--out", type=Path, default=DATA.parent, help="folder of the tables")
     args = parser.parse_args()
+    # as Ctrl-C does: its processes end with it
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.command == "plan":
         for cell in Study(read_cells(args.json, sources_digest())).plan():
             if args.cells in cell.key:
                 print(cell.key)
-    elif args.command == "run" and args.workers > 1:
-        from studies.study.run import run_workers
-
-        # of a repeated option the last one counts
-        run_workers([str(Path(__file__).resolve()), *sys.argv[1:], "--workers", "1"], args.workers)
     elif args.command == "run":
-        import torch
-
         from studies.study.run import run_cells
 
-        torch.set_num_threads(1)
-        run_cells(args.json, models=args.models, only=args.cells, max_minutes=args.max_minutes)
+        run_cells(
+            args.json, models=args.models, only=args.cells, max_minutes=args.max_minutes, num_workers=args.workers
+        )
     else:
         from studies.study.report import write_report
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -26,7 +25,6 @@ MEASURED_STEPS, WARM_STEPS = 48, 8
 RATIO, SLOWDOWN = 4.0, 20.0
 """One searcher generates a batch in so many steps; a rehearsed step takes so many measured ones, so that four searchers
 and the services fit on two cores."""
-_SWAP = re.compile(r"weights loaded .*\bpause_s=([0-9.e+-]+)")
 CHANGES: dict[str, Any] = {
     # the learning curve is measured after the run, from its versions
     "eval.every_steps": 1_000_000,
@@ -130,8 +128,7 @@ def run_cell(cell: Cell, pace: Pace, *, num_steps: int) -> dict[str, Any]:
     steps, curve = _steps(done.folder), learning_curve(done.folder)
     let_go_s = done.let_go_at_s - curve.started_at_s
     late_s = sum(step["pace_late_s"] for step in steps)
-    recipe_document = json.loads((done.folder / "recipe.json").read_text())
-    swaps, engines_late_share = swap_seconds(done.folder / "logs"), late_share(done.folder / "logs")
+    engines_late_share = late_share(done.folder / "logs")
     shutil.rmtree(done.folder)
     return {
         "curve": [
@@ -146,17 +143,8 @@ def run_cell(cell: Cell, pace: Pace, *, num_steps: int) -> dict[str, Any]:
         "rollouts_trained": summary["rollouts_trained"],
         "pace_late_share": engines_late_share,
         "trainer_late_share": late_s / sum(step["step_s"] for step in steps),
-        "swap_s": round(sum(swaps) / cell.searchers, 3),
-        "num_swaps": round(len(swaps) / cell.searchers, 1),
-        "sync_interval": recipe_document["trainer"]["sync_interval"],
         "cpu_s": round(done.cpu_s, 1),
     }
-
-
-def swap_seconds(logs: Path) -> list[float]:
-    """Return how long every change of weights held up the decoding of a searcher, as their logs say."""
-    texts = (path.read_text() for path in sorted(logs.glob("searcher-*.log")))
-    return [float(found) for text in texts for found in _SWAP.findall(text)]
 
 
 @dataclass(slots=True)

@@ -6,9 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba_buffer.sampling.draw import RETRY_S
-from tba_searcher.loop import TICK_S
-
 from studies.learning_curve import reached
 from studies.markdown import markdown
 from studies.overlap_bench.runs import Cell, cells
@@ -20,10 +17,7 @@ NOTES = f"""\
 Medians over seeds; ratios also with their range. A target that was never reached counts as infinitely late, also in \
 ratios (two that never did have none). A cell with more than {100 * MAX_LATE_SHARE:g} % late engines or trainer \
 (the most of all seeds is shown) says nothing about the rehearsed GPUs and is left out of ratios; so is one of \
-which it is unknown. Swaps: seconds in which new weights held up the decoding of a searcher; they are real and not \
-paced. Borders, of lock-step: the two changes of phase end requests that are held at the buffer; where one has \
-just ended by itself, the searcher asks again after {TICK_S:g} s and the trainer after {RETRY_S:g} s. That is the \
-most, as a share of a pair of phases; it does not scale with the pace, so lock-step may be too slow by this much."""
+which it is unknown."""
 
 
 def reached_s(result: Result, target: float) -> float | None:
@@ -52,12 +46,6 @@ def is_usable(result: Result) -> bool:
     return share is not None and share <= MAX_LATE_SHARE
 
 
-def border_share(result: Result) -> float:
-    """Return the most that pauses between requests take of a pair of phases of lock-step."""
-    pair_s = result["sync_interval"] * result["train_s"] / result["num_steps"]
-    return (TICK_S + RETRY_S) / pair_s
-
-
 def table(lines: Mapping[str, tuple[Cell, Result]], target: float) -> str:
     """Return the table, cells in the order of the plan."""
     found_names: dict[str, dict[int, tuple[Cell, Result]]] = {}
@@ -76,8 +64,6 @@ def table(lines: Mapping[str, tuple[Cell, Result]], target: float) -> str:
         "trained",
         "late: engines",
         "late: trainer",
-        "swaps, s",
-        "borders",
         "pass@1 at the end",
     ]
     rows = []
@@ -100,8 +86,6 @@ def table(lines: Mapping[str, tuple[Cell, Result]], target: float) -> str:
                 f"{_median(results, 'rollouts_trained'):.0f}",
                 _most(results, "pace_late_share"),
                 _most(results, "trainer_late_share"),
-                f"{_median(results, 'swap_s'):.2f}",
-                f"{100 * statistics.median(map(border_share, results)):.1f} %" if cell.lock_step else "-",
                 f"{statistics.median(r['curve'][-1][2] for r in results):.3f}",
             ]
         )

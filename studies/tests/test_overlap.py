@@ -14,7 +14,7 @@ from tba_searcher.engines.tokenizer import TextCodec
 from studies import overlap
 from studies.data_file import read_lines, source_digest
 from studies.learning_curve import Judge, _step_times, reached
-from studies.overlap_bench.runs import CHANGES, Cell, Pace, cells, swap_seconds
+from studies.overlap_bench.runs import CHANGES, Cell, Pace, cells
 from studies.overlap_bench.tables import ratio_of, table
 from tba.config import load_recipe
 from tba.errors import ConfigError
@@ -38,9 +38,6 @@ def result(*curve: tuple[float, float], late: float | None = 0.0) -> dict[str, A
         "pace_late_share": late,
         "trainer_late_share": 0.0,
         "cpu_s": 3.0,
-        "swap_s": 0.25,
-        "num_swaps": 5.0,
-        "sync_interval": 4,
     }
 
 
@@ -124,7 +121,6 @@ def test_ratios_are_paired_by_seed_and_what_never_reached_the_target_took_infini
     mine, lock = found["searchers-n4-async"], found["searchers-n4-lock"]
     assert (mine["seeds"], mine["s to 0.8"], mine[ratio]) == ("3", "10.0", "4.00 (3.00 to 5.00)")
     assert (lock[ratio], mine["lock-step, one searcher / this"]) == ("1.00 (1.00 to 1.00)", "-")
-    assert (lock["borders"], mine["borders"], mine["swaps, s"]) == ("3.8 %", "-", "0.25")
     found = rows_of(pairs((None, 1.0), (20.0, 10.0), (None, 100.0)))
     assert found["searchers-n4-async"][ratio] == "inf (2.00 to inf)"
     found = rows_of(pairs((3.0, None), (20.0, 10.0), (9.0, None)))
@@ -153,13 +149,6 @@ def test_the_time_to_a_target_is_interpolated_and_none_where_it_is_never_reached
     assert (ratio_of(6.0, 2.0), ratio_of(None, 2.0), ratio_of(6.0, None), ratio_of(None, None)) == (
         3.0, float("inf"), 0.0, None,
     )  # fmt: skip
-
-
-def test_swaps_are_read_from_the_logs_of_searchers(tmp_path: Path) -> None:
-    line = "2026-11-23T21:52:43.712542Z [info     ] weights loaded                 pause_s={} run_id=r version=1-4\n"
-    (tmp_path / "searcher-0.log").write_text(line.format("0.0034") + "other pause_s=9\n" + line.format("1e-05"))
-    (tmp_path / "searcher-1.log").write_text(line.format("0.5"))
-    assert swap_seconds(tmp_path) == [0.0034, 1e-05, 0.5]
 
 
 def test_the_clock_is_that_of_the_trainer_and_a_second_start_is_refused(tmp_path: Path) -> None:

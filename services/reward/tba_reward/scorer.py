@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
@@ -257,7 +257,6 @@ async def try_example(scorer: Scorer, example: Example) -> str:
 
 
 INLINE_CHUNK_ITEMS = 64
-INLINE_CHUNK_CHARS = 100_000
 # beside the event loop, which answers health checks meanwhile; more threads would only compete for the interpreter
 _INLINE_THREAD = ThreadPoolExecutor(1, thread_name_prefix="inline-scorer")
 
@@ -296,22 +295,10 @@ class InlineScorer:
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return one outcome per item, in order."""
         loop, outcomes = asyncio.get_running_loop(), list[Outcome]()
-        for chunk in _inline_chunks(items):
+        for at in range(0, len(items), INLINE_CHUNK_ITEMS):
+            chunk = items[at : at + INLINE_CHUNK_ITEMS]
             outcomes += await loop.run_in_executor(_INLINE_THREAD, self._score_chunk, chunk)
         return outcomes
 
     def _score_chunk(self, items: Sequence[Item]) -> list[Outcome]:
         return [outcome_of(self._rule, item, self._params) for item in items]
-
-
-def _inline_chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Yield the items in order: at most INLINE_CHUNK_ITEMS at a time, none after INLINE_CHUNK_CHARS are reached."""
-    chunk, num_chars = list[Item](), 0
-    for item in items:
-        chunk.append(item)
-        num_chars += len(item.prompt) + len(item.response)
-        if len(chunk) >= INLINE_CHUNK_ITEMS or num_chars >= INLINE_CHUNK_CHARS:
-            yield chunk
-            chunk, num_chars = [], 0
-    if chunk:
-        yield chunk

@@ -132,42 +132,45 @@ class RewardService:
             BusyError: too many items are in work.
             UnavailableError: the request took longer than `request_timeout_s`.
         """
-        results: list[ScoreResult | None] = [None] * len(items)
-        by_task: dict[str, list[int]] = {}
+        results, by_task = dict[int, ScoreResult](), dict[str, dict[int, ScoreItem]]()
         for at, item in enumerate(items):
             if isinstance(item, ScoreResult):
                 results[at] = item
             elif item.task in self.tasks:
                 # a request may mix tasks: each one scores its own items, all tasks at once
-                by_task.setdefault(item.task, []).append(at)
+                by_task.setdefault(item.task, {})[at] = item
             else:
                 detail = f"no reward for task {item.task!r}; known: {', '.join(self.tasks)}"
                 results[at] = failed(item.item_id, Failure("unknown_task", detail))
-        refused = [result.error.reason for result in results if result is not None and result.error is not None]
-        if refused:
-            self._metrics.record_results(UNKNOWN, refused)
+        if results:
+            self._metrics.record_results(UNKNOWN, [_label(result) for result in results.values()])
         # items that are scored inline wait for nothing, so that they are never refused
-        num_waiting = sum(len(places) for task, places in by_task.items() if not self.tasks[task].is_inline)
-        self._admit(num_waiting)
+        num_waiting = sum(len(chosen) for task, chosen in by_task.items() if not self.tasks[task].is_inline)
+        # one request may be larger than the limit, or it could never be scored
+        if num_waiting and self._num_pending + num_waiting > max(self._max_pending, num_waiting):
+            raise BusyError(
+                f"{self._num_pending} completions are already being scored; try again later, or raise "
+                "reward.num_workers",
+                retry_after_s=1.0,
+                wait="reward-workers",
+            )
         self._add_pending(num_waiting)
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                tasks = [self._score_task(task, [items[at] for at in places]) for task, places in by_task.items()]
-                found = await asyncio.gather(*tasks)
+                found = await asyncio.gather(*(self._score_task(task, chosen) for task, chosen in by_task.items()))
         except TimeoutError:
             raise UnavailableError(
                 f"{len(items)} items were not all scored within {self._request_timeout_s:g} s; send smaller requests"
             ) from None
         finally:
             self._add_pending(-num_waiting)
-        for places, scored in zip(by_task.values(), found, strict=True):
-            for at, result in zip(places, scored, strict=True):
-                results[at] = result
-        return [result for result in results if result is not None]
+        for each in found:
+            results |= each
+        return [results[at] for at in range(len(items))]
 
-    async def _score_task(self, name: str, items: Sequence[ScoreItem | ScoreResult]) -> list[ScoreResult]:
+    async def _score_task(self, name: str, items: Mapping[int, ScoreItem]) -> dict[int, ScoreResult]:
+        """Return the results of the items of a task, by their places in the request."""
         task, start_s = self.tasks[name], time.perf_counter()
-        chosen = [item for item in items if isinstance(item, ScoreItem)]
         rewards = await task.score(
             [
                 Item(
@@ -177,29 +180,23 @@ class RewardService:
                     finish_reason=item.finish_reason,
                     response_tokens=item.response_tokens,
                 )
-                for item in chosen
+                for item in items.values()
             ]
         )
         # after scoring: the version of a model or an endpoint is known once it has answered
         version = task.version
-        results = [_result(item.item_id, reward, version) for item, reward in zip(chosen, rewards, strict=True)]
-        labels = ["scored" if result.error is None else result.error.reason for result in results]
-        self._metrics.record_results(name, labels, time.perf_counter() - start_s)
+        pairs = zip(items.items(), rewards, strict=True)
+        results = {at: _result(item.item_id, reward, version) for (at, item), reward in pairs}
+        self._metrics.record_results(name, [_label(each) for each in results.values()], time.perf_counter() - start_s)
         return results
-
-    def _admit(self, num_items: int) -> None:
-        # one request may be larger than the limit, or it could never be scored
-        if num_items and self._num_pending + num_items > max(self._max_pending, num_items):
-            raise BusyError(
-                f"{self._num_pending} completions are already being scored; try again later, or raise "
-                "reward.num_workers",
-                retry_after_s=1.0,
-                wait="reward-workers",
-            )
 
     def _add_pending(self, change: int) -> None:
         self._num_pending += change
         self._metrics.pending.set(self._num_pending)
+
+
+def _label(result: ScoreResult) -> str:
+    return "scored" if result.error is None else result.error.reason
 
 
 def _result(item_id: str, reward: ItemReward, version: str) -> ScoreResult:

@@ -61,6 +61,8 @@ def test_reasoning_holds_no_answer() -> None:
     assert after_reasoning("<think>a</think>b</think> c") == " c"
     assert after_reasoning("before <think> never ended") == "before "
     assert after_reasoning("a</think> b <think> c") == " b "
+    assert after_reasoning("41", "Q?<think>\n") == after_reasoning("[THINK]41") == ""
+    assert after_reasoning("41</think>42", "Q?<think>\n") == after_reasoning("[THINK]41[/THINK]42") == "42"
     assert scored(r"<think>\boxed{42}</think> hm") == 0.0
     assert scored(r"<think>\boxed{41}</think> \boxed{42}") == 1.0
 
@@ -112,6 +114,42 @@ def test_a_gold_answer_may_be_a_number_or_a_whole_solution() -> None:
         outcome_of(score, Item(prompt="", response=r"\boxed{1}", data={"gold": "1"}), {**PARAMS, "field": "gold"})
         == 1.0
     )
+
+
+@pytest.mark.parametrize(
+    ("gold", "verdicts"),
+    [
+        (1e-07, {r"10^{-7}": 1.0, r"1\times 10^{-7}": 1.0, "0.0000001": 1.0, "1e-7": 1.0, "1E-07": 1.0}),
+        (1e-07, {"e-7": 0.0, "e - 7": 0.0, "0": 0.0, "-4.28": 0.0}),
+        (1e22, {"10^{22}": 1.0, "1" + "0" * 22: 1.0, "10^{21}": 0.0}),
+        (2 / 3, {r"\frac23": 1.0, r"\frac34": 0.0}),
+        (0.1 + 0.2, {"0.3": 1.0, "0.31": 0.0}),
+        # a large power of ten costs no memory
+        ("1e999999999", {"10^{999999999}": 1.0, "1e999999998": 0.0, "7": 0.0}),
+        ("7", {"1e999999999": 0.0, "1e-999999999": 0.0}),
+        (["42", 43, "x+1"], {"42": 1.0, "43": 1.0, "1+x": 1.0, "44": 0.0}),
+        (["42", "The answer is 41"], {"42": 1.0, "43": "bad_data"}),
+        ("No", {"No": 1.0, "Yes": 0.0}),
+        ("not", {"not": 1.0, "or": 0.0}),
+        ("it is what it is, so we do not know if he or she was right", {"4": "bad_data"}),
+        ("5 m", {"5": 1.0, r"5\text{ m}": 1.0, "6": 0.0}),
+        ("4", {"4 per day": 1.0, "5 per day": 0.0}),
+        ("3 per hour", {"3": 1.0, "4": 0.0}),
+        ("10:30 p.m.", {"10:30 pm": 1.0, "10:30 am": 0.0}),
+    ],
+)
+def test_answers_are_those_of_a_careful_reader(gold: object, verdicts: dict[str, float | str]) -> None:
+    for answer, expected in verdicts.items():
+        found = scored(rf"so it is \boxed{{{answer}}}.", gold)
+        verdict = found.reason if isinstance(found, Failure) else found
+        # the service gives 0 for what cannot be read
+        assert (0.0 if verdict == "ambiguous" else verdict) == expected, answer
+
+
+def test_a_stop_string_may_have_ended_the_answer_element() -> None:
+    for finish_reason, reward in (("stop", 0.0), ("stop_string", 1.0)):
+        item = Item(prompt="", response="so <answer>84", data={"answer": "84"}, finish_reason=finish_reason)
+        assert outcome_of(score, item, PARAMS) == reward
 
 
 @pytest.mark.parametrize("gold", [r"\frac{1}{", r"\frac{1}{0}", r"\begin{aligned}1\end{aligned}"])
@@ -167,28 +205,10 @@ def test_decimals_are_read_exactly(value: object) -> None:
     assert plain_number(f"{value}\\%") is not None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "-",
-        ".",
-        "1.2.3",
-        "1,00",
-        "12,34,567",
-        "0,111",
-        "x",
-        "1/0",
-        "1e",
-        "e5",
-        "1e5.5",
-        "--1",
-        "٣",
-        "2^3",
-        "1" * 200,
-        "1 2",
-    ],
-)
+NOT_PLAIN = ("", "-", ".", "1.2.3", "1,00", "12,34,567", "0,111", "x", "1/0", "1e", "e5", "1e5.5", "--1", "٣", "2^3")
+
+
+@pytest.mark.parametrize("text", [*NOT_PLAIN, "1" * 200, "1 2"])
 def test_what_is_not_a_plain_number(text: str) -> None:
     assert plain_number(text) is None
 

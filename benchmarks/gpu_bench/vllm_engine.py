@@ -173,7 +173,6 @@ def _start(
     found: Findings,
     *,
     share: float,
-    cache_bytes: int | None = None,
 ) -> VllmEngine:
     """Start an engine with the old version, as a searcher does; note the seconds, and what vLLM chose."""
     start = perf_counter()
@@ -188,7 +187,7 @@ def _start(
             seed=0,
             dtype=published.dtype,
             device=bench.device,
-            section=SearcherVllmSection(gpu_memory_share=share, kv_cache_bytes=cache_bytes),
+            section=SearcherVllmSection(gpu_memory_share=share),
         ),
     )
     found.note("start_s", perf_counter() - start)
@@ -212,7 +211,7 @@ def _check_update(family: str, dtype: str, bench: Bench, found: Findings) -> Non
     published = _publish(config, dtype, bench)
     # a rounding may send a token to other experts (docs/adr/0032-router-replay.md), so their gaps are only noted
     limit = math.inf if family == "qwen3_moe" else max(CANARY_TOLERANCE, LIMITS[dtype])
-    engine = _start(published, 8 if bench.quick else 32, bench, found, share=0.1, cache_bytes=2**28)
+    engine = _start(published, 8 if bench.quick else 32, bench, found, share=0.1)
     try:
         _check_canary(engine, published, _OLD, found, limit)
         num_responses, length = (8, 24) if bench.quick else (48, 200)  # some wait for a slot

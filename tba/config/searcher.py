@@ -68,25 +68,12 @@ def check_vllm_release(version: str) -> None:
 class SearcherVllmSection(StrictModel):
     """vLLM in the process of a searcher, where `searcher.num_slots` is the number of sequences in a batch."""
 
-    kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for keys and values. None: on the CPU what `num_slots` responses of full length need,
-    on a GPU what `gpu_memory_share` leaves. With too little, vLLM preempts sequences and computes them again."""
     gpu_memory_share: float = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's memory that vLLM may use for weights, keys and values, and its work space."""
-    max_batched_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of one step, with those of prompts; longer prompts are computed in pieces. None: vLLM's choice."""
-    enforce_eager: bool = False
-    """On a GPU: no compilation and no CUDA graphs; the start is faster, decoding slower. The CPU always runs so."""
+    """Share of the GPU's memory that vLLM may use for weights, keys and values, and its work space. With too little,
+    vLLM preempts sequences and computes them again."""
     quantization: Literal["fp8_per_channel", "fp8_per_block"] | None = None
     """Weights of linear layers are rounded to 8 bits when they are loaded, and again with each update: half the memory,
     and log-probs that are further from the trainer's (docs/searcher.md). None: they stay as published."""
-    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Keys and values in 8 bits: half the memory of each token. `auto`: as the model computes."""
-
-    @property
-    def has_8_bits(self) -> bool:
-        """Whether vLLM rounds more than the published dtype does."""
-        return self.quantization is not None or self.kv_cache_dtype != "auto"
 
 
 class OpenAiSection(StrictModel):
@@ -224,7 +211,6 @@ def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
         )
 
 
-KvAtUpdate = Literal["recompute", "keep"]
 ENGINES = ("embedded", "vllm", "openai", "simulated")
 """The built-in names of `searcher.engine`."""
 VLLM_ENGINES = ("vllm", "openai")
@@ -263,10 +249,6 @@ class SearcherSection(StrictModel):
     """Longer prompts are refused (counted, reported), never cut."""
     max_response_tokens: int = Field(default=64, ge=1)
     """Length limit of a completion; a task may have a lower one of its own (`searcher.tasks`)."""
-    kv_at_update: KvAtUpdate = "recompute"
-    """Keys and values of responses under way when new weights come. `recompute`: they are computed again, so that a
-    token's log-prob is that of the version in its span. `keep`: they stay, which saves the time; later tokens are drawn
-    with new weights upon old keys and values, and their log-probs say so. Not with `engine = "openai"`."""
     tasks: dict[str, TaskSampling] = Field(default_factory=dict)
     """Per task: lengths and stop strings. Tasks without an entry end at end of sequence or `max_response_tokens`."""
     sampling_temperature: Temperature = 1.0
@@ -309,11 +291,6 @@ class SearcherSection(StrictModel):
             )
         if self.engine == "openai" and self.openai.url is None and self.num_searchers != 0:  # offline nothing asks it
             raise ValueError('engine = "openai" needs the address of a server; give openai.url')
-        if self.engine == "openai" and self.kv_at_update == "keep":
-            raise ValueError(
-                'kv_at_update = "keep" needs an engine that says which weights made each token of a response, and the '
-                'server\'s answers (engine = "openai") do not; set kv_at_update to "recompute", or engine to "vllm"'
-            )
         if self.temperature_mix is not None and self.sampling_temperature != 1.0:
             raise ValueError(
                 "temperature_mix takes the place of sampling_temperature, and both are given; remove one of them"

@@ -194,13 +194,12 @@ def _searcher(recipe: Recipe, shape_of: ShapeOf, rank: int) -> Iterator[Occupant
     # with fewer key-value heads than ranks, every rank has one
     kv_heads = math.ceil(shape.num_kv_heads / num_ranks)
     weights, kv_values = weights // num_ranks, shape.kv_values_per_token // shape.num_kv_heads * kv_heads
-    value_bytes = 1 if section.engine == "vllm" and section.vllm.kv_cache_dtype != "auto" else b
-    one = value_bytes * kv_values * (section.max_prompt_tokens + section.max_response_tokens)
+    one = b * kv_values * (section.max_prompt_tokens + section.max_response_tokens)
     if section.engine == "embedded":
         yield Occupant("embedded engine of a searcher", weights + section.num_slots * one)
         return
     who = "vLLM of a searcher" if num_ranks == 1 else f"vLLM of a searcher, one of {num_ranks} ranks"
-    yield Occupant(who, VLLM_BYTES + weights + (section.vllm.kv_cache_bytes or one), section.vllm.gpu_memory_share)
+    yield Occupant(who, VLLM_BYTES + weights + one, section.vllm.gpu_memory_share)
 
 
 def misfits(layout: Layout, gpu_bytes: int) -> Iterator[str]:

@@ -30,7 +30,6 @@ from tba_searcher.engines.vllm.environment import keep_transformers_unchanged
 from tba_searcher.engines.weight_loader import swap_weights
 from transformers import AutoModel
 
-from tba.config.searcher import SearcherVllmSection
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion
@@ -38,7 +37,6 @@ from tba.wire import Sampling
 from tests.support.engine_contract import (
     CASES,
     LAST,
-    LOGPROB_ATOL,
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     NUM_SLOTS,
@@ -53,7 +51,6 @@ from tests.support.engine_contract import (
     run_all,
     tokens_of,
 )
-from tests.support.engine_contract_keep import KEEP_CASES
 from tests.support.tiny_model import make_tiny_model
 from tests.support.vllm_eight_bits_cases import case_8_bits_follow_versions_of_each_kind_in_flight
 
@@ -173,47 +170,12 @@ def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
     request = make_request("p", prompt, Sampling(temperature=0.0), eos_ids=())
     with bench.engine() as engine:
         assert isinstance(engine, VllmEngine)
-        manager = engine._kv_cache._scheduler.scheduler.kv_cache_manager
+        manager = engine._llm.engine_core.engine_core.scheduler.kv_cache_manager
         assert run_all(engine, [request])["p"].response_tokens.tolist() == bench.old.greedy(request)
         assert len(manager.block_pool.cached_block_hash_to_block) > 0
         engine.load_weights([bench.new.tensors], V1)
         assert len(manager.block_pool.cached_block_hash_to_block) == 0
         assert run_all(engine, [request])["p"].response_tokens.tolist() == bench.new.greedy(request)
-
-
-def case_what_cannot_be_kept_is_computed_again(bench: Bench) -> None:
-    """A prompt of which a piece is computed begins anew; where the canary finds no room, all do."""
-    first, second = (
-        make_request(name, np.random.default_rng(0).integers(3, 33, 40).tolist(), Sampling(temperature=1.0), eos_ids=())
-        for name in ("first", "second")
-    )
-    engine = bench.fresh(kv_at_update="keep", section=SearcherVllmSection(max_batched_tokens=24))
-    assert isinstance(engine, VllmEngine)
-    engine.submit(first)
-    assert engine.step() == []
-    engine.load_weights([bench.new.tensors], V1)
-    (done,) = finish(engine)
-    assert [span.version for span in done.version_spans] == [V1]
-    np.testing.assert_allclose(
-        done.sampler_logprobs, bench.new.trainer_logprobs(first, done.response_tokens), atol=LOGPROB_ATOL
-    )
-    engine.submit(second)
-    assert [engine.step() for _ in range(6)] == [[]] * 6
-    engine.load_weights([bench.old.tensors], START)
-    has_room, scheduler = engine._kv_cache._scheduler.has_room, engine._kv_cache._scheduler.scheduler
-    num_tokens = 32 * scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    assert [has_room(num_tokens + more) for more in (0, 1)] == [True, False]
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    # as with sliding windows: each group takes blocks of its own
-    with replaced(scheduler.kv_cache_config, "kv_cache_groups", [*groups, *groups]):
-        assert [has_room(num_tokens // 2 + more) for more in (-32, 32)] == [True, False]
-    with replaced(engine._kv_cache._scheduler, "has_room", lambda num_tokens: False):
-        engine.verify(bench.manifest(bench.old, START))
-    (done,) = finish(engine)
-    before, after = done.version_spans
-    assert (before.version, after.version) == (V1, START)
-    expected = bench.old.trainer_logprobs(second, done.response_tokens)[after.start :]
-    np.testing.assert_allclose(done.sampler_logprobs[after.start :], expected, atol=LOGPROB_ATOL)
 
 
 def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
@@ -272,7 +234,6 @@ _CASES: tuple[tuple[str, Callable[[Bench], None]], ...] = (
     ("llama", case_temperatures_that_vllm_would_change_are_refused),
     ("llama", case_weights_that_are_not_finite_are_found),
     ("llama", case_prompts_are_shared_and_dropped_with_the_weights),
-    ("llama", case_what_cannot_be_kept_is_computed_again),
     ("llama", case_8_bits_follow_versions_of_each_kind_in_flight),
     ("gpt_neox", case_the_starting_model_lives_beside_the_engine),
     ("gpt_neox", case_compiling_leaves_the_class_of_the_starting_model_alone),
@@ -331,7 +292,7 @@ def main(root: Path) -> None:
     """The process."""
     # experts first: all engines of a process share its process groups, and vLLM makes that of experts only when the
     # first one starts. A searcher has one engine at a time, and closing it ends the groups.
-    cases = {**CASES, **KEEP_CASES, **VLLM_CASES}.items()
+    cases = {**CASES, **VLLM_CASES}.items()
     ordered = sorted(cases, key=lambda item: (item[1][1] in LAST, item[1][0] != "qwen3_moe"))
     print_outcomes(dict(ordered), Benches(make_vllm, root))
 

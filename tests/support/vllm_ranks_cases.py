@@ -37,7 +37,7 @@ from tests.support.engine_contract import (
     tokens_of,
 )
 from tests.support.vllm_cases import SIZES, Benches, print_outcomes
-from tests.support.vllm_eight_bits_cases import LEAST_GAP, PROMPT, RESPONSE, calmer, eight_bits, mean_gaps
+from tests.support.vllm_eight_bits_cases import EIGHT_BITS, LEAST_GAP, PROMPT, RESPONSE, calmer, mean_gaps
 
 NUM_RANKS = 2
 DEATH_DEADLINE_S = 15.0
@@ -151,7 +151,7 @@ def case_a_rank_that_is_killed_ends_the_engine_at_once(bench: Bench) -> None:
 def case_ranks_round_their_slices_to_8_bits_and_wait_for_none(bench: Bench) -> None:
     """The last rank fails half-way, beside decoding and alone: the other one must not wait for its scales."""
     old, new = (calmer(bench, model) for model in (bench.old, bench.new))
-    engine = bench.fresh(old, dtype="bfloat16", section=eight_bits())
+    engine = bench.fresh(old, dtype="bfloat16", section=EIGHT_BITS)
     assert isinstance(engine, VllmEngine)
     start = engine.canary_logprobs(PROMPT, RESPONSE)
     for request in make_requests(2, eos_ids=(), max_response_tokens=12):

@@ -7,7 +7,6 @@ from tba_searcher.engines.vllm.environment import prepare_vllm
 
 from tba.errors import ConfigError
 from tests.support.engine_contract import CASES
-from tests.support.engine_contract_keep import KEEP_CASES
 from tests.support.vllm_cases import VLLM_CASES, Benches, make_embedded
 from tests.support.vllm_greedy import TIMEOUT_S, outcomes_of, why_not
 
@@ -28,13 +27,13 @@ def by_vllm(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     return outcomes_of("tests.support.vllm_cases", tmp_path_factory.mktemp("vllm"), pytestconfig)
 
 
-@pytest.mark.parametrize("case", [*CASES, *KEEP_CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_embedded(embedded: Benches, case: str) -> None:
-    model, function = {**CASES, **KEEP_CASES}[case]
+    model, function = CASES[case]
     function(embedded.of(model))
 
 
-@pytest.mark.parametrize("case", [*CASES, *KEEP_CASES, *VLLM_CASES])
+@pytest.mark.parametrize("case", [*CASES, *VLLM_CASES])
 def test_vllm(by_vllm: dict[str, str], case: str) -> None:
     assert by_vllm[case] == "passed", by_vllm[case]
 

@@ -108,34 +108,12 @@ def test_eight_bits_reach_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     asked: dict[str, Any] = {}
     monkeypatch.setattr(vllm_engine, "start_engine", lambda arguments, **_: asked.update(arguments))
     monkeypatch.setattr(vllm_engine, "keep_transformers_unchanged", lambda **_: nullcontext())
-    for section, expected in (
-        (SearcherVllmSection(), (None, "auto")),
-        (SearcherVllmSection(quantization="fp8_per_block", kv_cache_dtype="fp8_e5m2"), ("fp8_per_block", "fp8_e5m2")),
-    ):
-        settings = vllm_engine.VllmSettings(
-            num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, section=section
-        )
-        vllm_engine._build(tmp_path, settings, on_cpu=True)
-        assert (asked["quantization"], asked["kv_cache_dtype"]) == expected
-
-
-@pytest.mark.parametrize(("dtype", "value_bytes"), [("auto", 2), ("fp8_e4m3", 1), ("fp8_e5m2", 1)])
-def test_a_full_cache_has_no_room_that_eight_bits_leave_empty(dtype: str, value_bytes: int) -> None:
-    model = SimpleNamespace(
-        max_model_len=40,
-        dtype=SimpleNamespace(itemsize=2),
-        get_num_kv_heads=lambda _: 3,
-        get_head_size=lambda: 32,
-        get_num_layers=lambda _: 5,
+    section = SearcherVllmSection(quantization="fp8_per_block")
+    settings = vllm_engine.VllmSettings(
+        num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, section=section
     )
-    config = SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(block_size=32, cache_dtype=dtype),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-        parallel_config=None,
-    )
-    blocks = 4 * 2 + 1
-    assert internals._full_cache_bytes(config) == blocks * 32 * 2 * 3 * 32 * 5 * value_bytes
+    vllm_engine._build(tmp_path, settings, on_cpu=True)
+    assert asked["quantization"] == "fp8_per_block"
 
 
 @pytest.mark.parametrize(("num_ranks", "is_alone"), [(1, False), (2, True)])

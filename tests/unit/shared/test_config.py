@@ -235,13 +235,6 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
         (
             {
                 **MINIMAL,
-                "searcher": {"engine": "openai", "openai": {"url": "http://localhost:1"}, "kv_at_update": "keep"},
-            },
-            r"needs an engine that says which weights made each token .* set kv_at_update to \"recompute\"",
-        ),
-        (
-            {
-                **MINIMAL,
                 "model": {**MINIMAL["model"], "dtype": "float32"},
                 "searcher": {"engine": "vllm", "vllm": {"quantization": "fp8_per_block"}},
             },

@@ -52,7 +52,6 @@ def test_weights_that_round_more_get_a_larger_tolerance(tmp_path: Path) -> None:
     ("engine", "vllm", "expected"),
     [
         ("vllm", {}, MIN_TOLERANCE["bfloat16"]),
-        ("vllm", {"kv_cache_dtype": "fp8_e4m3"}, EIGHT_BIT_TOLERANCE),
         ("vllm", {"quantization": "fp8_per_block"}, EIGHT_BIT_TOLERANCE),
         ("embedded", {"quantization": "fp8_per_block"}, MIN_TOLERANCE["bfloat16"]),
     ],

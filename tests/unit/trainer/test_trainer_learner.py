@@ -339,7 +339,10 @@ def test_the_limit_of_the_gap_is_wide_for_few_tokens_and_rollouts_of_another_sta
         ({"model": {"dtype": "float16"}}, 0.125),
         ({"model": {"dtype": "bfloat16"}}, 0.5),
         ({"trainer": {"compute_dtype": "bfloat16"}}, 0.5),
-        ({"model": {"dtype": "bfloat16"}, "searcher": {"engine": "vllm", "vllm": {"kv_cache_dtype": "fp8_e4m3"}}}, 1.0),
+        (
+            {"model": {"dtype": "bfloat16"}, "searcher": {"engine": "vllm", "vllm": {"quantization": "fp8_per_block"}}},
+            1.0,
+        ),
         ({"searcher": {"engine": "simulated"}}, None),
     ],
 )

@@ -14,7 +14,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config.searcher import KvAtUpdate
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, Sampling, VersionSpan
@@ -105,10 +104,8 @@ class Engine(Protocol):
     `max_response_tokens`. End of sequence and stop strings can come only after `min_response_tokens` tokens.
 
     `load_weights` is called between two steps. Active requests keep their tokens and continue under the new weights,
-    and the next token begins a new version span. With `kv_at_update = "recompute"` (`EngineSettings`) keys and values
-    of the old weights must not be used again. With "keep" requests that have tokens keep theirs, and no others use
-    these: a response whose first token comes later is made by the new weights alone. After each load the caller calls
-    `verify`; when either fails, it loads the old weights again (`weight_loader.swap_weights`).
+    and the next token begins a new version span. Keys and values of the old weights must not be used again. After each
+    load the caller calls `verify`; when either fails, it loads the old weights again (`weight_loader.swap_weights`).
 
     Errors: `EngineError` (or any `TbaError`) refuses one request or one version. `EngineDiedError` ends the searcher
     after it has delivered what is finished; only `close` is called after it. An unexpected exception from `step` counts
@@ -223,7 +220,6 @@ class EngineSettings:
     """Dtype of the weights."""
     device: str = "cpu"
     trust_remote_code: bool = False
-    kv_at_update: KvAtUpdate = "recompute"
 
 
 class EngineFactory(Protocol):

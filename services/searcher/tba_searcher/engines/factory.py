@@ -51,7 +51,6 @@ def build_engine(
         "dtype": dtype,
         "device": settings.device,
         "trust_remote_code": recipe.model.trust_remote_code,
-        "kv_at_update": settings.kv_at_update,
     }
     # each engine is imported only here: vLLM's environment must be set first, and the simulated engine needs no torch
     if settings.engine == "simulated":

@@ -52,7 +52,7 @@ class CanaryMaker:
     def __init__(self, theta: Any, published: Any, recipe: Recipe) -> None:
         dtype = recipe.model.dtype
         self._published = LogprobModel(published, temperature=1.0)
-        has_8_bits = recipe.searcher.engine == "vllm" and recipe.searcher.vllm.has_8_bits
+        has_8_bits = recipe.searcher.engine == "vllm" and recipe.searcher.vllm.quantization is not None
         least = EIGHT_BIT_TOLERANCE if has_8_bits else MIN_TOLERANCE[dtype]
         self._least, self._most = least, MAX_TOLERANCE[dtype]
         self._is_compiled = recipe.trainer.compile

@@ -35,7 +35,7 @@ def gap_limit(recipe: Recipe) -> float | None:
     if recipe.searcher.engine == "simulated":
         return None
     most = max(MAX_GAP[recipe.model.dtype], MAX_GAP[recipe.trainer.compute_dtype])
-    has_8_bits = recipe.searcher.engine == "vllm" and recipe.searcher.vllm.has_8_bits
+    has_8_bits = recipe.searcher.engine == "vllm" and recipe.searcher.vllm.quantization is not None
     return max(most, MAX_GAP_EIGHT_BITS) if has_8_bits else most
 
 

@@ -6,8 +6,7 @@
 * Continuous batching: a finished request is replaced before the next step (batch.py).
 * The S rollouts of a visit share one prefill: keys and values of all prompt tokens but the last are kept in a prefix
   slot and copied. A request begins decoding with its last prompt token, so tokens are sampled in one place only.
-* New weights: keys and values of active requests are recomputed before the next step, or kept; cached prefixes are
-  dropped.
+* New weights: keys and values of active requests are recomputed before the next step; cached prefixes are dropped.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ class EmbeddedEngine:
         # of requests that begin from here on
         self._prefixes.clear()
         # recomputed by the next step, and not here: a second load may follow at once, as when a version is refused
-        self._cache_is_stale = self._settings.kv_at_update == "recompute"
+        self._cache_is_stale = True
         for slot in self._batch.active_slots():
             active = self._batch.requests[slot]
             if active is not None:

@@ -7,7 +7,7 @@ The model is in this process too, or with `searcher.tensor_parallel_size` in a p
 * Log-probs are vLLM's `processed_logprobs`: of the distribution that was drawn from, after min tokens, temperature,
   top-k and top-p, as the protocol asks.
 * New weights: active requests keep their tokens. Their keys and values are recomputed by the next step, prompt and
-  response so far, or kept (kv_cache.py). How many tokens each had then gives the spans.
+  response so far. How many tokens each had then gives the spans.
 * `verify` compares the digest of the tensors that were loaded with the manifest's, and asks vLLM itself for the
   log-probs of the canary.
 
@@ -49,13 +49,12 @@ from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, p
 from tba_searcher.engines.vllm.internals import (
     Sampled,
     SampledTokens,
-    Scheduler,
     add_request,
+    all_held_back,
     generation_eos_ids,
     start_engine,
     vocab_size,
 )
-from tba_searcher.engines.vllm.kv_cache import KVCache
 from tba_searcher.engines.vllm.worker_extension import WORKER_EXTENSION
 from tba_searcher.engines.vllm.workers import Workers
 from tba_searcher.engines.weight_check import check_loaded, check_tensors, read_headers
@@ -116,7 +115,6 @@ class VllmEngine:
         self._llm: Any = _build(folder, settings, on_cpu=on_cpu)
         self._workers = Workers(self._llm)
         self._sampled = SampledTokens(self._llm)
-        self._kv_cache = KVCache(self._llm, Scheduler(self._llm), settings.kv_at_update)
         self._requests: dict[str, _Asked] = {}
         self._default_eos_ids = generation_eos_ids(self._llm)  # reads the model's files
         self._masked_ids = {*self._default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
@@ -180,7 +178,7 @@ class VllmEngine:
                 "sequence and the request does not; add them to eos_ids"
             )
         try:
-            vllm_id = self._add(request.request_id, request.prompt_tokens, _sampling_params(request))
+            vllm_id = add_request(self._llm, request.request_id, request.prompt_tokens, _sampling_params(request))
         except (ValueError, TypeError) as error:
             raise EngineError(f"{name} is refused by vLLM: {error}") from None
         sampled = self._sampled.follow(vllm_id, needs_text=bool(request.sampling.stop))
@@ -233,7 +231,7 @@ class VllmEngine:
         try:
             hashed = self._workers.call("tba_load_weights", places, doing=f"loading version {version}")
         finally:
-            self._kv_cache.begin_update()
+            self._drop_keys_and_values()
         self._params_sha256 = table_sha256(itertools.chain.from_iterable(hashed))
         self._version = version
         for asked in self._requests.values():
@@ -256,9 +254,10 @@ class VllmEngine:
 
         tokens = (*prompt_tokens, *response_tokens)
         params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-        with self._kv_cache.exclusive(num_tokens=len(tokens) + 1):
+        self._drop_keys_and_values()
+        with all_held_back(self._llm):
             try:
-                self._add(_CANARY_ID, tokens, params)
+                add_request(self._llm, _CANARY_ID, tokens, params)
                 # a step computes at least one token, or vLLM would leave the canary in its queue for ever
                 steps = ([output for output in self._workers.step() if output.finished] for _ in tokens)
                 outputs = next((outputs for outputs in steps if outputs), None)
@@ -280,8 +279,9 @@ class VllmEngine:
             self._llm = None
             gc.collect()
 
-    def _add(self, request_id: str, tokens: Sequence[int], params: Any) -> str:
-        return add_request(self._llm, request_id, tokens, params, cache_salt=self._kv_cache.salt)
+    def _drop_keys_and_values(self) -> None:
+        """Drop all keys and values; running requests go back to vLLM's queue with their tokens."""
+        self._llm.reset_prefix_cache(reset_running_requests=True)
 
     def _completion(self, output: Any) -> Completion:
         asked = self._requests[output.request_id]
@@ -332,16 +332,12 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
         seed=settings.seed % 2**32,
         trust_remote_code=settings.trust_remote_code,
         max_model_len=max(max_len, _MIN_LEN),
-        # the canary needs room beside requests that stay where they are
-        max_num_seqs=settings.num_slots + (settings.kv_at_update == "keep"),
-        max_num_batched_tokens=section.max_batched_tokens,
+        max_num_seqs=settings.num_slots,
         block_size=BLOCK_SIZE,
         enable_prefix_caching=True,
         gpu_memory_utilization=section.gpu_memory_share,
-        kv_cache_memory_bytes=section.kv_cache_bytes,
         quantization=section.quantization,
-        kv_cache_dtype=section.kv_cache_dtype,
-        enforce_eager=on_cpu or section.enforce_eager,
+        enforce_eager=on_cpu,  # the CPU neither compiles nor has CUDA graphs
         async_scheduling=False,  # weights change between two steps, so nothing may be in flight there
         tensor_parallel_size=num_ranks,
         distributed_executor_backend="uni" if num_ranks == 1 else "mp",
@@ -352,8 +348,8 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
         use_tqdm_on_load=False,
     )
     try:
-        with keep_transformers_unchanged(compiles=not arguments["enforce_eager"]):
-            return start_engine(arguments, num_slots=settings.num_slots, on_cpu=on_cpu)
+        with keep_transformers_unchanged(compiles=not on_cpu):
+            return start_engine(arguments, on_cpu=on_cpu)
     except (ValueError, OSError) as error:
         raise ConfigError(f"vLLM cannot run the model in {folder} with these settings: {error}") from None
     except Exception as error:

@@ -10,7 +10,6 @@ contract of the engines against a successor.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,12 +34,12 @@ def transformers_adapter() -> Any:
     return base
 
 
-def start_engine(arguments: dict[str, Any], *, num_slots: int, on_cpu: bool) -> Any:
-    """Return a running `LLMEngine`, whose scheduler is in this process.
+def start_engine(arguments: dict[str, Any], *, on_cpu: bool) -> Any:
+    """Return a running `LLMEngine`, whose scheduler is in this process. On the CPU it has the memory that keys and
+    values of all slots need at full length.
 
     Args:
-        arguments: of vLLM's EngineArgs. `kv_cache_memory_bytes` None is, on the CPU, what all rows need at full length.
-        num_slots: most requests that are active at once.
+        arguments: of vLLM's EngineArgs.
 
     Raises:
         ConfigError: its kernels do not know the model's attention heads.
@@ -49,12 +48,10 @@ def start_engine(arguments: dict[str, Any], *, num_slots: int, on_cpu: bool) -> 
     import vllm
     from vllm.usage.usage_lib import UsageContext
 
-    arguments = {**arguments, "max_num_active_seqs": num_slots}
     config: Any = vllm.EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     if on_cpu:
         _check_head_size(config.model_config.get_head_size())
-        if arguments["kv_cache_memory_bytes"] is None:
-            config.cache_config.kv_cache_memory_bytes = _full_cache_bytes(config)
+        config.cache_config.kv_cache_memory_bytes = _full_cache_bytes(config)
     return vllm.LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
 
 
@@ -74,8 +71,7 @@ def _full_cache_bytes(config: Any) -> int:
     """Return the bytes of keys and values of all slots at full length: whole blocks, and one that vLLM keeps."""
     model, cache, num_slots = config.model_config, config.cache_config, config.scheduler_config.max_num_seqs
     num_blocks = num_slots * -(-model.max_model_len // cache.block_size) + 1
-    value_bytes = 1 if cache.cache_dtype.startswith("fp8") else model.dtype.itemsize
-    per_token = 2 * model.get_num_kv_heads(config.parallel_config) * model.get_head_size() * value_bytes
+    per_token = 2 * model.get_num_kv_heads(config.parallel_config) * model.get_head_size() * model.dtype.itemsize
     return num_blocks * cache.block_size * per_token * model.get_num_layers(config.parallel_config)
 
 
@@ -93,11 +89,11 @@ def generation_eos_ids(llm: Any) -> tuple[int, ...]:
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
-def add_request(llm: Any, request_id: str, tokens: Sequence[int], params: Any, *, cache_salt: str | None) -> str:
+def add_request(llm: Any, request_id: str, tokens: Sequence[int], params: Any) -> str:
     """Queue a request of token ids; return vLLM's own id for it."""
     from vllm.inputs.engine import tokens_input
 
-    return llm.add_request(request_id, tokens_input(list(tokens), cache_salt=cache_salt), params)
+    return llm.add_request(request_id, tokens_input(list(tokens)), params)
 
 
 def rank_processes(llm: Any) -> list[Any]:
@@ -161,53 +157,16 @@ class SampledTokens:
         return self._process(left, *args, **kwargs)
 
 
-class Scheduler:
-    """vLLM's scheduler, which has no public way to change the salt of requests that wait, nor to hold requests back.
-
-    Args:
-        llm: vLLM's engine with its scheduler in this process.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self.scheduler: Any = llm.engine_core.engine_core.scheduler
-        """vLLM's own."""
-
-    def put_back_without_tokens(self) -> None:
-        """Send running requests without a response token back to the queue: they begin anew."""
-        scheduler = self.scheduler
-        for request in [request for request in reversed(scheduler.running) if not request.num_output_tokens]:
-            scheduler.running.remove(request)
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-            scheduler._preempt_request(request, time.monotonic())
-
-    def salt_waiting(self, salt: str | None) -> None:
-        """Give the requests of the queue another cache salt."""
-        for request in self.scheduler.waiting:
-            request.cache_salt = salt
-            request.block_hashes.clear()
-            request.update_block_hashes()
-
-    @contextmanager
-    def all_held_back(self) -> Iterator[None]:
-        """Hold back what runs and waits; steps inside work on requests that are added inside."""
-        scheduler = self.scheduler
-        # those that run leave the batch of the worker, and come back to it with the next step
-        running, scheduler.running = scheduler.running, []
-        waiting = [scheduler.waiting.pop_request() for _ in range(len(scheduler.waiting))]
-        try:
-            yield
-        finally:
-            scheduler.running = running
-            for request in waiting:
-                scheduler.waiting.add_request(request)
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Return whether keys and values of so many tokens find free blocks."""
-        scheduler = self.scheduler
-        # layers with a sliding window, for example, are a group of their own: all groups take blocks of one pool
-        sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
-        num_needed = sum(-(-num_tokens // size) for size in sizes)
-        return scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= num_needed
+@contextmanager
+def all_held_back(llm: Any) -> Iterator[None]:
+    """Hold back the requests in vLLM's queue; steps inside work on requests that are added inside. None may run."""
+    queue = llm.engine_core.engine_core.scheduler.waiting
+    waiting = [queue.pop_request() for _ in range(len(queue))]
+    try:
+        yield
+    finally:
+        for request in waiting:
+            queue.add_request(request)
 
 
 # ---- The models of a worker ---------------------------------------------------------------------------------------

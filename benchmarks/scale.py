@@ -37,8 +37,6 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2, help="processes that the searchers share")
     parser.add_argument("--leave", type=float, default=0.1, help="share that drains and is replaced")
     parser.add_argument("--vanish", type=float, default=0.1, help="share that is killed and replaced")
-    parser.add_argument("--crash-every-s", type=float, help="mean seconds until an engine dies; default: never")
-    parser.add_argument("--tokens-per-s", type=float, default=50.0, help="of each slot")
     parser.add_argument("--seed", type=int, default=0, help="of the timetable")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
@@ -50,11 +48,9 @@ def main() -> int:
         vanish_share=args.vanish,
         seed=args.seed,
     )
-    simulated = {"tokens_per_s": args.tokens_per_s, "crash_every_s": args.crash_every_s}
     folder = Path(tempfile.mkdtemp(prefix="tba-scale-"))
     try:
-        recipe = sections(num_slots=args.slots, simulated=simulated)
-        evidence = run_searchers(folder, plan, num_hosts=args.hosts, recipe=recipe)
+        evidence = run_searchers(folder, plan, num_hosts=args.hosts, recipe=sections(num_slots=args.slots))
         wrong, numbers = violations(evidence), figures(evidence)
     finally:
         if args.keep:

@@ -147,11 +147,6 @@ class PacedEngine:
         """Submitted requests that have no slot yet."""
         return self._engine.num_active + self._engine.num_waiting + len(self._held) - self.num_active
 
-    @property
-    def num_free_slots(self) -> int:
-        """Requests that could be submitted now and decoded in the next step."""
-        return max(0, self.num_slots - self.num_active - self.num_waiting)
-
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
         # for the caller it is still being decoded
@@ -159,13 +154,11 @@ class PacedEngine:
             raise EngineError(f"request {request.request_id} is already being worked on")
         self._engine.submit(request)
 
-    def abort(self, request_id: str) -> int | None:
+    def abort(self, request_id: str) -> None:
         """Forget a request, also one whose completion is held back (see `Engine.abort`)."""
-        num_held = sum(len(held.response_tokens) for held in self._held if held.request_id == request_id)
         self._held = [held for held in self._held if held.request_id != request_id]
-        num_lost = self._engine.abort(request_id)
+        self._engine.abort(request_id)
         self._forget_idle()
-        return num_held or num_lost
 
     def step(self) -> list[Completion]:
         """Begin a step or wait for the one in progress; return its completions once it is due (see `Engine.step`).

@@ -13,12 +13,10 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba_searcher.engines.engine import EngineDiedError
 from tba_searcher.service import CLIENT_RETRY_S, CLIENT_TIMEOUT_S, Clients, Searcher
 
 from benchmarks.scale_bench.recording import RecordingClient
@@ -37,10 +35,9 @@ class Member:
 
     Args:
         folder: of its weights; it exists.
-        on_crash: called when its engine has died and it has ended.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, searcher_id: str, on_crash: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, searcher_id: str) -> None:
         self.searcher_id = searcher_id
         self.how_it_ended: str | None = None
         self.error: str | None = None
@@ -54,7 +51,6 @@ class Member:
         )
         loop = asyncio.get_running_loop()
         self._began_s, self._ended_s = loop.time(), None
-        self._on_crash = on_crash
         self._task = asyncio.create_task(self._live())
 
     def leave(self) -> None:
@@ -88,9 +84,6 @@ class Member:
         try:
             await self._searcher.run()
             self.how_it_ended = "drained"
-        except EngineDiedError as error:
-            self.how_it_ended, self.error = "crashed", str(error)
-            self._on_crash(self.searcher_id)
         except TbaError as error:
             self.how_it_ended, self.error = "failed", str(error)
         finally:
@@ -101,38 +94,26 @@ class Member:
 
 @dataclass
 class Host:
-    """The searchers of this process. One whose engine dies is started again, as a supervisor would, with a new name."""
+    """The searchers of this process."""
 
     recipe: Recipe
     folder: Path
     members: dict[str, Member] = field(default_factory=dict)
-    is_ending: bool = False
 
     def obey(self, command: dict[str, str]) -> None:
-        """One command about one searcher, or what was started in its place."""
+        """One command about one searcher."""
         searcher_id = command["searcher_id"]
         if command["what"] == "join":
-            self._start(searcher_id)
-            return
-        while f"{searcher_id}+" in self.members:
-            searcher_id += "+"
-        if command["what"] == "leave":
+            folder = self.folder / searcher_id
+            folder.mkdir()
+            self.members[searcher_id] = Member(self.recipe, folder, searcher_id)
+        elif command["what"] == "leave":
             self.members[searcher_id].leave()
         else:
             self.members[searcher_id].vanish()
 
-    def _start(self, searcher_id: str) -> None:
-        folder = self.folder / searcher_id
-        folder.mkdir()
-        self.members[searcher_id] = Member(self.recipe, folder, searcher_id, self._restart)
-
-    def _restart(self, searcher_id: str) -> None:
-        if not self.is_ending:
-            self._start(f"{searcher_id}+")
-
     async def end(self) -> list[dict[str, Any]]:
         """All drain; their reports."""
-        self.is_ending = True
         for member in self.members.values():
             member.leave()
         await asyncio.gather(*(member.ended() for member in self.members.values()))

@@ -61,16 +61,13 @@ class Evidence:
     """Time from the first join to the last drain."""
 
 
-def sections(
-    *, num_slots: int = 8, simulated: dict[str, Any] | None = None, **changes: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
+def sections(*, num_slots: int = 8, **changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The recipe of a run; `changes` override single values of sections."""
     document: dict[str, dict[str, Any]] = {
         "buffer": {"lease_s": LEASE_S},
         "sampling": {"prompts_per_batch": 16, "group_size": 4, "rollouts_per_visit": 8, "min_size_to_sample": 64},
         "searcher": {
             "engine": "simulated",
-            "simulated": {"median_response_tokens": 200, **(simulated or {})},
             "num_slots": num_slots,
             "max_response_tokens": 512,
             "drain_s": 20.0,

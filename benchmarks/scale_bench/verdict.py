@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from tba_searcher.engines.simulated import TOKENS_PER_S
+
 from benchmarks.scale_bench.searchers import Evidence
 
 MIN_LIFE_SHARE = 0.5
@@ -25,14 +27,13 @@ def figures(evidence: Evidence) -> dict[str, float]:
     reports, section = evidence.reports, evidence.recipe.searcher
     push_ms = sorted(1000 * seconds for report in reports for seconds in report["push_s"])
     num_tokens = sum(report["counts"].get("generated_tokens", 0) for report in reports)
-    possible = sum(report["lived_s"] for report in reports) * section.num_slots * section.simulated.tokens_per_s
+    possible = sum(report["lived_s"] for report in reports) * section.num_slots * TOKENS_PER_S
     per_visit = Counter(rollout.visit_id for rollout in evidence.stored.values())
     extra = sum(max(0, num - evidence.recipe.sampling.rollouts_per_visit) for num in per_visit.values())
     return {
         "searchers_at_once": float(evidence.seen.most_alive),
         "searchers_ever": float(len(reports)),
         "drained": float(sum(report["how_it_ended"] == "drained" for report in reports)),
-        "crashed": float(sum(report["how_it_ended"] == "crashed" for report in reports)),
         "vanished": float(sum(report["how_it_ended"] == "vanished" for report in reports)),
         "stored": float(len(evidence.stored)),
         "rollouts_per_s": len(evidence.stored) / evidence.work_s,
@@ -134,12 +135,12 @@ def _leases(evidence: Evidence) -> Iterator[str]:
 
 
 def _members(evidence: Evidence) -> Iterator[str]:
-    """Check that searchers that drained, or whose engine died, left nothing behind."""
+    """Check that searchers that drained left nothing behind."""
     for report in evidence.reports:
         name, counts = report["searcher_id"], report["counts"]
-        if report["how_it_ended"] not in ("drained", "crashed", "vanished"):
+        if report["how_it_ended"] not in ("drained", "vanished"):
             yield f"{name} ended otherwise ({report['how_it_ended']}): {report['error']}"
-        if report["how_it_ended"] not in ("drained", "crashed"):
+        if report["how_it_ended"] != "drained":
             continue
         if report["num_unpushed"]:
             yield f"{name} {report['how_it_ended']} and kept {report['num_unpushed']} rollouts"

@@ -51,10 +51,6 @@ class FakeEngine:
     def num_waiting(self) -> int:
         return len(self.left) - self.num_active
 
-    @property
-    def num_free_slots(self) -> int:
-        return max(0, NUM_SLOTS - len(self.left))
-
     def submit(self, request: Request) -> None:
         self.left[request.request_id] = request.max_response_tokens
 
@@ -150,7 +146,6 @@ def test_a_completion_is_active_until_its_step_is_due() -> None:
     engine.submit(request("a"))
     assert engine.step() == []
     assert (real.num_active, engine.num_active, engine.num_waiting) == (0, 1, 0)
-    assert engine.num_free_slots == NUM_SLOTS - 1
     with pytest.raises(EngineError, match="already being worked on"):
         engine.submit(request("a"))
 

@@ -15,24 +15,6 @@ from tba.errors import ConfigError
 from tba.fields import BareUrl, StrictModel
 from tba.tls import is_loopback
 
-
-class SimulatedSection(StrictModel):
-    """A simulated engine without model and torch: it takes the time of a real one, and makes up tokens.
-
-    It rehearses a deployment: everything else of the run is real. A model trained on its rollouts is worth nothing.
-    """
-
-    tokens_per_s: float = Field(default=50.0, gt=0)
-    """Tokens that one slot decodes per second."""
-    median_response_tokens: float = Field(default=128.0, ge=1)
-    """Half of the responses are longer; those above `max_response_tokens` are cut."""
-    start_s: float = Field(default=0.0, ge=0)
-    """How long the engine takes to start."""
-    crash_every_s: float | None = Field(default=None, gt=0)
-    """Mean seconds until the engine dies and says so, exponentially distributed; the searcher then ends with an error.
-    None: never."""
-
-
 VLLM_MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature to this."""
 VLLM_MAX_TEMPERATURE = 2.0
@@ -234,8 +216,6 @@ class SearcherSection(StrictModel):
     """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill. `vllm`: vLLM.
     `openai`: a vLLM server that runs already. `simulated`: no model at all, for rehearsing a deployment. Or one of your
     own: MODULE:NAME, or an entry point of the group `tba.engines` (docs/extending.md)."""
-    simulated: SimulatedSection = SimulatedSection()
-    """How the simulated engine behaves; other engines do not read it."""
     vllm: SearcherVllmSection = SearcherVllmSection()
     """Settings of the vLLM engine alone."""
     openai: OpenAiSection = OpenAiSection()

@@ -132,7 +132,7 @@ def case_temperatures_that_vllm_would_change_are_refused(bench: Bench) -> None:
             assert f"temperature {temperature:g}" in raised(EngineError, engine.submit, bad)
         bad = dataclasses.replace(good, eos_ids=(7,), min_response_tokens=3)
         assert "eos_ids" in raised(EngineError, engine.submit, bad)
-        assert engine.num_free_slots == engine.num_slots
+        assert engine.num_active + engine.num_waiting == 0
 
 
 def case_a_step_that_fails_kills_the_engine_by_name(bench: Bench) -> None:

@@ -130,8 +130,8 @@ class SearcherLoop:
             has_work=self._has_work,
             tick_s=tick_s,
         )
-        self._aborts: dict[str, str] = {}
-        """Request id -> why it is aborted in the next step."""
+        self._aborts: list[str] = []
+        """Ids of requests that are aborted in the next step."""
         self._num_round_visits = num_round_visits(recipe)
         self._is_stepping = False
         self._is_leasing = False
@@ -309,13 +309,12 @@ class SearcherLoop:
         """Decide what the engine does next, run it in the engine's thread, and handle the result."""
         while self._engine_error is None:
             step = EngineStep(self._next_swap(), self._next_requests(), self._aborts)
-            self._aborts = {}
+            self._aborts = []
             if step.swap_to is None and not step.requests and not self._is_busy:
                 await sleep_until(self._has_work, self._tick_s)
                 continue
             self._is_stepping = True
             result = await self._thread.run(self._engine, step, self._current)
-            self._status.counts.update({f"lost_tokens_{reason}": num for reason, num in result.lost_tokens.items()})
             if result.died is not None:
                 log.error("engine died", reason=str(result.died))
                 self._engine_error = result.died
@@ -338,15 +337,12 @@ class SearcherLoop:
                 continue
             self._status.counts["refused_prompts"] += 1
             log.error("prompt refused", prompt_id=visit.lease.prompt.prompt_id, reason=str(error))
-            self._abort([visit], "refused")
+            self._aborts += visit.request_ids()
             self._queue.drop([visit])
             if visit.pinned is None:
                 await self._leases.return_leases([], refused=[visit.lease.lease_id])
             else:
                 self._delivery.put_failed(visit)
-
-    def _abort(self, visits: Sequence[Visit], reason: str) -> None:
-        self._aborts |= {request_id: reason for visit in visits for request_id in visit.request_ids()}
 
     def _available_pin(self) -> PolicyVersion | None:
         """Return the version that evaluations need next, once it is on this machine."""
@@ -424,7 +420,7 @@ class SearcherLoop:
             [visit for visit in self._queue.open_visits() if not visit.num_submitted]
         )
         await self._wait_until(lambda: not self._is_busy, begin + 0.7 * drain_s, tasks)
-        self._abort(self._queue.open_visits(), "drain")
+        self._aborts += [request_id for visit in self._queue.open_visits() for request_id in visit.request_ids()]
         # the step in progress may still complete rollouts, and they are delivered too
         await self._wait_until(lambda: not self._is_busy, begin + 0.8 * drain_s, tasks)
         cut_short = self._queue.open_visits()

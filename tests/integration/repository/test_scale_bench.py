@@ -21,12 +21,7 @@ PLAN = Plan(num_searchers=8, duration_s=6.0, leave_share=0.25, vanish_share=0.25
 
 @pytest.fixture(scope="module")
 def evidence(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
-    recipe = sections(
-        num_slots=4,
-        simulated={"median_response_tokens": 20, "tokens_per_s": 100},
-        buffer={"lease_s": 2.0},
-        searcher={"max_response_tokens": 200},
-    )
+    recipe = sections(num_slots=4, buffer={"lease_s": 2.0}, searcher={"max_response_tokens": 16})
     folder = tmp_path_factory.mktemp("searchers")
     return run_searchers(folder, PLAN, num_hosts=1, recipe=recipe, sync_interval=2, min_rollouts=200, min_evals=1)
 

@@ -231,12 +231,11 @@ def test_sigterm_before_the_first_version_ends_at_once(make_world):
 
 
 def test_an_engine_that_dies_ends_the_process_with_its_reason_and_what_was_finished_has_arrived(make_world):
-    simulated = {"tokens_per_s": 500.0, "median_response_tokens": 6.0, "crash_every_s": 2.0}
-    world: World = make_world(searcher={"engine": "simulated", "simulated": simulated})
+    world: World = make_world(searcher={"engine": "tests.support.odd_engines:DyingEngine"})
     world.start_reward()
     process = world.start_searcher()
     assert process.wait(timeout=TIMEOUT_S) == 2
-    assert "error: searcher: the simulated engine crashed" in world.log()
+    assert "error: searcher: out of memory" in world.log()
     assert "Traceback" not in world.log()
     assert (s := world.searcher()) is not None
     assert s.state == "failed"
@@ -247,8 +246,7 @@ def test_an_engine_that_dies_ends_the_process_with_its_reason_and_what_was_finis
 
 
 def test_sigterm_while_the_engine_starts_does_not_wait_for_it(make_world):
-    simulated = {"start_s": 10 * TIMEOUT_S}
-    world: World = make_world(searcher={"engine": "simulated", "simulated": simulated})
+    world: World = make_world(searcher={"engine": "tests.support.odd_engines:LateEngine"})
     process = world.start_searcher()
     world.until(lambda: (s := world.searcher()) and s.state == "starting", "the start")
     world.until(lambda: "engine starts" in world.log(), "the engine")
@@ -267,8 +265,7 @@ def test_a_store_that_is_away_at_the_start_ends_the_searcher_at_the_deadline(mak
 
 
 def test_a_drain_does_not_wait_for_a_step_that_does_not_come_back(make_world):
-    simulated = {"tokens_per_s": 1 / TIMEOUT_S}
-    world: World = make_world(searcher={"engine": "simulated", "simulated": simulated, "drain_s": 1.0})
+    world: World = make_world(searcher={"engine": "tests.support.odd_engines:HangingEngine", "drain_s": 1.0})
     process = world.start_searcher()
     world.until(lambda: "engine-step" in {wait.name for wait in world.client.run().waits}, "a named wait")
     assert world.client.stats().leases["open"] > 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tba_searcher.engines.engine import EngineError
+from tba_searcher.engines.engine import EngineError, spans_of
 from tba_searcher.engines.vllm import engine as vllm_engine
 from tba_searcher.engines.vllm import internals
 
@@ -150,7 +150,7 @@ def test_spans_say_which_version_made_which_tokens(
     versions: list[tuple[PolicyVersion, int]], expected: list[tuple[PolicyVersion, int, int]]
 ) -> None:
     spans = tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in expected)
-    assert vllm_engine._spans(versions, 9) == spans
+    assert spans_of(versions, 9) == spans
 
 
 def test_weights_that_are_never_staged_are_given_up() -> None:

@@ -429,9 +429,8 @@ def test_an_address_of_a_service_with_a_secret_in_it_is_refused_without_showing_
     with pytest.raises(ConfigError, match="has a user") as caught:
         BufferClient(address)
     assert "SECRET" not in str(caught.value)
-    wrong = {"simulated": {"start_s": address}}
-    with pytest.raises(ConfigError, match=r"start_s.* has the value 'http://h") as caught:
-        recipe({}, searcher=wrong)
+    with pytest.raises(ConfigError, match=r"drain_s.* has the value 'http://h") as caught:
+        recipe({}, searcher={"drain_s": address})
     assert "SECRET" not in str(caught.value)
 
 

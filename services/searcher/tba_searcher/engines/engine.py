@@ -87,6 +87,23 @@ class Completion:
     finished_at_s: float
 
 
+VersionMarks = list[tuple[PolicyVersion, int]]
+"""The versions of a response, and how many of its tokens there were when each came."""
+
+
+def spans_of(marks: VersionMarks, num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return which version made which tokens of a response of `num_tokens`."""
+    spans: list[VersionSpan] = []
+    ends = [start for _, start in marks[1:]]
+    for (version, start), end in zip(marks, [*ends, num_tokens], strict=True):
+        if start == end:  # another version came before the next token
+            continue
+        if spans and spans[-1].version == version:
+            start = spans.pop().start
+        spans.append(VersionSpan(version=version, start=start, end=end))
+    return tuple(spans)
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Continuous generation with weights that can be replaced in flight.
@@ -140,11 +157,6 @@ class Engine(Protocol):
         """Submitted requests that have no slot yet."""
         ...
 
-    @property
-    def num_free_slots(self) -> int:
-        """Requests that could be submitted now and decoded in the next step; never below 0."""
-        ...
-
     def submit(self, request: Request) -> None:
         """Queue a request.
 
@@ -153,12 +165,8 @@ class Engine(Protocol):
         """
         ...
 
-    def abort(self, request_id: str) -> int | None:
-        """Forget a request, active or waiting; ignore unknown ids.
-
-        Returns:
-            The tokens of its response that are lost, 0 if there are none; None where the engine does not know.
-        """
+    def abort(self, request_id: str) -> None:
+        """Forget a request, active or waiting; ignore unknown ids."""
         ...
 
     def step(self) -> list[Completion]:
@@ -238,21 +246,7 @@ class EngineFactory(Protocol):
         ...
 
 
-class RequestLimits(Protocol):
-    """The settings of an engine that limit a request."""
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Longest prompt."""
-        ...
-
-    @property
-    def max_response_tokens(self) -> int:
-        """Longest response."""
-        ...
-
-
-def check_request(request: Request, limits: RequestLimits, *, is_known: bool, vocab_size: int | None = None) -> None:
+def check_request(request: Request, settings: EngineSettings, *, is_known: bool, vocab_size: int | None = None) -> None:
     """Refuse what every engine refuses.
 
     Args:
@@ -265,9 +259,9 @@ def check_request(request: Request, limits: RequestLimits, *, is_known: bool, vo
     name = f"request {request.request_id}"
     num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
     # without a prompt there is no position whose logits give the first token
-    if not 1 <= num_prompt <= limits.max_prompt_tokens:
+    if not 1 <= num_prompt <= settings.max_prompt_tokens:
         raise EngineError(
-            f"{name}: {num_prompt} prompt tokens; allowed are 1 to {limits.max_prompt_tokens} "
+            f"{name}: {num_prompt} prompt tokens; allowed are 1 to {settings.max_prompt_tokens} "
             "(searcher.max_prompt_tokens)"
         )
     if vocab_size is not None and max(request.prompt_tokens) >= vocab_size:
@@ -275,9 +269,9 @@ def check_request(request: Request, limits: RequestLimits, *, is_known: bool, vo
             f"{name}: token id {max(request.prompt_tokens)}; the model has {vocab_size} ids, so its tokenizer is "
             "another model's, or the embedding was not resized"
         )
-    if not 1 <= num_response <= limits.max_response_tokens:
+    if not 1 <= num_response <= settings.max_response_tokens:
         raise EngineError(
-            f"{name}: {num_response} response tokens; allowed are 1 to {limits.max_response_tokens} "
+            f"{name}: {num_response} response tokens; allowed are 1 to {settings.max_response_tokens} "
             "(searcher.max_response_tokens)"
         )
     if not 0 <= request.min_response_tokens <= num_response:

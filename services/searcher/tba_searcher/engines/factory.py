@@ -56,7 +56,7 @@ def build_engine(
     if settings.engine == "simulated":
         from tba_searcher.engines.simulated import SimulatedEngine
 
-        return SimulatedEngine(folder, paths, version, EngineSettings(**general), settings.simulated)
+        return SimulatedEngine(folder, paths, version, EngineSettings(**general))
     if settings.engine == "vllm":
         from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 

@@ -2,7 +2,7 @@
 
 It replaces an engine where everything else is to be real: hundreds of searchers on one machine, and rehearsals of a
 deployment (`searcher.engine = "simulated"`). It needs no torch. Time passes only within `step`, as in an engine that
-decodes: the time that the loop takes between two steps is lost.
+decodes: the time that the loop takes between two steps is lost. A model trained on its rollouts is worth nothing.
 
 A response is a function of the seed and the request id (of the request's own seed and prompt where it has a seed), in
 whatever order requests arrive. Token ids are valid for the run's real model, so that a trainer accepts them, and mean
@@ -22,15 +22,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config.searcher import SimulatedSection
-from tba.errors import ConfigError, DigestError
+from tba.errors import DigestError
 from tba.versions import PolicyVersion
 from tba.weights import params_sha256_of_files
 from tba.weights.publishing import MODEL_CONFIG_NAME
-from tba.wire import Manifest, VersionSpan
-from tba_searcher.engines.engine import Completion, EngineDiedError, EngineSettings, Request, check_request
+from tba.wire import Manifest
+from tba_searcher.engines.engine import Completion, EngineSettings, Request, VersionMarks, check_request, spans_of
 
 CHARS_PER_TOKEN = 4
+TOKENS_PER_S = 50.0
+"""Tokens that one slot decodes per second."""
+MEDIAN_RESPONSE_TOKENS = 128.0
+"""Half of the responses are longer; those above the request's limit are cut."""
 LENGTH_SIGMA = 0.8
 """Standard deviation of the logarithm of a response's length."""
 TOKENS_PER_STEP = 16
@@ -48,24 +51,19 @@ class _Asked:
     """[R]."""
     logprobs: NDArray[np.float32]
     """[R]."""
-    spans: dict[int, PolicyVersion]
-    """Index of a token -> the version that samples it and those after it."""
+    marks: VersionMarks
     started_at_s: float
     num_done: int = 0
 
     def completion(self) -> Completion:
         """Return the completion."""
-        ends = [*sorted(self.spans)[1:], len(self.tokens)]
         return Completion(
             request_id=self.request.request_id,
             response_tokens=self.tokens,
             sampler_logprobs=self.logprobs,
             sampling=self.request.sampling,
             finish_reason="stop" if self.tokens[-1] in self.request.eos_ids else "length",
-            version_spans=tuple(
-                VersionSpan(version=version, start=start, end=end)
-                for (start, version), end in zip(sorted(self.spans.items()), ends, strict=True)
-            ),
+            version_spans=spans_of(self.marks, len(self.tokens)),
             started_at_s=self.started_at_s,
             finished_at_s=time.time(),
         )
@@ -77,10 +75,6 @@ class SimulatedEngine:
     Args:
         folder: the version's files: `config.json` and those of `tensors_paths`.
         sleep: called to let time pass.
-        clock: returns seconds, for crashes.
-
-    Raises:
-        ConfigError: `config.json` names no vocabulary.
     """
 
     def __init__(
@@ -89,13 +83,10 @@ class SimulatedEngine:
         tensors_paths: Sequence[Path],
         version: PolicyVersion,
         settings: EngineSettings,
-        behaviour: SimulatedSection,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._behaviour = settings, behaviour
-        self._sleep, self._clock = sleep, clock
+        self._settings, self._sleep = settings, sleep
         num_ids, self.default_eos_ids = read_vocabulary(folder)
         ids = np.arange(min(num_ids, NUM_PLAIN_IDS + len(self.default_eos_ids)), dtype=np.int32)
         self._plain_ids = np.setdiff1d(ids, self.default_eos_ids)
@@ -104,9 +95,6 @@ class SimulatedEngine:
         self.num_slots = settings.num_slots
         # the tensors are read as a real engine reads them: a rehearsal has to show damaged files and slow disks
         self.version, self._params_sha256 = version, params_sha256_of_files(tensors_paths)
-        sleep(behaviour.start_s)
-        lived = np.random.default_rng(settings.seed).exponential()
-        self._crash_at_s = clock() + lived * (behaviour.crash_every_s or float("inf"))
 
     @property
     def num_active(self) -> int:
@@ -118,30 +106,19 @@ class SimulatedEngine:
         """Submitted requests that have no slot yet."""
         return len(self._waiting)
 
-    @property
-    def num_free_slots(self) -> int:
-        """Requests that could be submitted now and decoded in the next step."""
-        return max(0, self.num_slots - self.num_active - self.num_waiting)
-
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
         is_known = request.request_id in self._active or request.request_id in self._waiting
         check_request(request, self._settings, is_known=is_known)
         self._waiting[request.request_id] = request
 
-    def abort(self, request_id: str) -> int:
+    def abort(self, request_id: str) -> None:
         """Forget a request (see `Engine.abort`)."""
         self._waiting.pop(request_id, None)
-        asked = self._active.pop(request_id, None)
-        return 0 if asked is None else asked.num_done
+        self._active.pop(request_id, None)
 
     def step(self) -> list[Completion]:
         """Let time pass for `TOKENS_PER_STEP` tokens of every active request (see `Engine.step`)."""
-        if self._clock() >= self._crash_at_s:
-            every_s = self._behaviour.crash_every_s
-            raise EngineDiedError(
-                f"the simulated engine crashed, as searcher.simulated.crash_every_s = {every_s:g} asks for"
-            )
         for request_id in list(self._waiting)[: self.num_slots - self.num_active]:
             self._active[request_id] = self._begin(self._waiting.pop(request_id))
         if not self._active:
@@ -149,7 +126,7 @@ class SimulatedEngine:
         # never past the end of the longest request: time would pass in which nothing is decoded
         longest = max(len(asked.tokens) - asked.num_done for asked in self._active.values())
         num_tokens = min(TOKENS_PER_STEP, longest)
-        self._sleep(num_tokens / self._behaviour.tokens_per_s)
+        self._sleep(num_tokens / TOKENS_PER_S)
         for asked in self._active.values():
             asked.num_done = min(asked.num_done + num_tokens, len(asked.tokens))
         finished = [asked for asked in self._active.values() if asked.num_done == len(asked.tokens)]
@@ -161,8 +138,7 @@ class SimulatedEngine:
         """Read the files (see `Engine.load_weights`)."""
         self._params_sha256, self.version = params_sha256_of_files(tensors_paths), version
         for asked in self._active.values():
-            # a second load before the next token replaces the first: no span is empty
-            asked.spans[asked.num_done] = version
+            asked.marks.append((version, asked.num_done))
 
     def verify(self, manifest: Manifest) -> None:
         """Compare the digest of the files' tensors with the published one (see `Engine.verify`)."""
@@ -179,49 +155,31 @@ class SimulatedEngine:
 
     def _begin(self, request: Request) -> _Asked:
         """Make up the response to a request."""
-        seed, median = request.sampling.seed, self._behaviour.median_response_tokens
+        seed = request.sampling.seed
         source = f"{self._settings.seed}|{request.request_id}" if seed is None else f"{seed}|{request.prompt_tokens}"
         rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(source.encode(), digest_size=16).digest(), "big"))
         # drawn before the limits, so that a lower limit cuts responses off instead of changing all of them
-        length = round(min(median * np.exp(LENGTH_SIGMA * rng.standard_normal()), 1e9))
+        length = round(MEDIAN_RESPONSE_TOKENS * np.exp(LENGTH_SIGMA * rng.standard_normal()))
         length, limit = max(length, request.min_response_tokens, 1), request.max_response_tokens
         tokens = rng.choice(self._plain_ids, size=min(length, limit))
         if length <= limit and request.eos_ids:
             tokens[-1] = request.eos_ids[0]
         logprobs = -rng.exponential(size=len(tokens)).astype(np.float32)
-        return _Asked(request, tokens, logprobs, {0: self.version}, time.time())
+        return _Asked(request, tokens, logprobs, [(self.version, 0)], time.time())
 
 
 def read_vocabulary(folder: Path) -> tuple[int, tuple[int, ...]]:
-    """Return the number of token ids of a model, and those that end a sequence: the last one where it names none.
-
-    Raises:
-        ConfigError: `config.json` names no vocabulary, or no id that a response could be made of.
-    """
-    path = folder / MODEL_CONFIG_NAME
-    try:
-        document = json.loads(path.read_bytes())
-        # models with images have the settings of their language model in a section of its own
-        document = {**document.get("text_config", {}), **document}
-        num_ids, eos = int(document["vocab_size"]), document.get("eos_token_id")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"the simulated engine finds no vocab_size in {path} ({type(error).__name__}: {error}); "
-            "the version must hold the config.json of a language model"
-        ) from None
-    named = {int(number) for number in (eos if isinstance(eos, list) else [] if eos is None else [eos])}
-    eos_ids = tuple(sorted(number for number in named if 0 <= number < num_ids)) or (num_ids - 1,)
-    if len(eos_ids) >= num_ids:
-        raise ConfigError(f"{path}: all {num_ids} ids end a sequence, so the simulated engine cannot generate text")
-    return num_ids, eos_ids
+    """Return the number of token ids of a model, and those that end a sequence: the last one where it names none."""
+    document = json.loads((folder / MODEL_CONFIG_NAME).read_bytes())
+    # models with images have the settings of their language model in a section of its own
+    document = {**document.get("text_config", {}), **document}
+    num_ids, eos = document["vocab_size"], document.get("eos_token_id")
+    named = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return num_ids, tuple(sorted({number for number in named if number < num_ids})) or (num_ids - 1,)
 
 
 class SimulatedCodec:
-    """Implements `tba_searcher.engines.tokenizer.Codec`.
-
-    Raises:
-        ConfigError: `config.json` names no vocabulary.
-    """
+    """Implements `tba_searcher.engines.tokenizer.Codec`."""
 
     def __init__(self, folder: Path) -> None:
         self._num_ids, self.eos_ids = read_vocabulary(folder)

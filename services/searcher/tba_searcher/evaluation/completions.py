@@ -87,7 +87,10 @@ def answer_all(
     num_tokens = 0
     while queue.open_visits() or engine.num_active + engine.num_waiting:
         # no more than can be decoded: a refused prompt then costs one request, not all of its samples
-        while engine.num_free_slots and (requests := queue.take_requests(1, pinned=engine.version)):
+        while engine.num_active + engine.num_waiting < engine.num_slots:
+            requests = queue.take_requests(1, pinned=engine.version)
+            if not requests:
+                break
             _submit(engine, requests[0], queue, found)
         for completion in engine.step():
             queue.add_completion(completion)

@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -27,8 +26,6 @@ STEP_S = 0.05
 """Decoding ends after this long, or when nothing is active."""
 LONG_STEP_S = 5.0
 """A step that takes longer is shown as the wait `engine-step`."""
-ABORT_REASONS = ("refused", "drain")
-"""The engine cannot honour another request of its visit; the searcher ends."""
 CLOSE_S = 5.0
 """Time for closing the engine; after that the process ends with the engine open."""
 T = TypeVar("T")
@@ -41,8 +38,8 @@ class EngineStep:
 
     swap_to: LocalVersion | None
     requests: Sequence[Request]
-    aborts: Mapping[str, str] = field(default_factory=dict)
-    """Request id -> why it is aborted, one of `ABORT_REASONS`."""
+    aborts: Sequence[str] = ()
+    """Ids of requests."""
 
 
 @dataclass(slots=True)
@@ -56,8 +53,6 @@ class StepResult:
     """Why the new weights are not used."""
     swap_s: float = 0.0
     """How long the change of weights held up decoding."""
-    lost_tokens: Counter[str] = field(default_factory=Counter)
-    """By reason: tokens of the responses that were aborted, as far as the engine knows them."""
     died: EngineDiedError | None = None
     """Why the engine cannot continue."""
 
@@ -142,8 +137,8 @@ def run_step(engine: Engine, step: EngineStep, current: LocalVersion) -> StepRes
             result.swap_error = swap_weights(engine, step.swap_to, current)
             result.swap_s = time.monotonic() - begin
         # before new requests: aborted ones hold slots
-        for request_id, reason in step.aborts.items():
-            result.lost_tokens[reason] += engine.abort(request_id) or 0
+        for request_id in step.aborts:
+            engine.abort(request_id)
         for request in step.requests:
             try:
                 engine.submit(request)

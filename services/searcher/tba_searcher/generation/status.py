@@ -11,7 +11,6 @@ from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import LocalVersion
 from tba.wire import Heartbeat
-from tba_searcher.generation.engine_thread import ABORT_REASONS
 from tba_searcher.waits import WaitRegistry
 
 COUNTERS = (
@@ -36,7 +35,6 @@ COUNTERS = (
     "refused_versions",
     "refused_prompts",
     "leases_returned",
-    *(f"lost_tokens_{reason}" for reason in ABORT_REASONS),
 )
 log = get_logger("status")
 

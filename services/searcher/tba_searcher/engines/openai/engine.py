@@ -32,7 +32,7 @@ from tba.errors import BusyError, ServiceError, UnavailableError
 from tba.fields import MAX_SEED
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
-from tba.wire import Manifest, VersionSpan
+from tba.wire import Manifest
 from tba.wire.rollout import MAX_LOGPROB
 from tba_searcher.engines.engine import (
     Completion,
@@ -40,7 +40,9 @@ from tba_searcher.engines.engine import (
     EngineError,
     EngineSettings,
     Request,
+    VersionMarks,
     check_request,
+    spans_of,
 )
 from tba_searcher.engines.openai.vllm_server import LOWEST_LOGPROB, Piece, connect
 from tba_searcher.engines.openai.weight_folders import WeightFolders
@@ -87,7 +89,7 @@ class _Open:
     sent_id: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
+    versions: VersionMarks = field(default_factory=list)
     finish_reason: str | None = None
     num_fruitless: int = 0
     """Calls in a row that brought no token."""
@@ -168,11 +170,6 @@ class OpenAiEngine:
         """Submitted requests that have no slot yet."""
         return len(self._open) - self.num_active
 
-    @property
-    def num_free_slots(self) -> int:
-        """Requests that could be submitted now and sent in the next step."""
-        return max(0, self.num_slots - len(self._open))
-
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
         name = f"request {request.request_id}"
@@ -189,13 +186,11 @@ class OpenAiEngine:
             )
         self._open[request.request_id] = _Open(request, time.time())
 
-    def abort(self, request_id: str) -> int | None:
+    def abort(self, request_id: str) -> None:
         """Forget a request (see `Engine.abort`)."""
         entry = self._open.pop(request_id, None)
-        if entry is None or entry.call is None:
-            return 0 if entry is None else len(entry.tokens)
-        self._aborted[entry.sent_id] = entry.call
-        return None
+        if entry is not None and entry.call is not None:
+            self._aborted[entry.sent_id] = entry.call
 
     def step(self) -> list[Completion]:
         """Send waiting requests, wait a moment, and return the completions (see `Engine.step`)."""
@@ -318,7 +313,7 @@ class OpenAiEngine:
         entry.logprobs += piece.logprobs
         looks = bool(request.sampling.stop) and start > 0
         completes_stop = self._cut_at_stop(entry, start) if looks else piece.completes_stop
-        _extend(entry.spans, self._version, start, len(entry.tokens))
+        entry.versions.append((self._version, start))
         # the tokens decide and not the server, which may stop for a reason that the request does not know
         if entry.tokens[-1] in request.eos_ids:
             entry.finish_reason = "stop"
@@ -371,7 +366,7 @@ class OpenAiEngine:
                 sampler_logprobs=np.array(entry.logprobs, np.float32),
                 sampling=entry.request.sampling,
                 finish_reason=entry.finish_reason or "",
-                version_spans=tuple(entry.spans),
+                version_spans=spans_of(entry.versions, len(entry.tokens)),
                 started_at_s=entry.started_at_s,
                 finished_at_s=time.time(),
             )
@@ -434,13 +429,6 @@ class OpenAiEngine:
     @cached_property
     def _stops(self) -> StopStringMatcher:
         return StopStringMatcher(response_decoder(self._tokenizer), self._vocab_size)
-
-
-def _extend(spans: list[VersionSpan], version: PolicyVersion, start: int, end: int) -> None:
-    """Let the tokens [start, end) be of a version."""
-    if spans and spans[-1].version == version:
-        start = spans.pop().start
-    spans.append(VersionSpan(version=version, start=start, end=end))
 
 
 def _read_config(folder: Path, *, trust_remote_code: bool) -> tuple[int, tuple[int, ...]]:

@@ -27,8 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tba.versions import PolicyVersion
-from tba.wire import VersionSpan
-from tba_searcher.engines.engine import Completion, Request
+from tba_searcher.engines.engine import Completion, Request, VersionMarks, spans_of
 
 Prefix = tuple[int, ...]
 """All prompt tokens but the last one."""
@@ -42,22 +41,7 @@ class ActiveRequest:
     started_at_s: float
     generator: Any = None
     """Random stream of a request that has a seed of its own."""
-    span_starts: list[tuple[PolicyVersion, int]] = field(default_factory=list)
-
-    def begin_span(self, version: PolicyVersion, num_response_tokens: int) -> None:
-        """Note that tokens from here on are sampled by `version`; a span without tokens is replaced."""
-        if self.span_starts and self.span_starts[-1][1] == num_response_tokens:
-            self.span_starts.pop()
-        if not self.span_starts or self.span_starts[-1][0] != version:
-            self.span_starts.append((version, num_response_tokens))
-
-    def spans(self, num_response_tokens: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of a response of this length."""
-        ends = [start for _, start in self.span_starts[1:]] + [num_response_tokens]
-        return tuple(
-            VersionSpan(version=version, start=start, end=end)
-            for (version, start), end in zip(self.span_starts, ends, strict=True)
-        )
+    versions: VersionMarks = field(default_factory=list)
 
 
 class Batch:
@@ -109,9 +93,7 @@ class Batch:
         else:
             slot = self.num_used
             self.num_used += 1
-        active = ActiveRequest(request, time.time(), generator)
-        active.begin_span(version, 0)
-        self.requests[slot] = active
+        self.requests[slot] = ActiveRequest(request, time.time(), generator, [(version, 0)])
         num_prompt_tokens, eos = len(request.prompt_tokens), request.eos_ids
         self.tokens[slot, :num_prompt_tokens] = request.prompt_tokens
         self.position[slot] = num_prompt_tokens - 1
@@ -235,7 +217,7 @@ class Batch:
             sampler_logprobs=self.logprobs[slot, response].copy(),
             sampling=active.request.sampling,
             finish_reason=reason,
-            version_spans=active.spans(response.stop - response.start),
+            version_spans=spans_of(active.versions, response.stop - response.start),
             started_at_s=active.started_at_s,
             finished_at_s=time.time(),
         )

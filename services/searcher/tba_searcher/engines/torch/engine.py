@@ -120,11 +120,6 @@ class EmbeddedEngine:
         return len(self._waiting)
 
     @property
-    def num_free_slots(self) -> int:
-        """Requests that could be submitted now and decoded in the next step."""
-        return max(0, self.num_slots - self.num_active - self.num_waiting)
-
-    @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
         return self._vocab_size
@@ -143,19 +138,14 @@ class EmbeddedEngine:
         self._ids.add(request.request_id)
         self._waiting.append(request)
 
-    def abort(self, request_id: str) -> int:
+    def abort(self, request_id: str) -> None:
         """Forget a request (see `Engine.abort`)."""
-        if request_id not in self._ids:
-            return 0
         self._ids.discard(request_id)
         for slot in self._batch.active_slots():
             active = self._batch.requests[slot]
             if active is not None and active.request.request_id == request_id:
-                num_tokens = self._batch.num_response_tokens(slot)
                 self._batch.remove(slot)
-                return num_tokens
         self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
-        return 0
 
     def step(self) -> list[Completion]:
         """Decode one token for every active request (see `Engine.step`)."""
@@ -210,7 +200,7 @@ class EmbeddedEngine:
         for slot in self._batch.active_slots():
             active = self._batch.requests[slot]
             if active is not None:
-                active.begin_span(version, self._batch.num_response_tokens(slot))
+                active.versions.append((version, self._batch.num_response_tokens(slot)))
 
     def verify(self, manifest: Manifest) -> None:
         """Check the digest of the parameters and the canary (see `Engine.verify`)."""

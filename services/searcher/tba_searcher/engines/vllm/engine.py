@@ -35,7 +35,7 @@ from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, Sear
 from tba.errors import ConfigError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
-from tba.wire import Manifest, VersionSpan
+from tba.wire import Manifest
 from tba.wire.weight_manifest import table_sha256
 from tba_searcher.engines.engine import (
     Completion,
@@ -43,7 +43,9 @@ from tba_searcher.engines.engine import (
     EngineError,
     EngineSettings,
     Request,
+    VersionMarks,
     check_request,
+    spans_of,
 )
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
 from tba_searcher.engines.vllm.internals import (
@@ -88,8 +90,7 @@ class _Asked:
     """vLLM's own name of it."""
     sampled: Sampled
     started_at_s: float
-    versions: list[tuple[PolicyVersion, int]]
-    """Versions since it was submitted, and how many response tokens there were when each came."""
+    versions: VersionMarks
 
 
 class VllmEngine:
@@ -159,11 +160,6 @@ class VllmEngine:
     def num_waiting(self) -> int:
         """Submitted requests that have no slot yet."""
         return len(self._requests) - self.num_active
-
-    @property
-    def num_free_slots(self) -> int:
-        """Requests that could be submitted now and decoded in the next step."""
-        return max(0, self.num_slots - len(self._requests))
 
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
@@ -299,27 +295,10 @@ class VllmEngine:
             sampler_logprobs=np.array(asked.sampled.logprobs, np.float32),
             sampling=request.sampling,
             finish_reason=reason,
-            version_spans=_spans(asked.versions, len(tokens)),
+            version_spans=spans_of(asked.versions, len(tokens)),
             started_at_s=asked.started_at_s,
             finished_at_s=time.time(),
         )
-
-
-def _spans(versions: Sequence[tuple[PolicyVersion, int]], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Return which version made which tokens of a response.
-
-    Args:
-        versions: and how many tokens there were when each came.
-    """
-    spans: list[VersionSpan] = []
-    ends = [start for _, start in versions[1:]]
-    for (version, start), end in zip(versions, [*ends, num_tokens], strict=True):
-        if start == end:  # another version came before the next token
-            continue
-        if spans and spans[-1].version == version:
-            start = spans.pop().start
-        spans.append(VersionSpan(version=version, start=start, end=end))
-    return tuple(spans)
 
 
 def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:

@@ -71,7 +71,6 @@ def sections(*, num_slots: int = 8, **changes: dict[str, Any]) -> dict[str, dict
             "num_slots": num_slots,
             "max_response_tokens": 512,
             "drain_s": 20.0,
-            "retry_s": 60.0,
         },
         "reward": {"num_workers": 1},
     }

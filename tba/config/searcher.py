@@ -246,10 +246,6 @@ class SearcherSection(StrictModel):
     """torch device of the engine."""
     drain_s: float = Field(default=20.0, gt=0)
     """After SIGTERM: time to finish, push, and return leases."""
-    retry_s: float = Field(default=120.0, gt=0)
-    """How long a call to another service is retried before the searcher gives up."""
-    score_retry_s: float = Field(default=10.0, gt=0)
-    """How long scoring is retried before rollouts are pushed unscored (pending)."""
     on_run_end: Literal["exit", "wait"] = "exit"
     """When the run is done or has failed: `exit` with code 0, or `wait`, without the model, until a trainer
     continues it. `wait` is for Deployments and Compose, which start again whatever ends; `tba run` sets `exit`."""

@@ -53,7 +53,6 @@ def services(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
         tmp_path_factory.mktemp("services"),
         model,
         trainer={"num_steps": ENDLESS, "sync_interval": 4},
-        searcher={"score_retry_s": 1.0},
         buffer={"lease_s": 600.0},
     )
     try:

@@ -33,8 +33,6 @@ from tests.support.waits import DEADLINE_S, until
 
 AUTHORITY = TLS_FOLDER / "authority.crt"
 TOKENS = {role: f"{role}-token-{'x' * 16}" for role in ("searcher", "trainer", "operator", "viewer")}
-NEVER_S = 1e6
-"""Delay of every retry: a client that repeats a call that cannot succeed would hang."""
 
 
 def proxy(name: str, port: int) -> TlsProxy:
@@ -134,7 +132,6 @@ def _document(folder: Path, model: Path, ports: dict[str, int]) -> dict[str, Any
         },
         trainer={"num_steps": ENDLESS},
         sampling={"samples_per_insert": None},  # a searcher without a trainer finds work at once
-        searcher={"retry_s": NEVER_S, "score_retry_s": NEVER_S},
         auth={"tokens_file": str(tokens)},
         tls={
             "cert_file": str(TLS_FOLDER / "server.crt"),

@@ -34,7 +34,6 @@ SEARCHER = {
     "num_slots": 4,
     "max_prompt_tokens": 24,
     "max_response_tokens": 12,
-    "retry_s": 20.0,
     "drain_s": 30.0,
 }
 

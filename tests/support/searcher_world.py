@@ -106,15 +106,13 @@ class World:
         """Start the reward service."""
         return self._start("tba_reward", {})
 
-    def start_searcher(self, searcher_id: str = "searcher-1", *, clock_shift_s: float = 0.0) -> subprocess.Popen[bytes]:
-        """Start a searcher process; its wall clock is `clock_shift_s` ahead of everybody else's."""
+    def start_searcher(self, searcher_id: str = "searcher-1", *, change: str = "") -> subprocess.Popen[bytes]:
+        """Start a searcher process; it executes `change` first."""
         environ = {"TBA_SEARCHER_ID": searcher_id}
-        if clock_shift_s:
-            folder = self.recipe_path.parent / "clock"
+        if change:
+            folder = self.recipe_path.parent / "change"
             folder.mkdir(exist_ok=True)
-            (folder / "sitecustomize.py").write_text(
-                f"import time\n_true = time.time\ntime.time = lambda: _true() + {clock_shift_s!r}\n"
-            )
+            (folder / "sitecustomize.py").write_text(change)
             environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in (folder, *SERVICE_PATHS))
         return self._start("tba_searcher", environ)
 
@@ -159,8 +157,6 @@ def start_world(folder: Path, model: Path, *, num_train: int = 8, num_heldout: i
         "num_slots": 8,
         "max_prompt_tokens": 24,
         "max_response_tokens": 12,
-        "score_retry_s": 1.0,
-        "retry_s": 20.0,
         "drain_s": 10.0,
     }
     merged = {

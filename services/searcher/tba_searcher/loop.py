@@ -14,16 +14,16 @@
 
  task            waits for                       name of the wait            deadline, and what happens at it
  start           a version that can be used      no-version, object-store    none announced: asks again, renewed; store
-                                                                             away: retry_s, then the searcher ends
+                                                                             away: RETRY_S, then the searcher ends
  _lease_task     room for more visits            (none: the engine is busy)  -
-                 rollouts to be pushed           unpushed-rollouts           retry_s, renewed and logged
+                 rollouts to be pushed           unpushed-rollouts           RETRY_S, renewed and logged
                  leases, at the buffer           (none: it is soon answered) ROUND_WAIT_S, IDLE_WAIT_S
-                 an empty reply of the buffer    as the reply names it       retry_s, renewed and logged
-                 a buffer that is away           buffer-unreachable          retry_s, then the searcher ends
+                 an empty reply of the buffer    as the reply names it       RETRY_S, renewed and logged
+                 a buffer that is away           buffer-unreachable          RETRY_S, then the searcher ends
  _engine_task    requests or a version           (that of _lease_task)       wakes every 50 ms
                  a step of over 5 s              engine-step                 ENGINE_TIMEOUT_S, then the engine is dead
  VersionPulls    a version to pull               (none)                      -
-                 a store that is away or slow    object-store                retry_s, renewed: the old version is used
+                 a store that is away or slow    object-store                RETRY_S, renewed: the old version is used
                  vLLM to prepare weights         weight-staging (logged)     ENGINE_TIMEOUT_S, then the pause reads them
                  another searcher of the machine weight-cache                600 s, then it makes the version itself
  scoring, pushing                                see delivery.py
@@ -64,7 +64,7 @@ from tba_searcher.generation.engine_thread import EngineStep, EngineThread
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.version_pulls import VersionPulls
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue, num_round_visits
-from tba_searcher.waits import retry_until, sleep_until
+from tba_searcher.waits import RETRY_S, retry_until, sleep_until
 
 TICK_S = 0.05
 HEARTBEAT_S = 1.0
@@ -125,7 +125,6 @@ class SearcherLoop:
             newest=lambda: self._newest,
             status=status,
             return_visits=self._return_visits,
-            retry_s=recipe.searcher.retry_s,
             has_news=self._has_news,
             has_work=self._has_work,
             tick_s=tick_s,
@@ -262,15 +261,15 @@ class SearcherLoop:
             waits=self._status.waits,
             owner="leasing",
             service="buffer",
-            deadline_s=self._recipe.searcher.retry_s,
+            deadline_s=RETRY_S,
             should_stop=lambda: self._is_ending,
         )
 
     def _begin_wait(self, name: str) -> None:
         """Begin or continue the lease task's wait for `name`."""
-        if self._status.waits.begin("leases", name, self._recipe.searcher.retry_s) <= 0:
+        if self._status.waits.begin("leases", name, RETRY_S) <= 0:
             # the buffer is well, so waiting longer is right; only the log must show it
-            log.warning("wait renewed", wait=name, deadline_s=self._recipe.searcher.retry_s)
+            log.warning("wait renewed", wait=name, deadline_s=RETRY_S)
             self._status.waits.end("leases")
 
     async def _enqueue(self, reply: LeaseReply, *, max_train: int) -> int:

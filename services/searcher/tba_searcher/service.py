@@ -39,7 +39,7 @@ from tba_searcher.generation.evaluation_results import Embedder, ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import HEARTBEAT_S, TICK_S, SearcherLoop
-from tba_searcher.waits import WaitRegistry, retry_until
+from tba_searcher.waits import RETRY_S, WaitRegistry, retry_until
 
 if TYPE_CHECKING:
     from tba_searcher.engines.torch.reference_logprobs import StartingModel
@@ -267,7 +267,7 @@ class Searcher:
                 self._status.counts["refused_versions"] += 1
                 log.error("version refused", version=str(refused), reason=str(error), retry_in_s=retry_in_s)
             except (StoreUnavailableError, ObjectNotFoundError) as error:
-                if self._waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:
+                if self._waits.begin("pulling", "object-store", RETRY_S) <= 0:
                     raise
                 log.warning("version not pulled", version=str(version), detail=str(error))
                 await asyncio.sleep(1.0)
@@ -282,7 +282,6 @@ class Searcher:
 
     async def _first_version(self) -> PolicyVersion | None:
         """Wait for a version; it and the reference must not be refused. Return None when the run is over."""
-        retry_s = self._recipe.searcher.retry_s
         while True:
             reply = await self._ask_state()
             if reply.run_state in RUN_OVER:
@@ -294,8 +293,8 @@ class Searcher:
             if version is not None and not needed & self._loader.refused:
                 self._waits.end("start")
                 return version
-            if self._waits.begin("start", "no-version", retry_s) <= 0:
-                log.warning("wait renewed", wait="no-version", deadline_s=retry_s)
+            if self._waits.begin("start", "no-version", RETRY_S) <= 0:
+                log.warning("wait renewed", wait="no-version", deadline_s=RETRY_S)
                 self._waits.end("start")
             # a buffer that answers at once must not be asked without a pause
             await asyncio.sleep(max(reply.retry_after_s, 0.2))
@@ -323,7 +322,7 @@ class Searcher:
                 self._waits.end("start")
                 return
             # the buffer is well, so the wait is renewed at its deadline; not logged, as it may last for days
-            if self._waits.begin("start", f"run-{reply.run_state}", self._recipe.searcher.retry_s) <= 0:
+            if self._waits.begin("start", f"run-{reply.run_state}", RETRY_S) <= 0:
                 self._waits.end("start")
             await asyncio.sleep(IDLE_S)
 
@@ -333,7 +332,7 @@ class Searcher:
             waits=self._waits,
             owner="leasing",
             service="buffer",
-            deadline_s=max(self._recipe.searcher.retry_s, self._start_wait_s),
+            deadline_s=max(RETRY_S, self._start_wait_s),
             should_stop=self._stop.is_set,
         )
         self._start_wait_s = 0.0

@@ -18,6 +18,10 @@ from tba.logs import get_logger
 from tba.wire import Wait
 
 T = TypeVar("T")
+RETRY_S = 120.0
+"""How long a call to another service is retried before the searcher gives up."""
+SCORE_RETRY_S = 10.0
+"""How long scoring is retried before rollouts are pushed unscored (pending)."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 SLOW_CALL_S = 2.0
 """A call that takes longer is shown as a wait; the client's own timeout ends the call."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tba_searcher.evaluation import scores
 from tba_searcher.evaluation.completions import Answer, Answers
 from tba_searcher.evaluation.scores import REQUEST_ITEMS, Score, score_all
 
@@ -42,7 +43,7 @@ def answers() -> Answers:
 
 
 def recipe_for(server: RewardServer, **published: Any) -> Recipe:
-    return make_recipe("nowhere", reward={"url": server.url}, searcher={"retry_s": 0.5}, eval={"published": published})
+    return make_recipe("nowhere", reward={"url": server.url}, eval={"published": published})
 
 
 def ask(recipe: Recipe, answers: Answers) -> dict[tuple[str, str], Score]:
@@ -95,7 +96,10 @@ def test_a_busy_service_is_asked_again(server: RewardServer, answers: Answers) -
     assert not replies
 
 
-def test_what_cannot_be_asked_is_an_error_and_no_score(server: RewardServer, answers: Answers) -> None:
+def test_what_cannot_be_asked_is_an_error_and_no_score(
+    server: RewardServer, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores, "RETRY_S", 0.5)
     problem = {"type": "urn:tba:problem:bad-request", "title": "bad", "status": 422, "detail": "no such field"}
     server.refusal = lambda items: (422, problem)
     with pytest.raises(BadRequestError, match="no such field"):

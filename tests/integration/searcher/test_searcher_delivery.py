@@ -512,7 +512,7 @@ async def test_a_searcher_that_is_stopped_while_it_starts_returns_what_it_is_gra
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     model = make_tiny_model(tmp_path / "model", 0, tied=True)
-    world = start_world(tmp_path, model, searcher={"on_run_end": "wait", "retry_s": 20.0})
+    world = start_world(tmp_path, model, searcher={"on_run_end": "wait"})
     yield world
     world.stop()
 

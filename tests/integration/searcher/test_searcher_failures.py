@@ -16,6 +16,7 @@ from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError
 from tba_searcher.engines.torch import reference_logprobs
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weight_check import CheckableModel, check_loaded
+from tba_searcher.generation import delivery
 from tba_searcher.service import Clients, Searcher
 
 from tba.api import VersionRequest
@@ -128,7 +129,8 @@ async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(
 ) -> None:
     """Rollouts are pushed unscored, for the buffer's own scorer; an evaluation is returned, not reported as unknown."""
     monkeypatch.setattr(loop, "MAX_UNPUSHED_ROLLOUTS", 16)
-    world = make_world(searcher={"score_retry_s": 60.0, "drain_s": 3.0})
+    monkeypatch.setattr(delivery, "SCORE_RETRY_S", 60.0)
+    world = make_world(searcher={"drain_s": 3.0})
     evaluation = request_eval(world.client, world.lineage)
     reward.gate.clear()
     task = asyncio.create_task(world.loop.run())
@@ -149,7 +151,8 @@ async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_
 ) -> None:
     limit_bytes = 20_000
     monkeypatch.setattr(loop, "MAX_UNPUSHED_ROLLOUTS", 16)
-    world = make_world(buffer={"MAX_INFLIGHT_BYTES": limit_bytes}, searcher={"retry_s": 0.3})
+    monkeypatch.setattr(delivery, "RETRY_S", 0.3)
+    world = make_world(buffer={"MAX_INFLIGHT_BYTES": limit_bytes})
     host, port = world.served.url.removeprefix("http://").split(":")
     with socket.create_connection(
         (host, int(port))

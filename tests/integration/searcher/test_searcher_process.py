@@ -22,6 +22,11 @@ from tests.support.searcher_world import TIMEOUT_S, World, publish_version, sigt
 from tests.support.tiny_model import make_tiny_model
 
 V1, V2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
+BEHIND, AHEAD = (
+    f"import time\n_true = time.time\ntime.time = lambda: _true() + {hours} * 3600.0\n" for hours in (-5, 7)
+)
+"""For `World.start_searcher`: clocks that differ from everybody else's by hours."""
+IMPATIENT = "from tba_searcher import waits\nwaits.RETRY_S, waits.SCORE_RETRY_S = 2.0, 1.0\n"
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +131,8 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
 
 
 def test_a_missing_reward_service_a_restarting_buffer_and_a_clock_hours_off_are_waited_out(make_world, models):
-    world: World = make_world(searcher={"retry_s": TIMEOUT_S})
-    process = world.start_searcher(clock_shift_s=-5 * 3600.0)
+    world: World = make_world()
+    process = world.start_searcher(change=BEHIND)
     world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
     assert world.client.stats().num_scored == 0
     assert (s := world.searcher()) is not None
@@ -158,7 +163,7 @@ def test_more_rollouts_per_visit_than_per_group_each_with_its_own_temperature_up
         },
     )
     world.start_reward()
-    process = world.start_searcher(clock_shift_s=7 * 3600.0)
+    process = world.start_searcher(change=AHEAD)
     world.until(lambda: world.client.stats().num_scored >= 80, "80 scored rollouts")
     rollouts = draw(world)
     temperatures = [rollout.sampling.temperature for rollout in rollouts]
@@ -198,7 +203,7 @@ def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world)
 
 
 def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_world):
-    world: World = make_world(buffer={"lease_s": 12.0}, searcher={"score_retry_s": 20.0})
+    world: World = make_world(buffer={"lease_s": 6.0})  # less than scoring is retried
     process = world.start_searcher()  # there is no reward service: a visit waits for its scores
     world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
     stats = world.client.stats()
@@ -211,8 +216,8 @@ def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_w
 
 
 def test_a_buffer_that_stays_away_ends_the_searcher_with_one_sentence(make_world):
-    world: World = make_world(searcher={"retry_s": 2.0})
-    process = world.start_searcher()
+    world: World = make_world()
+    process = world.start_searcher(change=IMPATIENT)
     world.until(lambda: world.client.stats().num_rollouts >= 1, "a rollout")
     world.stack.buffer.kill()
     assert process.wait(timeout=TIMEOUT_S) == 2
@@ -255,10 +260,10 @@ def test_sigterm_while_the_engine_starts_does_not_wait_for_it(make_world):
 
 
 def test_a_store_that_is_away_at_the_start_ends_the_searcher_at_the_deadline(make_world):
-    world: World = make_world(searcher={"retry_s": 2.0})
+    world: World = make_world()
     root = Path(world.recipe.store.url.removeprefix("file://"))
     root.rename(root.with_suffix(".away"))
-    process = world.start_searcher()
+    process = world.start_searcher(change=IMPATIENT)
     assert process.wait(timeout=TIMEOUT_S) == 2
     assert "version not pulled" in world.log()
     assert "Traceback" not in world.log()

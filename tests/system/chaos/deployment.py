@@ -63,7 +63,6 @@ def chaos_sections(model: Path, *, num_searchers: int) -> dict[str, dict[str, An
             "num_slots": 16,
             "max_prompt_tokens": 8,
             "max_response_tokens": 5,
-            "score_retry_s": 2.0,
         },
         "objective": {"preset": "tba_prime", "beta": {"value": 0.2}, "anchor": "fixed"},
         "trainer": {"num_steps": ENDLESS, "sync_interval": 8, "checkpoint_interval": 40, "learning_rate": 2e-4},

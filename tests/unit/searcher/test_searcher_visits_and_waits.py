@@ -13,6 +13,7 @@ import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from tba_searcher import service
 from tba_searcher.engines import weight_loader
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.tokenizer import TextCodec
@@ -404,7 +405,10 @@ def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_take
     assert said == ["'searcher-1' is a trainer, not a searcher; use another id", "again"]
 
 
-async def test_a_searcher_waits_longer_for_the_first_answer_of_the_buffer_than_for_later_ones(tmp_path: Path) -> None:
+async def test_a_searcher_waits_longer_for_the_first_answer_of_the_buffer_than_for_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RETRY_S", 0.001)
     away = UnavailableError("no connection")
     here = LeaseReply(leases=[], latest_version=None, run_state="running")
     answers: list[LeaseReply | UnavailableError] = [away, away, away, here, away, away, away]
@@ -415,7 +419,7 @@ async def test_a_searcher_waits_longer_for_the_first_answer_of_the_buffer_than_f
             raise answer
         return answer
 
-    recipe = make_recipe(searcher={"retry_s": 0.001}, store={"url": f"file://{tmp_path}"})
+    recipe = make_recipe(store={"url": f"file://{tmp_path}"})
     buffer, nobody = cast(Any, SimpleNamespace(lease=lease)), cast(Any, None)
     clients = Clients(buffer=buffer, heartbeats=nobody, reward=nobody)
     searcher = Searcher(recipe, tmp_path, searcher_id="s", clients=clients, stop=asyncio.Event())

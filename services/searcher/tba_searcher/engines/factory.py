@@ -70,13 +70,7 @@ def build_engine(
     if settings.engine == "openai":
         from tba_searcher.engines.openai.engine import OpenAiEngine, OpenAiSettings
 
-        behind = OpenAiSettings(
-            **general,
-            section=settings.openai,
-            ca_file=recipe.tls.ca_file,
-            retry_s=settings.retry_s,
-            load_timeout_s=ENGINE_TIMEOUT_S,
-        )
+        behind = OpenAiSettings(**general, section=settings.openai, ca_file=recipe.tls.ca_file)
         return OpenAiEngine(folder, paths, version, behind)
     if settings.engine == "embedded":
         from tba_searcher.engines.torch.engine import EmbeddedEngine

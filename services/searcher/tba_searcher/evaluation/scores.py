@@ -12,7 +12,7 @@ from tba.clients import RewardClient
 from tba.config import Recipe
 from tba.tokens import client_token
 from tba_searcher.evaluation.completions import Answers, OnProgress
-from tba_searcher.waits import WaitRegistry, retry_until
+from tba_searcher.waits import RETRY_S, WaitRegistry, retry_until
 
 REQUEST_ITEMS = 16
 """Few, so that slow reward models answer a request within its deadline."""
@@ -45,7 +45,7 @@ def score_all(recipe: Recipe, answers: Answers, *, on_progress: OnProgress) -> d
     """Score all answers.
 
     Raises:
-        WaitTimeoutError: the service has not answered for `searcher.retry_s`.
+        WaitTimeoutError: the service has not answered for `RETRY_S`.
         ServiceError: the service refused a whole request; no score is taken for unknown then.
     """
     client = RewardClient(
@@ -91,7 +91,7 @@ async def _score_all(
                 waits=waits,
                 owner=f"scoring-{number}",
                 service="reward",
-                deadline_s=recipe.searcher.retry_s,
+                deadline_s=RETRY_S,
             )
         for result in reply.results:
             found[keys[int(result.item_id)]] = _score(result)

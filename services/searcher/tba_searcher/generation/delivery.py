@@ -5,11 +5,11 @@
 Tasks with a queue each (the states of a visit: visits.py). Visits whose request takes much longer than others did are
 scored by NUM_ALONE more tasks, each visit in a request of its own: one that hangs keeps no other waiting. Their waits:
 
-scoring   for visits; for a reward service that is away ("reward-unreachable", deadline score_retry_s; after one such
+scoring   for visits; for a reward service that is away ("reward-unreachable", deadline SCORE_RETRY_S; after one such
           deadline further visits are tried once each, until the service answers again; no request during a drain).
           Ref log-probs come from the starting model where the objective places them at the searcher.
 pushing   for scored visits; for a buffer that is busy (under the name that it gives) or away ("buffer-unreachable",
-          deadline retry_s, then the searcher ends with an error)
+          deadline RETRY_S, then the searcher ends with an error)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.evaluation_results import ResultBuilder, failed_result
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit
-from tba_searcher.waits import retry_until
+from tba_searcher.waits import RETRY_S, SCORE_RETRY_S, retry_until
 
 if TYPE_CHECKING:  # searchers without a model run without torch
     from tba_searcher.engines.torch.reference_logprobs import StartingModel
@@ -265,7 +265,7 @@ class Delivery:
                 owner=f"scoring {items[0].item_id}",
                 service="reward",
                 # after one deadline each visit is tried once: rollouts must not pile up behind a service that is away
-                deadline_s=0.0 if self._reward_is_away else self._recipe.searcher.score_retry_s,
+                deadline_s=0.0 if self._reward_is_away else SCORE_RETRY_S,
                 renew_busy=False,
             )
         )
@@ -282,7 +282,7 @@ class Delivery:
             if not self._reward_is_away:
                 log.warning("reward service does not answer; rollouts are pushed unscored", detail=str(error))
             self._reward_is_away = True
-            reason = f"the reward service did not answer for {self._recipe.searcher.score_retry_s:g} s"
+            reason = f"the reward service did not answer for {SCORE_RETRY_S:g} s"
         except (BadRequestError, BadReplyError) as error:
             # the request may be too large, or one item may spoil the others
             if isinstance(error, BadRequestError) and len(items) > 1:
@@ -431,5 +431,5 @@ class Delivery:
             waits=self._status.waits,
             owner="pushing",
             service="buffer",
-            deadline_s=self._recipe.searcher.retry_s,
+            deadline_s=RETRY_S,
         )

@@ -15,7 +15,7 @@ from tba_searcher.engines.engine import Engine
 from tba_searcher.engines.weight_loader import WeightLoader, stage_weights
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit, WorkQueue
-from tba_searcher.waits import sleep_until
+from tba_searcher.waits import RETRY_S, sleep_until
 
 SLOW_DOWNLOAD_S = 30.0
 """A download that takes longer is shown as the wait `object-store`."""
@@ -30,7 +30,6 @@ class VersionPulls:
     Args:
         newest: returns the newest version by the word of the buffer.
         return_visits: drops visits, and returns their leases.
-        retry_s: deadline of the wait for a store that is away.
         has_news: set when there is a version to pull.
         has_work: set when a version was pulled.
         tick_s: how often the task polls for versions.
@@ -45,13 +44,12 @@ class VersionPulls:
         newest: Callable[[], PolicyVersion],
         status: SearcherStatus,
         return_visits: Callable[[Sequence[Visit]], Awaitable[object]],
-        retry_s: float,
         has_news: asyncio.Event,
         has_work: asyncio.Event,
         tick_s: float,
     ) -> None:
         self._engine, self._loader, self._queue, self._newest = engine, loader, queue, newest
-        self._status, self._return_visits, self._retry_s = status, return_visits, retry_s
+        self._status, self._return_visits = status, return_visits
         self._has_news, self._has_work, self._tick_s = has_news, has_work, tick_s
         self._attempts: Counter[PolicyVersion] = Counter()
 
@@ -114,7 +112,7 @@ class VersionPulls:
 
     def _wait_for_store(self, detail: str) -> None:
         """Begin or continue the wait for the store; the version before is used meanwhile."""
-        if self._status.waits.begin("pulling", "object-store", self._retry_s) <= 0:
+        if self._status.waits.begin("pulling", "object-store", RETRY_S) <= 0:
             log.warning("wait renewed", wait="object-store", detail=detail)
             self._status.waits.end("pulling")
-            self._status.waits.begin("pulling", "object-store", self._retry_s)
+            self._status.waits.begin("pulling", "object-store", RETRY_S)

@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 
 from tba.concurrency import begin_in_thread
 from tba.config.searcher import OpenAiSection
-from tba.errors import BusyError, ServiceError, UnavailableError
+from tba.errors import ServiceError, UnavailableError
 from tba.fields import MAX_SEED
-from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
 from tba.wire.rollout import MAX_LOGPROB
 from tba_searcher.engines.engine import (
+    ENGINE_TIMEOUT_S,
     Completion,
     EngineDiedError,
     EngineError,
@@ -48,22 +48,14 @@ from tba_searcher.engines.openai.vllm_server import LOWEST_LOGPROB, Piece, conne
 from tba_searcher.engines.openai.weight_folders import WeightFolders
 from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.weight_check import check_loaded, read_headers
+from tba_searcher.waits import RETRY_S
 
 POLL_S = 0.02
 """`step` waits so long for an answer."""
 ABORT_EVERY_S = 0.05
 """Aborts are repeated: a call may reach the server after its first abort."""
-REQUEST_TIMEOUT_S = 1800.0
-"""A response, or its part since the last weight update, that takes longer is asked for again."""
-CONTROL_TIMEOUT_S = 30.0
-"""Deadline of a call that does not generate."""
 CHECK_EVERY_S = 10.0
 """While no answer comes, the label is read so often: a server that hangs is noticed before its calls time out."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 3.0
-"""Before a request is sent again whose call brought nothing; it doubles each time."""
-MIN_FRUITLESS_CALLS = 3
-"""A request ends the engine when so many calls in a row, and all of `retry_s`, brought no token."""
-log = get_logger("openai")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +65,6 @@ class OpenAiSettings(EngineSettings):
     section: OpenAiSection = field(default_factory=OpenAiSection)
     ca_file: str | None = None
     """The authorities that are trusted for an https address."""
-    retry_s: float = 120.0
-    """How long a server may be away."""
-    load_timeout_s: float = 600.0
-    """How long it may take to load weights."""
 
 
 @dataclass(slots=True)
@@ -91,11 +79,6 @@ class _Open:
     logprobs: list[float] = field(default_factory=list)
     versions: VersionMarks = field(default_factory=list)
     finish_reason: str | None = None
-    num_fruitless: int = 0
-    """Calls in a row that brought no token."""
-    fruitless_since_s: float = 0.0
-    send_at_s: float = 0.0
-    """Both of `time.monotonic`."""
 
 
 class OpenAiEngine:
@@ -115,17 +98,14 @@ class OpenAiEngine:
         self, folder: Path, tensors_paths: Sequence[Path], version: PolicyVersion, settings: OpenAiSettings
     ) -> None:
         self._settings, self._folder = settings, folder
-        section = settings.section
-        self._patient = connect(settings, timeout_s=CONTROL_TIMEOUT_S)
-        """Its calls are repeated; the others' failures are looked at first."""
+        self._patient = connect(settings.section, retry_s=RETRY_S, ca_file=settings.ca_file)
+        """Its calls are repeated; the other's failures are looked at first."""
         self._vocab_size, self._default_eos_ids = _read_config(folder, trust_remote_code=settings.trust_remote_code)
         num_tokens = settings.max_prompt_tokens + settings.max_response_tokens
         self._patient.check(num_tokens=num_tokens)
-        self._server = self._patient.with_patience(retry_s=0, timeout_s=REQUEST_TIMEOUT_S)
-        self._control = self._patient.with_patience(retry_s=0, timeout_s=CONTROL_TIMEOUT_S)
-        self._folders = WeightFolders(
-            section, {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
-        )
+        self._server = self._patient.without_retries()
+        expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
+        self._folders = WeightFolders(settings.section, expected)
         self._name = f"tba-{secrets.token_hex(6)}"
         self._num_loads = self._num_calls = 0
         self._label, self._checked_at_s = "", 0.0
@@ -195,9 +175,8 @@ class OpenAiEngine:
     def step(self) -> list[Completion]:
         """Send waiting requests, wait a moment, and return the completions (see `Engine.step`)."""
         self._abort_forgotten()
-        now_s = time.monotonic()
         for entry in list(self._open.values())[: self.num_slots]:
-            if entry.call is None and entry.finish_reason is None and now_s >= entry.send_at_s:
+            if entry.call is None and entry.finish_reason is None:
                 self._send(entry)
         under_way = [entry.call for entry in self._open.values() if entry.call is not None]
         if under_way:
@@ -205,10 +184,7 @@ class OpenAiEngine:
             self._take_answers()
             if time.monotonic() - self._checked_at_s > CHECK_EVERY_S:
                 self._check_label()
-        completions = self._completions()
-        if not under_way and not completions and self._open:
-            time.sleep(POLL_S)  # they wait to be sent again
-        return completions
+        return self._completions()
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
         """Put the files where the server finds them (see `StagingEngine`)."""
@@ -225,9 +201,9 @@ class OpenAiEngine:
         self._num_loads += 1
         label = f"{self._name}-{self._num_loads}-{version}"
         try:
-            self._control.load_weights(new.at_server, label, timeout_s=self._settings.load_timeout_s)
+            self._server.load_weights(new.at_server, label, timeout_s=ENGINE_TIMEOUT_S)
         except ServiceError as error:
-            problem = f"{self._control.base_url} could not load version {version} from {new.at_server}: {error}"
+            problem = f"{self._server.base_url} could not load version {version} from {new.at_server}: {error}"
             try:
                 is_the_same = self._patient.label() == before
             except ServiceError:
@@ -271,42 +247,36 @@ class OpenAiEngine:
             lambda: self._server.complete(sent_id, request, before, seed=own_seed, label=label)
         )
 
-    def _take_answers(self) -> None:
+    def _take_answers(self, *, called_back: bool = False) -> None:
         """Add the answers that are there to their responses.
 
         Raises:
-            EngineDiedError: the server refuses a request, stays away, or is not the one that has the weights.
+            EngineDiedError: a call failed or brought no token (unless it was called back), or the server is not the one
+                that has the weights.
         """
-        pieces: list[tuple[_Open, Piece | None]] = []
-        failed: list[str] = []
+        pieces: list[tuple[_Open, Piece]] = []
         for entry in self._open.values():
             if entry.call is None or not entry.call.done():
                 continue
             call, entry.call = entry.call, None
             try:
                 pieces.append((entry, call.result()))
-            except (UnavailableError, BusyError) as error:
-                log.warning("call failed", server=self._server.base_url, detail=str(error))
-                failed.append(entry.sent_id)
-                pieces.append((entry, None))
             except ServiceError as error:
                 raise EngineDiedError(f"request {entry.request.request_id}: {error}") from None
         if not pieces:
             return
         # after the answers: a server that has started again since they were sent no longer has the label
         self._check_label()
-        if failed:
-            self._abort_calls(failed)  # they may go on there
         for entry, piece in pieces:
-            self._add(entry, piece)
+            if piece.tokens:
+                self._add(entry, piece)
+            elif not called_back:
+                name = entry.request.request_id
+                raise EngineDiedError(f"{self._server.base_url} answered request {name} without a token")
 
-    def _add(self, entry: _Open, piece: Piece | None) -> None:
+    def _add(self, entry: _Open, piece: Piece) -> None:
         """Add a piece to a response, and see whether it is the last one."""
         request, start = entry.request, len(entry.tokens)
-        if piece is None or not piece.tokens:
-            self._wait_to_send_again(entry)
-            return
-        entry.num_fruitless = 0
         if problem := self._problem_with(piece, request.max_response_tokens - start):
             raise EngineDiedError(f"{self._server.base_url} answered request {request.request_id} with {problem}")
         entry.tokens += piece.tokens
@@ -335,24 +305,6 @@ class OpenAiEngine:
         if highest > MAX_LOGPROB:
             return f"a log-prob of {highest:.4g}, and none is above 0"
         return None
-
-    def _wait_to_send_again(self, entry: _Open) -> None:
-        """Let a request pause whose call brought no token.
-
-        Raises:
-            EngineDiedError: it has been so for too long.
-        """
-        now_s = time.monotonic()
-        if not entry.num_fruitless:
-            entry.fruitless_since_s = now_s
-        entry.num_fruitless += 1
-        is_late = now_s - entry.fruitless_since_s >= self._settings.retry_s
-        if entry.num_fruitless >= MIN_FRUITLESS_CALLS and is_late:
-            raise EngineDiedError(
-                f"{self._server.base_url} answers, but {entry.num_fruitless} calls in a row brought no token for "
-                f"request {entry.request.request_id}"
-            )
-        entry.send_at_s = now_s + min(FIRST_PAUSE_S * 2 ** (entry.num_fruitless - 1), MAX_PAUSE_S)
 
     def _completions(self) -> list[Completion]:
         """Hand out the responses that are complete."""
@@ -386,12 +338,9 @@ class OpenAiEngine:
         """Let every call come back with the tokens that it has, and add them; none is under way afterwards."""
         calls = {entry.sent_id: entry.call for entry in self._open.values() if entry.call is not None} | self._aborted
         while under_way := {sent_id: call for sent_id, call in calls.items() if not call.done()}:
-            with contextlib.suppress(UnavailableError):
-                self._control.abort(list(under_way))
+            self._abort_calls(list(under_way))
             concurrent.futures.wait(under_way.values(), timeout=ABORT_EVERY_S)
-        self._take_answers()
-        for entry in self._open.values():
-            entry.num_fruitless, entry.send_at_s = 0, 0.0  # it was not the server that broke off
+        self._take_answers(called_back=True)
 
     def _abort_forgotten(self) -> None:
         self._aborted = {sent_id: call for sent_id, call in self._aborted.items() if not call.done()}
@@ -401,7 +350,7 @@ class OpenAiEngine:
     def _abort_calls(self, sent_ids: Sequence[str]) -> None:
         # a server that is away has no calls either, and theirs fail; `_check_label` then says what is wrong
         with contextlib.suppress(UnavailableError):
-            self._control.abort(sent_ids)
+            self._server.abort(sent_ids)
 
     def _check_label(self) -> str:
         """Return the server's label; check that it is still that of the last load, once there is one.

@@ -18,24 +18,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from tba.clients.service_client import Reply, ServiceClient, message_of
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, OpenAiSection
 from tba.errors import BadReplyError, ConfigError, NotFoundError, UnavailableError
 from tba.fields import StrictModel
 from tba_searcher.engines.engine import Request
 
-if TYPE_CHECKING:
-    from tba_searcher.engines.openai.engine import OpenAiSettings
-
 LOWEST_LOGPROB = -9999.0
 """Servers write this, something below it or nothing for minus infinity."""
 M = TypeVar("M", bound=StrictModel)
+REQUEST_TIMEOUT_S = 1800.0
+"""Deadline of a response, or of its part since the last weight update."""
+CONTROL_TIMEOUT_S = 30.0
+"""Deadline of a call that does not generate."""
 _RESET_S = 10.0
 """How long keys and values may stay in use after the last request has come back: they may be on the way elsewhere."""
 _START_HINT = (
@@ -105,17 +106,16 @@ class _Reset(StrictModel):
     success: bool
 
 
-def connect(settings: OpenAiSettings, *, timeout_s: float) -> VllmServer:
+def connect(section: OpenAiSection, *, retry_s: float, ca_file: str | None) -> VllmServer:
     """Return a client of the server that the settings name.
 
     Args:
-        timeout_s: deadline of one call; calls are repeated for `retry_s` of the settings.
+        retry_s: how long calls are repeated.
 
     Raises:
         ConfigError: it is no vLLM, or its token cannot be used.
         ServiceError: it does not answer, or refuses this client.
     """
-    section = settings.section
     name = section.token_env
     token = None if name is None else os.environ.get(name)
     if name is not None and not token:
@@ -123,9 +123,7 @@ def connect(settings: OpenAiSettings, *, timeout_s: float) -> VllmServer:
             f"searcher.openai.token_env: the environment variable {name} is not set; put the token for "
             f"{section.url} there"
         )
-    server = VllmServer(
-        section.url or "", token=token, retry_s=settings.retry_s, timeout_s=timeout_s, ca_file=settings.ca_file
-    )
+    server = VllmServer(section.url or "", token=token, retry_s=retry_s, timeout_s=CONTROL_TIMEOUT_S, ca_file=ca_file)
     owner = server.model().owned_by
     if owner != "vllm":
         server.close()
@@ -140,10 +138,10 @@ def connect(settings: OpenAiSettings, *, timeout_s: float) -> VllmServer:
 class VllmServer(ServiceClient):
     """A server of vLLM; thread-safe. Every call is safe to repeat."""
 
-    def with_patience(self, *, retry_s: float, timeout_s: float) -> Self:
-        """Return a client of the same server that waits as long as given (see `ServiceClient`)."""
-        twin = copy.copy(self)  # it shares the connections, and what was found out of the server
-        twin._retry_s, twin._timeout_s = retry_s, timeout_s
+    def without_retries(self) -> Self:
+        """Return a client of the same server, over the same connections, that makes each call once."""
+        twin = copy.copy(self)
+        twin._retry_s = 0.0
         return twin
 
     def model(self) -> _ServedModel:
@@ -318,7 +316,8 @@ class VllmServer(ServiceClient):
             "repetition_penalty": 1.0,
         }
         defaults = {"top_p": 1.0, "top_k": 0}
-        return self._read(_Completions, "POST", "/v1/completions", {**fixed, **defaults, **body}).choices[0]
+        body = {**fixed, **defaults, **body}
+        return self._read(_Completions, "POST", "/v1/completions", body, timeout_s=REQUEST_TIMEOUT_S).choices[0]
 
     def _post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Reply:
         return self._call("POST", path, json=json.dumps(body).encode(), timeout_s=timeout_s)

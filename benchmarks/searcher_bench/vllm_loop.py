@@ -24,7 +24,6 @@ from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
-from tba_searcher.generation.evaluation_results import ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
@@ -166,7 +165,7 @@ class Ours:
             buffer=buffer,
             reward=reward,
             codec=self.codec,
-            results=ResultBuilder(reference_sums=None, embedder=None),
+            embedder=None,
             reference=None,
             status=status,
         )

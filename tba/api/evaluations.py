@@ -23,8 +23,6 @@ class EvalResult(StrictModel):
     """Completions among those without a score that are themselves the reason: no success."""
     num_raised: Annotated[Integer, Field(ge=0, le=4096)] | None = None
     """Completions that the scorer raised for: no success either where it scores others of its task."""
-    log_ratios: list[Number | None] | None = None
-    """Sum over the response of log pi - log pi of the starting model, both at the policy temperature."""
     distinct_1: Number | None = None
     distinct_2: Number | None = None
     distinct_3: Number | None = None
@@ -78,8 +76,6 @@ class EvalNumbers(StrictModel):
     """k -> pass@k."""
     mean_reward: float | None = None
     mean_response_tokens: float | None = None
-    kl_to_reference: float | None = None
-    """Mean log-ratio to the starting model, nats per response."""
     distinct_1: float | None = None
     distinct_2: float | None = None
     distinct_3: float | None = None

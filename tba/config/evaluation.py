@@ -103,8 +103,6 @@ class EvalSection(StrictModel):
     `num_samples` samples of a prompt."""
     success_reward: float = 1.0
     """A completion succeeds when its reward is at least this."""
-    kl_to_reference: bool = False
-    """Measure the KL divergence from the starting model: every searcher then holds that model as well."""
     embedding_model: str | None = None
     """Local folder of a Hugging Face encoder: the mean cosine distance between the samples of a prompt is measured
     (mean-pooled, on the CPU of the searcher). None: it is not."""

@@ -242,17 +242,8 @@ class Recipe(StrictModel):
 
     @property
     def searchers_hold_start(self) -> bool:
-        """Whether every searcher holds the starting model."""
-        return bool(self.why_searchers_hold_start)
-
-    @property
-    def why_searchers_hold_start(self) -> list[str]:
-        """The settings that ask for the starting model in every searcher: ref log-probs, the KL of evaluations."""
-        asking = {
-            'objective.reference_placement = "searcher"': self.objective.reference_placement == "searcher",
-            "eval.kl_to_reference = true": self.eval.kl_to_reference,
-        }
-        return [setting for setting, asks in asking.items() if asks]
+        """Whether every searcher holds the starting model, for ref log-probs."""
+        return self.objective.reference_placement == "searcher"
 
     @property
     def num_lag_versions(self) -> int:

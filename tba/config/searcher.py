@@ -137,8 +137,6 @@ class TemperatureMix(StrictModel):
 class TaskSampling(StrictModel):
     """How responses to the prompts of one task end, in training and in evaluations."""
 
-    max_response_tokens: int | None = Field(default=None, ge=1)
-    """Length limit; none: `searcher.max_response_tokens`, which is the most that it may be."""
     min_response_tokens: int = Field(default=0, ge=0)
     """With fewer tokens, end of sequence cannot be sampled and stop strings do not count."""
     stop: list[StopString] = Field(default_factory=list, max_length=16)
@@ -228,9 +226,9 @@ class SearcherSection(StrictModel):
     max_prompt_tokens: int = Field(default=64, ge=1)
     """Longer prompts are refused (counted, reported), never cut."""
     max_response_tokens: int = Field(default=64, ge=1)
-    """Length limit of a completion; a task may have a lower one of its own (`searcher.tasks`)."""
+    """Length limit of a completion."""
     tasks: dict[str, TaskSampling] = Field(default_factory=dict)
-    """Per task: lengths and stop strings. Tasks without an entry end at end of sequence or `max_response_tokens`."""
+    """Per task: least length and stop strings. Other tasks end at end of sequence or `max_response_tokens`."""
     sampling_temperature: Temperature = 1.0
     """Temperature of the behaviour policy. Where the recipe names none, it is `model.policy_temperature`."""
     temperature_mix: TemperatureMix | None = None
@@ -240,8 +238,6 @@ class SearcherSection(StrictModel):
     log-probs are those of the restricted distribution. Evaluations always sample without."""
     top_k: int = Field(default=0, ge=0)
     """Training rollouts are drawn from this many most probable tokens; 0 is off. Applied before `top_p`."""
-    torch_num_threads: int = Field(default=1, ge=1)
-    """Threads of the engine on CPU."""
     device: str = "cpu"
     """torch device of the engine."""
     drain_s: float = Field(default=20.0, gt=0)
@@ -281,25 +277,13 @@ class SearcherSection(StrictModel):
                 f"{name} reaches {hottest:g}, and vLLM samples at most at {VLLM_MAX_TEMPERATURE:g}: it would refuse "
                 "every prompt; lower it"
             )
-        # engines reserve keys and values for max_response_tokens once, at their start
         for task, section in self.tasks.items():
-            longest = section.max_response_tokens or self.max_response_tokens
-            if longest > self.max_response_tokens:
+            if section.min_response_tokens > self.max_response_tokens:
                 raise ValueError(
-                    f"tasks.{task}.max_response_tokens is {longest}, above max_response_tokens "
-                    f"{self.max_response_tokens}, for which engines reserve room; raise that one too"
-                )
-            if section.min_response_tokens > longest:
-                raise ValueError(
-                    f"tasks.{task}.min_response_tokens is {section.min_response_tokens}, above the length limit "
-                    f"{longest}: no response could end; lower it"
+                    f"tasks.{task}.min_response_tokens is {section.min_response_tokens}, above max_response_tokens "
+                    f"{self.max_response_tokens}: no response could end; lower it"
                 )
         return self
-
-    def response_limit(self, task: str) -> int:
-        """Return the most tokens that a response to a prompt of a task may have."""
-        section = self.tasks.get(task)
-        return (section and section.max_response_tokens) or self.max_response_tokens
 
     @property
     def distortions(self) -> list[str]:

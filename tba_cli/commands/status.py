@@ -254,5 +254,4 @@ def _eval_text(item: EvalInfo) -> str:
     sampled = "unknown" if item.accuracy is None else f"{item.accuracy:.3f}"
     greedy = "unknown" if item.greedy_accuracy is None else f"{item.greedy_accuracy:.3f}"
     more = "".join(f", pass@{k} {value:.3f}" for k, value in item.pass_at.items() if value is not None)
-    more += "" if item.kl_to_reference is None else f", KL {item.kl_to_reference:.3f}"
     return f"accuracy {sampled} sampled, {greedy} greedy{more} on {item.num_prompts} held-out prompts"

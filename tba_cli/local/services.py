@@ -53,18 +53,18 @@ class Services:
         """
         if kind == "redis":
             return self._redis()
-        trainer, searcher, gpus = self._recipe.trainer, self._recipe.searcher, self._recipe.local.gpus
+        trainer, gpus = self._recipe.trainer, self._recipe.local.gpus
         # `tba scale` may ask for more searchers than the recipe lists GPUs for
         searcher_gpus = None if gpus.searchers is None else gpus.searchers[number % len(gpus.searchers)]
-        # the services have one thread: they wait most of the time
+        # services and searchers have one thread: services wait most of the time, and searchers may be many
         module, num_threads, own_gpus = {
             "warm-start": ("tba_cli.starter_models.warm_start", trainer.torch_num_threads, None),
             "buffer": ("tba_buffer", 1, None),
             "reward": ("tba_reward", 1, gpus.reward),
             "trainer": ("tba_trainer", trainer.torch_num_threads, gpus.trainer),
             "torchrun": ("tba_trainer.distributed.launch", trainer.torch_num_threads, gpus.trainer),
-            "searcher": ("tba_searcher", searcher.torch_num_threads, searcher_gpus),
-            "evaluator": ("tba_searcher.evaluation", searcher.torch_num_threads, searcher_gpus),
+            "searcher": ("tba_searcher", 1, searcher_gpus),
+            "evaluator": ("tba_searcher.evaluation", 1, searcher_gpus),
         }[kind]
         # a child gets only the tokens that it needs; a tokens file of the recipe is for everyone
         has_own = self._recipe.auth.tokens_file == str(self._folder.tokens_path("all"))

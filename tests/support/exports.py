@@ -38,7 +38,7 @@ def make_eval(version: str, **changes: Any) -> EvalInfo:
 
 def make_facts(recipe: Recipe, **changes: Any) -> RunFacts:
     """Two evaluated versions, of which 1-4 is the better one."""
-    evals = [make_eval("0-0", accuracy=0.25), make_eval("1-4", accuracy=0.75, pass_at={4: 0.875}, kl_to_reference=1.5)]
+    evals = [make_eval("0-0", accuracy=0.25), make_eval("1-4", accuracy=0.75, pass_at={4: 0.875})]
     return RunFacts(**{"recipe": recipe, "evals": evals, "best": BEST, **changes})
 
 

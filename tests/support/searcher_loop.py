@@ -13,7 +13,6 @@ from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
-from tba_searcher.generation.evaluation_results import ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
@@ -98,7 +97,7 @@ def start_loop_world(
         buffer=served.client(),
         reward=RewardClient(reward.url, retry_s=0, timeout_s=60),
         codec=codec,
-        results=ResultBuilder(reference_sums=None, embedder=None),
+        embedder=None,
         reference=None,
         status=status,
     )

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 def run(recipe: Recipe) -> None:
     """Run one searcher until the run is over, SIGTERM, or an error."""
-    # set before torch is imported: vLLM's kernels take their threads from OpenMP, not from torch, and threads that spin
-    # on shared cores cost most of the speed
-    os.environ.setdefault("OMP_NUM_THREADS", str(recipe.searcher.torch_num_threads))
+    # before torch is imported: threads that spin on shared cores cost most of the speed
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tba_searcher.service import run_searcher
 
     run_searcher(recipe)

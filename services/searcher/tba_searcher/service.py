@@ -35,7 +35,7 @@ from tba_searcher.engines.tokenizer import open_codec
 from tba_searcher.engines.weight_check import verification_error
 from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
-from tba_searcher.generation.evaluation_results import Embedder, ResultBuilder
+from tba_searcher.generation.evaluation_results import Embedder
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import HEARTBEAT_S, TICK_S, SearcherLoop
@@ -83,9 +83,7 @@ def prepare_torch(recipe: Recipe) -> None:
     Raises:
         ConfigError: the device cannot be used.
     """
-    import torch
 
-    torch.set_num_threads(recipe.searcher.torch_num_threads)
     check_device(recipe.searcher.device)
 
 
@@ -355,18 +353,13 @@ class Searcher:
         log.info("engine ready", version=str(weights.version), eos_ids=eos_ids, num_slots=settings.num_slots)
         self._status.counts["weight_loads"] += 1
         self._status.version, self._status.state = weights.version, "running"
-        embedder = None if recipe.eval.embedding_model is None else Embedder(recipe.eval.embedding_model)
-        rollouts_carry_ref = recipe.objective.reference_placement == "searcher"
         delivery = Delivery(
             recipe,
             buffer=self._buffer,
             reward=self._reward,
             codec=codec,
-            results=ResultBuilder(
-                reference_sums=reference.sums_of_prompt if reference and recipe.eval.kl_to_reference else None,
-                embedder=embedder,
-            ),
-            reference=reference if rollouts_carry_ref else None,
+            embedder=None if recipe.eval.embedding_model is None else Embedder(recipe.eval.embedding_model),
+            reference=reference,
             status=self._status,
         )
         return SearcherLoop(
@@ -385,7 +378,7 @@ class Searcher:
         )
 
     def _reference(self, held: Sequence[LocalVersion]) -> StartingModel | None:
-        """Load the starting model where rollouts or evaluations need its log-probs; `held` is on this machine."""
+        """Load the starting model where rollouts need its log-probs; `held` is on this machine."""
         recipe = self._recipe
         if not recipe.searchers_hold_start:
             return None
@@ -395,7 +388,6 @@ class Searcher:
             self._versions,
             self._folder,
             held=held,
-            asked_by=recipe.why_searchers_hold_start,
             temperature=recipe.model.policy_temperature,
             device=recipe.searcher.device,
             trust_remote_code=recipe.model.trust_remote_code,

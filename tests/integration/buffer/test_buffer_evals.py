@@ -269,18 +269,16 @@ def test_what_a_searcher_measured_is_in_the_evaluation_and_what_is_not_finite_is
         result = EvalResult.model_validate({"lease_id": item.lease_id, **lists, **measured})
         client.eval_results(info.eval_id, EvalResults(searcher_id="s1", version="0-0", results=[result]))
 
-    with pytest.raises(BadRequestError, match="log-ratios"):
-        send(leases[0], log_ratios=[1.0])
     for counts in ({"num_wrong": 2}, {"num_raised": 2}, {"num_wrong": 1, "num_raised": 1}):
         with pytest.raises(BadRequestError, match="num_wrong and num_raised are 2 of 1 unknown"):
             send(leases[0], rewards=[1.0, None], **counts)
     for name in ("num_wrong", "num_raised"):
         with pytest.raises(ValidationError, match=name):
             send(leases[0], **{name: 10**10})
-    for number, item in enumerate(leases):
+    for item in leases:
         if item.kind == "sample":
-            send(item, log_ratios=[float(number), None], distinct_1=0.5, embedding_distance=0.25)
+            send(item, distinct_1=0.5, embedding_distance=0.25)
         else:
             send(item)
     done = client.get_eval(info.eval_id)
-    assert (done.kl_to_reference, done.distinct_1, done.distinct_2, done.embedding_distance) == (2.0, 0.5, None, 0.25)
+    assert (done.distinct_1, done.distinct_2, done.embedding_distance) == (0.5, None, 0.25)

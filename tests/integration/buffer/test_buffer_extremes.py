@@ -73,7 +73,6 @@ class World:
                         "lease_id": item.lease_id,
                         "rewards": [1.0] * item.num_rollouts,
                         "num_response_tokens": [5] * item.num_rollouts,
-                        "log_ratios": [0.5] * item.num_rollouts,
                         "distinct_1": 0.5,
                         "embedding_distance": 0.5,
                     }

@@ -53,7 +53,6 @@ def result_of(item: Lease, **fields: Any) -> dict[str, Any]:
         {"num_response_tokens": [10**3999, 1]},
         {"num_response_tokens": [2**80, 1]},
         {"num_response_tokens": [-1, 1]},
-        {"log_ratios": [1e308, 1e308]},
         {"distinct_1": 1e308},
         {"embedding_distance": -1e308},
     ],

@@ -12,7 +12,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from tba.api import BatchRequest, LeaseRequest, Prompt, PushReply
+from tba.api import BatchRequest, LeaseRequest, PushReply
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, UnavailableError
 from tba.versions import PolicyVersion
@@ -149,20 +149,18 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
 
 
 def test_a_rollout_that_no_searcher_of_the_recipe_makes_is_too_long(serve_buffer: ServeBuffer) -> None:
-    tasks = {"addition": {"max_response_tokens": 6}}
-    buffer = serve_buffer(searcher={"max_prompt_tokens": 4, "max_response_tokens": 8, "tasks": tasks})
+    buffer = serve_buffer(searcher={"max_prompt_tokens": 4, "max_response_tokens": 6})
     client = buffer.client()
-    client.upload_prompts([*make_prompts(1), Prompt(prompt_id="other", task="other", text="x", data={}, split="train")])
+    client.upload_prompts(make_prompts(1))
     rollouts = [
         make_rollout(num_tokens=6),
-        make_rollout("other", num_tokens=8),
-        make_rollout(num_tokens=7, task="other"),  # what a rollout calls its task itself counts for nothing
-        make_rollout("other", num_tokens=20_000),
+        make_rollout(num_tokens=7),
+        make_rollout(num_tokens=20_000),
         make_rollout(prompt_tokens=np.arange(5, dtype=np.int32)),
     ]
     reply = client.push([encode_rollout(rollout) for rollout in rollouts])
-    assert outcomes(reply) == ["new", "new", "refused", "refused", "refused"]
-    assert all((item.reason or "").startswith("too-long: ") for item in reply.outcomes[2:])
+    assert outcomes(reply) == ["new", "refused", "refused", "refused"]
+    assert all((item.reason or "").startswith("too-long: ") for item in reply.outcomes[1:])
     stats = client.stats()
     assert stats.refused == {"too-long": 3}
     assert stats.tokens is not None

@@ -12,7 +12,6 @@ from tba_buffer.scoring import retries
 from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.generation.delivery import Delivery
-from tba_searcher.generation.evaluation_results import ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit
 from tba_searcher.waits import WaitRegistry
@@ -84,7 +83,7 @@ async def deliver(client: BufferClient, reward_url: str, folder: Path) -> Search
         buffer=client,
         reward=RewardClient(reward_url, retry_s=0),
         codec=TextCodec(folder),
-        results=ResultBuilder(reference_sums=None, embedder=None),
+        embedder=None,
         reference=None,
         status=status,
     )

@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, subpr
     """A run that made its starting model and went to the end; tests only look at it."""
     place = Workplace(tmp_path_factory.mktemp("finished"))
     words = ["--set", "model.path=made", "--set", 'model.warm_start.task="addition"']
-    done = place.run("--verbose", "--set", "searcher.torch_num_threads=3", *words)
+    done = place.run("--verbose", *words)
     assert done.returncode == 0, done.stderr
     return place, done
 
@@ -89,7 +89,7 @@ def test_a_locale_that_is_not_utf_8_stops_no_run(place):
 
 def test_children_get_their_priority_threads_and_no_stdin(finished):
     place, done = finished
-    line = "searcher-1 starts with threads 3 stdin ''"
+    line = "searcher-1 starts with threads 1 stdin ''"
     assert place.log("searcher-1").startswith(line)
     assert f"searcher-1  | {line}" in done.stdout
 

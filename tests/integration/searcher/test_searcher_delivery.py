@@ -13,7 +13,6 @@ import pytest
 from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.generation.delivery import Delivery
-from tba_searcher.generation.evaluation_results import ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit, num_round_visits
 from tba_searcher.loop import IDLE_WAIT_S, ROUND_WAIT_S
@@ -67,7 +66,7 @@ async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
         buffer=client,
         reward=RewardClient("http://127.0.0.1:1", retry_s=0),
         codec=TextCodec(tmp_path),
-        results=ResultBuilder(reference_sums=None, embedder=None),
+        embedder=None,
         reference=None,
         status=status,
     )
@@ -98,7 +97,7 @@ async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_se
         buffer=client,
         reward=RewardClient("http://127.0.0.1:1", retry_s=0),
         codec=TextCodec(tmp_path),
-        results=ResultBuilder(reference_sums=None, embedder=None),
+        embedder=None,
         reference=None,
         status=status,
     )
@@ -127,7 +126,7 @@ async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_
         buffer=client,
         reward=RewardClient("http://127.0.0.1:1", retry_s=0),
         codec=TextCodec(tmp_path),
-        results=ResultBuilder(reference_sums=None, embedder=None),
+        embedder=None,
         reference=None,
         status=status,
     )
@@ -136,8 +135,7 @@ async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_
         num = item.num_rollouts
         # a sample of 128 has 3 KB: no two of them fit; with long rewards too, it does not fit alone
         reward = long if len(items) == 5 else 1.0
-        result = EvalResult(lease_id=item.lease_id, rewards=[reward] * num, num_response_tokens=[5] * num)
-        result = result.model_copy(update={"log_ratios": [long] * num if num > 1 else None})
+        result = EvalResult(lease_id=item.lease_id, rewards=[reward] * num, num_response_tokens=[10**15] * num)
         items.append((Visit(lease=item, prompt_tokens=(1,), pinned=START), result))
     await delivery._report(items)
     assert (status.counts["evals_reported"], status.counts["evals_refused"]) == (5, 1)
@@ -169,7 +167,7 @@ def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Deli
         buffer=BufferClient("http://127.0.0.1:1", retry_s=0),
         reward=RewardClient(reward.url, retry_s=0),
         codec=TextCodec(folder),
-        results=ResultBuilder(reference_sums=None, embedder=None),
+        embedder=None,
         reference=None,
         status=SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry()),
     )

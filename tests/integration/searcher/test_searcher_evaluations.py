@@ -42,14 +42,13 @@ def evaluate(world: World, version: PolicyVersion) -> EvalInfo:
     return world.client.get_eval(info.eval_id)
 
 
-def test_a_searcher_measures_kl_and_diversity_of_exactly_the_pinned_version(
+def test_a_searcher_measures_success_and_diversity_of_exactly_the_pinned_version(
     models: list[Path], encoder: Path, tmp_path: Path
 ) -> None:
     section = {
         "num_samples": NUM_SAMPLES,
         "num_prompts": NUM_HELDOUT,
         "success_reward": 0.0,
-        "kl_to_reference": True,
         "embedding_model": str(encoder),
         "pass_at": [2],
         "best_metric": "pass@2",
@@ -66,9 +65,6 @@ def test_a_searcher_measures_kl_and_diversity_of_exactly_the_pinned_version(
         best = world.client.run().best
     finally:
         world.stop()
-    assert start.kl_to_reference == pytest.approx(0.0, abs=1e-4)
-    assert after.kl_to_reference is not None
-    assert after.kl_to_reference > 0.1
     for info in (start, after):
         assert (info.accuracy, info.pass_at, info.num_unknown) == (1.0, {2: 1.0}, 0)
         assert info.distinct_1 is not None

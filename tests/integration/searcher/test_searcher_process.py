@@ -159,7 +159,8 @@ def test_more_rollouts_per_visit_than_per_group_each_with_its_own_temperature_up
         sampling={"group_size": 4, "rollouts_per_visit": 10},
         searcher={
             "temperature_mix": {"low": 0.5, "high": 1.5},
-            "tasks": {"addition": {"max_response_tokens": 7, "stop": ["1", "3", "7", "="]}},
+            "max_response_tokens": 7,
+            "tasks": {"addition": {"stop": ["1", "3", "7", "="]}},
         },
     )
     world.start_reward()

@@ -115,7 +115,7 @@ def test_a_fork_whose_searchers_hold_the_starting_model_stores_it_without_announ
     buffer = forked("1-4", store)
     for marks in (["2-4", "2-6", "2-8"], ["2-4", "2-6", "2-8", "3-8"]):  # a restart finds it there
         buffer.state = "running"
-        start(fork_recipe(model, "held", eval={"kl_to_reference": True}), buffer, store)
+        start(fork_recipe(model, "held", objective={"reference_placement": "searcher"}), buffer, store)
         assert buffer.marks == marks
         manifest = versions.manifest(start_version)
         assert manifest.params_sha256 == WeightVersions(store, "demo").manifest(start_version).params_sha256

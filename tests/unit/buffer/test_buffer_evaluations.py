@@ -72,7 +72,7 @@ def test_nothing_known_gives_no_number() -> None:
     assert summary.accuracy is None
     assert summary.mean_reward is None
     assert summary.pass_at == {1: None, 2: None}
-    assert (summary.kl_to_reference, summary.distinct_1, summary.embedding_distance) == (None, None, None)
+    assert (summary.distinct_1, summary.embedding_distance) == (None, None)
     assert summary.num_unknown == 2
 
 
@@ -97,14 +97,13 @@ def test_pass_at_k_takes_only_prompts_of_which_k_scores_are_known() -> None:
     assert summary.pass_at[3] == 1.0
 
 
-def test_kl_is_the_mean_over_samples_and_diversity_the_mean_over_prompts_of_the_samples_alone() -> None:
+def test_diversity_is_the_mean_over_prompts_of_the_samples_alone() -> None:
     results = {
-        EvaluationUnit("e", "sample", 0): unit_results(log_ratios=[1.0, -0.5], distinct_1=0.5, distinct_3=None),
-        EvaluationUnit("e", "sample", 1): unit_results(log_ratios=[None, 4.0], distinct_1=0.25, embedding_distance=0.1),
-        EvaluationUnit("e", "greedy", 0): unit_results(rewards=[1.0], log_ratios=[100.0], distinct_1=1.0),
+        EvaluationUnit("e", "sample", 0): unit_results(distinct_1=0.5, distinct_3=None),
+        EvaluationUnit("e", "sample", 1): unit_results(distinct_1=0.25, embedding_distance=0.1),
+        EvaluationUnit("e", "greedy", 0): unit_results(rewards=[1.0], distinct_1=1.0),
     }
     summary = summarise(results, success_reward=1.0)
-    assert summary.kl_to_reference == 1.5
     assert (summary.distinct_1, summary.distinct_2, summary.distinct_3) == (0.375, None, None)
     assert summary.embedding_distance == 0.1
 

@@ -132,11 +132,11 @@ def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None
 
 
 def test_the_best_version_and_what_an_evaluation_measured_are_shown() -> None:
-    evaluated = evaluation("1-2", 0.5, num_prompts=64).model_copy(update={"pass_at": {4: 0.75}, "kl_to_reference": 2.0})
+    evaluated = evaluation("1-2", 0.5, num_prompts=64).model_copy(update={"pass_at": {4: 0.75}})
     best = {"version": "1-2", "metric": "accuracy", "value": 0.5, "num_prompts": 64, "num_samples": 4}
     info = RunInfo.model_validate({**INFO, "evals": [evaluated], "best": best})
     lines = status_lines(info, stats(), make_settings())
-    known = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750, KL 2.000 on 64 held-out prompts"
+    known = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750 on 64 held-out prompts"
     assert f"  evaluation of 1-2: {known}" in lines
     left = info.model_copy(update={"evals": [evaluated.model_copy(update={"abandoned": True})]})
     marked = f"  evaluation of 1-2 (abandoned: the run went back): {known}"

@@ -20,10 +20,10 @@ from tba_searcher.generation import engine_thread
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread, run_step
 from tba_searcher.generation.evaluation_results import (
     Embedder,
-    ResultBuilder,
     distinct_share,
     failed_result,
     mean_cosine_distance,
+    result_of,
 )
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue, num_round_visits
@@ -208,28 +208,18 @@ def test_empty_texts_are_equal_to_each_other_and_far_from_all_others() -> None:
     assert mean_cosine_distance(torch.stack([empty, empty, some])) == pytest.approx(2 / 3)
 
 
-def test_the_log_ratio_is_that_of_the_samples_and_greedy_completions_have_none() -> None:
-    asked: list[tuple[list[int], int]] = []
-
-    def reference_sums(prompt: np.ndarray, responses: Sequence[np.ndarray]) -> list[float]:
-        asked.append((prompt.tolist(), len(responses)))
-        return [-3.0, float("-inf")]
-
-    builder = ResultBuilder(reference_sums=reference_sums, embedder=None)
-    result = builder.result(make_visit("sample", [tokens(4, 5, 1), tokens(4, 1)]), ["ab", "a"], [1.0, None])
-    assert result.log_ratios == [-1.5 + 3.0, None]
-    assert asked == [([5, 6], 2)]
+def test_diversity_is_that_of_the_samples_and_greedy_completions_have_none() -> None:
+    visit = make_visit("sample", [tokens(4, 5, 1), tokens(4, 1)])
+    result = result_of(visit, ["ab", "a"], [1.0, None], embedder=None)
     assert (result.rewards, result.num_response_tokens) == ([1.0, None], [3, 2])
     assert (result.distinct_1, result.distinct_2, result.distinct_3) == (2 / 3, 1.0, None)  # 4 5, 4: ends left out
-    greedy = builder.result(make_visit("greedy", [tokens(4, 1)]), ["a"], [1.0])
-    assert (greedy.log_ratios, greedy.distinct_1) == (None, None)
-    assert len(asked) == 1
+    assert result_of(make_visit("greedy", [tokens(4, 1)]), ["a"], [1.0], embedder=None).distinct_1 is None
 
 
 def test_a_response_cut_at_its_length_limit_counts_with_all_its_tokens() -> None:
     visit = make_visit("sample", [tokens(4, 5)], reasons=["length"])
-    result = ResultBuilder(reference_sums=None, embedder=None).result(visit, ["ab"], [0.0])
-    assert (result.distinct_1, result.distinct_2, result.log_ratios) == (1.0, 1.0, None)
+    result = result_of(visit, ["ab"], [0.0], embedder=None)
+    assert (result.distinct_1, result.distinct_2) == (1.0, 1.0)
 
 
 def test_a_prompt_that_cannot_be_sampled_is_reported_as_unknown() -> None:
@@ -263,10 +253,10 @@ def test_an_embedding_is_the_mean_over_the_tokens_of_its_text_alone(encoder: Pat
     torch.testing.assert_close(together[0], alone.mean(dim=0), atol=1e-5, rtol=1e-5)
     assert together[2].abs().max() == 0.0
     assert embedder.embed(["1" * 500]).isfinite().all()  # beyond the encoder's context: cut
-    builder = ResultBuilder(reference_sums=None, embedder=embedder)
-    same = builder.result(make_visit("sample", [tokens(1), tokens(1)]), ["12", "12"], [0.0, 0.0])
+    visit = make_visit("sample", [tokens(1), tokens(1)])
+    same = result_of(visit, ["12", "12"], [0.0, 0.0], embedder=embedder)
     assert same.embedding_distance == pytest.approx(0.0, abs=1e-6)
-    other = builder.result(make_visit("sample", [tokens(1), tokens(1)]), ["12", "=="], [0.0, 0.0])
+    other = result_of(visit, ["12", "=="], [0.0, 0.0], embedder=embedder)
     assert other.embedding_distance is not None
     assert other.embedding_distance > 1e-3
 

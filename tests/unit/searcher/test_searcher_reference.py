@@ -85,9 +85,8 @@ def test_logits_that_the_head_alone_does_not_give_go_through_the_whole_model(tmp
 def test_the_starting_model_is_version_0_0_of_the_store_checked_like_any_other(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     versions = WeightVersions(FileStore(tmp_path / "store"), "demo")
-    asking = make_recipe("model", eval={"kl_to_reference": True}).why_searchers_hold_start
-    options = {"asked_by": asking, "temperature": TEMPERATURE, "device": "cpu", "trust_remote_code": False}
-    with pytest.raises(TbaError, match=r"\(eval\.kl_to_reference = true\), which cannot be used: weight version 0-0"):
+    options = {"temperature": TEMPERATURE, "device": "cpu", "trust_remote_code": False}
+    with pytest.raises(TbaError, match=r"reference_placement.* cannot be used: weight version 0-0"):
         load_starting_model(versions, tmp_path, **options)
     publish_version(versions, folder, START)
     rollouts = rollouts_of_many_lengths()

@@ -223,7 +223,7 @@ def test_every_training_rollout_draws_its_own_temperature_and_evaluations_do_not
 
 
 def test_each_task_has_its_own_lengths_and_stops_in_training_and_in_evaluations() -> None:
-    tasks = {"addition": TaskSampling(max_response_tokens=3, min_response_tokens=2, stop=["\n", "Q:"])}
+    tasks = {"addition": TaskSampling(min_response_tokens=2, stop=["\n", "Q:"])}
     queue = WorkQueue(SearcherSection(max_response_tokens=9, tasks=tasks), run_seed=0, eos_ids=(1,))
     other = make_visit("c")
     other.lease = other.lease.model_copy(update={"prompt": Prompt(prompt_id="q", task="exact", text="1")})
@@ -238,7 +238,7 @@ def test_each_task_has_its_own_lengths_and_stops_in_training_and_in_evaluations(
         )
         for request in requests
     }
-    assert found == {"a": (3, 2, ("\n", "Q:")), "b": (3, 2, ("\n", "Q:")), "c": (9, 0, ())}
+    assert found == {"a": (9, 2, ("\n", "Q:")), "b": (9, 2, ("\n", "Q:")), "c": (9, 0, ())}
 
 
 def test_two_engines_never_get_the_same_seed_even_under_the_same_name():

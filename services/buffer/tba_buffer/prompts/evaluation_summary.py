@@ -64,7 +64,7 @@ def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int]
     that are wrong without one; prompts without either are left out. None where nothing is known.
     """
     successes: dict[str, list[list[bool]]] = {kind: [] for kind in KINDS}
-    samples: dict[str, list[Any]] = {name: [] for name in ("rewards", "num_response_tokens", "log_ratios")}
+    samples: dict[str, list[Any]] = {name: [] for name in ("rewards", "num_response_tokens")}
     per_prompt: dict[str, list[float]] = {name: [] for name in _PER_PROMPT}
     num_unknown = 0
     for unit, result in results.items():
@@ -84,7 +84,6 @@ def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int]
         pass_at={k: _mean_pass_at(successes["sample"], k) for k in pass_at},
         mean_reward=mean(samples["rewards"]),
         mean_response_tokens=mean(samples["num_response_tokens"]),
-        kl_to_reference=mean(samples["log_ratios"]),
         num_unknown=num_unknown,
         **{name: mean(values) for name, values in per_prompt.items()},
     )

@@ -359,8 +359,6 @@ def _check_result(item: EvalResult, unit: EvaluationUnit, num_samples: int) -> N
             f"lease {item.lease_id!r} ({unit.kind}) asked for {wanted} completions, got {len(item.rewards)} rewards "
             f"and {len(item.num_response_tokens)} lengths"
         )
-    if item.log_ratios is not None and len(item.log_ratios) != wanted:
-        raise BadRequestError(f"lease {item.lease_id!r}: {len(item.log_ratios)} log-ratios of {wanted} completions")
     if (num_wrong := (item.num_wrong or 0) + (item.num_raised or 0)) > (num_unknown := item.rewards.count(None)):
         raise BadRequestError(
             f"lease {item.lease_id!r}: num_wrong and num_raised are {num_wrong} of {num_unknown} unknown"

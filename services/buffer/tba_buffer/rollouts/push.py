@@ -83,8 +83,6 @@ class RolloutWriter:
         self._keys = (keys.payloads, keys.log, keys.counters, keys.originals)
         self._keys += (keys.visits, keys.leases, keys.lease_deadlines, keys.run)
         self._keys += (keys.epoch, keys.gone, keys.gone_before)
-        searcher = context.recipe.searcher
-        self._limits = {task: searcher.response_limit(task) for task in searcher.tasks}
         self._hashes_tokens = context.recipe.buffer.deduplicate
 
     @property
@@ -185,12 +183,12 @@ class RolloutWriter:
         searcher = self._context.recipe.searcher
         for what, tokens, limit in (
             ("prompt", item.prompt_tokens, searcher.max_prompt_tokens),
-            ("response", item.response_tokens, self._limits.get(found[1].task, searcher.max_response_tokens)),
+            ("response", item.response_tokens, searcher.max_response_tokens),
         ):
             # one that no searcher of this recipe makes would hold up the trainer for as long as it is stored
             if len(tokens) > 4 * limit:
                 detail = f"its {what} has {len(tokens) // 4} tokens, the recipe allows {limit}"
-                raise RefusedItem("too-long", f"{detail} (searcher.max_{what}_tokens; searcher.tasks)", item)
+                raise RefusedItem("too-long", f"{detail} (searcher.max_{what}_tokens)", item)
         for lineage, step, _, _ in item.version_spans:
             # version 0-0 is the starting model, which no trainer made
             if (lineage or step) and not knows(lineage):

@@ -34,7 +34,7 @@ from tba.versions import START
 from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id, storable_parts
 from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import Codec
-from tba_searcher.generation.evaluation_results import ResultBuilder, failed_result
+from tba_searcher.generation.evaluation_results import Embedder, failed_result, result_of
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit
 from tba_searcher.waits import RETRY_S, SCORE_RETRY_S, retry_until
@@ -81,7 +81,7 @@ class Delivery:
     `on_reply` gets every push reply, which carries the newest version and the run's state.
 
     Args:
-        results: makes the results of evaluations.
+        embedder: measures the diversity of evaluations; None: nothing does.
         reference: computes the ref log-prob of every rollout; None: rollouts carry none.
     """
 
@@ -92,12 +92,12 @@ class Delivery:
         buffer: BufferClient,
         reward: RewardClient,
         codec: Codec,
-        results: ResultBuilder,
+        embedder: Embedder | None,
         reference: StartingModel | None,
         status: SearcherStatus,
     ) -> None:
         self._recipe, self._buffer, self._reward = recipe, buffer, reward
-        self._codec, self._results, self._reference, self._status = codec, results, reference, status
+        self._codec, self._embedder, self._reference, self._status = codec, embedder, reference, status
         self.on_reply: Callable[[PushReply], None] | None = None
         self._complete: asyncio.Queue[Visit] = asyncio.Queue()
         self._scored: asyncio.Queue[_ScoredVisit] = asyncio.Queue()
@@ -304,7 +304,7 @@ class Delivery:
     ) -> EvalResult:
         rewards = [score.reward if isinstance(score, ScoreResult) else None for score in scores]
         reasons = [score if isinstance(score, str) else score.error and score.error.reason for score in scores]
-        found = await in_thread(lambda: self._results.result(visit, texts, rewards))
+        found = await in_thread(lambda: result_of(visit, texts, rewards, embedder=self._embedder))
         num_wrong, num_raised = sum(reason in ANSWER_REASONS for reason in reasons), reasons.count("exception")
         return found.model_copy(update={"num_wrong": num_wrong or None, "num_raised": num_raised or None})
 

@@ -1,13 +1,8 @@
-"""The result of an evaluation lease: rewards and lengths, and for samples KL and diversity.
-
-The samples of an evaluation are drawn at the policy temperature from exactly the pinned version. Their sampler
-log-probs are therefore log pi, and the mean of log pi - log pi_start over samples estimates the KL divergence from the
-starting model. Greedy completions are no samples of pi: they are reported with rewards and lengths alone.
-"""
+"""The result of an evaluation lease: rewards and lengths, and for samples their diversity."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,54 +21,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BATCH_TEXTS = 32
-ReferenceSums = Callable[[NDArray[np.int32], Sequence[NDArray[np.int32]]], list[float]]
-"""(prompt tokens, responses) -> sums of log pi_start over each response, at the policy temperature."""
 
 
-class ResultBuilder:
-    """Makes the result of an evaluation lease.
+def result_of(
+    visit: Visit, texts: Sequence[str], rewards: Sequence[float | None], *, embedder: Embedder | None
+) -> EvalResult:
+    """Return the result of a complete evaluation visit (blocking: runs the embedding model).
 
     Args:
-        reference_sums: None when `eval.kl_to_reference` is off.
+        texts, rewards: one for each completion, in order.
         embedder: None when no `eval.embedding_model` is named.
     """
-
-    def __init__(self, *, reference_sums: ReferenceSums | None, embedder: Embedder | None) -> None:
-        self._reference_sums, self._embedder = reference_sums, embedder
-
-    def result(self, visit: Visit, texts: Sequence[str], rewards: Sequence[float | None]) -> EvalResult:
-        """Return the result of a complete evaluation visit (blocking: runs the reference and the embedding model).
-
-        Args:
-            texts, rewards: one for each completion, in order.
-        """
-        completions = visit.completions
-        lengths = [len(completion.response_tokens) for completion in completions]
-        plain = EvalResult(lease_id=visit.lease.lease_id, rewards=list(rewards), num_response_tokens=lengths)
-        if visit.lease.kind != "sample":  # greedy completions are no samples of pi
-            return plain
-        responses = [_without_end(completion) for completion in completions]
-        return plain.model_copy(
-            update={
-                "log_ratios": self._log_ratios(visit),
-                **{f"distinct_{n}": distinct_share(responses, n) for n in (1, 2, 3)},
-                "embedding_distance": self._embedding_distance(texts),
-            }
-        )
-
-    def _log_ratios(self, visit: Visit) -> list[float | None] | None:
-        if self._reference_sums is None:
-            return None
-        responses = [completion.response_tokens for completion in visit.completions]
-        sums = self._reference_sums(np.array(visit.prompt_tokens, np.int32), responses)
-        # in float64: a sum over thousands of float32 log-probs loses digits, and the difference is small
-        own = [float(completion.sampler_logprobs.sum(dtype=np.float64)) for completion in visit.completions]
-        return [bounded_or_none(mine - theirs) for mine, theirs in zip(own, sums, strict=True)]
-
-    def _embedding_distance(self, texts: Sequence[str]) -> float | None:
-        if self._embedder is None or len(texts) < 2:
-            return None
-        return bounded_or_none(mean_cosine_distance(self._embedder.embed(texts)))
+    lengths = [len(completion.response_tokens) for completion in visit.completions]
+    plain = EvalResult(lease_id=visit.lease.lease_id, rewards=list(rewards), num_response_tokens=lengths)
+    if visit.lease.kind != "sample":  # one greedy completion has no diversity
+        return plain
+    responses = [_without_end(completion) for completion in visit.completions]
+    distance = None if embedder is None or len(texts) < 2 else mean_cosine_distance(embedder.embed(texts))
+    distinct = {f"distinct_{n}": distinct_share(responses, n) for n in (1, 2, 3)}
+    return plain.model_copy(
+        update={**distinct, "embedding_distance": None if distance is None else bounded_or_none(distance)}
+    )
 
 
 def failed_result(visit: Visit) -> EvalResult:

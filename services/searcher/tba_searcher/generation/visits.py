@@ -144,7 +144,7 @@ class WorkQueue:
             request_id=f"{visit.lease.lease_id}/{visit.num_submitted}",
             prompt_tokens=visit.prompt_tokens,
             sampling=self._sampling(visit, tuple(task.stop)),
-            max_response_tokens=task.max_response_tokens or self._settings.max_response_tokens,
+            max_response_tokens=self._settings.max_response_tokens,
             min_response_tokens=task.min_response_tokens,
             eos_ids=self._eos_ids,
         )

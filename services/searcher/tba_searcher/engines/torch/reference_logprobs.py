@@ -1,8 +1,7 @@
 """Ref log-probs at the searcher: the starting model in memory beside the engine.
 
 With `objective.reference_placement = "searcher"` every rollout carries the sum of log pi_start over its response, at
-the policy temperature, and the trainer holds no reference model, as in the paper. Evaluations use the same model for
-their KL (`eval.kl_to_reference`).
+the policy temperature, and the trainer holds no reference model, as in the paper.
 
 The starting model is version 0-0 as published: in `model.dtype`, checked like any version that an engine loads. The
 passes run in a thread of their own beside the engine's, with the same number of torch threads.
@@ -88,10 +87,6 @@ class StartingModel:
                 found[i] = part.numpy()
         return found
 
-    def sums_of_prompt(self, prompt: NDArray[np.int32], responses: Sequence[NDArray[np.int32]]) -> list[float]:
-        """Return `sums` of several responses to one prompt."""
-        return self.sums([prompt] * len(responses), responses)
-
     @torch.inference_mode()
     def _token_logprobs(
         self, pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], temperature: float
@@ -147,7 +142,6 @@ def load_starting_model(
     folder: Path,
     *,
     held: Sequence[LocalVersion] = (),
-    asked_by: Sequence[str],
     temperature: float,
     device: str,
     trust_remote_code: bool,
@@ -157,14 +151,13 @@ def load_starting_model(
     Args:
         folder: holds its files until it is loaded.
         held: versions whose files are on this machine: its tensors are not downloaded where they are among them.
-        asked_by: the settings of the recipe that need it, for the error (`Recipe.why_searchers_hold_start`).
 
     Raises:
         StoreUnavailableError: the store is away; try again.
         ReferenceRefusedError: version 0-0 is damaged, or the model failed while it was loaded or checked; try again.
         TbaError: version 0-0 is missing; trying again is no use.
     """
-    cannot = f"this run asks searchers for log-probs of the starting model ({' and '.join(asked_by)}), which cannot be"
+    cannot = 'searchers hold the starting model (objective.reference_placement = "searcher"), which cannot be'
     try:
         with tempfile.TemporaryDirectory(prefix="reference-", dir=folder) as name:
             manifest = versions.download_model(START, Path(name), held=held).manifest

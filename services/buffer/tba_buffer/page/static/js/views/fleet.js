@@ -95,9 +95,9 @@ function versionPanel({ versions, num_older }, users) {
 
 function evaluationPanel(run) {
   return panel("Evaluations", `On held-out prompts that training never sees.${run.best === null ? "" : ` Best: version ${run.best.version} (${run.best.metric} ${number(run.best.value)}).`}`,
-    table("Evaluations", ["version", "state", "accuracy, sampled", "greedy", "pass@k", "mean reward", "tokens", "KL", "unknown scores"],
+    table("Evaluations", ["version", "state", "accuracy, sampled", "greedy", "pass@k", "mean reward", "tokens", "unknown scores"],
       [...run.evals].reverse().map((item) => [item.version, `${item.state === "done" ? "done" : `${item.state}, ${item.num_done} of ${item.num_prompts}`}${item.abandoned ? ", abandoned: the run went back" : ""}`,
         number(item.accuracy), number(item.greedy_accuracy), Object.entries(item.pass_at).map(([k, value]) => `@${k} ${number(value)}`).join(", "),
-        number(item.mean_reward), number(item.mean_response_tokens), number(item.kl_to_reference), number(item.num_unknown)]),
+        number(item.mean_reward), number(item.mean_response_tokens), number(item.num_unknown)]),
       awaited("The first evaluation is awaited (eval.every_steps).")));
 }

@@ -355,9 +355,7 @@ def _add_evaluate(commands: Subparsers) -> None:
     evaluate.add_argument(
         "--limit", type=int, metavar="N", help="with --compare: how many prompts to show (default: 20)"
     )
-    evaluate.add_argument(
-        "--reward-url", metavar="URL", help="address of the reward service (default: reward.url, or one that it starts)"
-    )
+    evaluate.add_argument("--reward-url", metavar="URL", help="address of the reward service (default: it starts one)")
     evaluate.add_argument("--out", metavar="DIR", help="where to write (default: evaluations/RUN/VERSION or the like)")
     evaluate.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"

@@ -20,9 +20,8 @@ class PublishedNumber(StrictModel):
     name: str = Field(min_length=1, max_length=80)
     """The method, and what else distinguishes the number from others."""
     metric: str
-    """The metric: MODE.TASK.mean_reward, MODE.TASK.success_rate, sampled.TASK.pass@K, or MODE.perplexity.
-    per_token and the like, as evaluation.json names them; MODE is greedy or sampled. One that is not measured is shown
-    as unknown."""
+    """The metric: MODE.TASK.mean_reward, MODE.TASK.success_rate, or MODE.perplexity.per_token and the like, as
+    evaluation.json names them; MODE is greedy or sampled. One that is not measured is shown as unknown."""
     value: float
     """The number."""
     setting: str = Field(min_length=1, max_length=200)
@@ -42,8 +41,6 @@ class PublishedSection(StrictModel):
     """Samples of every prompt, in addition to the greedy completion; 0: none."""
     temperature: float | None = Field(default=None, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     """Temperature of the samples; none: the policy temperature."""
-    pass_at: list[int] = Field(default_factory=list, max_length=16)
-    """Each k of the pass@k that is measured from the samples."""
     tasks: list[TaskName] = Field(default_factory=list, max_length=16)
     """Every completion is scored under each of these tasks. Empty: under the task of its prompt."""
     success_above: dict[TaskName, float] = Field(default_factory=dict)
@@ -55,8 +52,6 @@ class PublishedSection(StrictModel):
     perplexity: bool = False
     """Perplexity of the completions under the starting model, per completion token and as the TL;DR task publishes
     it: divided by the length of prompt and completion."""
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of the samples."""
     references: list[PublishedNumber] = Field(default_factory=list)
     """Published numbers that the result is compared with."""
 
@@ -64,12 +59,6 @@ class PublishedSection(StrictModel):
     def _check(self) -> PublishedSection:
         if not self.greedy and not self.num_samples:
             raise ValueError("greedy is false and num_samples is 0: nothing would be generated; change one of them")
-        impossible = [k for k in self.pass_at if not 1 <= k <= self.num_samples]
-        if impossible:
-            raise ValueError(
-                f"pass_at holds {impossible[0]}, and there are {self.num_samples} samples per prompt (num_samples): "
-                f"choose from 1 to {self.num_samples}, or raise num_samples"
-            )
         return self
 
 

@@ -2,14 +2,3 @@
 
 tba evaluate --> EvaluationJob --> tba_searcher.evaluation (a child process) --> EvaluationReport --> table
 """
-
-from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationJob, EvaluationReport, ModeReport, ScoreCounts
-
-__all__ = [
-    "Comparison",
-    "Estimate",
-    "EvaluationJob",
-    "EvaluationReport",
-    "ModeReport",
-    "ScoreCounts",
-]

@@ -128,7 +128,7 @@ class EvaluationReport(StrictModel):
     subject: str
     version: str | None
     params_sha256: str | None
-    """Digest of the weights, as manifests state it; None: they are not stored as safetensors."""
+    """Digest of the weights, as the manifest states it; None: a folder."""
     run: str
     engine: str
     tba_version: str

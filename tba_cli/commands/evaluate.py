@@ -11,8 +11,7 @@ from tba.api import Prompt
 from tba.config import Recipe, load_recipe
 from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
-from tba.evaluation import EvaluationJob, EvaluationReport
-from tba.evaluation.evaluation_job import write_prompts
+from tba.evaluation.evaluation_job import EvaluationJob, EvaluationReport, write_prompts
 from tba.tokens import role_token
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
@@ -20,6 +19,7 @@ from tba.wire.weight_manifest import encode_manifest
 from tba_cli.artifacts.prepared import check_prepared
 from tba_cli.commands.export import choose, source_of
 from tba_cli.commands.run import loudness_of
+from tba_cli.console import Console
 from tba_cli.local.evaluate import PROMPTS_NAME, EvaluationConsole, evaluate_here
 from tba_cli.prompts.reader import heldout_prompts
 from tba_cli.reports.answers import compare, comparison_lines
@@ -66,7 +66,7 @@ def evaluate_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> int:
+def _compare_command(args: argparse.Namespace, console: Console) -> int:
     """Evaluate two versions of a run on the same prompts, and print both answers to each."""
     if args.source.endswith(RECIPE_SUFFIXES) or args.model is not None or args.version is not None:
         raise ConfigError(
@@ -126,7 +126,7 @@ def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
 
 
 def _evaluate(
-    subject: Subject, prompts: list[Prompt], out: Path, args: argparse.Namespace, console: EvaluationConsole
+    subject: Subject, prompts: list[Prompt], out: Path, args: argparse.Namespace, console: Console
 ) -> EvaluationReport:
     """Fetch one model, and evaluate it in the folder `out`.
 
@@ -212,9 +212,6 @@ def _of_run(args: argparse.Namespace, which: str | None) -> Subject:
         )
     # without the variables of this shell: the run was started with others
     recipe = with_absolute_paths(load_recipe(path, sets=args.set, environ={}))
-    # its own reward service ended with it; one that --set names may be there
-    if not folder.endpoints_path.exists() and recipe.reward.url == load_recipe(path, environ={}).reward.url:
-        recipe = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"url": None})})
     if args.model is not None:
         if which is not None:
             raise ConfigError("--model names a folder and --version a version of the run; give one of them")

@@ -1,4 +1,4 @@
-"""`tba evaluate` on this machine: start a reward service where none answers, then the evaluator, as child processes.
+"""`tba evaluate` on this machine: start a reward service and the evaluator, as child processes.
 
 evaluations/NAME/WHAT/evaluation.json    every number; there when the evaluation is complete
                       evaluation.md      the same as tables
@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 
 from tba.api import Prompt
 from tba.clients import RewardClient
 from tba.config import Recipe, parse_recipe
-from tba.errors import ConfigError, ServiceError, WaitTimeoutError
+from tba.errors import ConfigError, WaitTimeoutError
 from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport, load_report, read_prompts
 from tba.tokens import role_token
-from tba_cli.console import Console, Loudness
-from tba_cli.local.processes import ChildProcess, ProcessManager, run_with_processes
+from tba_cli.console import Console
+from tba_cli.local.processes import ProcessManager, run_with_processes
 from tba_cli.local.services import Services, wait_for_reward
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.reports.comparison import evaluation_markdown
@@ -29,21 +28,14 @@ from tba_cli.run_folder import RunFolder
 CONFIG_NAME, JOB_NAME, PROMPTS_NAME = "config.json", "job.json", "prompts.jsonl"
 LOOPBACK = "127.0.0.1"
 ASK_TIMEOUT_S = 5.0
-SILENCE_S = 600.0
-"""The evaluator is killed after so long without a report of its progress; loading a model is the longest silence."""
 
 
 class EvaluationConsole(Console):
-    """Shows the progress of the evaluator among the lines of `tba evaluate`, and remembers when it came last."""
-
-    def __init__(self, loudness: Loudness) -> None:
-        super().__init__(loudness)
-        self.progress_at_s = time.monotonic()
+    """Shows the progress of the evaluator among the lines of `tba evaluate`."""
 
     def child_line(self, name: str, line: str) -> None:
         """Print a line of a child's output; a line of progress without the name in front."""
         if line.startswith(PROGRESS):
-            self.progress_at_s = time.monotonic()
             self.info(line.removeprefix(PROGRESS))
         else:
             super().child_line(name, line)
@@ -56,37 +48,35 @@ def evaluate_here(
     folder: RunFolder,
     lock_fd: int,
     reward_url: str | None,
-    console: EvaluationConsole,
+    console: Console,
 ) -> EvaluationReport:
     """Run the evaluation and return its report; whatever happens, no child is left.
 
     Args:
         recipe: with absolute paths.
         folder: where everything is written; its lock is held as `lock_fd`.
-        reward_url: score there, whatever the recipe says.
+        reward_url: score there, and start no service.
 
     Raises:
         ConfigError: the reward service does not know a task, or none answers at `reward_url`.
         ChildError: a child could not start, or died; says why.
-        WaitTimeoutError: the reward service did not become ready within `local.start_timeout_s`, or the evaluator
-            was silent for `SILENCE_S`.
+        WaitTimeoutError: the reward service did not become ready within `local.start_timeout_s`.
     """
     tasks = tasks_of(recipe, read_prompts(job.prompts))
-    # a service that scores these tasks already has its models loaded
-    url = reward_url or _url_that_answers(recipe, tasks, console)
-    config = with_reward(recipe, url)
-    if url is None:
+    config = with_reward(recipe, reward_url)
+    if reward_url is None:
         config = with_own_tokens(config, folder)
     folder.write_json(folder.path / CONFIG_NAME, config.model_dump(mode="json"))
     folder.write_json(folder.path / JOB_NAME, job.model_dump(mode="json"))
 
     async def work(processes: ProcessManager) -> None:
-        if url is None:
+        if reward_url is None:
             await start_reward(processes, config, folder, console)
         await asyncio.to_thread(_check_tasks, config, tasks)
         services = Services(config, folder, environ=os.environ)
         child = await processes.start(services.spec("evaluator", words=["--job", str(folder.path / JOB_NAME)]))
-        if await _end_of(child, console):
+        assert child.exit_code is not None
+        if await child.exit_code:
             await asyncio.Event().wait()  # the watch of the manager explains the end of the child, and cancels this
 
     asyncio.run(run_with_processes(work, folder, console, lock_fd, recipe.local.stop_timeout_s))
@@ -126,34 +116,6 @@ def reward_client(config: Recipe, *, timeout_s: float = ASK_TIMEOUT_S) -> Reward
 def tasks_of(recipe: Recipe, prompts: Sequence[Prompt]) -> list[str]:
     """Return every task that completions will be scored under."""
     return recipe.eval.published.tasks or sorted({prompt.task for prompt in prompts})
-
-
-async def _end_of(child: ChildProcess, console: EvaluationConsole) -> int:
-    """Wait for the end of the evaluator, and return its exit code.
-
-    Raises:
-        WaitTimeoutError: it was silent for too long.
-    """
-    assert child.exit_code is not None
-    console.progress_at_s = time.monotonic()
-    # each line of progress moves the deadline: an evaluation may take hours, a step of it may not
-    while (left_s := console.progress_at_s + SILENCE_S - time.monotonic()) > 0:
-        done, _ = await asyncio.wait({child.exit_code}, timeout=left_s)
-        if done:
-            return child.exit_code.result()
-    raise WaitTimeoutError(f"wait 'evaluator': it reported nothing for {SILENCE_S:g} s; see its log")
-
-
-def _url_that_answers(recipe: Recipe, tasks: Sequence[str], console: Console) -> str | None:
-    """Return `reward.url` if a service with all tasks answers there, else None: then one is started."""
-    if recipe.reward.url is None:
-        return None
-    try:
-        _check_tasks(recipe, tasks)
-    except (ServiceError, ConfigError) as error:
-        console.info(f"reward.url is not used: {error}")
-        return None
-    return recipe.reward.url
 
 
 def _check_tasks(config: Recipe, tasks: Sequence[str]) -> None:

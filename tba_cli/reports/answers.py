@@ -14,7 +14,7 @@ from typing import Any
 
 from tba.api import Prompt
 from tba.config.evaluation import EvalSection, Mode
-from tba.evaluation import Estimate
+from tba.evaluation.evaluation_job import Estimate
 from tba.evaluation.statistics import mean_of_prompts
 from tba.fields import StrictModel, escape_controls
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,6 @@ from tba.evaluation.evaluation_job import load_report
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
-from tba_cli.commands import evaluate
-from tba_cli.local import evaluate as local_evaluate
 from tba_cli.main import main
 from tba_cli.reports.answers import AnswerComparison
 from tba_cli.run_folder import RunFolder
@@ -165,14 +161,13 @@ def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_start
     assert main(["evaluate", "recipe.json", "--model", "exported", *sets]) == 0
     out = capsys.readouterr().out
     folder = workplace / "evaluations" / "demo" / "folder-exported"
-    report, before = load_report(folder / "evaluation.json"), load_report(best / "evaluation.json")
+    report = load_report(folder / "evaluation.json")
     assert "starting a reward service at http://127.0.0.1:" in out
     assert "| greedy.exact.success_rate" in out
     num = NUM_PROMPTS * (1 + NUM_SAMPLES)
-    assert f"\n{num} of {num} completions, " in out
-    assert f"\n{num} of {num} scores\n" in out
+    assert f"{num} of {num} completions, " in out
+    assert f"{num} of {num} scores\n" in out
     assert report.version is None
-    assert report.params_sha256 == before.params_sha256
     assert [line["text"] for line in completions(folder)] == [line["text"] for line in completions(best)]
     for line in completions(folder):
         prompt = next(p for p in _prompts(folder) if p["prompt_id"] == line["prompt_id"])
@@ -182,23 +177,6 @@ def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_start
     tokens = folder / "secrets" / "tokens" / "all.json"
     assert json.loads((folder / "config.json").read_text())["auth"]["tokens_file"] == str(tokens)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, tokens)] == [0o700, 0o600]
-
-
-def test_the_reward_service_of_a_run_that_is_over_is_not_asked(workplace: Path) -> None:
-    run = RunFolder(workplace / "runs" / "over")
-    run.path.mkdir()
-    document = json.loads((workplace / "runs" / "demo" / "recipe.json").read_text())
-    document["reward"]["url"] = "http://127.0.0.1:9"
-    run.config_path.write_text(json.dumps(document))
-
-    def url(*sets: str) -> str | None:
-        args = argparse.Namespace(source="over", token_file=None, model=str(workplace / "models" / "0-0"), set=sets)
-        return evaluate._of_run(args, None).recipe.reward.url
-
-    assert (url(), url("reward.url=http://127.0.0.1:10")) == (None, "http://127.0.0.1:10")
-    run.endpoints_path.touch()
-    assert url() == "http://127.0.0.1:9"
-    shutil.rmtree(run.path)
 
 
 def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(
@@ -261,14 +239,6 @@ def test_a_damaged_version_is_not_evaluated(
     finally:
         store.put(key, whole)
     assert "damaged" in capsys.readouterr().err
-
-
-def test_an_evaluator_that_says_nothing_is_killed(
-    rewards: RewardServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_evaluate, "SILENCE_S", 0.01)
-    assert main(["evaluate", "demo", "--reward-url", rewards.url]) == 2
-    assert "wait 'evaluator': it reported nothing for 0.01 s" in capsys.readouterr().err
 
 
 def _prompts(folder: Path) -> list[dict[str, Any]]:

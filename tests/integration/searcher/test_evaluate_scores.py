@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -108,16 +107,3 @@ def test_what_cannot_be_asked_is_an_error_and_no_score(
     with pytest.raises(WaitTimeoutError, match="wait reward-unreachable"):
         ask(recipe_for(server), answers)
     server.come_back()
-
-
-def test_a_request_is_within_the_limit_of_the_service_in_bytes(
-    server: RewardServer, answers: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A character takes up to four of them."""
-    texts = [replace(answer, text="\u3042" * 1000) for answer in answers.answers]
-    monkeypatch.setattr("tba_searcher.evaluation.scores.MAX_SCORE_BODY_BYTES", 8192)
-    answers.answers = texts
-    ask(recipe_for(server), answers)
-    sizes = [len(json.dumps({"items": items}, ensure_ascii=False).encode()) for items in server.requests]
-    assert max(sizes) <= 8192
-    assert len(server.asked) == NUM_PROMPTS

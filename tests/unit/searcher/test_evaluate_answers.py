@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> Recipe:
-    return recipe_for(folder, {"num_samples": 3, "perplexity": True, "pass_at": [2]})
+    return recipe_for(folder, {"num_samples": 3, "perplexity": True})
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +108,10 @@ def test_unknown_scores_count_for_nothing_in_any_metric(recipe: Recipe, answers:
     metrics = EvaluationMetrics(recipe, answers, scores, {}).by_name
     assert metrics["greedy.exact.mean_reward"].value == 1.0
     assert metrics["sampled.exact.mean_reward"].value == pytest.approx((0.5 + 1.0) / 2)
-    found = metrics["sampled.exact.pass@2"]  # of prompt 0 exactly two are known, of prompt 1 none
-    assert (found.value, found.num_prompts, found.num_completions) == (1.0, 2, 5)
 
 
 def test_metrics_of_a_task_are_given_for_every_value_of_a_key_of_the_data(folder: Path, answers: Answers) -> None:
-    recipe = recipe_for(folder, {"num_samples": 3, "pass_at": [2], "by": ["level"]})
+    recipe = recipe_for(folder, {"num_samples": 3, "by": ["level"]})
     levels = (10, 9, 10, 9)  # numbers in their order: 9 before 10
     data = [p.model_copy(update={"data": {"level": n}}) for p, n in zip(answers.prompts, levels, strict=True)]
     scores = {
@@ -133,7 +131,6 @@ def test_metrics_of_a_task_are_given_for_every_value_of_a_key_of_the_data(folder
         pytest.approx(1 / 6),
         pytest.approx(2 / 3),
     )
-    assert found["sampled.exact.pass@2[level=10]"].value == pytest.approx(2 / 3)
     assert found["sampled.exact.success_rate"].value == pytest.approx((1 / 3 + 1 / 3 + 1) / 3)
 
 

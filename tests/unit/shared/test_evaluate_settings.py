@@ -9,8 +9,15 @@ import pytest
 
 from tba.api import Prompt
 from tba.config.evaluation import EvalSection, PublishedNumber
-from tba.evaluation import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts
-from tba.evaluation.evaluation_job import read_prompts, write_prompts
+from tba.evaluation.evaluation_job import (
+    Comparison,
+    Estimate,
+    EvaluationReport,
+    ModeReport,
+    ScoreCounts,
+    read_prompts,
+    write_prompts,
+)
 from tba_cli.reports.comparison import evaluation_markdown
 
 
@@ -21,8 +28,6 @@ def section(**published: Any) -> EvalSection:
 def test_an_evaluation_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing would be generated"):
         section(greedy=False)
-    with pytest.raises(ValueError, match="raise num_samples"):
-        section(num_samples=2, pass_at=[3])
 
 
 def test_prompts_with_any_separator_of_lines_reach_the_evaluator(tmp_path: Path) -> None:

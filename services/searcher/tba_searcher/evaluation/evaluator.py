@@ -10,10 +10,8 @@ from pathlib import Path
 import tba
 from tba.api import Prompt
 from tba.config import Recipe
-from tba.errors import MalformedError
 from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport, read_prompts
 from tba.versions import START, PolicyVersion
-from tba.weights import params_sha256_of_files
 from tba.wire import Manifest
 from tba.wire.weight_manifest import decode_manifest
 from tba_searcher.engines.factory import build_engine
@@ -25,6 +23,8 @@ from tba_searcher.evaluation.scores import Scores, score_all, tasks_of
 from tba_searcher.service import prepare_torch
 
 PRINT_EVERY_S = 2.0
+SEED = 0
+"""Of the samples."""
 
 
 def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
@@ -52,7 +52,7 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
     report = EvaluationReport(
         subject=job.subject,
         version=job.version,
-        params_sha256=_params_sha256(job.model) if manifest is None else manifest.params_sha256,
+        params_sha256=None if manifest is None else manifest.params_sha256,
         run=recipe.run.name,
         engine=recipe.searcher.engine,
         tba_version=tba.__version__,
@@ -105,7 +105,7 @@ def _generate(
 ) -> Answers:
     on_progress(f"loading {job.subject} into the engine {recipe.searcher.engine}")
     version = START if job.version is None else PolicyVersion.parse(job.version)
-    engine = build_engine(recipe, job.model, version, manifest, seed=recipe.eval.published.seed)
+    engine = build_engine(recipe, job.model, version, manifest, seed=SEED)
     try:
         if manifest is not None:
             # a table of results must be about these weights, and not about a damaged download
@@ -114,16 +114,6 @@ def _generate(
         return answer_all(engine, codec, recipe, prompts, on_progress=on_progress)
     finally:
         engine.close()
-
-
-def _params_sha256(folder: Path) -> str | None:
-    """Return the digest of the weights; None where they are stored in another format, or twice."""
-    paths = sorted(folder.glob("*.safetensors"))
-    try:
-        # a folder may hold the same tensors in two formats or two layouts; then no digest is right
-        return params_sha256_of_files(paths) if paths else None
-    except MalformedError:
-        return None
 
 
 def _write_completions(recipe: Recipe, path: Path, answers: Answers, scores: Scores, nlls: dict[str, float]) -> None:

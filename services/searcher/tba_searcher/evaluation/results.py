@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tba.config import Recipe
 from tba.config.evaluation import Mode
 from tba.evaluation.evaluation_job import Comparison, Estimate, ModeReport, ScoreCounts
-from tba.evaluation.statistics import mean_of_pairs, mean_of_prompts, pass_at_k, success_rate
+from tba.evaluation.statistics import mean_of_pairs, mean_of_prompts, success_rate
 from tba_searcher.evaluation.completions import Answer, Answers, modes_of, temperature_of
 from tba_searcher.evaluation.perplexity import perplexities
 from tba_searcher.evaluation.scores import Score, Scores, tasks_of
@@ -76,9 +76,6 @@ class EvaluationMetrics:
         # unknown scores stay unknown here, and bound the rate from both sides
         successes = [[self._succeeds(task, score) for score in part] for part in scores]
         yield f"{task}.success_rate", success_rate(successes)
-        if mode == "sampled":
-            for k in self._section.pass_at:
-                yield f"{task}.pass@{k}", _pass_at(successes, k)
 
     def _by_value(self, key: str, prompts: Sequence[int]) -> dict[str | float, list[int]]:
         """Return each value of a key of the prompts' data with its prompts: numbers in their order, then texts."""
@@ -169,11 +166,3 @@ def _cosine_distance(parts: Parts, embedder: Embedder) -> Estimate:
 
 def _known(scores: Sequence[Sequence[Score]]) -> list[list[float]]:
     return [[score.value for score in part if score.value is not None] for part in scores]
-
-
-def _pass_at(successes: Sequence[Sequence[bool | None]], k: int) -> Estimate:
-    """Return the mean over the prompts with at least k known scores."""
-    known = [[one for one in part if one is not None] for part in successes]
-    enough = [part for part in known if len(part) >= k]
-    found = mean_of_prompts([[pass_at_k(len(part), sum(part), k)] for part in enough])
-    return found.model_copy(update={"num_completions": sum(map(len, enough))})

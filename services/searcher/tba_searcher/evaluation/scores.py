@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tba.api import ScoreItem, ScoreResult
-from tba.api.scores import ANSWER_REASONS, MAX_SCORE_BODY_BYTES
+from tba.api.scores import ANSWER_REASONS
 from tba.clients import RewardClient
 from tba.config import Recipe
 from tba.tokens import client_token
@@ -17,7 +17,6 @@ from tba_searcher.waits import RETRY_S, WaitRegistry, retry_until
 REQUEST_ITEMS = 16
 """Few, so that slow reward models answer a request within its deadline."""
 REQUESTS_AT_ONCE = 4
-ITEM_OVERHEAD_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +96,14 @@ async def _score_all(
             found[keys[int(result.item_id)]] = _score(result)
         on_progress(f"{len(found)} of {len(items)} scores")
 
-    await asyncio.gather(*(ask(number, part) for number, part in enumerate(_split(items))))
+    parts = [items[start : start + REQUEST_ITEMS] for start in range(0, len(items), REQUEST_ITEMS)]
+    await asyncio.gather(*(ask(number, part) for number, part in enumerate(parts)))
     working = {task for (_, task), score in found.items() if score.value is not None}
     for key, score in found.items():
         # a scorer that raises for one answer and scores others is not broken
         if score.reason in ANSWER_REASONS or (score.reason == "exception" and key[1] in working):
             found[key] = replace(score, is_wrong=True)
     return found
-
-
-def _split(items: Sequence[ScoreItem]) -> Iterator[list[ScoreItem]]:
-    """Cut items into requests within the limits of the service."""
-    part: list[ScoreItem] = []
-    num_bytes = 0
-    for item in items:
-        # measured as it is sent: JSON escapes can multiply the length of a text
-        size = len(item.model_dump_json().encode()) + ITEM_OVERHEAD_BYTES
-        if part and (len(part) == REQUEST_ITEMS or num_bytes + size > MAX_SCORE_BODY_BYTES):
-            yield part
-            part, num_bytes = [], 0
-        part.append(item)
-        num_bytes += size
-    if part:
-        yield part
 
 
 def _score(result: ScoreResult) -> Score:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,17 +16,15 @@ ANSWER = [None, {6: -1.0}, {7: -2.0}, {8: -3.0}, {9: -4.0}]
 
 
 class Vllm:
-    """In place of vLLM and its cache: it answers with the step `answers_at`, or never."""
-
-    salt = "salt"
+    """In place of vLLM: it answers with the step `answers_at`, or never. Its scheduler has no other requests."""
 
     def __init__(self, answers_at: int | None) -> None:
         self.answers_at, self.num_steps, self.requests = answers_at, 0, dict[str, Any]()
+        core = SimpleNamespace(scheduler=SimpleNamespace(waiting=[]))
+        self.engine_core = SimpleNamespace(engine_core=core)
 
-    @contextmanager
-    def exclusive(self, *, num_tokens: int) -> Iterator[None]:
-        assert num_tokens == len(PROMPT) + len(RESPONSE) + 1
-        yield
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        assert reset_running_requests
 
     def add_request(self, request_id: str, tokens: Any, _params: Any) -> None:
         assert request_id not in self.requests, "vLLM refuses a second request of this name"
@@ -52,7 +48,7 @@ def as_logprobs(position: dict[int, float]) -> dict[int, Any]:
 
 def engine_of(vllm: Vllm) -> VllmEngine:
     engine = object.__new__(VllmEngine)
-    engine._kv_cache = engine._workers = engine._llm = vllm  # type: ignore[assignment]
+    engine._workers = engine._llm = vllm  # type: ignore[assignment]
     return engine
 
 
@@ -60,7 +56,7 @@ def engine_of(vllm: Vllm) -> VllmEngine:
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {name: ModuleType(name) for name in ("vllm", "vllm.inputs", "vllm.inputs.engine")}
     modules["vllm"].SamplingParams = dict  # type: ignore[attr-defined]
-    modules["vllm.inputs.engine"].tokens_input = lambda tokens, *, cache_salt: (tokens, cache_salt)  # type: ignore[attr-defined]
+    modules["vllm.inputs.engine"].tokens_input = lambda tokens: tokens  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
 

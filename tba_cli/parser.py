@@ -191,7 +191,7 @@ def _add_scale(commands: Subparsers) -> None:
 def _add_config(commands: Subparsers) -> None:
     config = commands.add_parser("config", help="check, show or describe recipes")
     kinds = config.add_subparsers(metavar="WHAT", required=True)
-    check = kinds.add_parser("check", help="find what in a recipe would fail: prompts, model, scorers, devices, ports")
+    check = kinds.add_parser("check", help="find what in a recipe would fail: prompts, model, scorers, devices")
     add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
     check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")

@@ -70,11 +70,8 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
                 trial.right.add(task)
     results = ask_scorers(tried, lambda client: client.score(items).results if items else [])
     for (what, each), result in zip(asked, results, strict=True):
-        sets = trial.alike.setdefault(each.first.task, [])
-        if not sets or sets[-1][0] is not each:
-            sets.append((each, result))
-        if sets[0][0] is each:
-            trial.scored.setdefault(each.first.task, []).append((what, result))
+        each.results.append((what, result))
+    trial.tried = {task: sets[:MAX_ALIKE] for task, sets in alike.items()}
     return trial
 
 

@@ -22,10 +22,8 @@ from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.checks.security import check_tokens
 from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
-from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
-from tba_cli.redis_server import find_redis_server
-from tba_cli.resolve import check_model, custom_objects
+from tba_cli.resolve import check_model
 from tba_cli.setup.prepare import endless_warning, measure_model
 
 MAX_MEASURED_PROMPTS = 2000
@@ -39,7 +37,7 @@ OFFLINE = "--offline: a network would be needed"
 Check = Callable[[Target], Iterator[CheckResult]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Alike:
     """The prompts of a task whose data have the same columns."""
 
@@ -47,20 +45,19 @@ class Alike:
     first: Prompt
     num_prompts: int
     num_of_task: int
+    results: list[tuple[str, ScoreResult]] = field(default_factory=list)
+    """What made-up responses to the first one were, and their results."""
 
-    def problem(self, result: ScoreResult) -> str | None:
-        """Return a sentence if their data lack what the scorer needs.
-
-        Args:
-            result: of a made-up response to the first one.
-        """
+    @property
+    def problem(self) -> str | None:
+        """A sentence if their data lack what the scorer needs."""
+        error = self.results[0][1].error
         # other errors may be those of the one response
-        if result.error is None or result.error.reason != "bad_data":
+        if error is None or error.reason != "bad_data":
             return None
         return (
             f"{self.num_prompts:,} of {self.num_of_task:,} prompts of task {self.first.task!r} cannot be scored, first "
-            f"{self.first.prompt_id!r}: their data have the columns {', '.join(self.columns) or 'none'}; "
-            f"{result.error.detail}"
+            f"{self.first.prompt_id!r}: their data have the columns {', '.join(self.columns) or 'none'}; {error.detail}"
         )
 
 
@@ -68,10 +65,8 @@ class Alike:
 class Trial:
     """The results of asking every scorer."""
 
-    scored: dict[str, list[tuple[str, ScoreResult]]] = field(default_factory=dict)
-    """Task -> what made-up responses to one of its prompts were, and their results."""
-    alike: dict[str, list[tuple[Alike, ScoreResult]]] = field(default_factory=dict)
-    """Task -> its prompts by their columns, and the result of a made-up response to the first of each."""
+    tried: dict[str, list[Alike]] = field(default_factory=dict)
+    """Task -> its prompts by their columns, the commonest first; of these several responses were tried."""
     num_untried: Counter[str] = field(default_factory=Counter)
     """Task -> prompts with still other columns."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -81,14 +76,13 @@ class Trial:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield tasks that cannot be scored, or of which some prompts cannot, each with a sentence."""
-        for task, tried in self.scored.items():
-            lacking = [alike.problem(result) for alike, result in self.alike[task]]
-            problem = problem_of([result for _, result in tried])
-            # the first ones are those of `tried`
-            if problem is not None and (lacking[0] is None or all(lacking)):
+        for task, sets in self.tried.items():
+            lacking = [each.problem for each in sets if each.problem is not None]
+            problem = problem_of(sets[0].results)
+            if problem is not None and (sets[0].problem is None or len(lacking) == len(sets)):
                 yield task, f"task {task!r} scores nothing: {problem}"
-            if not all(lacking):
-                yield from ((task, sentence) for sentence in lacking if sentence is not None)
+            if len(lacking) < len(sets):
+                yield from ((task, sentence) for sentence in lacking)
 
     def check(self) -> None:
         """Raise ConfigError where a prompt cannot be scored."""
@@ -101,9 +95,9 @@ def fix_of(task: str) -> str:
     return f"correct reward.tasks.{task}, or the data of the prompts"
 
 
-def problem_of(results: Sequence[ScoreResult]) -> str | None:
+def problem_of(results: Sequence[tuple[str, ScoreResult]]) -> str | None:
     """Return why none of the results is a score, or None where one is, or the made-up responses may be the cause."""
-    errors = [result.error for result in results if result.error is not None]
+    errors = [result.error for _, result in results if result.error is not None]
     conclusive = [error for error in errors if error.reason not in INCONCLUSIVE_REASONS]
     if len(errors) < len(results) or not conclusive:
         return None
@@ -152,11 +146,8 @@ class RecipeChecks:
         return [
             *checks,
             ("scorer", self.check_scorers),
-            ("plugin", self.check_plugins),
             ("device", self.check_devices),
-            ("port", self.check_ports),
             ("disk", check_disk),
-            ("redis-server", self.check_redis_server),
         ]
 
     def check_prompts(self, target: Target) -> Iterator[CheckResult]:
@@ -250,11 +241,6 @@ class RecipeChecks:
         trial = self.try_scorers(self.recipe, self.prompts, networks=self.full, http=not self.offline)
         yield from _scorer_results(trial, self.file)
 
-    def check_plugins(self, target: Target) -> Iterator[CheckResult]:
-        """Find the modules of what the recipe names by import path or entry point. They are not imported."""
-        for each in custom_objects(self.recipe):
-            yield ok("plugin", f"{each.what} {each.value}: {each.find()}")
-
     def check_devices(self, target: Target) -> Iterator[CheckResult]:
         """Use each device of the recipe once."""
         named = ", ".join(f"{key} {device}" for key, device in devices_of(self.recipe).items())
@@ -263,17 +249,6 @@ class RecipeChecks:
         else:
             check_devices(self.recipe)
             yield ok("device", f"usable: {named}")
-
-    def check_ports(self, target: Target) -> Iterator[CheckResult]:
-        """Check that the ports of a local run are free."""
-        if not target.is_going:  # then it has them itself
-            sections = {"buffer.port": self.recipe.buffer, "reward.port": self.recipe.reward}
-            choose_ports([PortRequest(key, section.host, section.port) for key, section in sections.items()])
-        yield ok("port", "the ports of buffer and reward service are free, or this run's own")
-
-    def check_redis_server(self, target: Target) -> Iterator[CheckResult]:
-        """Find the redis-server that a local run starts."""
-        yield ok("redis-server", find_redis_server())
 
     def check_store(self, target: Target) -> Iterator[CheckResult]:
         """Check the object store."""
@@ -298,7 +273,7 @@ class RecipeChecks:
 
 
 def _say_elsewhere(target: Target) -> Iterator[CheckResult]:
-    yield skip("here", f"scorers, plugins, devices, ports, disks: {ELSEWHERE}")
+    yield skip("here", f"scorers, devices, disks: {ELSEWHERE}")
 
 
 def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:
@@ -309,9 +284,9 @@ def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:
         yield fail("scorer", problem, fix_of(task))
     for task, num in trial.num_untried.items():
         yield skip("scorer", f"task {task!r}: {num:,} prompts, whose data have rarer columns, were not tried")
-    for task, tried in trial.scored.items():
-        if problem_of([result for _, result in tried]) is None:
-            yield _tried_result(trial, task, tried, recipe_file)
+    for task, sets in trial.tried.items():
+        if problem_of(sets[0].results) is None:
+            yield _tried_result(trial, task, sets[0].results, recipe_file)
 
 
 def _tried_result(trial: Trial, task: str, tried: Sequence[tuple[str, ScoreResult]], recipe_file: Path) -> CheckResult:

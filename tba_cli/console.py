@@ -1,19 +1,25 @@
-"""The output of `tba run`: its own lines, and those of its children with their names in front."""
+"""The output of commands; that of `tba run` has the lines of its children with their names in front."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import Literal, TextIO
 
-from tba.fields import escape_controls
+from tba.fields import StrictModel, escape_controls
 
 Loudness = Literal["quiet", "normal", "verbose"]
 
 # both log formats, and the last words of programs that do not log
 _WARNING = re.compile(r"\[(warning|error|critical) *\]|\"level\": ?\"(warning|error|critical)\"|^(error: |Traceback )")
 _NAME_WIDTH = 11
+
+
+def print_answer(answer: StrictModel, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print an answer of a service, as JSON or as lines for people; neither steers the terminal."""
+    print(answer.model_dump_json(indent=2, ensure_ascii=True) if as_json else "\n".join(map(escape_controls, lines)))
 
 
 class Console:

@@ -14,7 +14,7 @@ from tba.errors import ServiceError
 from tba.fields import escape_controls
 from tba.versions import PolicyVersion
 from tba.wire.snapshot_manifest import SnapshotSource, check_snapshot_name
-from tba_cli.console import Console
+from tba_cli.console import Console, print_answer
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client, save_snapshot
 
@@ -30,12 +30,8 @@ def save_command(args: argparse.Namespace) -> int:
     else:
         with closing(open_client(args)) as client:
             info = save_snapshot(client, args.name, show=show_save())
-    if args.json:
-        print(info.model_dump_json(indent=1, ensure_ascii=True))
-        return 0
-    print(
-        f"saved {info.source}: {info.num_rollouts} rollouts, {info.num_bytes} bytes, log position {info.log_position}"
-    )
+    saved = f"{info.num_rollouts} rollouts, {info.num_bytes} bytes, log position {info.log_position}"
+    print_answer(info, [f"saved {info.source}: {saved}"], as_json=args.json)
     return 0
 
 
@@ -59,11 +55,7 @@ def load_command(args: argparse.Namespace) -> int:
             origin = client.run().origin or origin
     if origin.state == "failed":
         raise ServiceError(f"snapshot {origin.source} was not loaded: {origin.reason}")
-    print(
-        origin.model_dump_json(indent=1, ensure_ascii=True)
-        if args.json
-        else f"loaded {origin.source}: {origin.num_rollouts} rollouts"
-    )
+    print_answer(origin, [f"loaded {origin.source}: {origin.num_rollouts} rollouts"], as_json=args.json)
     return 0
 
 

@@ -21,7 +21,7 @@ from tba.config import LIVE_NAMES, parse_live
 from tba.config.live_settings import AS_RECIPE, setting_text
 from tba.config.recipe_file import parse_toml_value
 from tba.errors import ConfigError
-from tba.fields import escape_controls
+from tba_cli.console import print_answer
 from tba_cli.run_target import ask_for_rollback, ended_run, open_client
 
 SOURCES = {
@@ -40,11 +40,7 @@ def set_command(args: argparse.Namespace) -> int:
             info = client.all_settings()
         else:
             info = client.change_settings(SettingsRequest(settings=settings, reason=args.reason))
-    print(
-        info.model_dump_json(indent=2, ensure_ascii=True)
-        if args.json
-        else "\n".join(map(escape_controls, settings_lines(info)))
-    )
+    print_answer(info, settings_lines(info), as_json=args.json)
     return 0
 
 
@@ -87,11 +83,7 @@ def scale_command(args: argparse.Namespace) -> int:
             info = whole_scaling(client)
         else:
             info = client.scale(ScaleRequest(num_searchers=num, reason=args.reason))
-    print(
-        info.model_dump_json(indent=2, ensure_ascii=True)
-        if args.json
-        else "\n".join(map(escape_controls, scaling_lines(info)))
-    )
+    print_answer(info, scaling_lines(info), as_json=args.json)
     return 0
 
 
@@ -135,7 +127,7 @@ def rollback_command(args: argparse.Namespace) -> int:
         else:
             found = ask_for_rollback(client, args.step, args.reason)
             shown = rollback_line(found) or f"run {found.run!r} has rolled back already: lineage {found.lineage}"
-    print(found.model_dump_json(indent=2, ensure_ascii=True) if args.json else escape_controls(shown))
+    print_answer(found, [shown], as_json=args.json)
     return 0
 
 

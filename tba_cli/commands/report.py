@@ -24,7 +24,7 @@ MAX_READINGS = 5
 def table_command(args: argparse.Namespace) -> int:
     """Print one Markdown row per run."""
     summaries = [_read_summary(Path(run_dir)) for run_dir in args.run_dirs]
-    print(json.dumps(summaries, indent=1) if args.json else "\n".join(runs_markdown(summaries)))
+    print(json.dumps(summaries, indent=1) if args.json else runs_markdown(summaries))
     return 0
 
 

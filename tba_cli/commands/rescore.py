@@ -9,6 +9,7 @@ from contextlib import closing
 
 from tba.api import RescoreInfo, RescoreRequest
 from tba.clients import BufferClient
+from tba_cli.console import print_answer
 from tba_cli.run_target import open_client
 
 POLL_S = 0.5
@@ -23,7 +24,7 @@ def rescore_command(args: argparse.Namespace) -> int:
             job = client.start_rescore(RescoreRequest(task=args.task, only=args.only))
             if args.wait:
                 job = _wait(client, job)
-    print(job.model_dump_json(indent=2, ensure_ascii=True) if args.json else "\n".join(rescore_lines(job)))
+    print_answer(job, rescore_lines(job), as_json=args.json)
     return 0
 
 

@@ -20,6 +20,7 @@ from tba.config.trainer import REMEDIES
 from tba.fields import escape_controls
 from tba.versions import START
 from tba_cli.commands.control import rollback_line, searchers_line
+from tba_cli.console import print_answer
 from tba_cli.reports.comparison import best_text
 from tba_cli.reports.totals import total_lines
 from tba_cli.run_target import ended_run, open_client
@@ -126,7 +127,7 @@ def stop_command(args: argparse.Namespace) -> int:
 def _change(args: argparse.Namespace, name: Command) -> int:
     with closing(open_client(args)) as client:
         info = client.command(name, RunCommand(reason=args.reason))
-    print(info.model_dump_json(indent=2, ensure_ascii=True) if args.json else escape_controls(state_line(info)))
+    print_answer(info, [state_line(info)], as_json=args.json)
     return 0
 
 

@@ -61,7 +61,7 @@ class Difference(StrictModel):
 
 
 class AnswerComparison(StrictModel):
-    """What `tba evaluate --compare` found. Pairs that got worse stand first, then better ones, then other changes."""
+    """What `tba evaluate --compare` found. Pairs that got worse stand first, those that are the same last."""
 
     run: str
     versions: tuple[str, str]
@@ -123,15 +123,11 @@ def _first(lines: Sequence[Line]) -> Answer | None:
     return Answer(text=lines[0]["text"], rewards=lines[0]["scores"], unknown=lines[0]["unknown"])
 
 
-def _rank(pair: AnswerPair) -> int:
-    """Return the sort key: worse ones first, for they are what one would miss, then better ones, then other changes."""
-    if pair.before == pair.after:
-        return 3
+def _rank(pair: AnswerPair) -> tuple[bool, float]:
+    """Return the sort key: what changed, the worst first, for that is what one would miss; then what is the same."""
     before, after = (list(answer.rewards.values()) if answer else [None] for answer in (pair.before, pair.after))
-    if None in before or None in after:
-        return 2
-    change = sum(filter(None, after)) - sum(filter(None, before))
-    return 0 if change < 0 else 1 if change > 0 else 2
+    is_known = None not in before and None not in after
+    return pair.before == pair.after, sum(filter(None, after)) - sum(filter(None, before)) if is_known else 0.0
 
 
 def _differences(

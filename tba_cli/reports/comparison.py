@@ -26,13 +26,14 @@ RUN_COLUMNS = (
 """Heading, key of summary.json, number format."""
 
 
-def runs_markdown(summaries: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table with a row for each run; an en dash stands for an unknown value."""
-    lines = ["| " + " | ".join(heading for heading, _, _ in RUN_COLUMNS) + " |", "|" + "---|" * len(RUN_COLUMNS)]
-    for summary in summaries:
-        values = [(summary.get(key), form) for _, key, form in RUN_COLUMNS]
-        lines.append("| " + " | ".join("–" if value is None else format(value, form) for value, form in values) + " |")
-    return lines
+def runs_markdown(summaries: Sequence[dict[str, Any]]) -> str:
+    """Return a table with a row for each run; an en dash stands for an unknown value."""
+
+    def cell(value: Any, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    rows = [[cell(summary.get(key), form) for _, key, form in RUN_COLUMNS] for summary in summaries]
+    return _padded_table([heading for heading, _, _ in RUN_COLUMNS], rows)
 
 
 def evaluation_markdown(report: EvaluationReport) -> str:
@@ -86,10 +87,8 @@ def _unknown(report: EvaluationReport) -> list[str]:
             if counts.wrong:
                 reasons = ", ".join(f"{num} {reason}" for reason, num in sorted(counts.wrong.items()))
                 lines.append(f"* {mode} {task}: wrong, since the answers are why they have no score: {reasons}")
-    return [
-        "Unknown scores are left out of the values; the brackets show how much they could change.\n\n"
-        + "\n".join(lines)
-    ] * (len(lines) > 0)
+    how = "Unknown scores are left out of the values; the brackets show how much they could change."
+    return [how, "\n".join(lines)] if lines else []
 
 
 def _comparison(item: Comparison) -> tuple[str, ...]:
@@ -109,12 +108,8 @@ def _padded_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table whose columns are as wide as their widest cell."""
     # Markdown does not need it; people read the file in a terminal as well
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [_row(head, widths), "|" + "|".join("-" * (width + 2) for width in widths) + "|"]
-    return "\n".join([*lines, *(_row(row, widths) for row in rows)])
-
-
-def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+    lines = [" | ".join(map(str.ljust, cells, widths)) for cells in (head, ["-" * width for width in widths], *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def _number(value: float | None) -> str:

@@ -54,7 +54,7 @@ def compared(tmp_path: Path, **published: Any) -> AnswerComparison:
 def test_what_changed_stands_first_and_differences_are_of_each_prompt(tmp_path: Path) -> None:
     found = compared(tmp_path)
     # a reward that became unknown is not a worse one
-    assert [pair.prompt_id for pair in found.pairs] == ["worse", "better", "text", "unknown", "same", "refused"]
+    assert [pair.prompt_id for pair in found.pairs] == ["worse", "text", "unknown", "better", "same", "refused"]
     assert (found.num_changed, found.mode) == (4, "greedy")
     success, reward = found.differences
     assert (success.what, reward.what) == ("success rate (>= 0.5)", "mean reward")

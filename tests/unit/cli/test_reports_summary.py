@@ -113,10 +113,10 @@ def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys
         write_outputs(RunFolder(tmp_path / name), history(run=name))
     assert main(["table", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| run | seed | start accuracy |")
-    assert lines[2].startswith("| a | 3 | 0.300 | 0.700 | +0.400 |")
+    assert [cell.strip() for cell in lines[0].split("|")][1:4] == ["run", "seed", "start accuracy"]
+    assert [cell.strip() for cell in lines[2].split("|")][1:6] == ["a", "3", "0.300", "0.700", "+0.400"]
     assert len({line.count("|") for line in lines}) == 1
-    assert runs_markdown([{"run": "x"}])[2].count("–") == 12
+    assert runs_markdown([{"run": "x"}]).count("–") == 12
 
 
 def test_a_table_of_a_folder_without_summary_is_one_sentence(tmp_path, capsys):

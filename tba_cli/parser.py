@@ -1,64 +1,54 @@
-"""Every flag of `tba`, in one place that imports nothing heavy: `tba --help` answers at once."""
+"""Every flag of `tba`, in one place that imports nothing heavy: `tba --help` answers at once.
+
+Each command stands with its examples, which its --help and the reference (tools/cli_docs.py) show.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tba
-from tba_cli.parser_help import TARGET, add_help, global_options, take
-from tba_cli.parser_tasks import (
-    add_init,
-    add_overrides,
-    add_recipe,
-    add_score,
-)
-from tba_cli.parser_views import (
-    add_rescore,
-    add_rollouts,
-    add_target,
-    add_view,
-    add_weights,
-)
 from tba_cli.shipped_recipes import recipe_path
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = "Post-train language models with Trajectory Balance with Asynchrony."
+TARGET = ("url", "run_dir", "token_file", "ca_file")
+"""The options of tba itself that name a run and its service."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; `args.command` is `module:function`, which takes the arguments and returns an exit code."""
-    parser = argparse.ArgumentParser(prog="tba", description=DESCRIPTION, parents=[global_options()])
+    parser = argparse.ArgumentParser(
+        prog="tba",
+        description=DESCRIPTION,
+        parents=[global_options()],
+        formatter_class=_Formatter,
+        epilog=_examples(
+            "tba demo                          # train a small model on this machine, from nothing",
+            "tba run recipes/quickstart.toml   # the same as a recipe, to be changed",
+            "tba init mytask                   # begin with a task of your own",
+        ),
+    )
     parser.add_argument("--version", action="version", version=f"tba {tba.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
-    _add_demo(commands)
-    add_init(commands)
-    add_score(commands)
+    _add_task(commands)
     _add_control(commands)
-    _add_set(commands)
-    _add_scale(commands)
     _add_config(commands)
-    _add_data(commands)
     _add_setup(commands)
-    _add_model(commands)
     _add_doctor(commands)
     _add_prompts(commands)
-    _add_ledger(commands)
-    add_view(commands)
-    add_rollouts(commands)
-    add_rescore(commands)
+    _add_views(commands)
+    _add_rollouts(commands)
     _add_buffer(commands)
-    add_weights(commands)
-    _add_export(commands)
+    _add_weights(commands)
     _add_evaluate(commands)
-    _add_reports(commands)
-    _add_sizing(commands)
-    add_help(parser)
     return parser
 
 
@@ -80,7 +70,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 setattr(args, name, recipe_path(getattr(args, name)))
             except argparse.ArgumentTypeError as error:
                 parser.error(f"argument {'--config' if name == 'config' else 'RECIPE'}: {error}")
-    takes = {"debug", *vars(args).pop("takes", ())}
+    takes = vars(args).pop("takes")
     for name in ("json", *TARGET):
         if getattr(args, name) and name not in takes:
             parser.error(f"this command does not take --{name.replace('_', '-')}")
@@ -91,9 +81,125 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def global_options() -> argparse.ArgumentParser:
+    """Return the parser of the options that stand once, for all commands."""
+    options = argparse.ArgumentParser(prog="tba", add_help=False, allow_abbrev=False)
+    options.add_argument("--url", metavar="URL", help="address of the buffer service")
+    options.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
+    options.add_argument("--token-file", metavar="FILE", help="file with the operator token, or tokens file; -: stdin")
+    options.add_argument("--ca-file", metavar="FILE", help="authorities to trust for an https address (tls.ca_file)")
+    options.add_argument("--json", action="store_true", help="print JSON")
+    options.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return options
+
+
+# ---- What the commands have in common --------------------------------------------------------------------------------
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Fills the description, and keeps the lines of the examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "examples:\n" in text else super()._fill_text(text, width, indent)
+
+
+def _examples(*lines: str) -> str:
+    return "\n".join(["examples:", *(f"  {line}" for line in lines)])
+
+
+def _command(
+    group: Subparsers,
+    name: str,
+    function: str,
+    help: str,
+    *examples: str,
+    run: bool = False,
+    takes: Sequence[str] = (),
+    json: bool = True,
+) -> argparse.ArgumentParser:
+    """Add a command.
+
+    Args:
+        function: `module:function` of tba_cli.commands; its module, with all that it imports, is loaded for this
+            command alone.
+        run: it takes RUN, and the options of tba itself that name a run.
+        takes: options of tba itself that it takes besides; it refuses the others, but for --debug.
+        json: it takes --json.
+    """
+    takes = (*(TARGET if run else ()), *takes, *(["json"] if json else ()))
+    also = f"also {' '.join(map(flag_of, takes))} (tba --help)\n\n" if takes else ""
+    parser = group.add_parser(
+        name, help=help, description=help, epilog=also + _examples(*examples), formatter_class=_Formatter
+    )
+    parser.set_defaults(command=f"tba_cli.commands.{function}", takes=takes)
+    if run:
+        _add_run_name(parser)
+    return parser
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option of tba itself."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _group(commands: Subparsers, name: str, help: str) -> Subparsers:
+    return commands.add_parser(name, help=help, description=help).add_subparsers(metavar="WHAT", required=True)
+
+
+def _add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, default_is: str = "") -> None:
+    help = "TOML file, or the name of a recipe that ships with tba, such as quickstart"
+    help += f"; default: {default_is}" if default_is else ""
+    parser.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=help)
+    _add_overrides(parser)
+
+
+def _add_config_file(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    help = "recipe, as the services read it" + ("" if default is None else f" (default: {default})")
+    parser.add_argument("--config", required=default is None, default=default, metavar="FILE", help=help)
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example trainer.num_steps=50"
+    )
+
+
+def _add_loudness(parser: argparse.ArgumentParser) -> None:
+    loud = parser.add_mutually_exclusive_group()
+    loud.add_argument("--quiet", action="store_true", help="only the result and errors")
+    loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
+
+
+def _add_run_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
+
+
+def _add_reason(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reason", metavar="TEXT", help="kept in the audit, and shown to people who look at the run")
+
+
+def _add_wait(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wait-s", type=float, default=900.0, metavar="S", help="deadline of each wait: store, services (default: 900)"
+    )
+
+
+# ---- The commands ----------------------------------------------------------------------------------------------------
+
+
 def _add_run(commands: Subparsers) -> None:
-    run = commands.add_parser("run", help="run a recipe on this machine: Redis and every service")
-    add_recipe(run, nargs="?", default_is="with --fork the recipe that the other run began with")
+    run = _command(
+        commands,
+        "run",
+        "run:run_command",
+        "run a recipe on this machine: Redis and every service",
+        "tba run quickstart                # a recipe that ships with tba",
+        "tba run my.toml --resume          # continue where it stopped",
+        "tba run --fork quickstart@1-40 --run-name warmer --set objective.beta=0.1",
+        json=False,
+    )
+    _add_recipe(run, nargs="?", default_is="with --fork the recipe that the other run began with")
     run.add_argument("--run-name", metavar="NAME", help="name of the run, instead of run.name of the recipe")
     run.add_argument("--seed", type=int, metavar="N", help="seed of the run, instead of run.seed of the recipe")
     run.add_argument(
@@ -108,59 +214,96 @@ def _add_run(commands: Subparsers) -> None:
     again.add_argument("--resume", action="store_true", help="continue the run in its folder, from its checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
     _add_loudness(run)
-    run.set_defaults(command="tba_cli.commands.run:run_command")
-
-
-def _add_demo(commands: Subparsers) -> None:
-    demo = commands.add_parser(
+    demo = _command(
+        commands,
         "demo",
-        help="train a small model by TBA on this machine, from nothing: the recipe quickstart as run quickstart-seedN",
+        "run:demo_command",
+        "train a small model by TBA on this machine, from nothing: the recipe quickstart as run quickstart-seedN",
+        "tba demo --seed 1 --set trainer.num_steps=100",
+        json=False,
     )
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (0); the same one starts over")
-    add_overrides(demo)
+    _add_overrides(demo)
     _add_loudness(demo)
-    demo.set_defaults(command="tba_cli.commands.run:demo_command")
 
 
-def _add_loudness(parser: argparse.ArgumentParser) -> None:
-    loud = parser.add_mutually_exclusive_group()
-    loud.add_argument("--quiet", action="store_true", help="only the result and errors")
-    loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
+def _add_task(commands: Subparsers) -> None:
+    """Add the commands for a task of one's own."""
+    init = _command(
+        commands,
+        "init",
+        "init:init_command",
+        "write a folder for a task of your own: recipe, prompts, scorer and examples",
+        "tba init mytask --folder tasks/first",
+    )
+    init.add_argument("task", metavar="TASK", help="name of the task, of small letters, digits, - and _")
+    init.add_argument("--folder", metavar="DIR", help="where to write; default: a new folder with the name of the task")
+    score = _command(
+        commands,
+        "score",
+        "score:score_command",
+        "try the scorers of a recipe on examples, before a run",
+        "tba score examples.jsonl --recipe mytask.toml",
+    )
+    score.add_argument(
+        "file",
+        metavar="FILE",
+        help='JSON Lines: {"task", "prompt", "response"}, with "data" as of a prompt, and "expected", a number, to '
+        "compare with",
+    )
+    score.add_argument("--recipe", metavar="RECIPE", required=True, help="its scorers are tried")
+    _add_overrides(score)
 
 
 def _add_control(commands: Subparsers) -> None:
-    helps = {
-        "status": "show state, components, waits and evaluations of a run",
+    status = _command(
+        commands,
+        "status",
+        "status:status_command",
+        "show state, components, waits and evaluations of a run",
+        "tba status                        # the newest run under runs/",
+        "tba status quickstart-seed0 --follow",
+        "tba status --url https://buffer:8700 --token-file operator.token --json",
+        run=True,
+    )
+    status.add_argument(
+        "--follow", action="store_true", help="show what happens, line by line, until the run is over or Ctrl-C"
+    )
+    for name, help in {
         "pause": "pause a run: no new leases, no new batches",
         "resume": "let a paused run continue",
         "stop": "end a run after the step in progress, with its last checkpoint and evaluation",
-        "rollback": "return to an older checkpoint, or show which ones there are",
-    }
-    for name, text in helps.items():
-        command = commands.add_parser(name, help=text)
-        add_target(command)
-        if name == "status":
-            command.add_argument(
-                "--follow", action="store_true", help="show what happens, line by line, until the run is over or Ctrl-C"
-            )
-        else:
-            command.add_argument("--reason", metavar="TEXT", help="shown to people who look at the run")
-        if name == "rollback":
-            command.add_argument(
-                "--step",
-                type=int,
-                metavar="N",
-                help="to the newest checkpoint at or before it: trainer.keep_checkpoints (2) are kept, and none goes "
-                "while the run is paused. None: show them",
-            )
-        # a name and not the function: its module, with all that it imports, is loaded for this command alone
-        module = "control" if name == "rollback" else "status"
-        command.set_defaults(command=f"tba_cli.commands.{module}:{name}_command")
-
-
-def _add_set(commands: Subparsers) -> None:
-    command = commands.add_parser("set", help="change settings of a run in progress, or show what was changed and when")
-    command.add_argument(
+    }.items():
+        example = f'tba {name} quickstart-seed0 --reason "the judge is down"'
+        _add_reason(_command(commands, name, f"status:{name}_command", help, example, run=True))
+    rollback = _command(
+        commands,
+        "rollback",
+        "control:rollback_command",
+        "return to an older checkpoint, or show which ones there are",
+        "tba rollback                      # show the checkpoints",
+        'tba rollback --step 450 --reason "the reward fell"',
+        run=True,
+    )
+    rollback.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="to the newest checkpoint at or before it: trainer.keep_checkpoints (2) are kept, and none goes while the "
+        "run is paused. None: show them",
+    )
+    _add_reason(rollback)
+    change = _command(
+        commands,
+        "set",
+        "control:set_command",
+        "change settings of a run in progress, or show what was changed and when",
+        "tba set                           # show them",
+        'tba set learning_rate=1e-4 --reason "spikes"',
+        "tba set 'beta={kind=\"linear\", value=0.1, final=0.01, steps=400}' quickstart-seed0",
+        takes=TARGET,
+    )
+    change.add_argument(
         "items",
         metavar="KEY=VALUE",
         nargs="*",
@@ -168,63 +311,90 @@ def _add_set(commands: Subparsers) -> None:
         "a schedule such as '{kind=\"linear\", value=0.1, final=0.01, steps=400}', or the word recipe (the value of "
         "the recipe). A word without = is the name of a run under runs/ (default: the newest). None: show them",
     )
-    add_target(command, with_run=False)
-    command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
-    command.set_defaults(command="tba_cli.commands.control:set_command")
-
-
-def _add_scale(commands: Subparsers) -> None:
-    command = commands.add_parser(
-        "scale", help="start or stop searchers of a run in progress, or show how many there are"
+    _add_reason(change)
+    scale = _command(
+        commands,
+        "scale",
+        "control:scale_command",
+        "start or stop searchers of a run in progress, or show how many there are",
+        "tba scale                         # show how many there are",
+        'tba scale 4 quickstart-seed0 --reason "the night is cheap"',
+        takes=TARGET,
     )
-    command.add_argument(
+    scale.add_argument(
         "number",
         metavar="N|recipe",
         nargs="?",
         help="how many, or the word recipe (the number of recipe or chart). None: show them",
     )
-    add_target(command)
-    command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
-    command.set_defaults(command="tba_cli.commands.control:scale_command")
+    _add_run_name(scale)
+    _add_reason(scale)
 
 
 def _add_config(commands: Subparsers) -> None:
-    config = commands.add_parser("config", help="check, show or describe recipes")
-    kinds = config.add_subparsers(metavar="WHAT", required=True)
-    check = kinds.add_parser("check", help="find what in a recipe would fail: prompts, model, scorers, devices")
-    add_recipe(check)
+    kinds = _group(commands, "config", "check, show or describe recipes")
+    check = _command(
+        kinds,
+        "check",
+        "config:check_command",
+        "find what in a recipe would fail: prompts, model, scorers, devices",
+        "tba config check my.toml --offline --json",
+    )
+    _add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
     check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")
-    check.set_defaults(command="tba_cli.commands.config:check_command")
-    show = kinds.add_parser("show", help="print the resolved recipe as JSON")
-    add_recipe(show)
-    show.set_defaults(command="tba_cli.commands.config:show_command")
-    schema = kinds.add_parser("schema", help="print the JSON schema of recipes")
-    schema.set_defaults(command="tba_cli.commands.config:schema_command")
-
-
-def _add_sizing(commands: Subparsers) -> None:
-    sizing = commands.add_parser("sizing", help="trace and estimate the memory and disk that a recipe needs")
-    add_recipe(sizing)
-    card_help = "memory of each GPU of the layout (79, which an 80 GB card has)"
-    sizing.add_argument("--gpu-memory-gib", type=float, metavar="G", help=card_help)
-    sizing.set_defaults(command="tba_cli.commands.sizing:sizing_command")
-
-
-def _add_data(commands: Subparsers) -> None:
-    data = commands.add_parser("data", help="fetch or make the models and data sets that a recipe needs")
-    kinds = data.add_subparsers(metavar="WHAT", required=True)
-    prepare = kinds.add_parser(
-        "prepare", help="fetch, make or train what is missing, then check models, columns and prompts"
+    show = _command(
+        kinds,
+        "show",
+        "config:show_command",
+        "print the resolved recipe as JSON",
+        "tba config show my.toml --set trainer.num_steps=50",
+        json=False,
     )
-    add_recipe(prepare)
-    prepare.set_defaults(command="tba_cli.commands.setup:prepare_command")
+    _add_recipe(show)
+    _command(
+        kinds,
+        "schema",
+        "config:schema_command",
+        "print the JSON schema of recipes",
+        "tba config schema > recipe.schema.json",
+        json=False,
+    )
+    sizing = _command(
+        commands,
+        "sizing",
+        "sizing:sizing_command",
+        "trace and estimate the memory and disk that a recipe needs",
+        "tba sizing gsm8k --set model.path=Qwen/Qwen2.5-7B --gpu-memory-gib 40",
+    )
+    _add_recipe(sizing)
+    sizing.add_argument(
+        "--gpu-memory-gib",
+        type=float,
+        metavar="G",
+        help="memory of each GPU of the layout (79, which an 80 GB card has)",
+    )
 
 
 def _add_setup(commands: Subparsers) -> None:
-    setup = commands.add_parser(
+    data = _group(commands, "data", "fetch or make the models and data sets that a recipe needs")
+    prepare = _command(
+        data,
+        "prepare",
+        "setup:prepare_command",
+        "fetch, make or train what is missing, then check models, columns and prompts",
+        "tba data prepare my.toml --set model.path=models/small",
+        json=False,
+    )
+    _add_recipe(prepare)
+    setup = _command(
+        commands,
         "setup",
-        help="prepare a deployed run: bucket, starting model, model folders, prompts; safe to repeat",
+        "setup:setup_command",
+        "prepare a deployed run: bucket, starting model, model folders, prompts; safe to repeat",
+        "tba setup --config recipe.toml --create-bucket --prepare",
+        "tba setup --config recipe.toml --only models --pull",
+        json=False,
     )
     _add_config_file(setup)
     setup.add_argument("--create-bucket", action="store_true", help="make the bucket where there is none")
@@ -235,16 +405,16 @@ def _add_setup(commands: Subparsers) -> None:
     )
     setup.add_argument("--pull", action="store_true", help="also fetch what is in the store but not on the disk")
     setup.add_argument("--only", choices=["models", "prompts"], help="do only one part (models contacts no service)")
-    setup.add_argument(
-        "--wait-s", type=float, default=900.0, metavar="S", help="deadline of each wait: store, services (default: 900)"
+    _add_wait(setup)
+    model = _group(commands, "model", "keep folders of models and data sets in the object store")
+    pull = _command(
+        model,
+        "pull",
+        "setup:pull_command",
+        "fetch what a service needs to where the recipe wants it",
+        "tba model pull --config recipe.toml --for searcher --wait-s 60",
+        json=False,
     )
-    setup.set_defaults(command="tba_cli.commands.setup:setup_command")
-
-
-def _add_model(commands: Subparsers) -> None:
-    model = commands.add_parser("model", help="keep folders of models and data sets in the object store")
-    kinds = model.add_subparsers(metavar="WHAT", required=True)
-    pull = kinds.add_parser("pull", help="fetch what a service needs to where the recipe wants it")
     _add_config_file(pull)
     pull.add_argument(
         "--for",
@@ -253,14 +423,18 @@ def _add_model(commands: Subparsers) -> None:
         choices=["buffer", "reward", "searcher", "setup", "trainer"],
         help="the service whose folders to fetch; setup reads the data sets",
     )
-    pull.add_argument(
-        "--wait-s", type=float, default=900.0, metavar="S", help="how many seconds to wait for them (default: 900)"
-    )
-    pull.set_defaults(command="tba_cli.commands.setup:pull_command")
+    _add_wait(pull)
 
 
 def _add_doctor(commands: Subparsers) -> None:
-    doctor = commands.add_parser("doctor", help="check everything that a run needs, and say how to fix what is wrong")
+    doctor = _command(
+        commands,
+        "doctor",
+        "doctor:doctor_command",
+        "check everything that a run needs, and say how to fix what is wrong",
+        "tba doctor                        # for the recipe quickstart",
+        "tba doctor --config recipe.toml --for searcher --gpus 1 --check disk",
+    )
     _add_config_file(doctor, default="quickstart")
     doctor.add_argument(
         "--for",
@@ -270,58 +444,201 @@ def _add_doctor(commands: Subparsers) -> None:
     )
     doctor.add_argument("--check", action="append", default=[], metavar="NAME", help="only this one: gpu, disk, ...")
     doctor.add_argument("--gpus", type=int, metavar="N", help="how many GPUs should be seen here, no more and no fewer")
-    doctor.set_defaults(command="tba_cli.commands.doctor:doctor_command")
-
-
-def _add_config_file(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
-    help = "recipe, as the services read it" + ("" if default is None else f" (default: {default})")
-    parser.add_argument("--config", required=default is None, default=default, metavar="FILE", help=help)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as store.url=s3://bucket/prefix"
-    )
 
 
 def _add_prompts(commands: Subparsers) -> None:
-    prompts = commands.add_parser("prompts", help="upload the prompts of a run")
-    kinds = prompts.add_subparsers(metavar="WHAT", required=True)
-    upload = kinds.add_parser("upload", help="upload a file; it is safe to repeat")
+    upload = _command(
+        _group(commands, "prompts", "upload the prompts of a run"),
+        "upload",
+        "prompts:upload_command",
+        "upload a file; it is safe to repeat",
+        "tba prompts upload more.jsonl quickstart-seed0 --dry-run",
+        takes=TARGET,
+    )
     upload.add_argument(
         "file", metavar="FILE", type=Path, help='JSONL, rows of {"prompt_id", "task", "text", "data", "split"}'
     )
     upload.add_argument("--dry-run", action="store_true", help="check every row, show three prompts, upload nothing")
-    add_target(upload)
-    upload.set_defaults(command="tba_cli.commands.prompts:upload_command")
+    _add_run_name(upload)
 
 
-def _add_ledger(commands: Subparsers) -> None:
-    ledger = commands.add_parser("ledger", help="check what each optimizer step consumed")
-    kinds = ledger.add_subparsers(metavar="WHAT", required=True)
-    check = kinds.add_parser("check", help="check that the active lineage has every step exactly once")
-    add_target(check)
-    check.set_defaults(command="tba_cli.commands.report:check_command")
+def _add_views(commands: Subparsers) -> None:
+    _command(
+        _group(commands, "ledger", "check what each optimizer step consumed"),
+        "check",
+        "report:check_command",
+        "check that the active lineage has every step exactly once",
+        "tba ledger check quickstart-seed0",
+        run=True,
+    )
+    view = _command(
+        commands,
+        "view",
+        "view:view_command",
+        "show the page of a run in a browser; a run that is over is served read-only until Ctrl-C",
+        "tba view seed0                    # without a name: the newest run under runs/",
+        "tba view --url https://buffer:8700 --token-file operator.token",
+        run=True,
+    )
+    view.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"
+    )
+    view.add_argument("--no-open", action="store_true", help="only print the address")
+    view.add_argument("--show-token", action="store_true", help="print the address with the token of the operator")
+    table = _command(
+        commands,
+        "table",
+        "report:table_command",
+        "compare finished runs in a Markdown table",
+        "tba table runs/quickstart-seed0 runs/quickstart-seed1",
+    )
+    table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
+
+
+def _add_rollouts(commands: Subparsers) -> None:
+    kinds = _group(commands, "rollouts", "list and export the stored rollouts of a run")
+    listed = _command(
+        kinds,
+        "list",
+        "rollouts:list_command",
+        "list stored rollouts: prompt, completion, reward, version, age",
+        'tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don\'t know" --limit 20',
+        "tba rollouts list quickstart-seed0 --id 0123456789abcdef0123456789abcdef",
+        run=True,
+    )
+    orders = ["newest", "oldest", "best", "worst"]
+    listed.add_argument("--order", choices=orders, default="newest", help="which ones to show first (default: newest)")
+    listed.add_argument("--limit", type=int, default=5, metavar="N", help="how many (default: 5)")
+    listed.add_argument(
+        "--text-chars", type=int, default=400, metavar="N", help="how much of each text to show (default: 400)"
+    )
+    listed.add_argument(
+        "--id",
+        metavar="ROLLOUT_ID",
+        help="print all of this one as JSON, without filters; all 32 hexadecimal digits, as `tba rollouts list` prints "
+        "them",
+    )
+    export = _command(
+        kinds,
+        "export",
+        "rollouts:export_command",
+        "write stored rollouts to a Parquet file, the oldest first, with tokens and log-probs",
+        "tba rollouts export quickstart-seed0 --out good.parquet --min-reward 1 --from-version 1-100",
+        run=True,
+    )
+    export.add_argument("--out", metavar="FILE", required=True, help="a file that ends with .parquet")
+    export.add_argument("--force", action="store_true", help="replace the file if it exists")
+    for command in (listed, export):
+        _add_filters(command)
+    rescore = _command(
+        commands,
+        "rescore",
+        "rescore:rescore_command",
+        "score the stored rollouts again, with the reward as it is now",
+        "tba rescore --wait",
+        "tba rescore quickstart-seed0 --only failed",
+        run=True,
+    )
+    rescore.add_argument("--task", metavar="NAME", help="only rollouts of this task")
+    rescore.add_argument(
+        "--only", choices=["all", "scored", "failed", "pending"], default="all", help="only rollouts of this status"
+    )
+    what = rescore.add_mutually_exclusive_group()
+    what.add_argument("--wait", action="store_true", help="wait until it is done, and show the progress")
+    what.add_argument(
+        "--show", action="store_true", help="start nothing; show the progress of this one or the result of the last one"
+    )
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    filters = parser.add_argument_group("filters", "only rollouts that match all of them")
+    filters.add_argument("--prompt-id", metavar="ID", help="of this prompt")
+    filters.add_argument("--task", metavar="NAME", help="of this task")
+    filters.add_argument("--version", metavar="VERSION", help="of this policy version, for example 1-40")
+    filters.add_argument("--from-version", metavar="VERSION", help="of this policy version or a newer one")
+    filters.add_argument("--to-version", metavar="VERSION", help="of this policy version or an older one")
+    filters.add_argument("--status", choices=["scored", "pending", "failed"], help="with this reward status")
+    filters.add_argument("--min-reward", type=float, metavar="R", help="with at least this reward")
+    filters.add_argument("--max-reward", type=float, metavar="R", help="with at most this reward")
+    filters.add_argument("--searcher", metavar="ID", help="of this searcher, for example searcher-0")
+    filters.add_argument("--finish-reason", choices=["stop", "stop_string", "length", "abort"], help="that ended so")
+    filters.add_argument("--contains", metavar="TEXT", help="with this text in prompt or completion, in any case")
 
 
 def _add_buffer(commands: Subparsers) -> None:
-    buffer = commands.add_parser("buffer", help="save the rollouts of a run, and begin another one with them")
-    kinds = buffer.add_subparsers(metavar="WHAT", required=True)
-    save = kinds.add_parser("save", help="save what is stored; the run may be in progress or over")
+    kinds = _group(commands, "buffer", "save the rollouts of a run, and begin another one with them")
+    save = _command(
+        kinds,
+        "save",
+        "buffer:save_command",
+        "save what is stored; the run may be in progress or over",
+        "tba buffer save end quickstart-seed0",
+        takes=TARGET,
+    )
     save.add_argument("name", metavar="NAME", help="name of the snapshot; no other of this run may have it")
-    add_target(save)
-    save.set_defaults(command="tba_cli.commands.buffer:save_command")
-    load = kinds.add_parser("load", help="begin a run that stores nothing yet with a snapshot")
+    _add_run_name(save)
+    load = _command(
+        kinds,
+        "load",
+        "buffer:load_command",
+        "begin a run that stores nothing yet with a snapshot",
+        "tba buffer load quickstart/before-change new-run --version 1-40",
+        takes=TARGET,
+    )
     load.add_argument("source", metavar="RUN/NAME", help="the snapshot, in the store of the run")
     load.add_argument("--version", metavar="VERSION", help="fork: rollouts up to the publication of this version")
-    add_target(load)
-    load.set_defaults(command="tba_cli.commands.buffer:load_command")
-    accept = kinds.add_parser("accept-loss", help="continue without the acknowledged changes that Redis has lost")
-    add_target(accept)
-    accept.add_argument("--reason", metavar="TEXT", help="kept in the audit")
-    accept.set_defaults(command="tba_cli.commands.buffer:accept_loss_command")
+    _add_run_name(load)
+    accept = _command(
+        kinds,
+        "accept-loss",
+        "buffer:accept_loss_command",
+        "continue without the acknowledged changes that Redis has lost",
+        'tba buffer accept-loss quickstart-seed0 --reason "the disk was replaced"',
+        run=True,
+    )
+    _add_reason(accept)
 
 
-def _add_export(commands: Subparsers) -> None:
-    export = commands.add_parser("export", help="write a version of a run as a Hugging Face folder with a model card")
-    add_target(export)
+def _add_weights(commands: Subparsers) -> None:
+    kinds = _group(commands, "weights", "list and delete the weight versions of a run")
+    listed = _command(
+        kinds,
+        "list",
+        "weights:list_command",
+        "list the weight versions that the store has: how they are stored, and why they are kept",
+        "tba weights list quickstart-seed0",
+        "tba weights list --url https://buffer:8700 --token-file operator.token --recipe recipe.toml",
+        run=True,
+    )
+    gc = _command(
+        kinds,
+        "gc",
+        "weights:gc_command",
+        "delete the weight versions that nothing needs, by the rule of the trainer, and half-written ones",
+        "tba weights gc --dry-run",
+        "tba weights gc --recipe recipe.toml --run-is-over",
+        run=True,
+    )
+    for command in (listed, gc):
+        command.add_argument(
+            "--recipe",
+            metavar="RECIPE",
+            help="recipe of the run; needed with --url. Alone: its store is read, and no service is asked",
+        )
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    gc.add_argument(
+        "--run-is-over",
+        action="store_true",
+        help="delete even if no buffer service says what is held: nothing samples, trains, or will resume",
+    )
+    export = _command(
+        commands,
+        "export",
+        "export:export_command",
+        "write a version of a run as a Hugging Face folder with a model card",
+        "tba export quickstart-seed0 --version best --out model",
+        run=True,
+    )
     export.add_argument(
         "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, start, best, or last (default)"
     )
@@ -330,12 +647,18 @@ def _add_export(commands: Subparsers) -> None:
     export.add_argument(
         "--adapter", action="store_true", help="the LoRA adapter alone, as peft and vLLM read it, in place of the model"
     )
-    export.set_defaults(command="tba_cli.commands.export:export_command")
 
 
 def _add_evaluate(commands: Subparsers) -> None:
-    evaluate = commands.add_parser(
-        "evaluate", help="the published evaluation of a task: generate, score, measure, compare"
+    evaluate = _command(
+        commands,
+        "evaluate",
+        "evaluate:evaluate_command",
+        "the published evaluation of a task: generate, score, measure, compare",
+        "tba evaluate my.toml              # the starting model",
+        "tba evaluate quickstart-seed0 --compare start best    # answers before and after, side by side",
+        "tba evaluate my.toml --model model --set eval.published.num_prompts=50",
+        takes=["token_file"],
     )
     evaluate.add_argument(
         "source",
@@ -357,15 +680,40 @@ def _add_evaluate(commands: Subparsers) -> None:
     )
     evaluate.add_argument("--reward-url", metavar="URL", help="address of the reward service (default: it starts one)")
     evaluate.add_argument("--out", metavar="DIR", help="where to write (default: evaluations/RUN/VERSION or the like)")
-    evaluate.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"
-    )
-    take(evaluate, "token_file")
+    _add_overrides(evaluate)
     _add_loudness(evaluate)
-    evaluate.set_defaults(command="tba_cli.commands.evaluate:evaluate_command")
 
 
-def _add_reports(commands: Subparsers) -> None:
-    table = commands.add_parser("table", help="compare finished runs in a Markdown table")
-    table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
-    table.set_defaults(command="tba_cli.commands.report:table_command")
+# ---- A walk through the commands -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of tba."""
+
+    words: str
+    """Behind `tba`."""
+    help: str
+    """One line."""
+    parser: argparse.ArgumentParser
+
+    @property
+    def takes(self) -> list[str]:
+        """The options of tba itself that it takes, but for --debug."""
+        return [flag_of(name) for name in self.parser.get_default("takes")]
+
+    @property
+    def examples(self) -> list[str]:
+        """A line each."""
+        return [line.strip() for line in (self.parser.epilog or "").partition("examples:\n")[2].splitlines()]
+
+
+def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[Command]:
+    """Yield every command below a parser, in their order."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                own = f"{words} {name}".strip()
+                if child.get_default("command") is not None:
+                    yield Command(own, child.description or "", child)
+                yield from commands_of(child, own)

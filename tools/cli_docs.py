@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from tba_cli.main import EXIT_ERROR, EXIT_FAILED, EXIT_INTERRUPTED
-from tba_cli.parser import build_parser
-from tba_cli.parser_help import EXAMPLES, Command, commands_of, flags_taken, global_options
+from tba_cli.parser import Command, build_parser, commands_of, global_options
 
 HEAD = f"""\
 # Command line
@@ -25,7 +24,7 @@ COMMON = frozenset({"-h"})
 
 def page() -> str:
     """Return the page."""
-    commands = [command for command in commands_of(build_parser()) if not command.is_group]
+    commands = list(commands_of(build_parser()))
     rows = "".join(f"| [`tba {it.words}`](#{_anchor(it)}) | {_cell(it.help)} |\n" for it in commands)
     options = [f"| `{_cell(_name(it))}` | {_cell(it.help or '')} |" for it in global_options()._actions]
     return "\n".join(
@@ -39,9 +38,9 @@ def _section(command: Command) -> str:
     rows = [f"| `{_cell(_name(action))}` | {_cell(text)} |" for action, text in _flags(command)]
     if rows:
         lines += ["| argument or flag | |", "|---|---|", *rows, ""]
-    if taken := flags_taken(command.parser):
-        lines += [f"Options of `tba` that it takes: {', '.join(f'`{flag}`' for flag in taken)}.", ""]
-    return "\n".join([*lines, "```bash", EXAMPLES[command.words], "```", ""])
+    if command.takes:
+        lines += [f"Options of `tba` that it takes: {', '.join(f'`{flag}`' for flag in command.takes)}.", ""]
+    return "\n".join([*lines, "```bash", *command.examples, "```", ""])
 
 
 def _usage(command: Command) -> str:

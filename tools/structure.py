@@ -135,13 +135,12 @@ def surface(root: Path) -> dict[str, int]:
     from tba_reward.app import build_app as build_reward
 
     from tba.config import Recipe
-    from tba_cli.parser import build_parser
-    from tba_cli.parser_help import commands_of
+    from tba_cli.parser import build_parser, commands_of
 
     def num_leaves(tree: Any) -> int:
         return sum(map(num_leaves, tree.values())) if isinstance(tree, dict) and tree else 1
 
-    commands = [command.parser for command in commands_of(build_parser()) if not command.is_group]
+    commands = [command.parser for command in commands_of(build_parser())]
     flags = [action.option_strings for parser in commands for action in parser._actions if action.option_strings]
     recipe = Recipe.model_validate(RECIPE)
     services = [build_buffer(recipe, None).openapi(), build_reward(recipe, tokens=None).openapi()]

@@ -125,21 +125,6 @@ def needs_state(completions: list[str], trainer_state: Any) -> list[float]:
     return [float(trainer_state.global_step)] * len(completions)
 
 
-_under_way: list[asyncio.Event] = []
-
-
-async def all_at_once(completions: list[str], **kwargs: Any) -> list[float]:
-    """Ends when as many calls as the completion says are under way."""
-    me = asyncio.Event()
-    _under_way.append(me)
-    if len(_under_way) == int(completions[0]):
-        for each in _under_way:
-            each.set()
-    async with asyncio.timeout(60):
-        await me.wait()
-    return [1.0] * len(completions)
-
-
 def one_for_all(completions: list[str], shape: str, **kwargs: Any) -> Any:
     """Return one number for all completions, in the shape that the recipe names."""
     return {"list": [0.5], "number": 0.5, "array": np.array([0.5])}[shape]

@@ -171,11 +171,6 @@ async def test_arguments_that_could_not_be_passed_are_refused(kwargs: dict[str, 
         PythonSpec(kind="python", function="m:f", kwargs=kwargs)
 
 
-async def test_calls_of_an_async_function_are_under_way_at_once(tools: Tools) -> None:
-    items = [item("4", **{f"column {n}": n}) for n in range(4)]  # other columns: four calls
-    assert await scored(tools, "all_at_once", *items) == [1.0] * 4
-
-
 async def test_what_a_function_does_wrong_costs_its_own_item_alone(tools: Tools) -> None:
     items = [item(r) for r in ("raise", "good", "nothing", "two", "text", "nan", "crash", "hang", "good")]
     outcomes = await scored(tools, "misbehaves", *items, timeout_s=1.0)

@@ -5,10 +5,9 @@
 A call gets up to BATCH_ITEMS items whose data have the same keys. Each key is a column, a list with one value per
 item. Where `prompt` of the data is a list of messages, prompts and completions are messages, as in TRL.
 `completion_ids` are the token ids where the client has sent them. `finish_reasons` are passed when the function names
-them, the recipe's `kwargs` as they are. None is an abstention: there is no score. Calls of an `async` function for one
-batch run concurrently. A call that raises is repeated item by item, so that only the item that the function cannot take
-fails; the pool splits a batch that hangs or kills the process.
-A result of another shape fails the whole call: item by item, such a function would seem to work.
+them, the recipe's `kwargs` as they are. None is an abstention: there is no score. A call that raises is repeated item
+by item, so that only the item that the function cannot take fails; the pool splits a batch that hangs or kills the
+process. A result of another shape fails the whole call: item by item, such a function would seem to work.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tba import plugins
 from tba.config.reward import PythonSpec
@@ -48,7 +47,6 @@ WHAT = "the function of reward kind 'python'"
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reasons")
 """Keys of the data that are not passed as columns, as in TRL."""
 _ONLY_TRL = ("trainer_state", "environments")
-T = TypeVar("T")
 
 
 def build(spec: PythonSpec, tools: Tools) -> Scorer:
@@ -94,63 +92,26 @@ def score(items: Sequence[Item], params: Params) -> list[Outcome]:
     for at, item in enumerate(items):
         key = (*sorted(item.data), item.response_tokens is not None, _is_conversational(item))
         alike.setdefault(key, []).append(at)
-    calls, outcomes = list(alike.values()), dict[int, Outcome]()
-    while calls:
-        again = []
-        results = _run_calls([[items[at] for at in call] for call in calls], params)
-        for places, found in zip(calls, results, strict=True):
-            if not isinstance(found, BaseException):
-                outcomes |= zip(places, found, strict=True)
-            elif len(places) == 1:
-                outcomes[places[0]] = failure_of(found)
-            else:
-                again += [[at] for at in places]
-        calls = again
+    outcomes = dict[int, Outcome]()
+    for places in alike.values():
+        outcomes |= zip(places, _score_alike([items[at] for at in places], params), strict=True)
     return [outcomes[at] for at in range(len(items))]
 
 
-def _run_calls(calls: Sequence[Sequence[Item]], params: Params) -> list[list[Outcome] | BaseException]:
-    """Return the outcomes of each call, or its exception."""
-    # outside of an event loop, so that a function that is not async can run one of its own
-    found: list[Any] = [_caught(lambda items=items: _call(items, params)) for items in calls]
-    waiting = [at for at, each in enumerate(found) if inspect.isawaitable(each)]
-    if waiting:
-        done = asyncio.run(_gathered([found[at] for at in waiting]))
-        for at, each in zip(waiting, done, strict=True):
-            found[at] = each
-    return [
-        each if isinstance(each, BaseException) else _caught(lambda each=each, items=items: _read(each, items, params))
-        for each, items in zip(found, calls, strict=True)
-    ]
-
-
-def _caught(call: Callable[[], T]) -> T | BaseException:
-    """Return the result or the exception of a call.
+def _score_alike(items: Sequence[Item], params: Params) -> list[Outcome]:
+    """Return the outcomes of one call; where it raises, those of a call for each item.
 
     Raises:
         MemoryError: the process has to end, which gives its memory back.
     """
     try:
-        return call()
+        return _read(_call(items, params), items, params)
     except MemoryError:
         raise
-    except (Exception, SystemExit) as error:  # foreign code may raise anything; it is reported
-        return error
-
-
-async def _gathered(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*map(_awaited, awaitables))
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    """Return its result or exception, as `_caught` does."""
-    # `gather` alone would let SystemExit end the worker
-    try:
-        return await awaitable
-    except MemoryError:
-        raise
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return error
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # foreign code may raise anything; it is reported
+        if len(items) == 1:
+            return [failure_of(error)]
+    return [outcome for item in items for outcome in _score_alike([item], params)]
 
 
 def _call(items: Sequence[Item], params: Params) -> Any:
@@ -174,7 +135,13 @@ def _call(items: Sequence[Item], params: Params) -> Any:
         raise BadDataError(f"{name} needs `completion_ids`, but the item has no `response_tokens`")
     if missing:
         raise BadDataError(f"{name} needs the column {missing[0]!r}, which the prompt's data lacks")
-    return found.function(**passed)
+    result = found.function(**passed)
+    # no event loop runs around it, so that a function that is not async can run one of its own
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def _read(scores: Any, items: Sequence[Item], params: Params) -> list[Outcome]:

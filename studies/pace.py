@@ -42,8 +42,6 @@ rehearsed GPUs."""
 
 MAX_SLEEP_S = 0.05
 """A call of `step` sleeps no longer, so that new weights, aborts and a drain never wait for a slow GPU's step."""
-WARN_AFTER_S = 10.0
-"""The share of fewer busy seconds says little: the first steps of an engine are its slowest."""
 LOG_EVERY_S = 2.0
 MAX_TAKE_S = 0.002
 """A trainer that takes a batch for longer has waited for it."""
@@ -120,7 +118,7 @@ class PacedEngine:
         """When the step in progress ends; None: there is none."""
         self._last_due_s: float | None = None
         """When the last step ended, while the engine has had work since; None: it was idle."""
-        self._has_warned, self._logged_s = False, self._clock()
+        self._logged_s = self._clock()
 
     @property
     def version(self) -> PolicyVersion:
@@ -217,7 +215,6 @@ class PacedEngine:
             return self._last_due_s
         self.pace.busy_s += behind_s
         self.pace.late_s += behind_s
-        self._warn()
         return now_s
 
     def _shift(self, seconds: float) -> None:
@@ -236,17 +233,6 @@ class PacedEngine:
         if self._clock() - self._logged_s >= LOG_EVERY_S:
             self._logged_s = self._clock()
             log.info("pace kept", busy_s=round(self.pace.busy_s, 3), late_s=round(self.pace.late_s, 3))
-
-    def _warn(self) -> None:
-        if self._has_warned or self.pace.busy_s < WARN_AFTER_S or self.pace.late_share <= MAX_LATE_SHARE:
-            return
-        self._has_warned = True
-        log.warning(
-            "the rehearsal says nothing: the real engine is slower than the pace",
-            tokens_per_s=self.pace.tokens_per_s,
-            late_share=round(self.pace.late_share, 3),
-            do="lower the pace, run fewer searchers on this machine, or add cores",
-        )
 
 
 class StepPace:

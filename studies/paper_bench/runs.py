@@ -22,7 +22,6 @@ from studies.paper_bench.arms import PACE_STEP_S, PACE_TOKENS_PER_S, START, WORL
 from studies.whole_runs import Begin, let_go, records_of, run_module
 from tba.evaluation.evaluation_job import load_report
 
-NUM_TRAINING_POINTS = 20
 LAST = "last"
 
 
@@ -96,8 +95,6 @@ def _trained(cell: Cell, name: str, recipe: Path, folder: Path) -> dict[str, Any
         "state": summary["state"],
         "state_reason": summary["state_reason"],
         "steps": summary["steps"],
-        "curve": [_curve_point(record) for record in records if record["kind"] == "evaluation"],
-        "training": _training(steps),
         "evaluations": {
             version: {
                 "train_s": round(steps[summary["steps"] if which == LAST else int(which)]["train_s"], 1),
@@ -118,31 +115,12 @@ KEPT = (
     *("realised_most_on_policy", "mean_policy_age", "clipped_steps_share", "steps_skipped"),
 )
 """Of summary.json."""
-TRAINING = ("train_s", "reward_mean", "policy_age_mean", "ess", "kl_to_ref", "entropy", "grad_norm")
-"""Metrics of a step of which a line has means over parts of the run (`train_s`: at the end of the part)."""
-
-
-def _training(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the run in parts: the last step of each, and means over its steps; None where nothing is known."""
-    order = sorted(steps)
-    size = max(1, -(-len(order) // NUM_TRAINING_POINTS))
-    parts = [order[first : first + size] for first in range(0, len(order), size)]
-    found: dict[str, list[Any]] = {"step": [part[-1] for part in parts]}
-    for name in TRAINING:
-        columns = [[value for step in part if (value := steps[step].get(name)) is not None] for part in parts]
-        found[name] = [_rounded(values[-1] if name == "train_s" else _mean(values)) for values in columns]
-    return found
 
 
 def _late_share(steps: Collection[Mapping[str, Any]]) -> float | None:
     """Return the share of time that a paced trainer was behind its pace; None: it has none."""
     late_s = [late for step in steps if (late := step.get("pace_late_s")) is not None]
     return sum(late_s) / sum(step["step_s"] for step in steps) if late_s else None
-
-
-def _curve_point(record: Mapping[str, Any]) -> dict[str, Any]:
-    metrics = {name: _rounded(value) for name, value in record["metrics"].items() if value is not None}
-    return {"step": record["step"], **metrics}
 
 
 def _evaluation(cell: Cell, name: str, subject: Sequence[str], version: str, folder: Path) -> dict[str, Any]:
@@ -232,10 +210,6 @@ def _python(
     if code != 0 and not may_fail:
         raise CellError(f"`python -m {' '.join(words)}` ended with {code}; {log} has its output")
     return code, cpu_s
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _rounded(value: Any) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from studies.data_file import PRODUCT, source_digest
 from studies.pace import MAX_LATE_SHARE
@@ -131,23 +130,6 @@ def _world_parts(evidence: Evidence, world: World) -> Iterator[str]:
         label = f"`{name}`" + (f" ({len(failed)} ended early: {failed[0]})" if failed else "")
         rows.append([label, str(len(cells)), *(_shown(cells, *column[1:]) for column in columns)])
     yield markdown(["arm", "n", *(column[0] for column in columns)], rows)
-    yield from _by_split(found, world)
-
-
-def _by_split(found: Mapping[str, Sequence[Done]], world: World) -> Iterator[str]:
-    """Yield the metric at the end by what the published evaluation splits it by: levels, steps, families."""
-    prefix = f"{world.metric}["
-    runs = itertools.chain.from_iterable(found.values())
-    evaluations = (done.result["evaluations"].get(_last(done), {"metrics": ()}) for done in runs)
-    metrics = sorted({metric for one in evaluations for metric in one["metrics"] if metric.startswith(prefix)})
-    if metrics:
-        figures = [lambda done, metric=metric: done.value(metric, _last(done)) for metric in metrics]
-        rows = [
-            [f"`{name}`", str(len(cells)), *(_shown(cells, figure, ".3f") for figure in figures)]
-            for name, cells in found.items()
-        ]
-        yield f"`{world.metric}` at the end, split:"
-        yield markdown(["arm", "n", *(metric.removeprefix(prefix).removesuffix("]") for metric in metrics)], rows)
 
 
 def _last(done: Done) -> str:

@@ -12,7 +12,7 @@ import torch
 from tba_searcher.engines.tokenizer import TextCodec
 
 from studies import overlap
-from studies.data_file import read_lines, source_digest
+from studies.data_file import source_digest
 from studies.learning_curve import Judge, _step_times, reached
 from studies.overlap_bench.runs import CHANGES, Cell, Pace, cells
 from studies.overlap_bench.tables import ratio_of, table
@@ -160,15 +160,6 @@ def test_the_clock_is_that_of_the_trainer_and_a_second_start_is_refused(tmp_path
     path.write_text("".join(json.dumps(each) + "\n" for each in (start, step, start)))
     with pytest.raises(ConfigError, match="started more than once"):
         _step_times(path)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "overlap").glob("*.jsonl")), ids=lambda path: path.name)
-def test_every_line_in_docs_names_the_commit_that_made_it_and_settings_of_its_source(path: Path) -> None:
-    documents = list(read_lines(path))
-    sources = {document["source"] for document in documents if "settings" in document}
-    for document in documents:
-        assert {"commit", "at"} <= document.keys()
-        assert document["source"] in sources
 
 
 def test_expected_accuracy_is_the_probability_of_the_answers_at_the_policy_temperature(tmp_path: Path) -> None:

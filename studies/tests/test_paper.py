@@ -30,10 +30,9 @@ def made_result(cell: Cell, number: int) -> dict[str, Any]:
     """Return a result whose numbers depend on the arm: the first arm of a world is the best one."""
     metric, arms = WORLDS[cell.arm.world].metric, [arm.name for arm in ARMS if arm.world == cell.arm.world]
     level = 0.9 - 0.02 * arms.index(cell.arm.name) + 0.001 * cell.seed if cell.arm.name in arms else 0.1
-    by_level = {f"{metric}[level=Level {each}]": [level / each, 0.01] for each in (1, 2) if cell.arm.world == "math"}
     evaluation = {
         "train_s": 10.0,
-        "metrics": {metric: [level, 0.01], TLDR_KL: [1.2, None], **by_level},
+        "metrics": {metric: [level, 0.01], TLDR_KL: [1.2, None]},
         "attacks": {
             "num_modes": 7,
             "num_effective": 6 - 0.01 * number,
@@ -49,8 +48,6 @@ def made_result(cell: Cell, number: int) -> dict[str, Any]:
         "state": "done",
         "state_reason": None,
         "steps": 100,
-        "curve": [],
-        "training": {"step": [50, 100], "reward_mean": [0.2, 0.4]},
         "evaluations": dict.fromkeys([*map(str, WORLDS[cell.arm.world].middle_steps), "last"], evaluation),
         "train_s": 50.0,
         "mean_policy_age": float(lag),
@@ -58,7 +55,7 @@ def made_result(cell: Cell, number: int) -> dict[str, Any]:
         **common,
     }
     if cell.key in ENDED_EARLY:
-        found |= {"state": "failed", "steps": 30, "training": {"step": [30], "reward_mean": [None]}}
+        found |= {"state": "failed", "steps": 30}
         found["evaluations"] = {"last": evaluation}
     return found
 
@@ -314,8 +311,6 @@ def test_a_report_says_what_the_cells_say_and_what_is_not_run(tmp_path: Path) ->
     tables = (tmp_path / "tables.md").read_text()
     assert "| `reinforce` | 3 | 0.861 ± 0.002" in tables
     assert "| `paced-1` (1 ended early: " in tables
-    assert tables.count("at the end, split:") == 1
-    assert "| arm | n | level=Level 1 | level=Level 2 |\n|---|---|---|---|\n| `start` | 1 | 0.100 | 0.050 |\n" in tables
     write_report(path, results)
     assert results.read_text() == text
     add_another_set(path)

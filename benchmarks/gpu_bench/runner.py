@@ -16,7 +16,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ LAST_LINES = 60
 REPORTED_LINES = 12
 """Of them, those that the report has."""
 _EXIT_SKIPPED, _EXIT_RAISED = 3, 4
-_PROBE_S = 60.0
 _MOST_THREADS = 8
 STOPPED = "stopped"
 _STATUS = {0: "passed", _EXIT_SKIPPED: "skipped"}
@@ -54,12 +52,11 @@ def run_checks(
     """
     start = time.monotonic()
     preload()
-    context = _context(bench.device)
     for check in checks:
         if minutes is not None and time.monotonic() - start > 60 * minutes:
             result = _result(check, "not started", Findings(), seconds=0.0, output=f"--minutes {minutes:g} are over")
         else:
-            result = _run(check, bench, context)
+            result = _run(check, bench)
         if json_path is not None:
             with json_path.open("a") as file:
                 file.write(json.dumps(result) + "\n")
@@ -68,31 +65,11 @@ def run_checks(
             return
 
 
-def _context(device: str) -> ForkContext | SpawnContext:
-    """Return the way to start processes: a fork; or a fresh start, where an import has opened a CUDA context here."""
-    if device == "cuda":
-        probe = multiprocessing.get_context("fork").Process(target=_touch_device)
-        probe.start()
-        probe.join(_PROBE_S)
-        if probe.exitcode != 0:
-            probe.kill()
-            print("a forked process cannot use the device: every check imports for itself", file=sys.stderr)
-            return multiprocessing.get_context("spawn")
-    return multiprocessing.get_context("fork")
-
-
-def _touch_device() -> None:
-    import torch
-
-    torch.ones(1, device="cuda").item()
-    os._exit(0)
-
-
-def _run(check: Check, bench: Bench, context: ForkContext | SpawnContext) -> dict[str, Any]:
+def _run(check: Check, bench: Bench) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix=f"{check.name}-", dir=bench.folder))
     log, found_path = folder / "output.log", folder / "found.json"
     own = Bench(device=bench.device, kind=bench.kind, folder=folder)
-    process = context.Process(target=_child, args=(check, own, found_path, log))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(check, own, found_path, log))
     start = time.monotonic()
     process.start()
     is_stopped = False

@@ -143,7 +143,7 @@ def _members(evidence: Evidence) -> Iterator[str]:
         if report["how_it_ended"] != "drained":
             continue
         if report["num_unpushed"]:
-            yield f"{name} {report['how_it_ended']} and kept {report['num_unpushed']} rollouts"
+            yield f"{name} drained and kept {report['num_unpushed']} rollouts"
         made, pushed = counts.get("rollouts_generated", 0), counts.get("rollouts_pushed", 0)
         reported = counts.get("evals_reported", 0)  # of one completion each
         if made != pushed + counts.get("rollouts_duplicate", 0) + reported:

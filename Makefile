@@ -83,9 +83,10 @@ unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 -m "not nightly" \
 		tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
 
-nightly: $(VENV)/.test  ## the tests that take too long for `make unit`: worlds learn, TRL, faults, the notebook, wheels, the route
+nightly: $(VENV)/.test $(VENV)/.vllm  ## the tests that take too long for `make unit`: worlds learn, TRL, faults, the notebook, wheels, the route
 	$(INSTALL) --no-build-isolation -e './services/trainer[trl]'
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m nightly --durations 0 tests
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 5 -m nightly tests
+	$(MAKE) chaos CHAOS_MINUTES=10
 
 # for an id that is gone pytest -n runs nothing and fails without its name, which the first test says
 promise: $(VENV)/.test  ## the tests that hold the promise of tba, and no others: tests/promise.txt (at most 6 minutes)

@@ -7,23 +7,24 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import Pod, Rendering, needs_helm, render, render_file, value_files
+from tests.support.chart import (
+    BARE,
+    EXTERNAL,
+    NODES,
+    QUICKSTART,
+    Pod,
+    Rendering,
+    each_file,
+    needs_helm,
+    render,
+    render_file,
+)
 from tests.support.secrets_seen import SEEN, Seen, secrets_of_kubernetes, store_seen, tokens_seen
 
 pytestmark = needs_helm
-FILES = value_files()
-EXTERNAL, NODES, QUICKSTART, BARE = (
-    next(path for path in FILES if path.name == name)
-    for name in ("external.yaml", "nodes.yaml", "values-cpu-quickstart.yaml", "bare.yaml")
-)
 
 
-def name(path: Path) -> str:
-    """Return the name of a test."""
-    return path.stem
-
-
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_only_who_scales_and_who_stops_is_given_a_token_of_the_api(path: Path) -> None:
     made = render_file(path)
     scales = any(x["metadata"]["name"] == "t-scale" for x in made.of("Role"))
@@ -88,7 +89,7 @@ def test_keys_of_the_store_are_those_that_the_values_name() -> None:
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_every_pod_has_an_account_of_its_own(path: Path) -> None:
     made = render_file(path)
     used = {pod.component: pod.spec["serviceAccountName"] for pod in made.pods()}
@@ -143,7 +144,7 @@ def test_what_the_quickstart_may_reach() -> None:
     assert ingress["reward"] == {(who, 8701) for who in ("searcher", "buffer", "setup", "test")}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path != BARE], ids=name)
+@each_file(BARE)
 def test_every_way_out_is_a_way_in_on_the_other_side(path: Path) -> None:
     found = policies(render_file(path))
     for component, spec in found.items():

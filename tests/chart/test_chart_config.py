@@ -7,25 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tba.config import Recipe, load_recipe
-from tests.support.chart import Pod, needs_helm, render_file, value_files
+from tests.support.chart import BARE, EXTERNAL, NODES, QUICKSTART, Pod, each_file, needs_helm, render_file
 
 pytestmark = needs_helm
-FILES = value_files()
 OF_TBA = {"buffer", "reward", "searcher", "trainer", "setup"}
-EXTERNAL, NODES, QUICKSTART, BARE = (
-    next(path for path in FILES if path.name == name)
-    for name in ("external.yaml", "nodes.yaml", "values-cpu-quickstart.yaml", "bare.yaml")
-)
 SECRETS = {"TBA_BUFFER__REDIS_URL": "rediss://:secret@redis.example:6380/0"}
 """The content of a Secret."""
-
-
-def name(path: Path) -> str:
-    """Return the name of a test."""
-    return path.stem
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
@@ -56,7 +44,7 @@ def test_searchers_alone_share_a_cache_of_weights(tmp_path: Path) -> None:
     assert recipe_of(BARE, "searcher", tmp_path).store.cache_folder is None
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_every_container_reads_a_recipe(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(recipe_text(path))
@@ -114,7 +102,7 @@ def test_only_the_buffer_may_scale(tmp_path: Path) -> None:
         assert environment(container)["TBA_SCALING__BACKEND"] == "none"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_files_that_the_environment_names_are_mounted(path: Path, tmp_path: Path) -> None:
     for pod in render_file(path).pods():
         if pod.component not in OF_TBA:
@@ -127,7 +115,7 @@ def test_files_that_the_environment_names_are_mounted(path: Path, tmp_path: Path
         assert [str(file) for file in wanted if file is not None and not mounted(pod, str(file))] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_no_secret_is_in_an_environment_or_a_config_map(path: Path) -> None:
     made = render_file(path)
     assert made.of("Secret") == []
@@ -153,7 +141,7 @@ def mounted(pod: Pod, file: str) -> bool:
     return items is None or rest in {item["path"] for item in items}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path != EXTERNAL], ids=name)
+@each_file(EXTERNAL)
 def test_redis_has_room_for_what_the_buffer_keeps(path: Path, tmp_path: Path) -> None:
     args = render_file(path).pod("redis").spec["containers"][0]["args"]
     bound = int(args[args.index("--maxmemory") + 1].removesuffix("mb")) * 2**20

@@ -9,12 +9,11 @@ import pytest
 import yaml
 
 from tests.chart.test_access import peers, policies
-from tests.support.chart import CHART, NAMESPACE, OLDEST, REGISTRY, Rendering, helm, needs_helm, render
+from tests.support.chart import CHART, NAMESPACE, OLDEST, QUICKSTART, REGISTRY, Rendering, helm, needs_helm, render
 from tests.support.installed_objects import cluster_with
 from tests.support.kube_schemas import problems
 
 pytestmark = needs_helm
-QUICKSTART = CHART / "values-cpu-quickstart.yaml"
 
 
 def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rendering:

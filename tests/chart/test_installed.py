@@ -10,11 +10,20 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.chart import CHART, KUBERNETES_API, NAMESPACE, REGISTRY, Rendering, helm, needs_helm, render_file
+from tests.support.chart import (
+    CHART,
+    KUBERNETES_API,
+    NAMESPACE,
+    QUICKSTART,
+    REGISTRY,
+    Rendering,
+    helm,
+    needs_helm,
+    render_file,
+)
 from tests.support.installed_objects import ENDPOINTS, SERVICE, cluster_with
 
 pytestmark = needs_helm
-QUICKSTART = CHART / "values-cpu-quickstart.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,20 @@ import yaml
 
 from tests.support.chart import (
     CHART,
+    FILES,
     KUBERNETES_API,
     NAMESPACE,
     NEWEST,
+    NODES,
     OLDEST,
     REGISTRY,
     SCENARIOS,
     SEARCHERS,
     arguments,
+    each_file,
     helm,
     needs_helm,
     render_file,
-    value_files,
 )
 from tests.support.chart_golden import CASES, FOLDER, made
 from tests.support.kube_schemas import FOREIGN, NEW_FIELDS, OLD_KINDS, VERSIONS, fields_in, problems
@@ -30,23 +32,15 @@ from tests.support.kube_schemas import FOREIGN, NEW_FIELDS, OLD_KINDS, VERSIONS,
 
 
 pytestmark = needs_helm
-FILES = value_files()
-ONLY_NEW = {"nodes.yaml"}
-"""Indexed Jobs came with 1.22."""
 
 
-def name(path: Path) -> str:
-    """Return the name of a test."""
-    return path.stem
-
-
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_it_lints(path: Path) -> None:
     done = helm("lint", "--strict", str(CHART), *arguments(path), *KUBERNETES_API, *REGISTRY, "--kube-version", NEWEST)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_it_is_valid_by_the_strict_schemas_of_several_releases(path: Path) -> None:
     found = {}
     for version in VERSIONS:
@@ -58,7 +52,7 @@ def test_it_is_valid_by_the_strict_schemas_of_several_releases(path: Path) -> No
     assert found == {}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.name not in ONLY_NEW], ids=name)
+@each_file(NODES)  # indexed Jobs came with 1.22
 def test_it_uses_nothing_that_a_cluster_of_1_20_lacks(path: Path) -> None:
     objects = render_file(path, kube=OLDEST).objects
     used = {(x["apiVersion"], x["kind"]) for x in objects if x["kind"] not in FOREIGN}
@@ -69,7 +63,7 @@ def test_it_uses_nothing_that_a_cluster_of_1_20_lacks(path: Path) -> None:
     assert [problem for x in same if (problem := problems(x, "1.25"))] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_names_are_unique_and_labels_say_whose_an_object_is(path: Path) -> None:
     objects = render_file(path).objects
     named = [(x["kind"], x["metadata"]["name"]) for x in objects]
@@ -87,7 +81,7 @@ def test_names_are_unique_and_labels_say_whose_an_object_is(path: Path) -> None:
         assert found["metadata"]["namespace"] == NAMESPACE, "what applies it without Helm would take the default one"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_selectors_find_the_pods_that_they_are_meant_for(path: Path) -> None:
     made = render_file(path)
     pods = list(made.pods())
@@ -130,7 +124,7 @@ def test_the_chart_makes_what_is_kept(name: str) -> None:
 # ---- Rules of checkov and kube-linter that the chart follows --------------------------------------------------------
 
 
-LINTED = [*value_files(), SEARCHERS]
+LINTED = [*FILES, SEARCHERS]
 PINNED = ("image", "buffer.image", "reward.image", "searcher.image", "trainer.image", "redis.image")
 DIGESTS = [f"{part}.tag=1.2@sha256:{number:064x}" for number, part in enumerate(PINNED)]
 

@@ -12,7 +12,7 @@ import yaml
 from charts.tools.dashboard import FILE, build, text
 from charts.tools.panels import ROWS
 from tba.fields import RunState
-from tests.support.chart import needs_helm, render_file, value_files
+from tests.support.chart import EXTERNAL, needs_helm, render_file
 from tests.support.promql import (
     OF_PROMETHEUS,
     RULES,
@@ -27,7 +27,6 @@ from tests.support.promql import (
 
 
 pytestmark = needs_helm
-EXTERNAL = next(path for path in value_files() if path.name == "external.yaml")
 
 
 def test_the_rules_are_those_of_the_file_for_one_release() -> None:

@@ -12,22 +12,13 @@ import pytest
 import yaml
 from tba_trainer.loop.status import ALIVE_FILE_VARIABLE
 
-from tests.support.chart import CHART, Pod, needs_helm, render, render_file, value_files
+from tests.support.chart import CHART, NODES, QUICKSTART, Pod, each_file, needs_helm, render, render_file
 
 pytestmark = needs_helm
-FILES = value_files()
 PODS = ("buffer", "reward", "searcher", "trainer")
-NODES, QUICKSTART = (
-    next(path for path in FILES if path.name == name) for name in ("nodes.yaml", "values-cpu-quickstart.yaml")
-)
 
 
-def name(path: Path) -> str:
-    """Return the name of a test."""
-    return path.stem
-
-
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_pods_are_fenced_in(path: Path) -> None:
     pods = list(render_file(path).pods())
     assert {*PODS} <= {pod.component for pod in pods}
@@ -49,7 +40,7 @@ def test_pods_are_fenced_in(path: Path) -> None:
             assert not own.get("privileged")
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_pods_are_bounded_and_say_why_they_fail(path: Path) -> None:
     for pod in render_file(path).pods():
         assert pod.spec["terminationGracePeriodSeconds"] >= 1 or pod.component == "test"
@@ -83,7 +74,7 @@ def test_a_trainer_is_restarted_that_was_alive_five_minutes_ago_and_not_since(tm
         assert code() == expected, age_s
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_every_mount_has_its_volume_and_every_volume_its_mount(path: Path) -> None:
     for pod in render_file(path).pods():
         volumes = Counter(volume["name"] for volume in pod.spec.get("volumes", []))
@@ -143,7 +134,7 @@ def test_several_processes_are_started_by_torchrun() -> None:
 
 @pytest.mark.parametrize(("file", "num_gpus"), [("values-gsm8k-4gpu.yaml", 4), ("values-math-7b-8gpu.yaml", 8)])
 def test_the_promised_number_of_gpus_is_used(file: str, num_gpus: int) -> None:
-    made = render_file(next(path for path in FILES if path.name == file))
+    made = render_file(CHART / file)
     gpus = {c: int(made.pod(c).spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) for c in PODS}
     num_searchers = int(environment(made.pod("buffer"))["TBA_SCALING__NUM_SEARCHERS"])
     assert gpus["buffer"] == gpus["reward"] == 0
@@ -156,7 +147,7 @@ def test_the_promised_number_of_gpus_is_used(file: str, num_gpus: int) -> None:
     assert tolerated == ["nvidia.com/gpu"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
+@each_file()
 def test_redis_refuses_writes_before_the_kernel_kills_it(path: Path) -> None:
     for pod in render_file(path).pods():
         if pod.component == "redis":

@@ -11,6 +11,7 @@ from tests.support.chart import (
     NAMESPACE,
     NEWEST,
     OLDEST,
+    QUICKSTART,
     REGISTRY,
     SEARCHERS,
     arguments,
@@ -23,7 +24,6 @@ from tests.support.installed_objects import cluster_with
 from tests.support.kube_schemas import problems
 
 pytestmark = needs_helm
-QUICKSTART = CHART / "values-cpu-quickstart.yaml"
 
 
 def test_nothing_is_installed_but_searchers() -> None:

@@ -14,9 +14,8 @@ from types import ModuleType
 import pytest
 
 from tests.support.certificates import make_certificate
-from tests.support.chart import CHART, needs_helm, render_file
+from tests.support.chart import CHART, QUICKSTART, needs_helm, render_file
 
-QUICKSTART = CHART / "values-cpu-quickstart.yaml"
 SCRIPT = CHART / "files" / "stop_trainer.py"
 JOB = "t-trainer-0123abcd"
 NO_HTTP = 0

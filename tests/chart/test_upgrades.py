@@ -14,17 +14,16 @@ from tests.support.chart import (
     CHART,
     KUBERNETES_API,
     NAMESPACE,
+    NODES,
+    QUICKSTART,
     REGISTRY,
     Rendering,
     helm,
     needs_helm,
     render_file,
-    value_files,
 )
 
 pytestmark = needs_helm
-QUICKSTART = next(path for path in value_files() if path.name == "values-cpu-quickstart.yaml")
-NODES = next(path for path in value_files() if path.name == "nodes.yaml")
 RESTARTED = ("Deployment", "StatefulSet")
 
 

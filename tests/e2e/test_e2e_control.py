@@ -146,13 +146,3 @@ def test_a_stopped_run_ends_early_with_checkpoint_evaluation_and_model(place: Pl
     assert place.pids() == []
     for child in ("buffer", "reward", "trainer", "searcher-0", "searcher-1"):
         assert "Traceback" not in place.log(child)
-
-
-def test_a_stopped_run_is_resumed_to_more_steps(place: Place) -> None:
-    steps = place.summary()["steps"]
-    more = place.start("--resume", "--set", f"trainer.num_steps={steps + 4}")
-    assert more.wait() == 0, more.err + more.out
-    summary = place.summary()
-    assert (summary["steps"], summary["lineages"], summary["ledger_violations"]) == (steps + 4, 2, [])
-    active = [entry.step for entry in place.ledger() if not entry.abandoned]
-    assert active == list(range(1, steps + 5))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tba_trainer.learner.learner import Learner
+from tba_trainer.model.policy import load_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.api import LedgerEntry
+from tba.config import parse_recipe
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
@@ -157,10 +162,20 @@ def s3_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 
 @pytest.fixture(scope="module")
 def alternating(make_place: MakePlace, s3_store: dict[str, str]) -> Place:
-    """Both baselines in one run, over an S3 server: it alternates with a lag, and its rewards are shuffled."""
+    """Both baselines in one run, over an S3 server: it alternates with a lag, and its rewards are shuffled; and its
+    searchers compute the log-probs of the reference."""
     sampling = {"alternate": True, "lag_steps": LAG_STEPS, "max_uses": 1, "most_on_policy_prob": 1.0}
     trainer = {"shuffle_rewards": True, "sync_interval": 1, "keep_versions": 2}
-    return run_to_the_end(make_place(store=s3_store, searcher={"num_searchers": 2}, sampling=sampling, trainer=trainer))
+    objective = {"preset": "tb", "beta": 0.1, "reference_placement": "searcher"}
+    place = make_place(
+        store=s3_store,
+        model={"policy_temperature": 0.8},
+        objective=objective,
+        searcher={"num_searchers": 2},
+        sampling=sampling,
+        trainer=trainer,
+    )
+    return run_to_the_end(place)
 
 
 def test_a_run_goes_to_the_end_over_an_s3_server(
@@ -187,6 +202,25 @@ def test_an_alternating_run_never_generates_while_it_trains(alternating: Place) 
 def test_with_a_constant_lag_every_rollout_is_trained_on_at_that_age(alternating: Place) -> None:
     ages = {e.step: (e.metrics["policy_age_mean"], e.metrics["policy_age_max"]) for e in alternating.ledger()}
     assert ages == {step: (min(step - 1, LAG_STEPS),) * 2 for step in range(1, NUM_STEPS + 1)}
+
+
+def test_searchers_compute_the_ref_log_probs_and_the_trainer_trains_with_them(alternating: Place) -> None:
+    ledger = alternating.ledger()
+    assert all(entry.metrics["kl_to_ref"] is not None for entry in ledger)
+    assert {entry.num_rollouts for entry in ledger} == {BATCH_ROLLOUTS}  # none was refused
+    assert any(entry.metrics["grad_norm"] for entry in ledger)
+    with alternating.redis_of_ended_run() as redis:
+        rollouts = decode_all(stored_rollouts(redis.url))
+    assert {r.version for r in rollouts} > {START}  # later versions have the same reference
+    carried = [r.ref_logprob for r in rollouts]
+    assert all(ref is not None and ref.version == START for ref in carried)
+    recipe = parse_recipe({**alternating.recipe, "objective": {"preset": "tb"}}, where="test")
+    policy = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    theirs = Learner(policy, recipe, np.random.default_rng(0)).reference
+    expected = theirs.logprobs([replace(r, ref_logprob=None) for r in rollouts])
+    assert expected is not None
+    assert theirs.num_computed == len(rollouts)
+    assert [ref.value for ref in carried if ref is not None] == pytest.approx(expected, abs=1e-4)
 
 
 def overlaps(rollouts: list[Rollout], ledger: list[LedgerEntry]) -> list[tuple[float, float, int]]:

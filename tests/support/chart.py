@@ -33,9 +33,15 @@ OF_A_RUN = "recipeName=quickstart,searchersOnly.bufferUrl=http://run-buffer.far:
 _FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def value_files() -> list[Path]:
-    """Return the chart's own files that bring a run, and the scenarios of its tests."""
-    return sorted(set(CHART.glob("values-*.yaml")) - {SEARCHERS}) + sorted(SCENARIOS.glob("*.yaml"))
+FILES = sorted(set(CHART.glob("values-*.yaml")) - {SEARCHERS}) + sorted(SCENARIOS.glob("*.yaml"))
+"""The chart's own files that bring a run, and the scenarios of its tests."""
+QUICKSTART = CHART / "values-cpu-quickstart.yaml"
+EXTERNAL, NODES, BARE = (SCENARIOS / f"{name}.yaml" for name in ("external", "nodes", "bare"))
+
+
+def each_file(*left_out: Path) -> pytest.MarkDecorator:
+    """Run a test for each file of FILES but those."""
+    return pytest.mark.parametrize("path", [x for x in FILES if x not in left_out], ids=lambda path: path.stem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 import tba
 
 ROOT = Path(__file__).parents[3]
@@ -31,16 +29,6 @@ def release(folder: Path, *words: str, **environ: str) -> subprocess.CompletedPr
     )
 
 
-STUB = """#!/bin/bash
-echo "${0##*/} $*" >>"$LOG"
-case "$*" in
-  "-m venv "*) mkdir -p "$3/bin"; for name in pip python twine cyclonedx-py sigstore; do cp "$0" "$3/bin/$name"; done ;;
-  "buildx inspect") echo "Driver: docker-container" ;;
-  *imagetools*) echo "sha256:of $4" ;;
-esac
-"""
-
-
 def checkout(folder: Path) -> None:
     """A repository of nothing but the script, tagged as a release."""
     for name in ("deploy", "tba"):
@@ -59,32 +47,6 @@ def checkout(folder: Path) -> None:
 def git(folder: Path, *words: str) -> None:
     flags = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     subprocess.run(["git", *flags, *words], cwd=folder, check=True, capture_output=True)
-
-
-@pytest.mark.parametrize("gpu", ["", "1"], ids=["cpu", "gpu"])
-def test_the_images_for_gpus_are_published_where_the_runner_can(gpu: str, tmp_path: Path) -> None:
-    folder, programs, log = tmp_path / "checkout", tmp_path / "programs", tmp_path / "log"
-    folder.mkdir()
-    programs.mkdir()
-    checkout(folder)
-    for name in ("python3", "make", "docker", "helm"):
-        (programs / name).write_text(STUB)
-        (programs / name).chmod(0o755)
-    path = f"{programs}:{os.environ['PATH']}"
-    where = {"REGISTRY": "r.example/", "TWINE_REPOSITORY_URL": "https://index.example/", "PATH": path, "LOG": str(log)}
-    done = release(folder, "--no-tests", GPU_IMAGES=gpu, PYTHON="python3", **where)
-    assert done.returncode == 0, done.stderr
-    built = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("make ") and "--push" in line]
-    images = (folder / "dist" / tba.__version__ / "images.txt").read_text()
-    pushed = {line.split("@")[0] for line in images.splitlines()}
-    assert len(pushed) == len(images.splitlines())
-    own = {
-        f"r.example/tba-{part}:{tba.__version__}" for part in ("buffer", "reward", "trainer", "searcher", "objectstore")
-    }
-    for_gpus = {f"r.example/tba-{part}:{tba.__version__}-gpu" for part in ("trainer", "searcher")}
-    # a CPU build of torch that `make images` brings must not be there before
-    assert (built, pushed) == ((["images-gpu", "images"], own | for_gpus) if gpu else (["images"], own))
-    assert ("make images-gpu images-push REGISTRY=r.example/" in done.stderr) is (gpu == "")
 
 
 def test_a_release_is_refused_where_anything_would_be_missing(tmp_path: Path) -> None:

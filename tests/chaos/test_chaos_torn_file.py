@@ -1,8 +1,6 @@
 """Redis ended at a random byte of a write, again and again: its file ends in half a transaction nearly every time.
 
-A limit on the size of its file ends it there, as a full disk does, and as a kill in the middle of a write may. A Redis
-that others start does not start over such a file, and is then started through start_redis.sh once, as its operator is
-told to.
+A limit on the size of its file ends it there, as a full disk does, and as a kill in the middle of a write may.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from tba.clients import BufferClient
 from tba.errors import UnavailableError
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import BufferThread
-from tests.support.redis_process import DURABLE, OF_OTHERS, RedisProcess, free_port
+from tests.support.redis_process import RedisProcess, start_redis
 from tests.support.waits import until
 
 NUM_ENDS = 4
@@ -58,39 +56,19 @@ def end_within_a_write(redis: RedisProcess, pusher: Pusher, rng: random.Random) 
     until("Redis has ended", lambda: not pusher.push() and redis.process.poll() is not None)
 
 
-def start_repaired(redis: RedisProcess) -> bool:
-    """Start it; return True if it refused to, and the script had to repair its file."""
-    try:
-        redis.start()
-    except RuntimeError:
-        redis.as_we_start_it = True
-        redis.start()
-        redis.as_we_start_it = False
-        return True
-    return False
-
-
-@pytest.mark.parametrize(
-    "as_we_start_it",
-    [pytest.param(True, id="started-by-us"), pytest.param(False, id="started-by-others", marks=pytest.mark.nightly)],
-)
-def test_redis_is_ended_within_a_write(
-    tmp_path: Path, seed: int, count: list[Counter[str]], as_we_start_it: bool
-) -> None:
+@pytest.mark.nightly
+def test_redis_is_ended_within_a_write(tmp_path: Path, seed: int, count: list[Counter[str]]) -> None:
     rng = random.Random(seed)
-    options = DURABLE if as_we_start_it else OF_OTHERS
-    redis = RedisProcess(folder=tmp_path / "redis", port=free_port(), options=options, as_we_start_it=as_we_start_it)
-    redis.start()
+    redis = start_redis(tmp_path / "redis")
     buffers = [BufferThread(make_recipe(buffer={"redis_url": redis.url}))]
     try:
         client = buffers[0].client()
         client.upload_prompts(make_prompts(4))
         start_lineage(client)
         pusher = Pusher(client, rng)
-        num_refused = 0
         for _ in range(NUM_ENDS):
             end_within_a_write(redis, pusher, rng)
-            num_refused += start_repaired(redis)
+            redis.start()
             until("a push is acknowledged", pusher.push)
         buffers.pop().stop()
         redis.kill()
@@ -106,7 +84,4 @@ def test_redis_is_ended_within_a_write(
     assert outcomes == {"duplicate": len(pusher.acked)}
     cut = (redis.folder / "redis.log").read_text().count("cut off its last")
     assert cut > 0
-    assert num_refused == (0 if as_we_start_it else cut)
-    count.append(
-        Counter(ends=NUM_ENDS, cut_off=cut, refused_starts=num_refused, acked=len(pusher.acked), stored=num_stored)
-    )
+    count.append(Counter(ends=NUM_ENDS, cut_off=cut, acked=len(pusher.acked), stored=num_stored))

@@ -18,7 +18,6 @@ from tba.wire import decode_rollout
 from tba_cli.run_folder import RunFolder
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import RUN, Place, stored_rollouts
-from tests.support.redis_process import RedisProcess, free_port
 from tests.support.stored_checkpoint import section_tensors
 
 NUM_STEPS, FORKED_AT, NUM_MORE = 12, PolicyVersion(1, 6), 4
@@ -62,24 +61,15 @@ def summary_of(place: Place, run: str) -> dict[str, Any]:
 
 
 def rollouts_of(place: Place, run: str) -> dict[bytes, bytes]:
-    redis = RedisProcess(folder=folder_of(place, run).redis_path, port=free_port())
-    redis.start()
-    try:
+    with place.redis_of_ended_run(run) as redis:
         return stored_rollouts(redis.url, run)
-    finally:
-        redis.stop()
 
 
 def arrived_before(place: Place, version: PolicyVersion) -> set[bytes]:
     """Ids of the rollouts of the first run that are before the mark of a version in its log."""
     found: set[bytes] = set()
-    redis = RedisProcess(folder=place.folder / "redis", port=free_port())
-    redis.start()
-    try:
-        with Redis.from_url(redis.url) as client:
-            entries: Any = client.xrange(f"tba:{RUN}:log")
-    finally:
-        redis.stop()
+    with place.redis_of_ended_run() as redis, Redis.from_url(redis.url) as client:
+        entries: Any = client.xrange(f"tba:{RUN}:log")
     for _, fields in entries:
         if fields.get(b"m") == f"{version.lineage} {version.step}".encode():
             return found

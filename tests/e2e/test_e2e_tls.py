@@ -18,7 +18,7 @@ from tba_trainer.trainer import run_trainer
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.errors import StoreTlsError, TlsError
-from tba_cli.doctor import CheckResult, run_checks
+from tba_cli.doctor import run_checks
 from tba_cli.doctor.checks import CHECKS
 from tba_cli.doctor.target import target_of
 from tba_cli.local.services import wait_until_ready
@@ -149,7 +149,6 @@ def _document(folder: Path, model: Path, ports: dict[str, int]) -> dict[str, Any
 
 STEPS = 4
 """Optimizer steps, over which two versions are published and used."""
-PROBES_OF_LINKS = ("services", "store")
 MOST_CONNECTIONS = 4
 """Most connections of one client until it gives up: no storm."""
 FAULTS = ("stranger", "expired")
@@ -191,7 +190,8 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
     url = ("--url", world.document["buffer"]["url"], "--ca-file", str(AUTHORITY))
     assert main(["status", "--json", *url, "--token-file", world.document["auth"]["tokens_file"]]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["step"] >= STEPS
-    found = _look(world.write("well"))
+    target = target_of(load_recipe(world.write("well"), environ={}), service="buffer")
+    found = run_checks(target, checks=[(name, CHECKS[name]) for name in ("services", "store")])
     assert [result for result in found if result.level == "fail"] == []
     assert {"service", "store-parts"} <= {result.code for result in found if result.level == "ok"}
     for kind in ("trainer", "searcher", "buffer", "reward"):
@@ -227,24 +227,6 @@ def test_a_command_that_cannot_have_tls_says_so(
     assert main(["status", "--url", url, "--ca-file", str(AUTHORITY), "--token-file", tokens_file]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     _assert_says(said, world, "buffer", fault)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("link", ["buffer", "reward", "store"])
-def test_the_doctor_says_which_link_has_no_tls(world: TlsWorld, link: str, fault: str) -> None:
-    code = {"buffer": "service", "reward": "service"}.get(link, link)
-    sections = _changed(world, link, fault)
-    path = world.write(f"doctor-{link}-{fault}", **sections)
-    (result,) = [each for each in _look(path, link) if each.level == "fail"]
-    assert result.code == code
-    assert result.fix
-    _assert_says(result.found, world, link, fault)
-
-
-def _look(path: Path, link: str | None = None) -> list[CheckResult]:
-    names = PROBES_OF_LINKS if link is None else ({"buffer": "services", "reward": "services"}.get(link, link),)
-    target = target_of(load_recipe(path, environ={}), service="buffer")
-    return run_checks(target, checks=[(name, CHECKS[name]) for name in names])
 
 
 def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]]:

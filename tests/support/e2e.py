@@ -17,14 +17,11 @@ from typing import Any, TypeVar
 
 from tba.api import LedgerEntry, RunInfo
 from tba.clients import BufferClient
-from tba.config import Recipe, parse_recipe
 from tba.tokens import role_token
 from tba.wire import Rollout, decode_rollout
-from tba_cli.prompts.reader import prompts_of, upload_prompts
 from tba_cli.reports.ledger import batch_entries, ledger_lines
 from tba_cli.run_folder import RunFolder
-from tests.support.buffer import Stack, start_buffer, start_service, write_recipe
-from tests.support.redis_process import RedisProcess, free_port, start_redis
+from tests.support.redis_process import RedisProcess, free_port
 from tests.support.waits import DEADLINE_S, until
 
 RUN = "tiny"
@@ -200,9 +197,9 @@ class Place:
         return [LedgerEntry.model_validate(line) for line in document["ledger"] if line["kind"] == "batch"]
 
     @contextmanager
-    def redis_of_ended_run(self) -> Iterator[RedisProcess]:
-        """Redis over the append-only file that the run left."""
-        redis = RedisProcess(folder=self.folder / "redis", port=free_port())
+    def redis_of_ended_run(self, run: str = RUN) -> Iterator[RedisProcess]:
+        """Redis over the append-only file that a run left."""
+        redis = RedisProcess(folder=self.path / "runs" / run / "redis", port=free_port())
         redis.start()
         try:
             yield redis
@@ -305,71 +302,3 @@ def open_leases(redis_url: str, searcher_id: str, run: str = RUN) -> dict[str, d
 def whole_ledger(client: BufferClient) -> list[LedgerEntry]:
     """The ledger of a run that is going."""
     return batch_entries(list(ledger_lines(client)))
-
-
-@dataclass
-class Services:
-    """The same run with every process started by hand, so that one can be killed without ending the others."""
-
-    folder: Path
-    stack: Stack
-    recipe_path: Path
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-
-    @property
-    def recipe(self) -> Recipe:
-        """The resolved recipe."""
-        return self.stack.recipe
-
-    @property
-    def redis_url(self) -> str:
-        """For `stored_rollouts`."""
-        return self.stack.redis.url
-
-    def start(self, kind: str, name: str | None = None) -> subprocess.Popen[bytes]:
-        """Start `python -m tba_<kind>`; `name` is the name of its log, and the id of a searcher."""
-        name = name or kind
-        log = self.folder / f"{name}.log"
-        self.processes[name] = start_service(f"tba_{kind}", self.recipe_path, log, TBA_SEARCHER_ID=name)
-        return self.processes[name]
-
-    def log(self, name: str) -> str:
-        """Return the log of a process."""
-        return (self.folder / f"{name}.log").read_text()
-
-    def logs(self) -> dict[str, str]:
-        """Return the log of every process."""
-        return {name: self.log(name) for name in self.processes} | {"buffer": self.stack.buffer.log_path.read_text()}
-
-    def kill(self, name: str) -> None:
-        """SIGKILL."""
-        self.processes[name].kill()
-        self.processes[name].wait()
-
-    def stop(self) -> None:
-        """End everything."""
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-        self.stack.stop()
-
-
-def start_services(folder: Path, model: Path, **sections: dict[str, Any]) -> Services:
-    """Redis, the buffer and its prompts, the reward service; the caller starts the rest and stops it all."""
-    redis = start_redis(folder / "redis")
-    try:
-        document = tiny_sections(model, store={"url": f"file://{folder / 'store'}"}, **sections)
-        document["buffer"] |= {"port": free_port(), "redis_url": redis.url}
-        document["reward"] |= {"port": free_port()}
-        document["tracking"] = {"metrics_path": str(folder / "metrics.jsonl")}
-        recipe = parse_recipe(document, where="tiny recipe")
-        recipe_path = write_recipe(folder / "recipe.json", recipe)
-        buffer = start_buffer(recipe_path)
-    except BaseException:
-        redis.stop()
-        raise
-    services = Services(folder, Stack(redis=redis, buffer=buffer, recipe=recipe), recipe_path)
-    client = buffer.client()
-    upload_prompts(client, prompts_of(recipe), max_chunk_bytes=1_000_000)
-    services.start("reward")
-    return services

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
 import socket
 from typing import Any
@@ -14,7 +15,7 @@ from fastapi import FastAPI
 
 from tba.api import Stats
 from tba.server.problems import install_problem_handlers
-from tba.wire import encode_push
+from tba.wire import Heartbeat, encode_heartbeat, encode_push
 from tests.support.buffer import make_payloads, make_prompts, start_lineage, stored_run
 from tests.support.buffer_fixtures import ServeBuffer
 
@@ -73,6 +74,34 @@ def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer
             wrong.append((path, body, reply.status_code, reply.text))
     assert wrong == []
     assert (stored_run(client), counts(client.stats())) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b'{"a":', b"[" * 30_000, b"\xff\xfe\xfd", b"\xdd\xff\xff\xff\xff", b"\x91" * 30_000],
+    ids=["nothing", "not JSON", "deep JSON", "not UTF-8", "msgpack that promises too much", "deep msgpack"],
+)
+def test_no_endpoint_takes_bytes_that_are_no_document(serve_buffer: ServeBuffer, body: bytes) -> None:
+    url = serve_buffer().url
+    document = httpx2.get(f"{url}/openapi.json", timeout=60).json()
+    paths = [path for path, methods in document["paths"].items() if "post" in methods]
+    assert len(paths) > 10
+    for path in paths:
+        for kind in ("json", "msgpack"):
+            headers = {"content-type": f"application/{kind}"}
+            answer = httpx2.post(url + re.sub(r"{\w+}", "x", path), content=body, headers=headers, timeout=60)
+            assert 400 <= answer.status_code <= 422, (path, answer.text)
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert "\n" not in answer.json()["detail"]
+
+
+def test_a_heartbeat_of_another_run_is_refused(serve_buffer: ServeBuffer) -> None:
+    beat = Heartbeat(
+        component_id="s", kind="searcher", run="another", state="running", version=None, wait=None, gauges={}
+    )
+    headers = {"content-type": "application/msgpack"}
+    url = f"{serve_buffer().url}/v1/heartbeats"
+    assert httpx2.post(url, content=encode_heartbeat(beat), headers=headers, timeout=60).status_code == 409
 
 
 def test_a_prompt_that_could_not_be_read_back_is_not_stored(serve_buffer: ServeBuffer) -> None:

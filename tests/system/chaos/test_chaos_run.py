@@ -16,6 +16,9 @@ CARDS = [
     Card("kill -9", "redis"),
     Card("store 503", "store"),
     Card("link cut", "searcher-buffer"),
+    Card("kill -9", "buffer"),
+    Card("kill -9", "reward"),
+    Card("kill -9", "trainer"),
 ]
 
 
@@ -38,5 +41,5 @@ def test_a_run_survives_a_few_faults_with_everything_it_acknowledged(tmp_path: P
     assert all(trial.recovered_s is not None for trial in trials)
     assert verdict.counts["acknowledged rollouts"] == verdict.counts["stored"] > 0
     assert verdict.counts["acknowledged steps"] >= 3 * len(CARDS)
-    assert verdict.counts["process starts"]["redis"] == 2
+    assert {verdict.counts["process starts"][name] for name in ("redis", "buffer", "reward", "trainer")} == {2}
     assert "| kill -9 | redis | 1 (0) | 1 |" in survival_table(trials)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import tba
 from tests.system.cluster import faults, midrun, stages
-from tests.system.cluster.kube import LOAD, PREFIX, ClusterError, load, run, why_not
+from tests.system.cluster.kube import LOAD, PREFIX, StageError, load, run, why_not
 from tests.system.cluster.release import CHART, Release
 
 HERE = Path(__file__).parent
@@ -60,7 +60,7 @@ def main() -> int:
             everything(release, extra, report)
         if args.only in (None, "own"):
             midrun.everything(f"{release.namespace}-own", extra, report)
-    except ClusterError as error:
+    except StageError as error:
         print(f"FAILED: {error}\n\n{release.why()}", file=sys.stderr, flush=True)
         return 1
     finally:

@@ -20,7 +20,7 @@ PATIENCE = float(os.environ.get("TBA_CLUSTER_PATIENCE", "1"))
 """What every deadline is multiplied by, for a node that other work keeps busy."""
 
 
-class ClusterError(Exception):
+class StageError(Exception):
     """A command failed, or something never came true."""
 
 
@@ -40,16 +40,16 @@ def run(
     """Run one command where the cluster is.
 
     Raises:
-        ClusterError: it failed.
+        StageError: it failed.
     """
     try:
         done = subprocess.run(
             [*PREFIX, *command], capture_output=True, text=True, timeout=timeout_s * PATIENCE, input=stdin, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"{' '.join(command)} did not end within {timeout_s * PATIENCE:g} s") from None
+        raise StageError(f"{' '.join(command)} did not end within {timeout_s * PATIENCE:g} s") from None
     if check and done.returncode != 0:
-        raise ClusterError(f"{' '.join(command)} (exit code {done.returncode}):\n{done.stdout}{done.stderr}")
+        raise StageError(f"{' '.join(command)} (exit code {done.returncode}):\n{done.stdout}{done.stderr}")
     return done
 
 
@@ -72,7 +72,7 @@ def until(what: str, condition: Callable[[], T | None], *, deadline_s: float, ev
     """Poll until `condition` returns something true; errors of commands count as not yet.
 
     Raises:
-        ClusterError: never within the deadline; with the last error.
+        StageError: never within the deadline; with the last error.
     """
     deadline_s *= PATIENCE
     end_s, last = time.monotonic() + deadline_s, ""
@@ -80,7 +80,7 @@ def until(what: str, condition: Callable[[], T | None], *, deadline_s: float, ev
         try:
             if value := condition():
                 return value
-        except ClusterError as error:
+        except StageError as error:
             last = f": {error}"
         time.sleep(every_s)
-    raise ClusterError(f"within {deadline_s:g} s it never happened that {what}{last}")
+    raise StageError(f"within {deadline_s:g} s it never happened that {what}{last}")

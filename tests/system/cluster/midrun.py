@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.system.cluster import own
-from tests.system.cluster.kube import ClusterError, get, minutes, run, until
+from tests.system.cluster.kube import StageError, get, minutes, run, until
 from tests.system.cluster.release import CHART, Release
 from tests.system.cluster.stages import RECOVERY_DEADLINE_S, STEPS_AFTER_A_KILL, Report
 
@@ -27,9 +27,9 @@ def everything(namespace: str, sets: list[str], report: Report) -> None:
             moved_pods(alpha, beta, report)
             reinstall(alpha, report)
             uninstall(alpha, beta, report)
-        except ClusterError as error:
-            error = ClusterError(f"{error}\n\n{alpha.why()}\n\n{beta.why()}")
-            with suppress(ClusterError):  # the first error says what is wrong
+        except StageError as error:
+            error = StageError(f"{error}\n\n{alpha.why()}\n\n{beta.why()}")
+            with suppress(StageError):  # the first error says what is wrong
                 own.delete_outside([namespace, f"{namespace}-more"])
             raise error from None
         own.delete_outside([namespace, f"{namespace}-more"])
@@ -64,7 +64,7 @@ def searchers_alone(more: Release, alpha: Release, report: Report) -> None:
         now = alpha.status()
         found["rollouts"] = now["stats"]["rollouts_generated"] - before["stats"]["rollouts_generated"]
         if found["rollouts"] <= 0:
-            raise ClusterError("the run's searchers elsewhere have pushed nothing")
+            raise StageError("the run's searchers elsewhere have pushed nothing")
         alpha.tba("scale", "recipe")
         until("the run's own are back", lambda: alpha.ready("searcher"), deadline_s=RECOVERY_DEADLINE_S)
     with report.stage("and away again") as found:
@@ -90,7 +90,7 @@ def changed_recipes(folder: Path, alpha: Release, beta: Release, sets: list[str]
         installed = run("helm", "get", "values", beta.name, "--revision", revision, "-o", "yaml", *place).stdout
         run("helm", "upgrade", beta.name, str(CHART), "--values", "-", "--timeout", minutes(5), *place, stdin=installed)
         if uids_of(beta) != uids:
-            raise ClusterError("pods were replaced, and nothing had changed")
+            raise StageError("pods were replaced, and nothing had changed")
         run("helm", "rollback", beta.name, "1", "--timeout", minutes(5), *place)
         until("the former trainer is pruned", lambda: len(jobs_of(beta, "trainer")) == 1, deadline_s=120)
 
@@ -148,14 +148,14 @@ def refused(release: Release, name: str, sentence: str, report: Report, *args: s
         before, uids = release.status(), uids_of(release)
         try:
             release.helm("upgrade", "--timeout", minutes(3), *args)
-        except ClusterError as error:
+        except StageError as error:
             text = str(error)
         else:
-            raise ClusterError(f"helm upgrade took {name}")
+            raise StageError(f"helm upgrade took {name}")
         if sentence not in text:
-            raise ClusterError(f"helm upgrade did not say {sentence!r} but\n{text}")
+            raise StageError(f"helm upgrade did not say {sentence!r} but\n{text}")
         if uids_of(release) != uids:
-            raise ClusterError("pods were replaced before the sentence")
+            raise StageError("pods were replaced before the sentence")
         found |= until_it_continues(release, before, is_restarted=False)
 
 
@@ -175,7 +175,7 @@ def until_it_continues(
     now = until("the run continues", continues, deadline_s=RECOVERY_DEADLINE_S)
     lost = before["stats"]["rollouts_generated"] - release.status()["stats"]["rollouts_generated"]
     if lost > 0:
-        raise ClusterError(f"{lost} acknowledged rollouts are gone")
+        raise StageError(f"{lost} acknowledged rollouts are gone")
     return {"lineage": now["lineage"], "step": now["step"]}
 
 

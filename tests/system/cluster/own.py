@@ -159,7 +159,7 @@ def delete_outside(namespaces: list[str]) -> None:
     """The namespaces with all that is in them.
 
     Raises:
-        ClusterError: one is still there.
+        StageError: one is still there.
     """
     for namespace in namespaces:
         run("kubectl", "delete", "namespace", namespace, "--wait=false", check=False)

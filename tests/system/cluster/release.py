@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.system.cluster.kube import LOAD, ClusterError, get, run, until
+from tests.system.cluster.kube import LOAD, StageError, get, run, until
 
 CHART = Path("charts/tba")
 SECRETS = ("tba-tokens", "tba-redis", "tba-store", "tba-store-read")
@@ -85,7 +85,7 @@ class Release:
         """`tba ...` inside the buffer's pod, as the operator: the REST API as a person would use it."""
         names = self.ready("buffer")
         if not names:
-            raise ClusterError("the buffer has no ready pod")
+            raise StageError("the buffer has no ready pod")
         target = ["--url", "http://127.0.0.1:8700", "--token-file", "-"]
         words = (words[0], *words[1:], *target)
         return run("kubectl", "-n", self.namespace, "exec", "-i", names[0], "-c", "buffer", "--", "tba", *words,
@@ -95,12 +95,12 @@ class Release:
         """Return the output of `tba status --json`.
 
         Raises:
-            ClusterError: it failed, or brought nothing three times: kubectl loses output now and then on a busy node.
+            StageError: it failed, or brought nothing three times: kubectl loses output now and then on a busy node.
         """
         for _ in range(3):
             if text := self.tba("status", "--json").strip():
                 return json.loads(text)
-        raise ClusterError("kubectl exec ended well three times and brought no output of tba status")
+        raise StageError("kubectl exec ended well three times and brought no output of tba status")
 
     def step(self) -> int:
         """The run's optimizer step."""
@@ -116,7 +116,7 @@ class Release:
         """Delete the pods of a component at once, without any grace; returns their uids."""
         pods = self.pods(component)
         if not pods:
-            raise ClusterError(f"there is no pod of {component} to kill")
+            raise StageError(f"there is no pod of {component} to kill")
         names = [pod["metadata"]["name"] for pod in pods]
         run("kubectl", "-n", self.namespace, "delete", "pod", *names, "--grace-period=0", "--force", "--wait=false")
         return [pod["metadata"]["uid"] for pod in pods]

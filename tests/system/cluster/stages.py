@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.system.cluster.kube import ClusterError, get, minutes, run, until
+from tests.system.cluster.kube import StageError, get, minutes, run, until
 from tests.system.cluster.release import KINDS, Release
 
 FIRST_STEP_LIMIT_S = 180.0
@@ -29,13 +29,13 @@ class Report:
         """Time a stage; what is put into the dictionary is shown.
 
         Raises:
-            ClusterError: the stage failed; it is named.
+            StageError: the stage failed; it is named.
         """
         begun_s, found = time.monotonic(), {}
         try:
             yield found
-        except ClusterError as error:
-            raise ClusterError(f"in stage {name!r}: {error}") from None
+        except StageError as error:
+            raise StageError(f"in stage {name!r}: {error}") from None
         self.rows.append({"stage": name, "seconds": round(time.monotonic() - begun_s, 1), **found})
         more = ", ".join(f"{key} {value}" for key, value in found.items())
         print(f"{name:<34} {self.rows[-1]['seconds']:7.1f} s  {more}", flush=True)
@@ -83,7 +83,7 @@ def kill_every_kind(release: Release, report: Report) -> None:
             after = release.status()
             lost = before["stats"]["rollouts_generated"] - after["stats"]["rollouts_generated"]
             if lost > 0:
-                raise ClusterError(f"{lost} acknowledged rollouts are gone after {component} was killed")
+                raise StageError(f"{lost} acknowledged rollouts are gone after {component} was killed")
             found |= {"lineage": after["run"]["lineage"], "step": after["run"]["step"]}
 
 

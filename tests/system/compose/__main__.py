@@ -20,9 +20,10 @@ from pathlib import Path
 
 import tba
 from tba.logs import silence_retries
+from tests.system.cluster.kube import StageError
 from tests.system.cluster.stages import Report
 from tests.system.compose import stages
-from tests.system.compose.engine import ComposeError, Project, run, why_not
+from tests.system.compose.engine import Project, run, why_not
 
 LEAST_ACCURACY = 0.85
 """The quickstart ends at 0.95 and more and starts at 0.30 to 0.36 (README.md)."""
@@ -50,7 +51,7 @@ def main() -> int:
             stages.kill_each(project, report)
             stages.finish(project, report, deadline_s=2400, least_accuracy=LEAST_ACCURACY)
             stages.stop(project, report)
-        except ComposeError as error:
+        except StageError as error:
             print(f"FAILED: {error}\n\n{project.why()}", file=sys.stderr, flush=True)
             return 1
         finally:

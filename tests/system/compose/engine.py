@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,10 @@ from tba.api import RunInfo
 from tba.clients import BufferClient
 from tba.errors import TbaError
 from tba.tokens import operator_token
+from tests.system.cluster.kube import StageError
 
 ROOT = Path(__file__).parents[3]
 FILES = ("-f", str(ROOT / "docker-compose.yml"), "--env-file", str(ROOT / "deploy/cpu.env"))
-
-
-class ComposeError(Exception):
-    """A stage failed; the text says what was expected and what was found."""
 
 
 def why_not() -> str | None:
@@ -33,21 +28,6 @@ def why_not() -> str | None:
         if answer.returncode != 0:
             return f"`{' '.join(words)}` fails: {answer.stderr.strip()[-300:]}"
     return None
-
-
-def until(what: str, is_true: Callable[[], Any], *, deadline_s: float, every_s: float = 0.5) -> Any:
-    """Poll until it is true, and give what it was.
-
-    Raises:
-        ComposeError: it is not within `deadline_s`.
-    """
-    end_s = time.monotonic() + deadline_s
-    while True:
-        if found := is_true():
-            return found
-        if time.monotonic() > end_s:
-            raise ComposeError(f"still waiting after {deadline_s:.0f} s until {what}")
-        time.sleep(every_s)
 
 
 class Project:
@@ -72,7 +52,7 @@ class Project:
         """Run `docker compose` and return its stdout.
 
         Raises:
-            ComposeError: it fails.
+            StageError: it fails.
         """
         return run(
             "docker",
@@ -90,7 +70,7 @@ class Project:
         """The id of a service's container."""
         found = self.compose("ps", "--all", "--quiet", service).split()
         if len(found) != 1:
-            raise ComposeError(f"service {service} has {len(found)} containers")
+            raise StageError(f"service {service} has {len(found)} containers")
         return found[0]
 
     def inspect(self, service: str) -> dict[str, Any]:
@@ -149,12 +129,12 @@ def run(*words: str, check: bool = True, timeout_s: float = 300, environ: dict[s
     """Run a command and return its stdout.
 
     Raises:
-        ComposeError: it fails, or takes too long.
+        StageError: it fails, or takes too long.
     """
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=environ)
     except subprocess.TimeoutExpired:
-        raise ComposeError(f"`{' '.join(words)}` took longer than {timeout_s:.0f} s") from None
+        raise StageError(f"`{' '.join(words)}` took longer than {timeout_s:.0f} s") from None
     if check and answer.returncode != 0:
-        raise ComposeError(f"`{' '.join(words)}` ended with {answer.returncode}: {answer.stderr.strip()[-2000:]}")
+        raise StageError(f"`{' '.join(words)}` ended with {answer.returncode}: {answer.stderr.strip()[-2000:]}")
     return answer.stdout

@@ -9,8 +9,9 @@ import time
 import urllib.error
 import urllib.request
 
+from tests.system.cluster.kube import StageError, until
 from tests.system.cluster.stages import Report
-from tests.system.compose.engine import ROOT, ComposeError, Project, run, until
+from tests.system.compose.engine import ROOT, Project, run
 
 SEARCHERS = ("searcher-cpu-1", "searcher-cpu-2")
 KILLED = ("searcher-cpu-1", "buffer", "redis", "trainer-cpu", "reward", "objectstore")
@@ -47,7 +48,7 @@ def images(report: Report, tag: str) -> None:
             about = json.loads(run("docker", "image", "inspect", image))[0]
             config, version = about["Config"], about["Config"]["Labels"].get("org.opencontainers.image.version")
             if config["User"] != "65532:65532" or not config.get("Healthcheck") or version != tag:
-                raise ComposeError(f"{image}: user {config['User']}, version {version}, {config.get('Healthcheck')}")
+                raise StageError(f"{image}: user {config['User']}, version {version}, {config.get('Healthcheck')}")
             found["mb"] = round(about["Size"] / 1e6)
             if service in MODULES:
                 hardened = ["--rm", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--network", "none"]
@@ -55,7 +56,7 @@ def images(report: Report, tag: str) -> None:
                 run("docker", "run", *hardened, "--entrypoint", inside[0], image, *inside[1:], timeout_s=600)
                 said = run("docker", "run", *hardened, "--entrypoint", "tba", image, "--version")
                 if tag not in said:
-                    raise ComposeError(f"{image}: `tba --version` says {said!r}, not {tag}")
+                    raise StageError(f"{image}: `tba --version` says {said!r}, not {tag}")
 
 
 def start(project: Project, report: Report) -> None:
@@ -76,21 +77,21 @@ def locked_down(project: Project, report: Report) -> None:
             about = project.inspect(service)
             host = about["HostConfig"]
             if not host["ReadonlyRootfs"] or host["CapDrop"] != ["ALL"] or host["Memory"] <= 0 or not host["Init"]:
-                raise ComposeError(f"{service}: its root can be written, or it has capabilities or no limit")
+                raise StageError(f"{service}: its root can be written, or it has capabilities or no limit")
             said = run("docker", "exec", about["Id"], "sh", "-c", "id -u; touch /x 2>&1 || true")
             uid, _, touched = said.partition("\n")
             if uid == "0" or "ead-only" not in touched:
-                raise ComposeError(f"{service}: runs as {uid}, `touch /x` says {touched!r}")
+                raise StageError(f"{service}: runs as {uid}, `touch /x` says {touched!r}")
             for bindings in (about["NetworkSettings"]["Ports"] or {}).values():
                 if any(binding["HostIp"] != "127.0.0.1" for binding in bindings or []):
-                    raise ComposeError(f"{service} listens beyond loopback: {bindings}")
+                    raise StageError(f"{service} listens beyond loopback: {bindings}")
         try:
             urllib.request.urlopen(f"{project.url}/v1/run", timeout=30)
-            raise ComposeError("GET /v1/run without a token is answered")
+            raise StageError("GET /v1/run without a token is answered")
         except urllib.error.HTTPError as error:
             found["without_token"] = error.code
             if error.code != 401:
-                raise ComposeError(f"GET /v1/run without a token gives {error.code}, not 401") from None
+                raise StageError(f"GET /v1/run without a token gives {error.code}, not 401") from None
 
 
 def kill_each(project: Project, report: Report) -> None:
@@ -98,7 +99,7 @@ def kill_each(project: Project, report: Report) -> None:
     for service in KILLED:
         before = until("the buffer answers", project.info, deadline_s=RECOVERY_DEADLINE_S)
         if before.state == "done":
-            raise ComposeError(f"the run was over before {service} could be killed; give it more steps")
+            raise StageError(f"the run was over before {service} could be killed; give it more steps")
         num_rollouts, begun_s = project.rollouts(), time.monotonic()
         num_restarts = project.inspect(service)["RestartCount"]
         with report.stage(f"kill -9 {service}") as found:
@@ -124,7 +125,7 @@ def kill_each(project: Project, report: Report) -> None:
             until("steps continue", continues, deadline_s=RECOVERY_DEADLINE_S)
             lost = num_rollouts - project.rollouts()
             if lost > 0:
-                raise ComposeError(f"{lost} acknowledged rollouts are gone after {service} was killed")
+                raise StageError(f"{lost} acknowledged rollouts are gone after {service} was killed")
             found |= {"next_step_s": round(time.monotonic() - begun_s, 1), "step": project.step()}
 
 
@@ -135,26 +136,26 @@ def finish(project: Project, report: Report, *, deadline_s: float, least_accurac
         info = project.info()
         evals = [item for item in info.evals if item.state == "done"] if info else []
         if info is None or len(evals) < 2:
-            raise ComposeError("the run has no evaluations at its end")
+            raise StageError("the run has no evaluations at its end")
         final = max(evals, key=lambda item: int(item.version.split("-")[1]))
         found |= {"steps": info.step, "lineages": info.lineage, "final": round(final.accuracy or 0.0, 3)}
         found |= {"final_greedy": final.greedy_accuracy, "prompts": final.num_prompts}
         if (final.accuracy or 0.0) < least_accuracy:
-            raise ComposeError(f"the final accuracy {final.accuracy} is below {least_accuracy}")
+            raise StageError(f"the final accuracy {final.accuracy} is below {least_accuracy}")
     with report.stage("tba ledger check") as found:
         words = ("ledger", "check", "--url", project.url, "--token-file", str(project.tokens_file))
         answer = subprocess.run(
             [sys.executable, "-m", "tba_cli.main", *words], capture_output=True, text=True, timeout=300, cwd=ROOT
         )
         if answer.returncode != 0:
-            raise ComposeError(f"tba ledger check: {answer.stdout}{answer.stderr}")
+            raise StageError(f"tba ledger check: {answer.stdout}{answer.stderr}")
         found["says"] = answer.stdout.strip().splitlines()[-1]
     with report.stage("the trainer ended, searchers wait") as found:
         until("the trainer has ended", lambda: not project.inspect("trainer-cpu")["State"]["Running"], deadline_s=120)
         states = {name: project.inspect(name)["State"] for name in ("trainer-cpu", *SEARCHERS)}
         found["trainer_exit"] = states["trainer-cpu"]["ExitCode"]
         if found["trainer_exit"] != 0 or not all(states[name]["Running"] for name in SEARCHERS):
-            raise ComposeError(f"at the end: {states}")
+            raise StageError(f"at the end: {states}")
     with report.stage("set up again: no change") as found:
         for service in ("setup-models", "setup-prompts"):
             project.compose("run", "--rm", "--no-deps", service, timeout_s=900)
@@ -168,9 +169,9 @@ def stop(project: Project, report: Report) -> None:
         project.compose("down", "--timeout", "60")
         kept = project.volumes()
         if gone := used - kept:
-            raise ComposeError(f"`down` leaves these volumes without a name or removes them: {', '.join(sorted(gone))}")
+            raise StageError(f"`down` leaves these volumes without a name or removes them: {', '.join(sorted(gone))}")
         found["kept"] = len(kept)
         project.compose("down", "--volumes", "--timeout", "60")
         if left := project.left_over():
-            raise ComposeError(f"still there after `down --volumes`: {', '.join(left)}")
+            raise StageError(f"still there after `down --volumes`: {', '.join(left)}")
         found["left"] = 0

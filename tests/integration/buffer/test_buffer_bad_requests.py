@@ -76,23 +76,24 @@ def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer
     assert (stored_run(client), counts(client.stats())) == before
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b'{"a":', b"[" * 30_000, b"\xff\xfe\xfd", b"\xdd\xff\xff\xff\xff", b"\x91" * 30_000],
-    ids=["nothing", "not JSON", "deep JSON", "not UTF-8", "msgpack that promises too much", "deep msgpack"],
-)
-def test_no_endpoint_takes_bytes_that_are_no_document(serve_buffer: ServeBuffer, body: bytes) -> None:
-    url = serve_buffer().url
-    document = httpx2.get(f"{url}/openapi.json", timeout=60).json()
-    paths = [path for path, methods in document["paths"].items() if "post" in methods]
-    assert len(paths) > 10
-    for path in paths:
-        for kind in ("json", "msgpack"):
-            headers = {"content-type": f"application/{kind}"}
-            answer = httpx2.post(url + re.sub(r"{\w+}", "x", path), content=body, headers=headers, timeout=60)
-            assert 400 <= answer.status_code <= 422, (path, answer.text)
-            assert answer.headers["content-type"] == "application/problem+json"
-            assert "\n" not in answer.json()["detail"]
+NO_DOCUMENTS = [
+    *((body, "application/json") for body in (b"", b'{"a":', b"[" * 30_000, b"\xff\xfe\xfd")),
+    # an array that promises too much, and a deep one
+    *((body, "application/msgpack") for body in (b"\xdd\xff\xff\xff\xff", b"\x91" * 30_000)),
+]
+
+
+def test_no_endpoint_takes_bytes_that_are_no_document(serve_buffer: ServeBuffer) -> None:
+    with httpx2.Client(base_url=serve_buffer().url, timeout=60) as client:
+        paths = client.get("/openapi.json").json()["paths"].items()
+        posts = [re.sub(r"{\w+}", "x", path) for path, methods in paths if "post" in methods]
+        assert len(posts) > 10
+        for path in posts:
+            for body, kind in NO_DOCUMENTS:
+                answer = client.post(path, content=body, headers={"content-type": kind})
+                assert 400 <= answer.status_code <= 422, (path, answer.text)
+                assert answer.headers["content-type"] == "application/problem+json"
+                assert "\n" not in answer.json()["detail"]
 
 
 def test_a_heartbeat_of_another_run_is_refused(serve_buffer: ServeBuffer) -> None:

@@ -4,7 +4,7 @@
     -> upgrade with changed values -> rollback -> helm test -> stop, result, ledger
     -> uninstall, nothing is left -> installations that cannot work
 and in the middle of two runs side by side (midrun.py), with values of our own (own.py):
-    searchers alone elsewhere -> another recipe -> what is refused -> rollback -> evictions, a drain -> reinstall on
+    searchers alone elsewhere -> another recipe -> rollback -> evictions, a drain -> reinstall on
     kept claims -> uninstall
 
 It takes helm and kubectl from PATH and the cluster of the current context; images come from a registry

@@ -1,5 +1,4 @@
-"""Changes of releases in the middle of a run: each ends in "the run continues", or in one sentence before anything is
-changed."""
+"""Changes of releases in the middle of a run, each of which ends in "the run continues"."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def everything(namespace: str, sets: list[str], report: Report) -> None:
         try:
             side_by_side(alpha, beta, report)
             searchers_alone(own.more(Path(folder), f"{namespace}-more", alpha, sets), alpha, report)
-            changed_recipes(Path(folder), alpha, beta, sets, report)
+            changed_recipes(Path(folder), beta, sets, report)
             moved_pods(alpha, beta, report)
             reinstall(alpha, report)
             uninstall(alpha, beta, report)
@@ -74,18 +73,14 @@ def searchers_alone(more: Release, alpha: Release, report: Report) -> None:
         until_it_continues(alpha, before, is_restarted=False)
 
 
-def changed_recipes(folder: Path, alpha: Release, beta: Release, sets: list[str], report: Report) -> None:
-    """A recipe that may change, then values that may not; then back to the first."""
+def changed_recipes(folder: Path, beta: Release, sets: list[str], report: Report) -> None:
+    """Another recipe, then back to the first."""
     with restarted(beta, "helm upgrade, another recipe", report):
         own.beta(folder, beta.namespace, sets, file="changed", sync_interval="5").helm(
             "upgrade", "--timeout", minutes(5)
         )
-    larger = ("--set", "redis.persistence.size=3Gi")
-    refused(alpha, "a larger claim", "redis.persistence.size is 3Gi and the claim was made with 2Gi", report, *larger)
-    renamed = ("--set", "fullnameOverride=another")
-    refused(alpha, "other names", "this release's objects and claims are called lab-alpha", report, *renamed)
     with restarted(beta, "helm rollback", report):
-        # the last revision is a refused one, and a rollback prunes by it: first an upgrade to what is installed (docs)
+        # a rollback prunes by the last revision: first an upgrade to what is installed (docs)
         uids, revision, place = uids_of(beta), deployed(beta), ("-n", beta.namespace)
         installed = run("helm", "get", "values", beta.name, "--revision", revision, "-o", "yaml", *place).stdout
         run("helm", "upgrade", beta.name, str(CHART), "--values", "-", "--timeout", minutes(5), *place, stdin=installed)
@@ -140,23 +135,6 @@ def restarted(release: Release, name: str, report: Report) -> Iterator[None]:
         before = release.status()
         yield
         found |= until_it_continues(release, before, is_restarted=True)
-
-
-def refused(release: Release, name: str, sentence: str, report: Report, *args: str) -> None:
-    """A stage in which `helm upgrade` says a sentence, and no pod and no step knows of it."""
-    with report.stage(f"refused: {name}") as found:
-        before, uids = release.status(), uids_of(release)
-        try:
-            release.helm("upgrade", "--timeout", minutes(3), *args)
-        except StageError as error:
-            text = str(error)
-        else:
-            raise StageError(f"helm upgrade took {name}")
-        if sentence not in text:
-            raise StageError(f"helm upgrade did not say {sentence!r} but\n{text}")
-        if uids_of(release) != uids:
-            raise StageError("pods were replaced before the sentence")
-        found |= until_it_continues(release, before, is_restarted=False)
 
 
 def until_it_continues(

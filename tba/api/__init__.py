@@ -66,7 +66,6 @@ from tba.api.run import (
     ScalingInfo,
     SearchersInfo,
     SettingChange,
-    SettingEffect,
     SettingsAudit,
     SettingsInfo,
     SettingsRequest,

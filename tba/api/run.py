@@ -51,24 +51,11 @@ class SettingChange(StrictModel):
     new: Schedule | int | float | None
 
 
-class SettingEffect(StrictModel):
-    """The first step of a lineage that was made with a changed setting.
-
-    Learning rate, beta and the interval of evaluations: the first step that was acked with it. m: the step of the first
-    batch that was drawn with it. Sampling temperature: the step that was next when the first visit was leased with it.
-    A lineage that continues with a change has an entry of its own, at its first step.
-    """
-
-    name: LiveName
-    lineage: int
-    step: int
-    at_s: float
-    abandoned: bool
-    """A resume continued from an earlier step, so the active lineage does not have this one."""
-
-
 class SettingsAudit(StrictModel):
-    """One change: who made it, when, why, where the run stood, and where it has taken effect."""
+    """One change: who made it, when, why, and where the run stood.
+
+    The ledger says with which revision each step was made.
+    """
 
     revision: int
     at_s: float
@@ -78,24 +65,14 @@ class SettingsAudit(StrictModel):
     step: int
     """The last acked step at the time."""
     changes: dict[LiveName, SettingChange]
-    effects: list[SettingEffect]
 
-    def lines(self) -> list[str]:
-        """Return the change as text for people: one line, then one for each of its settings."""
+    def line(self) -> str:
+        """Return the change as text for people."""
         what = ", ".join(
             f"{name} {setting_text(change.old)} -> {setting_text(change.new)}" for name, change in self.changes.items()
         )
         reason = f" ({self.reason})" if self.reason else ""
-        head = f"revision {self.revision}, by the {self.role} after step {self.step}: {what}{reason}"
-        return [head, *(f"  {name}: {self._effects_text(name)}" for name in self.changes)]
-
-    def _effects_text(self, name: LiveName) -> str:
-        steps = [
-            f"{effect.lineage}-{effect.step}" + (" (abandoned)" if effect.abandoned else "")
-            for effect in self.effects
-            if effect.name == name
-        ]
-        return f"in effect from step {', '.join(steps)} on" if steps else "not in effect so far"
+        return f"revision {self.revision}, by the {self.role} after step {self.step}: {what}{reason}"
 
 
 class SettingsInfo(StrictModel):

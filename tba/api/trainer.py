@@ -117,8 +117,7 @@ class TrainedRollouts(StrictModel):
 class AckRequest(StrictModel):
     """POST /v1/batches/{batch_id}/ack: step (lineage, step) consumed the batch; `metrics` go to the ledger.
 
-    `settings_revision`: of the live settings that the step was made with; their changes took effect with it at the
-    latest. `skipped`: why this step left the weights as they were; none of the rollouts counts as trained.
+    `settings_revision`: of the live settings that the step was made with. `skipped`: why this step left the weights as they were; none of the rollouts counts as trained.
     `refused`: reason -> rollouts that the trainer could not use; `policy_ages` are those of the others.
     `refused_tokens`: reason -> their response tokens; a reason is left out where they are not known. `trained`: what
     became of each rollout, for people; the newest steps are kept (GET /v1/rollouts/{rollout_id}).

@@ -183,7 +183,7 @@ def _changes(changes: Sequence[SettingsAudit]) -> list[str]:
     if not changes:
         return []
     # reasons are left out: they were written for the people of the run
-    lines = [line for audit in changes for line in audit.model_copy(update={"reason": None}).lines()]
+    lines = [audit.model_copy(update={"reason": None}).line() for audit in changes]
     text = "Settings that were changed while the run trained (steps are lineage-step; `recipe` is the value below):"
     return [text, "```text\n" + "\n".join(lines) + "\n```"]
 

@@ -51,7 +51,7 @@ def settings_lines(info: SettingsInfo) -> list[str]:
         live, recipe = getattr(info.settings, name), getattr(info.recipe, name)
         source = AS_RECIPE if live is None else f"{setting_text(live)} ({AS_RECIPE}: {setting_text(recipe)})"
         lines.append(f"{name}: {source}, now {info.now[name]:g}")
-    return lines + [line for audit in info.changes for line in audit.lines()]
+    return lines + [audit.line() for audit in info.changes]
 
 
 def _split(args: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:

@@ -112,7 +112,7 @@ class Buffer:
     def _wire_run(self, context: Context, view: IndexView) -> None:
         """Who takes part and what is allowed, prompts, and the work that searchers lease."""
         self.lineages, self.components = Lineages(context), Components(context)
-        self.settings = Settings(context, self.lineages)
+        self.settings = Settings(context)
         self.run_state = RunStateReader(context, view, self.settings)
         self.control = RunControl(context, self.run_state)
         self.rollbacks = Rollbacks(context, self.lineages, lambda: open_store(context.recipe.store))

@@ -155,12 +155,6 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     batch = decode_batch((await draws.draw(request.model_copy(update={"step": 2}))).body)
     await ack(batch.batch_id, AckRequest(lineage=1, step=2, token=lineage.token, settings_revision=1))
     await leases.lease(LeaseRequest(searcher_id="s", max_leases=1))
-    (audit,) = (await buffer.settings.info()).changes
-    assert sorted((effect.name, effect.step) for effect in audit.effects) == [
-        ("beta", 2),
-        ("most_on_policy_prob", 2),
-        ("sampling_temperature", 3),
-    ]
     await draws.draw(request.model_copy(update={"step": 3}))
     await lineages.checkpoint(CheckpointRequest(version="1-1", token=lineage.token, key="checkpoints/1-1"))
     await roll_back(buffer, tmp_path / "checkpoints")

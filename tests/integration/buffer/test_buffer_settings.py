@@ -13,20 +13,17 @@ import pytest
 from tba.api import (
     AckRequest,
     BatchRequest,
-    CheckpointRequest,
     Lease,
     LeaseRequest,
     LedgerEntry,
     LineageReply,
     RunCommand,
-    SettingsAudit,
     SettingsInfo,
     SettingsRequest,
 )
 from tba.clients import BufferClient
 from tba.config import parse_live
 from tba.errors import BadRequestError, ConfigError, ConflictError, FencedError, UnauthorizedError
-from tba.versions import PolicyVersion
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
@@ -55,10 +52,6 @@ def step(client: BufferClient, lineage: LineageReply, number: int, revision: int
     client.ack(batch.batch_id, ack)
     sources = [group.source for group in batch.groups]
     return {source: sources.count(source) for source in ("recent", "replay")}
-
-
-def effects(audit: SettingsAudit) -> list[tuple[str, int, int, bool]]:
-    return [(e.name, e.lineage, e.step, e.abandoned) for e in audit.effects]
 
 
 def entries(client: BufferClient) -> list[LedgerEntry]:
@@ -221,11 +214,9 @@ def test_m_holds_from_the_next_batch_that_is_drawn_and_the_ledger_has_it(serve_b
     assert step(client, lineage, 1) == {"recent": 0, "replay": 4}
     change(client, most_on_policy_prob=1)
     assert step(client, lineage, 2) == {"recent": 4, "replay": 0}
-    assert effects(client.settings().changes[0]) == [("most_on_policy_prob", 1, 2, False)]
     change(client, most_on_policy_prob=0.25)
     step(client, lineage, 3)
     assert [entry.most_on_policy_prob for entry in entries(client)] == [0.0, 1.0, 0.25]
-    assert effects(client.settings().changes[1]) == [("most_on_policy_prob", 1, 3, False)]
 
 
 def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) -> None:
@@ -241,69 +232,21 @@ def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) 
     request = LeaseRequest(searcher_id="s2", max_leases=2)
     granted = client.lease(request).leases
     assert temperatures(granted) == {("train", 0.9)}
-    assert effects(client.settings().changes[0]) == [("sampling_temperature", 1, 1, False)]
     step(client, lineage, 1)
     change(client, sampling_temperature=0.75)
     again = client.lease(request).leases
     assert [item.lease_id for item in again] == [item.lease_id for item in granted]
     assert temperatures(again) == {("train", 0.75)}
-    assert effects(client.settings().changes[1]) == []  # nothing was leased again
-    lease(client, 1)
-    assert effects(client.settings().changes[1]) == [("sampling_temperature", 1, 2, False)]
 
 
-def test_what_the_trainer_acts_on_took_effect_at_the_first_step_acked_with_it(serve_buffer: ServeBuffer) -> None:
+def test_the_ledger_has_the_revision_that_each_step_was_made_with(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     lineage = filled(client)
     change(client, beta=0.1)
     change(client, beta=0.2, learning_rate=1e-5)
-    change(client, eval_every_steps=3)
-    step(client, lineage, 1)  # the trainer does not know of them yet
-    step(client, lineage, 2, revision=1)
-    step(client, lineage, 3, revision=3)
-    step(client, lineage, 4, revision=3)
-    change(client, beta=0.3)
-    change(client, beta=0.4)
-    step(client, lineage, 5, revision=5)
-    expected = [
-        [("beta", 1, 2, False)],
-        [("learning_rate", 1, 3, False), ("beta", 1, 3, False)],
-        [("eval_every_steps", 1, 3, False)],
-        [],  # no step was made with it
-        [("beta", 1, 5, False)],
-    ]
-    assert [sorted(effects(audit)) for audit in client.settings().changes] == [sorted(item) for item in expected]
-    assert [entry.settings_revision for entry in entries(client)] == [0, 1, 3, 3, 5]
-
-
-def test_a_revision_that_does_not_exist_takes_no_effect_twice(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    lineage = filled(client)
-    step(client, lineage, 1, revision=10**9)
-    change(client, beta=0.1)
-    step(client, lineage, 2, revision=10**9)
-    step(client, lineage, 3, revision=1)
-    assert effects(client.settings().changes[0]) == [("beta", 1, 2, False)]
-
-
-def test_a_lineage_that_repeats_steps_says_again_where_changes_are_in_effect(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    first = filled(client)
-    step(client, first, 1)
-    client.register_checkpoint(CheckpointRequest(version="1-1", token=first.token, key="k"))
-    change(client, beta=0.1, most_on_policy_prob=1)
-    step(client, first, 2, revision=1)
-    second = start_lineage(client, PolicyVersion(1, 1))
-    change(client, learning_rate=1e-5)
-    step(client, second, 2, revision=2)
-    old, new = client.settings().changes
-    assert sorted(effects(old)) == [
-        ("beta", 1, 2, True),
-        ("beta", 2, 2, False),
-        ("most_on_policy_prob", 1, 2, True),
-        ("most_on_policy_prob", 2, 2, False),
-    ]
-    assert effects(new) == [("learning_rate", 2, 2, False)]
+    for number, revision in enumerate((0, 1, 2, 2), 1):
+        step(client, lineage, number, revision)
+    assert [entry.settings_revision for entry in entries(client)] == [0, 1, 2, 2]
 
 
 def test_settings_survive_a_restart_and_another_process_serves_them(serve_buffer: ServeBuffer) -> None:

@@ -12,7 +12,7 @@ from tba_cli.commands.control import settings_lines
 from tba_cli.main import main
 
 
-def audit(revision: int, changes: dict[str, Any], *effects: tuple[str, int, int, bool], **more: Any) -> dict[str, Any]:
+def audit(revision: int, changes: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "revision": revision,
         "at_s": 1.0,
@@ -21,10 +21,6 @@ def audit(revision: int, changes: dict[str, Any], *effects: tuple[str, int, int,
         "lineage": 1,
         "step": 4,
         "changes": {name: {"old": old, "new": new} for name, (old, new) in changes.items()},
-        "effects": [
-            {"name": name, "lineage": lineage, "step": step, "at_s": 1.0, "abandoned": abandoned}
-            for name, lineage, step, abandoned in effects
-        ],
         **more,
     }
 
@@ -36,17 +32,14 @@ def info(*changes: dict[str, Any], next: int | None = None) -> SettingsInfo:
     return SettingsInfo.model_validate({**document, "now": now, "changes": list(changes)})
 
 
-FIRST = audit(1, {"beta": (None, 0.2)}, ("beta", 1, 5, True), ("beta", 2, 4, False), reason="<diverges>")
+FIRST = audit(1, {"beta": (None, 0.2)}, reason="<diverges>")
 SECOND = audit(2, {"learning_rate": (2e-5, None), "eval_every_steps": (None, 7)}, role="trainer")
 
 
-def test_a_change_names_who_when_what_and_since_which_step() -> None:
-    assert [line for change in info(FIRST, SECOND).changes for line in change.lines()] == [
+def test_a_change_names_who_when_and_what() -> None:
+    assert [change.line() for change in info(FIRST, SECOND).changes] == [
         "revision 1, by the operator after step 4: beta recipe -> 0.2 (<diverges>)",
-        "  beta: in effect from step 1-5 (abandoned), 2-4 on",
         "revision 2, by the trainer after step 4: learning_rate 2e-05 -> recipe, eval_every_steps recipe -> 7",
-        "  learning_rate: not in effect so far",
-        "  eval_every_steps: not in effect so far",
     ]
 
 

@@ -89,7 +89,7 @@ def test_without_evaluations_the_card_says_so_and_invents_no_number() -> None:
     assert "model-index" not in text
 
 
-def test_live_settings_that_were_changed_are_on_the_card_with_their_steps_and_without_reasons() -> None:
+def test_live_settings_that_were_changed_are_on_the_card_without_reasons() -> None:
     audit = {
         "revision": 1,
         "at_s": 1.0,
@@ -98,11 +98,10 @@ def test_live_settings_that_were_changed_are_on_the_card_with_their_steps_and_wi
         "lineage": 1,
         "step": 4,
         "changes": {"beta": {"old": None, "new": {"value": 0.2}}},
-        "effects": [{"name": "beta", "lineage": 1, "step": 5, "at_s": 1.0, "abandoned": False}],
     }
     facts = make_facts(make_recipe("models/tiny"), changes=[SettingsAudit.model_validate(audit)])
     text = render_card(make_manifest(), facts)
-    assert "revision 1, by the operator after step 4: beta recipe -> 0.2\n  beta: in effect from step 1-5 on" in text
+    assert "revision 1, by the operator after step 4: beta recipe -> 0.2\n" in text
     assert "SECRET" not in text
     assert "changed while the run trained" not in render_card(make_manifest(), make_facts(make_recipe("models/tiny")))
 

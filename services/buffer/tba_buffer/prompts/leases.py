@@ -81,10 +81,6 @@ class Leases:
             keys.eval_todo,
             keys.eval_units,
             keys.eval_results,
-            keys.run,
-            keys.settings,
-            keys.settings_changes,
-            keys.settings_effects,
         ]
 
     async def lease(self, request: LeaseRequest, is_gone: Callable[[], Awaitable[bool]] = _never) -> LeaseReply:
@@ -241,7 +237,6 @@ class Leases:
                     -1 if room is None else room,
                     cursor,
                     len(candidates),
-                    snapshot.settings.revision,
                     *lease_ids,
                     *(part for c in candidates for part in (c.visit_id, c.prompt_id, c.cursor_after)),
                     *request.refused_versions,

@@ -129,7 +129,6 @@ class Lineages:
                 keys.announced,
                 keys.lineage_requests,
                 keys.epoch,
-                keys.settings,
                 keys.run_changes,
                 keys.log,
             ],

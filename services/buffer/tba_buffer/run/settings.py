@@ -5,8 +5,6 @@
     use       read_run.lua reads the revision with every snapshot of the run; `at` returns the values of that revision:
               draws use m, leases the sampling temperature. The trainer hears the revision with every batch and ack,
               and asks for the values when it is another.
-    effect    the script that acts on a value (ack.lua, draw.lua, lease.lua) also writes where a change of it took
-              effect, once per lineage (preludes/audit.lua)
 
 Redis has the truth; this process keeps a copy of one revision.
 """
@@ -15,15 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from tba.api import MAX_CHANGES_PER_PAGE, SettingsAudit, SettingsInfo, SettingsRequest
-from tba.api.run import Role, SettingEffect
+from tba.api import MAX_CHANGES_PER_PAGE, SettingsInfo, SettingsRequest
+from tba.api.run import Role, SettingsAudit
 from tba.config import LIVE_NAMES, LiveName, LiveSettings, Recipe, Schedule, parse_live, with_live
 from tba.errors import ConfigError, ConflictError, UnavailableError
-from tba_buffer.run.lineage import Lineages, fenced
+from tba_buffer.run.lineage import fenced
 from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.keys import Keys
@@ -91,12 +87,10 @@ class Settings:
 
     Args:
         context: Redis and settings.
-        lineages: which steps belong to the active history.
     """
 
-    def __init__(self, context: Context, lineages: Lineages) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._lineages = lineages
         self._current = SettingsRevision(0, LiveSettings(), context.recipe)
         self._reading = asyncio.Lock()
 
@@ -195,42 +189,23 @@ class Settings:
         keys, last = self._context.keys, after + limit
         current = await self.load()
         with redis_errors("read the audit of the live settings"):
-            # one transaction: the lineage and step that effects are compared with are those of these lines
             async with self._context.redis.pipeline(transaction=True) as pipe:
                 pipe.lrange(keys.settings_changes, after, last - 1)
                 pipe.llen(keys.settings_changes)
-                pipe.zrangebyscore(keys.settings_effects, after + 1, last)
                 pipe.hgetall(keys.run)
-                lines, num_lines, effects, raw = await pipe.execute()
-        run = RunHash(self._context, raw)
-        active = self._lineages.history(run.lineage)
-        of_revision: dict[int, list[SettingEffect]] = {}
-        found = [needed(keys.settings_effects, repr(text), lambda text=text: _effect(text, active)) for text in effects]
-        for revision, effect in sorted(found, key=lambda pair: pair[1].at_s):
-            of_revision.setdefault(revision, []).append(effect)
+                lines, num_lines, raw = await pipe.execute()
         changes = [
-            needed(keys.settings_changes, f"line {revision}", lambda line=line: _audit(json.loads(line), of_revision))
+            needed(keys.settings_changes, f"line {revision}", lambda line=line: SettingsAudit.model_validate_json(line))
             for revision, line in enumerate(lines, after + 1)
         ]
         return SettingsInfo(
             revision=current.revision,
             settings=current.settings,
             recipe=LiveSettings.of_recipe(self._context.recipe),
-            now=current.now(run.step),
+            now=current.now(RunHash(self._context, raw).step),
             changes=changes,
             next=last if lines and last < num_lines else None,
         )
-
-
-def _effect(text: bytes, active: Mapping[int, int]) -> tuple[int, SettingEffect]:
-    """Parse where a change took effect: its revision, and lineage and step."""
-    fields = json.loads(text)
-    revision = int(fields.pop("revision"))
-    return revision, SettingEffect(**fields, abandoned=fields["step"] > active.get(fields["lineage"], -1))
-
-
-def _audit(line: dict[str, Any], effects: dict[int, list[SettingEffect]]) -> SettingsAudit:
-    return SettingsAudit(**line, effects=effects.get(line["revision"], []))
 
 
 def _json(value: Schedule | float | None) -> str:

@@ -179,9 +179,6 @@ class BatchDrawer:
                 keys.batch(record.batch_id),
                 keys.batches_since_publication,
                 keys.open_steps,
-                keys.settings,
-                keys.settings_changes,
-                keys.settings_effects,
                 keys.log,
             ],
             [
@@ -195,8 +192,6 @@ class BatchDrawer:
                 round((self._deadline_s + RECORD_KEPT_S) * 1000),
                 record.num_rollouts,
                 *_limit_args(limits),
-                snapshot.settings.revision,
-                now,
                 record.log_position,
                 event.pack(),
                 *(part for pair in slots.items() for part in pair),

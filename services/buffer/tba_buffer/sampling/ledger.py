@@ -185,9 +185,6 @@ class BatchLedger:
                 keys.ages,
                 keys.batch(batch_id),
                 keys.open_steps,
-                keys.settings,
-                keys.settings_changes,
-                keys.settings_effects,
                 keys.trained,
             ],
             [
@@ -199,7 +196,6 @@ class BatchLedger:
                 batch_member(batch_id, num_rollouts, request.lineage, request.step),
                 json.dumps(line),
                 num_trained,
-                request.settings_revision,
                 # without a record the script writes nothing
                 b"" if record is None else encode_trained(request, acked_at_s=now),
                 MAX_TRAINED_STEPS,

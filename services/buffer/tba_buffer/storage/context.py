@@ -81,15 +81,14 @@ evictions are made again when Redis has lost them."""
 PRELUDES = {
     "push": ("visits",),
     "renew": ("visits",),
-    "lease": ("visits", "audit"),
+    "lease": ("visits",),
     "return": ("visits",),
     "read_run": ("visits", "log"),
     "start_lineage": ("log", "audit"),
     "command": ("audit",),
     "rollback": ("audit",),
     "accept_loss": ("audit",),
-    "draw": ("audit", "log"),
-    "ack": ("audit",),
+    "draw": ("log",),
 }
 
 

@@ -77,13 +77,10 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | trained         | list   | msgpack, oldest first: a step, with A_j and weight of each rollout| ack                   |
 |                 |        | that it consumed (rollouts/trained_steps.py); of the newest       |                       |
 |                 |        | MAX_TRAINED_STEPS (rollouts/trained_steps.py)                     |                       |
-| settings        | hash   | revision of the live settings; value:<name> -> JSON, of those     | settings, lease, draw,|
-|                 |        | that were changed; seen:<name> -> revision up to which            | ack, start_lineage    |
-|                 |        | `took_effect` (preludes/audit.lua) has looked in this lineage     |                       |
+| settings        | hash   | revision of the live settings; value:<name> -> JSON, of those     | settings              |
+|                 |        | that were changed                                                 |                       |
 | settings_       | list   | JSON lines, one per revision, oldest first: who changed what      | settings              |
 | changes         |        |                                                                   |                       |
-| settings_       | zset   | JSON of where a change took effect -> its revision                | lease, draw, ack      |
-| effects         |        |                                                                   |                       |
 | settings_       | hash   | request id -> revision that it made                               | settings              |
 | requests        |        |                                                                   |                       |
 | scaling         | hash   | revision; wanted, the desired number of searchers (absent: as the | scale                 |
@@ -166,7 +163,6 @@ class Keys:
         self.ledger = self._prefix + "ledger"
         self.settings = self._prefix + "settings"
         self.settings_changes = self._prefix + "settings_changes"
-        self.settings_effects = self._prefix + "settings_effects"
         self.settings_requests = self._prefix + "settings_requests"
         self.scaling = self._prefix + "scaling"
         self.scaling_changes = self._prefix + "scaling_changes"

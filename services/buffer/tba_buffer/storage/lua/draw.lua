@@ -1,12 +1,9 @@
 -- Record a drawn batch, if the run still allows it. One that was drawn before another was recorded is refused.
--- KEYS: 1 run, 2 counters, 3 open_batches, 4 batch:<id>, 5 batches_since_publication, 6 open_steps, 7 settings,
---       8 settings_changes, 9 settings_effects, 10 log
+-- KEYS: 1 run, 2 counters, 3 open_batches, 4 batch:<id>, 5 batches_since_publication, 6 open_steps, 7 log
 -- ARGV: 1 token, 2 lineage, 3 step, 4 member of open_batches, 5 deadline_s, 6 earliest deadline_s of an open batch that
 --       is worth answering, 7 record, 8 its lifetime in milliseconds, 9 rollouts,
 --       10 most rollouts drawn, 11 most batches since the publication, 12 publications as the caller saw them ('' each: no
---       limit),
---       13 revision of the live settings that it was drawn with, 14 now_s, 15 log position that it was drawn at,
---       16 its event of the log, then pairs of slot counter, count
+--       limit), 13 log position that it was drawn at, 14 its event of the log, then pairs of slot counter, count
 -- Returns {'ok'}; {'open', member}: another batch is open for this step, nothing was recorded; {'fenced'};
 -- {'state', state that forbids it}; {'acked', last acked step}; {'flow'}: one of the limits is reached; {'stale'}: another
 -- batch was drawn after that log position, so turns and uses are others now.
@@ -34,7 +31,7 @@ if (ARGV[10] ~= '' and drawn + tonumber(ARGV[9]) > tonumber(ARGV[10]))
   return {'flow'}
 end
 -- a damaged one counts as none: draws of one process follow each other anyway
-if (tonumber(redis.call('HGET', KEYS[2], 'draw_position') or '') or 0) > tonumber(ARGV[15]) then return {'stale'} end
+if (tonumber(redis.call('HGET', KEYS[2], 'draw_position') or '') or 0) > tonumber(ARGV[13]) then return {'stale'} end
 
 local position = next_position(KEYS[2])
 redis.call('SET', KEYS[4], ARGV[7], 'PX', ARGV[8])
@@ -42,17 +39,16 @@ if is_late then
   redis.call('ZREM', KEYS[3], open)
   redis.call('SREM', KEYS[5], open)
   redis.call('HINCRBY', KEYS[2], 'void', late_rollouts)
-  append(KEYS[10], KEYS[2], position, 'v', string.match(open, '^[^|]*'))
+  append(KEYS[7], KEYS[2], position, 'v', string.match(open, '^[^|]*'))
   position = position + 1
 end
-redis.call('HSET', KEYS[2], 'draw_position', append(KEYS[10], KEYS[2], position, 'd', ARGV[16]))
+redis.call('HSET', KEYS[2], 'draw_position', append(KEYS[7], KEYS[2], position, 'd', ARGV[14]))
 redis.call('ZADD', KEYS[3], ARGV[5], ARGV[4])
 redis.call('HSET', KEYS[6], step, ARGV[4])
 redis.call('SADD', KEYS[5], ARGV[4])
 redis.call('HINCRBY', KEYS[2], 'drawn', ARGV[9])
 redis.pcall('HINCRBY', KEYS[2], 'batches', 1)
-took_effect(KEYS[7], KEYS[8], KEYS[9], 'most_on_policy_prob', ARGV[13], ARGV[2], ARGV[3], ARGV[14])
-for i = 17, #ARGV, 2 do
+for i = 15, #ARGV, 2 do
   if ARGV[i + 1] ~= '0' then redis.pcall('HINCRBY', KEYS[2], 'slots:' .. ARGV[i], ARGV[i + 1]) end
 end
 return {'ok'}

@@ -1,17 +1,16 @@
 -- Lease evaluation units and visits; expired leases are released first. If some of the ids for new leases are open
 -- leases, the request is a repeat: it is answered with those, with a new deadline, and nothing else is granted.
 -- KEYS: 1 visits, 2 returned, 3 leases, 4 lease_deadlines, 5 cursor, 6 counters, 7 evals, 8 eval_todo,
---       9 eval_units, 10 eval_results, 11 run, 12 settings, 13 settings_changes, 14 settings_effects
+--       9 eval_units, 10 eval_results
 -- ARGV: 1 now_s, 2 deadline_s of new leases, 3 searcher id, 4 rollouts per visit, 5 most leases, 6 most train leases,
 --       7 most rollouts of train leases (-1: any), 8 the cursor as the caller saw it, 9 number of candidates,
---       10 revision of the live settings that train leases are sampled with,
 --       then the ids for new leases, then per candidate: visit id, prompt id, cursor after it,
 --       then the versions that the searcher cannot use (their evaluation units are left to others)
 -- Returns {1 if the cursor has moved meanwhile, then per lease: 'train', lease id, visit id, prompt id, rollouts
 --          or: 'eval', lease id, unit, '', 0}.
 local now, max_leases, max_train = tonumber(ARGV[1]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local room, num_candidates = tonumber(ARGV[7]), tonumber(ARGV[9])
-local FIRST_ID = 11
+local FIRST_ID = 10
 local reply, num_leases, num_train = {0}, 0, 0
 
 local function answer(kind, lease_id, subject, prompt_id, num_rollouts)
@@ -123,10 +122,5 @@ if may_grant() and num_candidates > 0 then
     end
     if cursor then redis.call('SET', KEYS[5], cursor) end
   end
-end
-if num_train > 0 then
-  local run = redis.call('HMGET', KEYS[11], 'lineage', 'step')
-  local step = string.format('%d', tonumber(run[2] or '0') + 1)
-  took_effect(KEYS[12], KEYS[13], KEYS[14], 'sampling_temperature', ARGV[10], run[1] or '0', step, ARGV[1])
 end
 return reply

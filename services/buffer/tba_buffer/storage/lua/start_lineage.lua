@@ -4,7 +4,7 @@
 -- none. A rollback that waits is done by the start that obeys it, and by one that goes back as far by itself: so the
 -- checkpoint of one that waits is always in the history of the active lineage.
 -- KEYS: 1 run, 2 lineages, 3 open_batches, 4 counters, 5 batches_since_publication, 6 open_steps, 7 ledger,
---       8 ledger_steps, 9 announced, 10 lineage_requests, 11 epoch, 12 settings, 13 run_changes, 14 log
+--       8 ledger_steps, 9 announced, 10 lineage_requests, 11 epoch, 12 run_changes, 13 log
 -- ARGV: 1 token, 2 JSON of the lineage, 3 lineage of the parent, 4 step of the parent,
 --       5 JSON of the ledger line, 'LINEAGE' in place of the new number, 6 request id,
 --       7 epoch, 8 key of the parent's checkpoint, or '', 9 '1': the start is a rollback, 10 now_s,
@@ -35,7 +35,7 @@ if parent ~= '0-0' then
   end
 end
 -- draws that are not in the history give back what they took
-if redis.call('HEXISTS', KEYS[4], 'draw_position') == 1 then append(KEYS[14], KEYS[4], next_position(KEYS[4]), 'l', ARGV[11]) end
+if redis.call('HEXISTS', KEYS[4], 'draw_position') == 1 then append(KEYS[13], KEYS[4], next_position(KEYS[4]), 'l', ARGV[11]) end
 local lineage = redis.call('HINCRBY', KEYS[1], 'lineage', 1)
 redis.call('HSET', KEYS[2], lineage, ARGV[2])
 redis.call('RPUSH', KEYS[7], (string.gsub(ARGV[5], '"LINEAGE"', tostring(lineage), 1)))
@@ -65,10 +65,10 @@ if new ~= state or back_to then
     why = obeys and '"the checkpoint that was asked for is gone or damaged"'
       or '"an alarm, or a start of the trainer, went back further"'
   end
-  local change = '{"number":' .. redis.call('LLEN', KEYS[13]) + 1 .. ',"at_s":' .. ARGV[10] .. ',"command":"'
+  local change = '{"number":' .. redis.call('LLEN', KEYS[12]) + 1 .. ',"at_s":' .. ARGV[10] .. ',"command":"'
     .. (fails and 'fail' or 'lineage') .. '","role":"trainer","reason":' .. why .. ',"old":"' .. state .. '","new":"' .. new
     .. '","lineage":' .. lineage .. ',"step":' .. ARGV[4] .. (back_to and ',"rollback":"' .. back_to .. '"}' or '}')
-  redis.call('RPUSH', KEYS[13], change)
+  redis.call('RPUSH', KEYS[12], change)
   if new ~= state then redis.call('HSET', KEYS[1], 'change', change) end
 end
 local num_rollouts = 0
@@ -78,8 +78,4 @@ for _, member in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
 end
 if num_rollouts > 0 then redis.pcall('HINCRBY', KEYS[4], 'void', num_rollouts) end
 redis.call('DEL', KEYS[3], KEYS[6])
--- live settings stay: the audit names the first step of this lineage at which each is in effect
-for _, field in ipairs(redis.call('HKEYS', KEYS[12])) do
-  if string.match(field, '^seen:') then redis.call('HDEL', KEYS[12], field) end
-end
 return {'ok', lineage, ARGV[1]}

@@ -41,18 +41,17 @@ function text(value) {
 
 /** The settings; `changed` is called when one was changed here. */
 function livePanel(live, changed) {
-  return panel("Live settings", "What may change while the run continues. Each change is in the audit below, with the step at which it took effect.",
+  return panel("Live settings", "What may change while the run continues. Each change is in the audit below.",
     table("Live settings", ["setting", "next step", "changed to", "recipe", ""], Object.entries(live.recipe).map(([name, recipe]) => [
       name, number(live.now[name]), live.settings[name] === null ? "" : text(live.settings[name]), text(recipe),
       state.run?.read_only ? "" : h("button", { onclick: () => askSetting(name, number(live.now[name]), text(recipe), changed) }, "Change")]), ""));
 }
 
 function auditPanel(live) {
-  return panel("Audit of settings", "Who changed what, when, why, and from which step on it was in effect.",
-    table("Changes of settings", ["revision", "when", "who", "after step", "what", "in effect from", "why"],
+  return panel("Audit of settings", "Who changed what, when, why. The ledger says with which revision each step was made.",
+    table("Changes of settings", ["revision", "when", "who", "after step", "what", "why"],
       [...live.changes].reverse().map((one) => [one.revision, time(one.at_s), one.role, `${one.lineage}-${one.step}`,
-        Object.entries(one.changes).map(([name, change]) => `${name}: ${text(change.old)} → ${text(change.new)}`).join(", "),
-        one.effects.map((effect) => `${effect.name}: ${effect.lineage}-${effect.step}`).join(", ") || "not yet", one.reason ?? ""]),
+        Object.entries(one.changes).map(([name, change]) => `${name}: ${text(change.old)} → ${text(change.new)}`).join(", "), one.reason ?? ""]),
       "Nobody has changed a setting."));
 }
 

@@ -333,18 +333,6 @@ DROPS = Row(
             style=STACKED,
         ),
         Panel(
-            "Dropped tokens, by act and reason",
-            "Completion tokens per second: evicted (perhaps trained on before), refused at the push or by the trainer, "
-            "in batches that were skipped.",
-            (
-                (
-                    "sum by (act, reason) (rate(tba_dropped_tokens_total{BUFFER}[$__rate_interval]))",
-                    "{{act}}: {{reason}}",
-                ),
-            ),
-            style=STACKED,
-        ),
-        Panel(
             "Share dropped, by length",
             "Evicted / (evicted + stored) of each bucket of response tokens. Growing with the length: a bias against "
             "slow, long answers.",

@@ -44,23 +44,16 @@ class StoredStats(StrictModel):
 
 
 class TokenTotals(StrictModel):
-    """Completion tokens since the run began, of the rollouts that the fields of these names in GET /v1/stats count."""
+    """Completion tokens since the run began."""
 
     generated: int
     """Of rollouts that the buffer has stored."""
     trained: int
     """Of what steps trained on; a rollout that was trained on twice counts twice."""
-    evicted: dict[str, int]
-    """Reason -> tokens; they may have been trained on before."""
-    refused: dict[str, int]
-    """Reason -> tokens that the buffer has not stored."""
-    refused_by_trainer: dict[str, int]
-    """Reason -> tokens of batches that the trainer could not use."""
-    skipped: dict[str, int]
-    """Reason -> tokens of batches that a step consumed without training on them."""
-    not_counted: dict[str, int]
-    """Name of a field above -> rollouts (`skipped`: batches) whose tokens are not in it: those that
-    could not be read. Fields that hold everything are absent."""
+
+    def line(self) -> str:
+        """Return them as text for people."""
+        return f"tokens: {self.generated:,} generated, {self.trained:,} trained"
 
 
 class FailedReason(StrictModel):

@@ -117,10 +117,10 @@ class TrainedRollouts(StrictModel):
 class AckRequest(StrictModel):
     """POST /v1/batches/{batch_id}/ack: step (lineage, step) consumed the batch; `metrics` go to the ledger.
 
-    `settings_revision`: of the live settings that the step was made with. `skipped`: why this step left the weights as they were; none of the rollouts counts as trained.
-    `refused`: reason -> rollouts that the trainer could not use; `policy_ages` are those of the others.
-    `refused_tokens`: reason -> their response tokens; a reason is left out where they are not known. `trained`: what
-    became of each rollout, for people; the newest steps are kept (GET /v1/rollouts/{rollout_id}).
+    `settings_revision`: of the live settings that the step was made with. `skipped`: why this step left the weights as
+    they were; none of the rollouts counts as trained. `refused`: reason -> rollouts that the trainer could not use;
+    `policy_ages` are those of the others. `num_tokens`: response tokens of the rollouts that the step trained on.
+    `trained`: what became of each rollout, for people; the newest steps are kept (GET /v1/rollouts/{rollout_id}).
     """
 
     lineage: Integer = Field(ge=0, le=MAX_LINEAGE)
@@ -131,7 +131,7 @@ class AckRequest(StrictModel):
     settings_revision: Integer = Field(default=0, ge=0, le=MAX_STEP)
     skipped: Reason | None = None
     refused: dict[Reason, Annotated[Integer, Field(ge=1)]] = Field(default_factory=dict, max_length=MAX_REASONS)
-    refused_tokens: dict[Reason, Annotated[Integer, Field(ge=0)]] = Field(default_factory=dict, max_length=MAX_REASONS)
+    num_tokens: Integer = Field(default=0, ge=0)
     trained: TrainedRollouts | None = None
 
 

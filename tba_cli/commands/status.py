@@ -22,7 +22,6 @@ from tba.versions import START
 from tba_cli.commands.control import rollback_line, searchers_line
 from tba_cli.console import print_answer
 from tba_cli.reports.comparison import best_text
-from tba_cli.reports.totals import total_lines
 from tba_cli.run_target import ended_run, open_client
 
 if TYPE_CHECKING:
@@ -174,7 +173,8 @@ def _stock_facts(info: RunInfo, stats: Stats) -> Iterator[str]:
         f"rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
         f"{stats.num_failed} failed{used_up}), {stats.rollouts_trained} trained; samples per insert {ratio}"
     )
-    yield from total_lines(stats.tokens)
+    if stats.tokens is not None:
+        yield stats.tokens.line()
     yield f"prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out"
 
 

@@ -13,7 +13,6 @@ from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba_cli.reports.history import History
 from tba_cli.reports.summary import summarise
-from tba_cli.reports.totals import total_lines
 from tba_cli.run_folder import RunFolder, view_hint
 
 
@@ -95,8 +94,8 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         first = PolicyVersion.parse(summary["forked_from"]).step if summary["forked_from"] else 0
         begun = f" from step {first} on" if first else ""
         lines.append(f"{summary['steps'] - first} steps{begun} in {train_s:.0f} s of training{waited}")
-    tokens = summary["tokens"]
-    lines += total_lines(tokens and TokenTotals.model_validate(tokens))
+    if summary["tokens"]:
+        lines.append(TokenTotals.model_validate(summary["tokens"]).line())
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
         lines.append(f"ended early:   {summary['state_reason']}")
     lines.extend(f"warning: ledger: {violation}" for violation in summary["ledger_violations"][:5])

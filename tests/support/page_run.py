@@ -56,6 +56,7 @@ def train(client: BufferClient) -> None:
             token=lineage.token,
             metrics=metrics,
             policy_ages=[step - one.version.step for one in drawn],
+            num_tokens=sum(len(one.response_tokens) for one in drawn),
             trained=TrainedRollouts(
                 rollout_ids=[one.rollout_id.hex() for one in drawn],
                 advantages=[0.25 if one.reward else -0.75 for one in drawn],

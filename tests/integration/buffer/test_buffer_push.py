@@ -141,8 +141,7 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
     }
     assert (stats.num_scored, stats.num_pending, stats.num_rollouts) == (1, 1, 2)
     assert stats.tokens is not None
-    assert stats.tokens.refused == {code: 3 for code in stats.refused if code != "malformed"}
-    assert (stats.tokens.generated, stats.tokens.not_counted) == (2 * 3, {"refused": 2})
+    assert stats.tokens.generated == 2 * 3
     metrics = urllib.request.urlopen(client.base_url + "/metrics").read().decode()
     assert 'tba_rollouts_total{outcome="refused"} 7.0' in metrics
     assert 'tba_buffer_refused_total{reason="malformed"} 2.0' in metrics
@@ -163,8 +162,6 @@ def test_a_rollout_that_no_searcher_of_the_recipe_makes_is_too_long(serve_buffer
     assert all((item.reason or "").startswith("too-long: ") for item in reply.outcomes[1:])
     stats = client.stats()
     assert stats.refused == {"too-long": 3}
-    assert stats.tokens is not None
-    assert stats.tokens.refused == {"too-long": 7 + 20_000 + 3}
 
 
 def test_a_rollout_of_a_known_lineage_is_accepted(serve_buffer: ServeBuffer) -> None:

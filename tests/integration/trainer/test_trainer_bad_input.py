@@ -112,10 +112,8 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
     assert stats.rollouts_trained == 6 * (32 - sum(expected.values()))
     tokens = stats.tokens
     assert tokens is not None
-    assert tokens.refused_by_trainer.keys() == expected.keys()
-    # every rollout is in every batch
-    assert tokens.trained + sum(tokens.refused_by_trainer.values()) == 6 * tokens.generated
-    assert tokens.not_counted == {}
+    # every good rollout is in every batch
+    assert 0 < tokens.trained < 6 * tokens.generated
     assert sum(stats.policy_age_histogram.values()) == stats.rollouts_trained
     assert stats.trained_steps == {"kept": 6, "dropped": 0}
     details = [client.get_rollout(info.rollout_id) for info in client.list_rollouts(limit=100).rollouts]
@@ -187,18 +185,14 @@ def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the
         BadRequestError, match=r"all 16 rollouts of batch .* were refused, so its step must be a skipped"
     ):
         ack(1, refused={"too-long": 16})
-    for wrong in ({"vocabulary": 3}, {"too-long": 49}):
-        with pytest.raises(BadRequestError, match=r"give for the same reasons the tokens of these rollouts"):
-            ack(1, policy_ages=[0] * 15, refused={"too-long": 1}, refused_tokens=wrong)
-    # the trainer does not know the tokens of one, so nobody knows those of the others
-    ack(1, policy_ages=[0] * 14, refused={"too-long": 1, "vocabulary": 1}, refused_tokens={"too-long": 3})
+    with pytest.raises(BadRequestError, match=r"says 49 trained tokens, and the batch has 48"):
+        ack(1, policy_ages=[0] * 16, num_tokens=49)
+    ack(1, policy_ages=[0] * 14, refused={"too-long": 1, "vocabulary": 1}, num_tokens=42)
     ack(2, policy_ages=[0] * 16, skipped="non_finite")
-    ack(3, refused={"too-long": 16}, refused_tokens={"too-long": 48}, skipped="refused")
+    ack(3, refused={"too-long": 16}, skipped="refused")
     stats = client.stats()
     assert stats.tokens is not None
-    assert (stats.tokens.trained, stats.tokens.refused_by_trainer) == (0, {"too-long": 3 + 48})
-    assert stats.tokens.skipped == {"non_finite": 48, "refused": 0}
-    assert stats.tokens.not_counted == {"refused_by_trainer": 1, "trained": 14}
+    assert stats.tokens.trained == 42
     assert (stats.rollouts_trained, stats.policy_age_histogram) == (14, {0: 14})
     assert stats.batches_skipped == {"non_finite": 1, "refused": 1}
     assert stats.rollouts_refused_by_trainer == {"too-long": 17, "vocabulary": 1}

@@ -20,7 +20,6 @@ from tba_buffer.monitoring.stats import (
     by_length,
     stored_stats,
 )
-from tba_buffer.monitoring.totals import token_totals
 
 from tba.versions import START, LineageTree, PolicyVersion
 from tests.support.buffer import make_recipe
@@ -150,22 +149,6 @@ def test_counts_of_another_redis_give_no_negative_rate() -> None:
     window = RateWindow()
     window.add(0.0, counts(100))
     assert window.rates(10.0, counts(3)) is None
-
-
-# ---- Totals ---------------------------------------------------------------------------------------------------------
-
-
-def test_tokens_that_an_older_release_did_not_count_are_said_to_be_unknown() -> None:
-    older = {"generated": 100, "trained": 60, "evicted:policy_age": 9, "evicted:policy_age:1-16": 9}
-    older["skipped:refused"] = 1
-    found = token_totals(older)
-    assert (found.generated, found.trained, found.evicted) == (0, 0, {})
-    assert found.not_counted == {"generated": 100, "trained": 60, "evicted": 9, "skipped": 1}
-    more = {"tokens:generated": 70, "with_tokens:generated": 10, "generated": 110, "trained": 0}
-    more |= {"evicted:policy_age": 11, "with_tokens:evicted:policy_age": 2, "tokens:evicted:policy_age": 8}
-    found = token_totals(older | more)
-    assert (found.generated, found.evicted) == (70, {"policy_age": 8})
-    assert found.not_counted == {"generated": 100, "evicted": 9, "skipped": 1}
 
 
 # ---- Labels of metrics stay few, whatever names the components send -------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_trainer.loop.batches import Requirements, count_reasons, filter_batch, tokens_by_reason
+from tba_trainer.loop.batches import Requirements, count_reasons, filter_batch
 from tba_trainer.model.policy import load_policy
 
 from tba.versions import START, LineageTree, PolicyVersion
@@ -115,8 +115,6 @@ def test_what_decoding_refused_stays_refused() -> None:
     found = filtered(replace(with_first({"reward": None}), refused=(before,)))
     assert found.refused[0] == before
     assert count_reasons(found.refused) == {"malformed": 1, "no-reward": 1}
-    # of what cannot be decoded the tokens are not known
-    assert tokens_by_reason(found.refused) == {"no-reward": len(make_batch(0).rollouts[0].response_tokens)}
 
 
 def test_what_is_needed_follows_from_the_model_and_the_objective(tmp_path: Path) -> None:

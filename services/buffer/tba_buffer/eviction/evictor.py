@@ -162,8 +162,7 @@ def _arguments(index: Index, reason: str, rows: Rows, accepted_by: bytes) -> lis
     num_tokens = index.column("num_tokens", rows)
     positions = index.column("position", rows).astype("<u8").tobytes()
     by_length = (part for pair in count_by_length(num_tokens).items() for part in pair)
-    ids, num = b"".join(index.rollout_ids(rows)), int(num_tokens.sum(dtype="int64"))
-    return [reason, ids, positions, accepted_by, num, *by_length]
+    return [reason, b"".join(index.rollout_ids(rows)), positions, accepted_by, *by_length]
 
 
 def length_bucket(num_tokens: int) -> str:

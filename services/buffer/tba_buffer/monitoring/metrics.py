@@ -21,7 +21,6 @@ from tba.versions import PolicyVersion
 from tba_buffer.monitoring.component_metrics import component_families, gauge_families, gauges_by
 from tba_buffer.monitoring.request_times import RequestMetrics
 from tba_buffer.monitoring.stats import LEASE_EVENTS, PUSH_OUTCOMES, Counters, StatsReader
-from tba_buffer.monitoring.totals import REASONS_OF, token_totals
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.components import Components
 from tba_buffer.run.state import RunStateReader
@@ -202,19 +201,12 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
 
 
 def _total_families(reading: Reading) -> Iterator[Metric]:
-    tokens = token_totals(reading.counters.totals)
+    tokens = reading.counters.tokens()
     for name, number, text in (
         ("tba_generated_tokens", tokens.generated, "Completion tokens of stored rollouts"),
         ("tba_trained_tokens", tokens.trained, "Completion tokens that steps trained on"),
     ):
         yield CounterMetricFamily(name, text, value=number)
-    dropped = CounterMetricFamily(
-        "tba_dropped_tokens", "Completion tokens that were dropped, by what and why", labels=["act", "reason"]
-    )
-    for act in REASONS_OF.values():
-        for reason, number in getattr(tokens, act).items():
-            dropped.add_metric([act, reason], number)
-    yield dropped
     yield _by("tba_component_seconds", "Time that components were there", "kind", reading.counters.times)
 
 

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.api import Rates, Stats, StoredStats
+from tba.api import Rates, Stats, StoredStats, TokenTotals
 from tba.api.stats import NUM_DECILES
 from tba.versions import LineageTree, PolicyVersion
 from tba_buffer.eviction.evictor import length_bucket
 from tba_buffer.index.log import SCORED
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.monitoring.totals import TOKENS, token_totals
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.failures import FailureReader
 from tba_buffer.rollouts.trained_steps import DROPPED
@@ -184,6 +183,12 @@ class Counters:
                 found.setdefault(parts[1], {})[parts[2]] = value
         return found
 
+    def tokens(self) -> TokenTotals:
+        """Return the completion tokens."""
+        return TokenTotals(
+            generated=self.totals.get("tokens:generated", 0), trained=self.totals.get("tokens:trained", 0)
+        )
+
     def rate_counts(self) -> dict[str, int]:
         """Return the counts that rates are made of."""
         return {
@@ -191,8 +196,8 @@ class Counters:
             "evicted": sum(self.group("evicted").values()),
             "drawn": self.totals.get("drawn", 0),
             "trained": self.totals.get("trained", 0),
-            "generated_tokens": self.totals.get(f"{TOKENS}generated", 0),
-            "trained_tokens": self.totals.get(f"{TOKENS}trained", 0),
+            "generated_tokens": self.totals.get("tokens:generated", 0),
+            "trained_tokens": self.totals.get("tokens:trained", 0),
         }
 
 
@@ -324,7 +329,7 @@ class StatsReader:
             realised_most_on_policy=_ratio(slots, "recent", "total"),
             mean_reward_recent=detail.mean_reward_recent,
             policy_age_histogram=dict(counters.ages),
-            tokens=token_totals(totals),
+            tokens=counters.tokens(),
             component_seconds=dict(counters.times),
             rates=self._window.rates(time.monotonic(), counters.rate_counts()),
             stored=detail.stored,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -44,13 +44,12 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class RefusedItem(Exception):
-    """One item may not be stored; it is counted under `code`. Damaged items have neither an id nor known tokens."""
+    """One item may not be stored; it is counted under `code`. Damaged items have no id."""
 
     def __init__(self, code: str, detail: str, rollout: RolloutDocument | None = None) -> None:
         name = None if rollout is None else rollout.rollout_id.hex()
         super().__init__(f"{code}: {detail}" if name is None else f"{code}: rollout {name}: {detail}")
         self.code = code
-        self.num_tokens = None if rollout is None else num_response_tokens(rollout)
         self.outcome = ItemOutcome(name, "refused", str(self))
 
 
@@ -128,7 +127,7 @@ class RolloutWriter:
                 *(payloads[at] for at in accepted),
                 *(visit_id for visit_id, _ in visits),
                 *(searcher_id for _, searcher_id in visits),
-                *refusal_counts(refusals.values()),
+                *(part for pair in Counter(each.code for each in refusals.values()).items() for part in pair),
             ],
         )
         if reply[0] == buffer_epoch.SUPERSEDED:
@@ -223,25 +222,10 @@ def rollout_record(rollout: RolloutDocument, prompt: int, num_bytes: int, *, has
         version=rollout.version,
         prompt=prompt,
         num_bytes=num_bytes,
-        num_tokens=num_response_tokens(rollout),
+        num_tokens=len(rollout.response_tokens) // 4,
         token_hash=token_hash(rollout.response_tokens) if hashes_tokens else 0,
         status=rollout.reward_status,
     )
-
-
-def num_response_tokens(rollout: RolloutDocument) -> int:
-    """Return how many tokens the response of a rollout has."""
-    return len(rollout.response_tokens) // 4
-
-
-def refusal_counts(refusals: Iterable[RefusedItem]) -> Iterator[str | int]:
-    """Yield what push.lua counts: per code the code, the items, those of them whose tokens are known, their tokens."""
-    by_code: defaultdict[str, list[int | None]] = defaultdict(list)
-    for refused in refusals:
-        by_code[refused.code].append(refused.num_tokens)
-    for code, num_tokens in by_code.items():
-        known = [number for number in num_tokens if number is not None]
-        yield from (code, len(num_tokens), len(known), sum(known))
 
 
 def token_hash(response_tokens: bytes) -> int:

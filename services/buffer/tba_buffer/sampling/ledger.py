@@ -170,8 +170,8 @@ class BatchLedger:
         counters = {f"trainer_refused:{reason}": number for reason, number in request.refused.items()}
         if request.skipped:
             counters[f"skipped:{request.skipped}"] = 1
-        if record is not None:
-            counters |= token_counts(record, request)
+        elif request.num_tokens:
+            counters["tokens:trained"] = request.num_tokens
         # without a record the script finds that the batch was acked already, or is void, and uses no line
         line = {} if record is None else batch_line(record, request, acked_at_s=now)
         reply = await self._context.scripts.run(
@@ -234,13 +234,10 @@ class BatchLedger:
 
 
 def _check_counts(record: BatchRecord, request: AckRequest) -> None:
-    if request.refused_tokens.keys() - request.refused.keys() or (
-        record.num_tokens is not None and sum(request.refused_tokens.values()) > record.num_tokens
-    ):
+    if request.num_tokens > record.num_tokens:
         raise BadRequestError(
-            f"`refused_tokens` of the ack of batch {record.batch_id} is {request.refused_tokens}, `refused` is "
-            f"{request.refused}, and the batch has {record.num_tokens} response tokens; give for the same reasons the "
-            "tokens of these rollouts"
+            f"the ack of batch {record.batch_id} says {request.num_tokens} trained tokens, and the batch has "
+            f"{record.num_tokens} response tokens"
         )
     num_rollouts, num_refused, num_ages = record.num_rollouts, sum(request.refused.values()), len(request.policy_ages)
     # policy ages are reported of the trained rollouts only
@@ -262,24 +259,6 @@ def _check_counts(record: BatchRecord, request: AckRequest) -> None:
             f"`trained` of the ack of batch {record.batch_id} has {len(ids)} rollouts, {len(strangers)} of which are "
             f"not in the batch; the batch has {num_rollouts}, of which {num_refused} were refused"
         )
-
-
-def token_counts(record: BatchRecord, request: AckRequest) -> dict[str, int]:
-    """Return how much an ack adds to the counters of tokens, and of the rollouts (skipped: batches) that they are of.
-
-    What is not known adds nothing: the trainer may not know the tokens of what it refused.
-    """
-    found: dict[str, int] = {}
-    for reason, num_tokens in request.refused_tokens.items():
-        name = f"trainer_refused:{reason}"
-        found |= {f"with_tokens:{name}": request.refused[reason], f"tokens:{name}": num_tokens}
-    if request.refused_tokens.keys() != request.refused.keys():
-        return found
-    name, number = "trained", record.num_rollouts - sum(request.refused.values())
-    if request.skipped:
-        name, number = f"skipped:{request.skipped}", 1
-    num_tokens = record.num_tokens - sum(request.refused_tokens.values())
-    return found | {f"with_tokens:{name}": number, f"tokens:{name}": num_tokens}
 
 
 def _check_reply(reply: list[bytes], batch_id: str, request: AckRequest) -> None:

@@ -96,9 +96,7 @@ evicted_number (of the last eviction); generated, loaded (from a snapshot), scor
 refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;
 skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); trained_steps:dropped (records that were
-trimmed from `trained`); tokens:<counter> (completion tokens of the rollouts that generated, trained, refused:<code>,
-evicted:<reason> or trainer_refused:<reason> counts, or of the batches of skipped:<reason>), with_tokens:<counter> (how
-many of them tokens:<counter> holds: not what cannot be read); heartbeats_refused:<reason>;
+trimmed from `trained`); tokens:generated, tokens:trained (completion tokens); heartbeats_refused:<reason>;
 components_forgotten:<reason>; foreign:<what> (writes to what belongs to another component);
 scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks (publications);
 scored_at_mark (scored_total at the last publication). The rollouts that are stored now (live, by status, bytes) are not

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -328,15 +328,6 @@ def _one_of_each_version(batch: Batch) -> Iterable[Rollout]:
 def count_reasons(refused: Iterable[RefusedRollout]) -> dict[str, int]:
     """Count rollouts by reason, in alphabetical order."""
     return dict(sorted(Counter(item.reason for item in refused).items()))
-
-
-def tokens_by_reason(refused: Sequence[RefusedRollout]) -> dict[str, int]:
-    """Sum up the response tokens by reason; a reason is left out where those of a rollout are not known."""
-    found: dict[str, list[int | None]] = {}
-    for item in refused:
-        found.setdefault(item.reason, []).append(item.num_tokens)
-    known = {reason: [number for number in numbers if number is not None] for reason, numbers in found.items()}
-    return {reason: sum(known[reason]) for reason in sorted(found) if len(known[reason]) == len(found[reason])}
 
 
 def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Rejection | None:

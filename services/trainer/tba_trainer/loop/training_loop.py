@@ -58,7 +58,7 @@ from tba_trainer.learner.guards import (
     suspects_weights,
     usual_grad_norm,
 )
-from tba_trainer.loop.batches import count_reasons, filter_batch, tokens_by_reason
+from tba_trainer.loop.batches import count_reasons, filter_batch
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
 from tba_trainer.loop.trainer_context import LineageContext
@@ -231,7 +231,7 @@ class TrainingLoop:
             settings_revision=context.schedules.revision,
             skipped=skipped,
             refused=count_reasons(batch.refused),
-            refused_tokens=tokens_by_reason(batch.refused),
+            num_tokens=0 if skipped else sum(len(rollout.response_tokens) for rollout in batch.rollouts),
             trained=trained_rollouts(results, max_bytes=context.recipe.buffer.max_body_bytes // 2),
         )
         if results and request.trained is None and not self._has_left_out_advantages:

@@ -4,7 +4,7 @@
 -- ARGV: 1 number of items N, 2 number of visits V, 3 all packed records (log.py), one after the other; a record begins
 --       with the rollout id, 4 per item the number (2 bytes, little-endian, from 0) of its visit,
 --       5 epoch, then N payloads, V visit ids, V ids of the searchers that say that they sampled them (a visit of two
---       searchers comes twice), and per refusal code: code, count, how many of these have known tokens, these tokens
+--       searchers comes twice), then pairs of refusal code, count
 -- Returns {'superseded'}, or {log position, version to sample with or '', state of the run, one character per item: 'n' new,
 --          'd' duplicate, 'c' conflict: the id has other bytes, 'l' the visit was never leased to that searcher}.
 -- A push has at most 512 items, so every unpack below stays far from Lua's limit of some 8000 values.
@@ -19,10 +19,6 @@ if redis.call('GET', KEYS[9]) ~= ARGV[5] then return {'superseded'} end
 local function digits(number) return string.format('%.0f', number) end
 local function count(name, by)
   if by ~= 0 then redis.pcall('HINCRBY', KEYS[3], name, digits(by)) end -- pcall: a damaged count stops no push
-end
-local function count_tokens(name, rollouts, tokens)
-  count('with_tokens:' .. name, rollouts)
-  count('tokens:' .. name, tokens)
 end
 local function tokens_of(i) return (struct.unpack('<I4', records, (i - 1) * RECORD_BYTES + NUM_TOKENS_AT)) end
 
@@ -59,14 +55,14 @@ end
 
 local outcomes, new, fields, seen = {}, {}, {}, {}
 local num_duplicate, num_conflict, num_foreign, num_scored = 0, 0, 0, 0
-local new_tokens, conflict_tokens, foreign_tokens = 0, 0, 0
+local new_tokens = 0
 for i = 1, num_items do
   local id, payload = ids[i], ARGV[FIRST + i - 1]
   local old = stored[i] or seen[id]
   if not old and (gone[i] or gone_before[i]) then -- stored once, and evicted since
     outcomes[i], num_duplicate = 'd', num_duplicate + 1
   elseif not old and foreign[visit_of(i)] then
-    outcomes[i], num_foreign, foreign_tokens = 'l', num_foreign + 1, foreign_tokens + tokens_of(i)
+    outcomes[i], num_foreign = 'l', num_foreign + 1
   elseif not old then
     seen[id], outcomes[i] = payload, 'n'
     new[#new + 1], new_tokens = i, new_tokens + tokens_of(i)
@@ -77,7 +73,7 @@ for i = 1, num_items do
   elseif old == payload or redis.call('HGET', KEYS[4], id) == redis.sha1hex(payload) then
     outcomes[i], num_duplicate = 'd', num_duplicate + 1
   else
-    outcomes[i], num_conflict, conflict_tokens = 'c', num_conflict + 1, conflict_tokens + tokens_of(i)
+    outcomes[i], num_conflict = 'c', num_conflict + 1
   end
 end
 
@@ -114,7 +110,7 @@ if #new > 0 then
   end
   redis.call('HSET', KEYS[3], 'log_position', digits(position))
   count('generated', #new)
-  count_tokens('generated', #new, new_tokens)
+  count('tokens:generated', new_tokens)
   count('pushed:new', #new)
   count('scored_total', num_scored)
   for _, i in ipairs(new) do
@@ -127,15 +123,12 @@ if #new > 0 then
 end
 
 local num_refused = num_conflict + num_foreign
-for at = FIRST + num_items + 2 * num_visits, #ARGV, 4 do
+for at = FIRST + num_items + 2 * num_visits, #ARGV, 2 do
   count('refused:' .. ARGV[at], tonumber(ARGV[at + 1]))
-  count_tokens('refused:' .. ARGV[at], tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3]))
   num_refused = num_refused + tonumber(ARGV[at + 1])
 end
 count('refused:conflict', num_conflict)
-count_tokens('refused:conflict', num_conflict, conflict_tokens)
 count('refused:not-leased', num_foreign)
-count_tokens('refused:not-leased', num_foreign, foreign_tokens)
 count('pushed:duplicate', num_duplicate)
 count('pushed:refused', num_refused)
 local run = redis.call('HMGET', KEYS[8], 'sampling_version', 'latest_version', 'state')

@@ -91,25 +91,15 @@ function throughput(run, stats, curves) {
     ]));
 }
 
-const DROPPED_TOKENS = [["evicted", "evicted"], ["refused at the push", "refused"],
-  ["refused by the trainer", "refused_by_trainer"], ["in skipped batches", "skipped"]];
-
 function tokensAndTime({ tokens, component_seconds: seconds, rates }) {
   const rate = (value) => (value === null || value === undefined ? "" : `, ${number(value)}/s`);
-  // where none could be counted, 0 would be a wrong number
-  const known = tokens && !(tokens.not_counted.generated && !tokens.generated);
-  const total = (name) => (known ? `${number(tokens[name])} tokens${rate(rates?.[`${name}_tokens_per_s`])}` : "unknown");
-  const dropped = DROPPED_TOKENS.flatMap(([what, name]) => Object.entries(tokens?.[name] ?? {})
-    .map(([reason, number]) => [`tokens ${what}: ${reason}`, number, "bad"]));
-  const unknown = Object.entries(tokens?.not_counted ?? {}).map(([name, count]) => `${name} ${number(count)} ${name === "skipped" ? "batches" : "rollouts"}`);
-  return panel("Tokens and time", "Tokens of completions since the run began; what is trained on twice counts twice, and what is evicted may have been trained on before. Time: how long components of a kind were there, added up.",
+  const total = (name) => (tokens ? `${number(tokens[name])} tokens${rate(rates?.[`${name}_tokens_per_s`])}` : "unknown");
+  return panel("Tokens and time", "Tokens of completions since the run began; what is trained on twice counts twice. Time: how long components of a kind were there, added up.",
     facts([
       ["generated", total("generated")],
       ["trained", total("trained")],
-      ["not counted", unknown.length ? unknown.join(", ") : null],
       ...["searcher", "trainer"].map((kind) => [`time of ${kind}s`, seconds[kind] ? duration(seconds[kind]) : null]),
-    ]),
-    bars("Dropped tokens by reason", dropped, "No tokens have been dropped."));
+    ]));
 }
 
 function newest(values) {

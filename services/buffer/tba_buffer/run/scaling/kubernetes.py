@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONNECT_S, READ_S = 3.0, 10.0
 """Deadlines of one call."""
+HINTS = {
+    401: "; the token of the buffer's service account is not accepted",
+    403: "; give the buffer's service account a Role with get and patch on deployments/scale of that name",
+    404: "; check scaling.deployment",
+}
+"""Status of a refusal -> what to do."""
 MAX_WORDS = 400
 """Most characters of an API answer that a note repeats."""
 T = TypeVar("T")
@@ -117,7 +123,7 @@ class Deployment:
 
     def _call(self, verb: str, call: Callable[[AppsV1Api, dict[str, Any]], Any]) -> int:
         from kubernetes.client.exceptions import ApiException
-        from urllib3.exceptions import HTTPError, NewConnectionError, SSLError, TimeoutError
+        from urllib3.exceptions import HTTPError
 
         # read for every call: the token in the file is replaced about every hour
         self._api.api_client.default_headers["authorization"] = f"Bearer {self._token()}"
@@ -126,63 +132,24 @@ class Deployment:
             num = getattr(scale.spec, "replicas", None)
             return 0 if num is None else int(num)  # the JSON of Kubernetes leaves a 0 out
         except ApiException as error:
-            raise self._refused(verb, error) from None
-        except SSLError as error:
-            raise ScalingFailure(
-                "tls",
-                f"the certificate of the Kubernetes API is not signed by the authority in {self._account / 'ca.crt'} "
-                f"({_short(error)})",
-            ) from None
-        except NewConnectionError as error:  # before TimeoutError, which is its base class in urllib3
-            raise ScalingFailure("unreachable", f"the Kubernetes API cannot be reached ({_short(error)})") from None
-        except TimeoutError:
-            raise ScalingFailure(
-                "timeout",
-                f"the Kubernetes API did not answer within {CONNECT_S:g} s (connection) and {READ_S:g} s (answer); "
-                "check that a NetworkPolicy lets the buffer reach it",
-            ) from None
+            if error.status:
+                hint = HINTS.get(error.status, "")
+                raise ScalingFailure(
+                    str(error.status),
+                    f"the Kubernetes API refused to {verb} the replicas of {self.where} ({error.status}: "
+                    f"{_message(error)}){hint}",
+                ) from None
+            why = error.reason  # so the client reports a TLS error
         except (HTTPError, OSError) as error:
-            raise ScalingFailure("unreachable", f"the Kubernetes API cannot be reached ({_short(error)})") from None
+            why = error
         except (ValueError, TypeError, AttributeError) as error:
             raise ScalingFailure(
                 "bad-answer", f"the Kubernetes API gave an answer that cannot be read ({_short(error)})"
             ) from None
-
-    def _refused(self, verb: str, error: Any) -> ScalingFailure:
-        if not error.status:  # so the client reports a TLS error
-            return ScalingFailure(
-                "tls",
-                f"the certificate of the Kubernetes API is not signed by the authority in {self._account / 'ca.crt'} "
-                f"({_short(error.reason)})",
-            )
-        message = _message(error)
-        match error.status:
-            case 401:
-                return ScalingFailure(
-                    "unauthorized",
-                    f"the Kubernetes API does not accept the token of the buffer's service account (401: {message})",
-                )
-            case 403:
-                return ScalingFailure(
-                    "forbidden",
-                    f"the Kubernetes API does not allow the buffer to {verb} the replicas of {self.where} (403: "
-                    f"{message}); give the buffer's service account a Role "
-                    "with get and patch on deployments/scale of that name",
-                )
-            case 404:
-                return ScalingFailure(
-                    "not-found", f"there is no {self.where} (404: {message}); check scaling.deployment"
-                )
-            case 409:
-                return ScalingFailure(
-                    "conflict", f"{self.where} was changed by others at the same time (409: {message})"
-                )
-            case 429:
-                return ScalingFailure("busy", f"the Kubernetes API is busy (429: {message})")
-            case status if 500 <= status < 600:
-                return ScalingFailure("server-error", f"the Kubernetes API failed ({status}: {message})")
-        return ScalingFailure(
-            "refused", f"the Kubernetes API refused to {verb} {self.where} ({error.status}: {message})"
+        raise ScalingFailure(
+            "unreachable",
+            f"the Kubernetes API cannot be reached within {CONNECT_S:g} s (connection) and {READ_S:g} s (answer): "
+            f"{_short(why)}; check NetworkPolicies, and {self._account / 'ca.crt'}",
         )
 
 

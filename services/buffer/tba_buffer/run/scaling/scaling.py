@@ -19,8 +19,6 @@ from tba_buffer.storage.context import Context
 
 RECONCILE_S = 5.0
 """How often the replicas are compared with the desired number, and set again if something else has changed them."""
-MANY_CORRECTIONS = 3
-"""After so many corrections in a row, a note says that something works against the buffer."""
 SETTLE_S = 3.0
 """How long the answer to a change waits for the Kubernetes API."""
 STOP_TIMEOUT_S = 5.0
@@ -54,10 +52,6 @@ class Scaling:
         self._most = self._section.max_searchers if self._server is None else 1
         self._requests = ScaleRequests(context)
         self._deployment = Deployment(context.recipe) if self._section.backend == "kubernetes" else None
-        self._num_set: int | None = None
-        """The replicas that this process has seen or set last."""
-        self._num_corrections = 0
-        """How often in a row something else has changed them."""
         self._problem: ScalingFailure | None = None
         self._lock = asyncio.Lock()
         self._ending = asyncio.Event()
@@ -186,11 +180,6 @@ class Scaling:
                 f"the run {ending}: {where} is held at 0 replicas "
                 "(scaling.scale_down_on_run_end); a trainer that continues the run brings its searchers back"
             )
-        if self._num_corrections >= MANY_CORRECTIONS:
-            return (
-                f"something else sets {self._deployment.where} to another number again and again (an autoscaler?); it "
-                f"was set to {self._num_set} {self._num_corrections} times in a row: remove one of the two"
-            )
         return None
 
     async def _reconcile_periodically(self) -> None:
@@ -233,13 +222,9 @@ class Scaling:
             ScalingFailure: the API did not do its part; the next round tries again.
         """
         found = await in_thread(deployment.replicas)
-        if found == num:
-            self._num_corrections = 0
-        else:
+        if found != num:
             await in_thread(lambda: deployment.set_replicas(num))
-            self._num_corrections = self._num_corrections + 1 if self._num_set == num else 0
             log.info("replicas_set", deployment=deployment.name, old=found, new=num, why=why)
-        self._num_set = num
 
     async def _failed(self, failure: ScalingFailure) -> None:
         if self._problem is None or str(self._problem) != str(failure):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tba_buffer.rollouts.trained_steps import DROPPED, RECORDS_PER_READ, TrainedSteps, encode_trained
+from tba_buffer.rollouts.trained_steps import RECORDS_PER_READ, TrainedSteps, encode_trained
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.keys import Keys
@@ -180,58 +180,39 @@ def _record(rollout_ids: Sequence[bytes], *, lineage: int, step: int) -> bytes:
 
 
 def test_what_is_read_in_pages_is_what_redis_has(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where records are trimmed between all pages; ids that only look alike across a border are not found."""
+    """Also where steps are acked between all pages; ids that only look alike across a border are not found."""
     rng = random.Random(3)
     known = [rng.randbytes(16) for _ in range(20)]
     across = known[0][8:] + known[1][:8]
+    steps = [[*rng.choices(known, k=5), known[0], known[1]] for _ in range(3 * RECORDS_PER_READ + 5)]
 
     async def compare() -> None:
         context = Context.connect(make_recipe(buffer={"redis_url": redis.url}))
         await context.redis.flushall()
-        keys, read_page = context.keys, TrainedSteps._read
+        key, lrange, num_steps = context.keys.trained, context.redis.lrange, len(steps)
         reader = TrainedSteps(context, lineages := Lineages(context))
         await lineages.load()
-        steps = [[*rng.choices(known, k=5), known[0], known[1]] for _ in range(3 * RECORDS_PER_READ + 5)]
-        await context.redis.rpush(keys.trained, *(_record(ids, lineage=0, step=n) for n, ids in enumerate(steps, 1)))
-        first, num_pages, trims_always = 0, 0, False
+        assert await reader.of(known[0]) == ([], None)
+        await context.redis.rpush(key, *(_record(ids, lineage=0, step=n) for n, ids in enumerate(steps, 1)))
+        for each in rng.sample(known, 3):
+            found, since = await reader.of(each)
+            expected = [n for n, ids in enumerate(steps, 1) for other in ids if other == each]
+            assert [(step.version, step.advantage) for step in found] == [(f"0-{n}", float(n)) for n in expected]
+            assert since == "0-1"
+        assert (await reader.of(across))[0] == []
 
-        async def trim(num: int) -> None:
-            nonlocal first
-            async with context.redis.pipeline(transaction=True) as pipe:
-                pipe.ltrim(keys.trained, num, -1)
-                pipe.hincrby(keys.counters, DROPPED, num)
-                await pipe.execute()
-            first += num
-
-        async def read(self: TrainedSteps, after: int) -> Any:
-            nonlocal num_pages
-            num_pages += 1
-            if num_pages == 3:
-                await trim(7)
-            page = await read_page(self, after)
-            if trims_always:
-                await trim(1)
+        async def read_and_ack(*args: Any) -> list[bytes]:
+            nonlocal num_steps
+            page, num_steps = await lrange(*args), num_steps + 1
+            await context.redis.rpush(key, _record([known[0]], lineage=0, step=num_steps))
+            await context.redis.ltrim(key, 1, -1)
             return page
 
-        monkeypatch.setattr(TrainedSteps, "_read", read)
-        for num_trimmed in (0, 1, RECORDS_PER_READ):
-            await trim(num_trimmed)
-            for each in rng.sample(known, 3):
-                before = first
-                found, since = await reader.of(each)
-                expected = [n for n, ids in list(enumerate(steps, 1))[before:] for other in ids if other == each]
-                assert [(step.version, step.advantage) for step in found] == [(f"0-{n}", float(n)) for n in expected]
-                assert since == f"0-{before + 1}"
-            assert (await reader.of(across))[0] == []
-        before, trims_always = first, True
-        found, since = await reader.of(known[0])
-        read_steps = [step.version for step in found]
-        assert since == f"0-{before + 1}"
-        assert set(read_steps) >= {f"0-{n}" for n in range(before + 1, before + RECORDS_PER_READ + 1)}
-        assert read_steps == sorted(read_steps, key=lambda version: int(version[2:]))
-        trims_always = False
-        await trim(max(0, len(steps) - first))
-        assert await reader.of(known[0]) == ([], None)
+        monkeypatch.setattr(context.redis, "lrange", read_and_ack)
+        found = dict.fromkeys(int(step.version[2:]) for step in (await reader.of(known[0]))[0])
+        assert list(found) == sorted(found)
+        assert list(found)[-1] == len(steps)
+        assert set(found) >= set(range(1 + num_steps - len(steps), len(steps) + 1))
         await context.durability.aclose()
 
     asyncio.run(compare())

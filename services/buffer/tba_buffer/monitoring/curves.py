@@ -1,7 +1,7 @@
 """GET /v1/curves: the metrics of all steps, kept in memory, thinned for a plot.
 
 CurvesReader   follows the ledger from the line that it has read last; the first call of a process reads all of it
-read_page      lines -> the columns of a page, in a thread where there are many bytes
+read_page      lines -> those of batches, in a thread where there are many bytes
 StepMetrics    the columns of all steps read so far
 thin           rows of the columns -> one mean per point and metric
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
@@ -70,18 +69,7 @@ def _read_line(line: bytes) -> LedgerLine:
     return read
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """The steps of some lines [N]."""
-
-    lineages: Ints
-    steps: Ints
-    at_s: Floats
-    columns: Mapping[str, Floats]
-    """Metric -> [N]; NaN where a step does not know it."""
-
-
-def read_page(lines: Sequence[bytes], *, key: str, first: int) -> Page:
+def read_page(lines: Sequence[bytes], *, key: str, first: int) -> list[LedgerLine]:
     """Parse lines of the ledger, which is `key`, from number `first` on; those of resumes are left out.
 
     Raises:
@@ -95,15 +83,7 @@ def read_page(lines: Sequence[bytes], *, key: str, first: int) -> Page:
             raise unreadable(key, f"line {number}", error) from None
         if read.kind == "batch":
             found.append(read)
-    # dict.fromkeys: the names in the order in which steps first have them
-    names = dict.fromkeys(name for read in found for name in read.metrics)
-    return Page(
-        lineages=np.array([read.lineage for read in found], dtype=np.int64),
-        steps=np.array([read.step for read in found], dtype=np.int64),
-        at_s=np.array([read.acked_at_s for read in found], dtype=np.float64),
-        # numpy turns None into NaN
-        columns={name: np.array([read.metrics.get(name) for read in found], dtype=np.float64) for name in names},
-    )
+    return found
 
 
 class StepMetrics:
@@ -135,16 +115,20 @@ class StepMetrics:
         """[rows] when they were acked, Unix seconds."""
         return np.array(self._at_s)
 
-    def add(self, page: Page) -> None:
-        """Add the steps of a page."""
-        for name in page.columns:
-            if name not in self._columns and name not in self._left_out:
-                self._take_name(name)
-        nothing = np.full(len(page.steps), np.nan)
-        for name, column in self._columns.items():
-            column.frombytes(page.columns.get(name, nothing).tobytes())
-        for column, values in ((self._lineages, page.lineages), (self._steps, page.steps), (self._at_s, page.at_s)):
-            column.frombytes(values.tobytes())
+    def add(self, lines: Sequence[LedgerLine]) -> None:
+        """Add the steps of lines, all of them of batches."""
+        for line in lines:
+            for name in line.metrics:
+                if name not in self._columns and name not in self._left_out:
+                    self._take_name(name)
+            for name, column in self._columns.items():
+                value = line.metrics.get(name)
+                column.append(np.nan if value is None else value)
+            assert line.step is not None, "it is the line of a batch"
+            assert line.acked_at_s is not None
+            self._lineages.append(line.lineage)
+            self._steps.append(line.step)
+            self._at_s.append(line.acked_at_s)
 
     def _take_name(self, name: str) -> None:
         if len(self._columns) < MAX_NAMES:
@@ -276,7 +260,6 @@ class CurvesReader:
     async def _add(self, lines: list[bytes]) -> None:
         num_bytes = sum(map(len, lines))
         read = partial(read_page, lines, key=self._context.keys.ledger, first=self._num_lines)
-        page = read() if num_bytes < THREAD_BYTES else await in_thread(read)
-        self.metrics.add(page)
+        self.metrics.add(read() if num_bytes < THREAD_BYTES else await in_thread(read))
         self._num_lines, self._last_line = self._num_lines + len(lines), lines[-1]
         self._lines_per_page = max(1, min(MAX_LINES, PAGE_BYTES * len(lines) // num_bytes))

@@ -130,31 +130,19 @@ class TrainedSteps:
         Raises:
             UnavailableError: Redis did not answer.
         """
-        steps, since, position, dropped = list[TrainedStep](), None, 0, 0
+        key, end = self._context.keys.trained, -1
+        rows_of: dict[PolicyVersion, tuple[StepRecord, list[int]]] = {}
+        # from the newest on: a step that is acked meanwhile moves the others, so one may be read twice, none is missed
         while True:
-            after = max(0, position - dropped)
-            dropped, page, run = await self._read(after)
-            # trimmed since the last page, so this one begins too late: read it again, from that much less
-            if after and dropped + after > position:
-                continue
-            position = dropped + after
+            with redis_errors("read what steps have trained"):
+                page = await self._context.redis.lrange(key, end - RECORDS_PER_READ + 1, end)
             if not page:
-                return steps, since
-            history = self._lineages.history(RunHash(self._context, run).lineage)
-            for raw in page:
-                name = f"record {position}"
-                record = needed(self._context.keys.trained, name, lambda raw=raw: decode_trained(raw))
-                since, position = since or str(record.version), position + 1
-                steps += [record.trained(row, history) for row in record.rows_of(rollout_id)]
-
-    async def _read(self, after: int) -> tuple[int, list[bytes], dict[bytes, bytes]]:
-        """Read how many records were trimmed, the next ones after the first `after` that are left, and the run."""
-        keys = self._context.keys
-        with redis_errors("read what steps have trained"):
-            # one transaction: the count of trimmed ones says which records these are
-            async with self._context.redis.pipeline(transaction=True) as pipe:
-                pipe.hget(keys.counters, DROPPED)
-                pipe.lrange(keys.trained, after, after + RECORDS_PER_READ - 1)
-                pipe.hgetall(keys.run)
-                dropped, page, run = await pipe.execute()
-        return self._context.parse_counters({DROPPED.encode(): dropped or b"0"})[DROPPED], page, run
+                break
+            for raw in reversed(page):
+                record = needed(key, "a record", lambda raw=raw: decode_trained(raw))
+                rows_of[record.version] = record, list(record.rows_of(rollout_id))
+            end -= RECORDS_PER_READ
+        # read behind the records: a history that is older than they are would call new steps abandoned
+        history = self._lineages.history((await RunHash.read(self._context)).lineage)
+        steps = [record.trained(row, history) for record, rows in reversed(rows_of.values()) for row in rows]
+        return steps, str(next(reversed(rows_of))) if rows_of else None

@@ -16,7 +16,7 @@ from tests.support.optimum_task import BETA, Behaviour, Case, converge
 def distance(preset: str, behaviour: Behaviour, *, age: int = 0, num_steps: int = 250, **fields: Any) -> float:
     """Total variation to pi*."""
     section = ObjectiveSection.model_validate({"preset": preset, "beta": BETA, **fields})
-    return converge(section, Case(behaviour, age), num_steps=num_steps).tv_to_optimum
+    return converge(section, Case(behaviour, age), num_steps=num_steps)
 
 
 @pytest.mark.parametrize(

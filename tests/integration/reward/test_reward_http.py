@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer
 from tba_reward.scorers import Tools, http
-from tba_reward.scorers.http import EndpointClient
 
 from tba.config.reward import HttpSpec
 from tba.errors import ConfigError
@@ -27,7 +27,7 @@ def server() -> Iterator[RewardServer]:
     server.stop()
 
 
-def build(server_url: str, **spec: object) -> Scorer:
+def build(server_url: str, **spec: object) -> http.HttpScorer:
     tools = Tools(pool=None, models=None)  # type: ignore[arg-type]  # this kind uses neither
     return http.build(HttpSpec(kind="http", **{"url": f"{server_url}/v1/score", "timeout_s": 20.0, **spec}), tools)  # type: ignore[arg-type]
 
@@ -109,9 +109,9 @@ async def test_what_is_wrong_in_one_result_fails_that_item_alone(
     results = [b'{"item_id": "%d", "reward": %d}' % (number, number) for number in range(64)]
     results[7] = b'{"item_id": "7", %s}' % result
     body = b'{"results": [%s]}' % b", ".join(results)
-    calls = EndpointClient("http://judge/v1/score", task="t", token=None, max_connections=1)
-    monkeypatch.setattr(calls, "_post", lambda sent, deadline_s: http._Answer(200, 0.0, body))
-    outcomes = calls.score([Item(prompt="p", response="r")] * 64, timeout_s=60.0)
+    scorer = build("http://judge")
+    monkeypatch.setattr(scorer, "_post", lambda sent, deadline_s: http._Answer(200, 0.0, body))
+    outcomes = await scored(scorer, *["r"] * 64)
     assert reason(outcomes[7]) == expected
     assert outcomes[:7] + outcomes[8:] == [float(number) for number in range(64) if number != 7]
 
@@ -254,13 +254,6 @@ async def test_the_version_holds_the_address_with_its_query(server: RewardServer
     assert build(server.url).version == build(server.url).version
 
 
-def test_a_deadline_that_has_passed_asks_nobody(server: RewardServer) -> None:
-    calls = EndpointClient(f"{server.url}/v1/score", task="t", token=None, max_connections=1)
-    assert reason(calls.score([Item(prompt="", response="a")], timeout_s=-1.0)[0]) == "unreachable"
-    assert server.requests == []
-    calls.close()
-
-
 async def test_an_answer_that_comes_drop_by_drop_has_a_deadline_too() -> None:
     """Every byte renews the timeout of the socket."""
     over = threading.Event()
@@ -282,3 +275,10 @@ async def test_an_answer_that_comes_drop_by_drop_has_a_deadline_too() -> None:
             over.set()
             thread.join(10)
     assert reason(outcome) == "unreachable"
+
+
+async def test_a_deadline_that_has_passed_asks_nobody(server: RewardServer) -> None:
+    scorer = build(server.url)
+    assert reason(scorer._ask([Item(prompt="", response="a")], time.monotonic() - 1.0)[0]) == "unreachable"
+    assert server.requests == []
+    await scorer.close()

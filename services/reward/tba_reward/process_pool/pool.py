@@ -89,7 +89,7 @@ class WorkerPool:
         self._loads_changed = asyncio.Event()
         self._queue: deque[Job] = deque()
         self._workers: list[WorkerHandle] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._suspects: Counter[ItemKey] = Counter()
         """Prompts: how many items have hung or are slow now."""
         self._longest_s: dict[int, float] = {}
@@ -421,12 +421,9 @@ class WorkerPool:
         """Kill a worker."""
         self._workers.remove(worker)
         worker.kill()
-        self._create_task(self._bury(worker))
+        self._create_task(worker.end())
 
-    async def _bury(self, worker: WorkerHandle) -> None:
-        await worker.end()
-
-    def _create_task(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _create_task(self, coroutine: Coroutine[None, None, object]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -31,7 +31,7 @@ from tba.api.scores import ScoreReason
 from tba.config.reward import HttpSpec
 from tba.errors import ConfigError
 from tba.tls import without_secrets
-from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer, checked, version_of
+from tba_reward.scorer import OK, Failure, Item, Outcome, checked, version_of
 from tba_reward.scorers import Tools
 
 MAX_BATCH_ITEMS, MAX_CONCURRENT = 64, 4
@@ -48,7 +48,7 @@ GRACE_S = 0.5
 long, or where an endpoint sends its answer byte by byte: a socket's timeout begins again with every byte."""
 
 
-def build(spec: HttpSpec, tools: Tools) -> Scorer:
+def build(spec: HttpSpec, tools: Tools) -> HttpScorer:
     """Return the scorer; nothing is sent before the first item.
 
     Raises:
@@ -60,46 +60,48 @@ def build(spec: HttpSpec, tools: Tools) -> Scorer:
             f"reward kind 'http': the environment variable {spec.token_env} is not set; put the token for "
             f"{without_secrets(spec.url)} there"
         )
-    client = EndpointClient(
-        spec.url,
-        task=spec.task or "score",
-        token=token,
-        max_connections=MAX_CONCURRENT,
-    )
-    return HttpScorer(
-        client,
-        timeout_s=spec.timeout_s,
-        version=version_of(spec, IMPLEMENTATION),
-    )
+    return HttpScorer(spec, token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    retry_after_s: float
+    body: bytes
 
 
 class HttpScorer:
-    """Sends batches from a few threads; each waits no longer than the deadline of its items.
+    """Sends batches from a few threads; each waits no longer than the deadline of its items, and reads an outcome for
+    every item whatever comes back.
 
     Args:
-        client: the client of the endpoint.
-        timeout_s: deadline of one item.
-        version: see `version_of`.
+        token: bearer token, if the endpoint wants one.
     """
 
-    def __init__(self, client: EndpointClient, *, timeout_s: float, version: str) -> None:
-        self._client, self._timeout_s = client, timeout_s
-        self._version = version
+    def __init__(self, spec: HttpSpec, token: str | None) -> None:
+        self._spec, self._version = spec, version_of(spec, IMPLEMENTATION)
+        self._url = without_secrets(spec.url)
+        """For people: failures are stored, exported and shown."""
+        self._target = parse_url(spec.url).request_uri
+        self._headers = {"content-type": "application/json"}
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._http = urllib3.connection_from_url(spec.url, maxsize=MAX_CONCURRENT, retries=False)
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="http-scorer")
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._health = "the endpoint was not reached yet"
 
     @property
     def version(self) -> str:
-        """The digest of the settings; the recipe's `revision` stands for changes of the endpoint itself."""
+        """The digest of the settings; a query of the URL stands for changes of the endpoint itself."""
         return self._version
 
     async def start(self) -> None:
         """Open and close a connection to see whether the endpoint listens."""
-        url = parse_url(self._client.url)
+        url = parse_url(self._url)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._spec.timeout_s):
                 _, writer = await asyncio.open_connection((url.host or "").strip("[]"), port)
         except (TimeoutError, OSError, socket.gaierror) as error:
             self._health = f"no connection to {url.host}:{port} ({type(error).__name__}: {error})"
@@ -110,7 +112,7 @@ class HttpScorer:
     async def close(self) -> None:
         """End the threads; a thread that waits for the endpoint ends by its deadline."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._client.close()
+        self._http.close()
 
     def health(self) -> str:
         """Return `ok` where the endpoint has answered the last time."""
@@ -125,14 +127,13 @@ class HttpScorer:
 
     async def _score_batch(self, items: Sequence[Item]) -> list[Outcome]:
         async with self._slots:
-            loop = asyncio.get_running_loop()
-            call = loop.run_in_executor(self._threads, self._client.score, items, self._timeout_s)
+            loop, timeout_s = asyncio.get_running_loop(), self._spec.timeout_s
             outcomes: list[Outcome]
             try:
-                async with asyncio.timeout(self._timeout_s + GRACE_S):
-                    outcomes = await call
+                async with asyncio.timeout(timeout_s + GRACE_S):
+                    outcomes = await loop.run_in_executor(self._threads, self._ask, items, time.monotonic() + timeout_s)
             except TimeoutError:
-                late = Failure("unreachable", f"{self._client.url} did not finish its answer before the deadline")
+                late = Failure("unreachable", f"{self._url} did not finish its answer before the deadline")
                 outcomes = [late] * len(items)
         # one item that the endpoint has answered shows that it is there
         away = [each for each in outcomes if isinstance(each, Failure) and each.reason == "unreachable"]
@@ -142,66 +143,36 @@ class HttpScorer:
             self._health = f"the endpoint failed the last time ({away[0].detail})"
         return outcomes
 
+    # -- in a thread ------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    retry_after_s: float
-    body: bytes
-
-
-class EndpointClient:
-    """Sends batches to one endpoint, and reads an outcome for every item whatever comes back; thread-safe.
-
-    Args:
-        url: the address that batches are posted to.
-        task: the task name of the items.
-        token: bearer token, if the endpoint wants one.
-        max_connections: connections that are kept open.
-    """
-
-    def __init__(self, url: str, *, task: str, token: str | None, max_connections: int) -> None:
-        self.url = without_secrets(url)
-        """For people: failures are stored, exported and shown."""
-        self._task = task
-        self._target = parse_url(url).request_uri
-        self._headers = {"content-type": "application/json"}
-        if token is not None:
-            self._headers["authorization"] = f"Bearer {token}"
-        self._http = urllib3.connection_from_url(url, maxsize=max_connections, retries=False)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
-
-    def score(self, items: Sequence[Item], timeout_s: float) -> list[Outcome]:
+    def _ask(self, items: Sequence[Item], deadline_s: float) -> list[Outcome]:
         """Return one outcome per item, in order, by the deadline."""
-        outcomes, query = self._score_until(items, time.monotonic() + timeout_s), self._target.partition("?")[2]
+        outcomes, query = self._ask_until(items, deadline_s), self._target.partition("?")[2]
         # what an endpoint says of a request may repeat its address
         return [
             Failure(each.reason, each.detail.replace(query, "...")) if query and isinstance(each, Failure) else each
             for each in outcomes
         ]
 
-    def _score_until(self, items: Sequence[Item], deadline_s: float) -> list[Outcome]:
+    def _ask_until(self, items: Sequence[Item], deadline_s: float) -> list[Outcome]:
         answer = self._send(self._body(items), deadline_s)
         if isinstance(answer, Failure):
             return [answer] * len(items)
         # one bad item may be the reason: it must not fail the others
         if answer.status in _REFUSED_AS_A_WHOLE and len(items) > 1:
             half = len(items) // 2
-            return self._score_until(items[:half], deadline_s) + self._score_until(items[half:], deadline_s)
+            return self._ask_until(items[:half], deadline_s) + self._ask_until(items[half:], deadline_s)
         if answer.status in _REFUSED_AS_A_WHOLE:
             return [Failure("malformed", f"the endpoint refuses the item: {_describe(answer)}")]
         if answer.status != 200:
-            return [Failure("exception", f"{self.url}: {_describe(answer)}")] * len(items)
+            return [Failure("exception", f"{self._url}: {_describe(answer)}")] * len(items)
         return _outcomes(answer.body, len(items))
 
     def _body(self, items: Sequence[Item]) -> bytes:
         entries = [
             {
                 "item_id": str(number),
-                "task": self._task,
+                "task": self._spec.task or "score",
                 "prompt": item.prompt,
                 "response": item.response,
                 "data": dict(item.data),
@@ -213,7 +184,7 @@ class EndpointClient:
 
     def _send(self, body: bytes, deadline_s: float) -> _Answer | Failure:
         """Post a body until there is an answer that a repetition would not change."""
-        failure = Failure("unreachable", f"{self.url} was not asked before the deadline")
+        failure = Failure("unreachable", f"{self._url} was not asked before the deadline")
         for attempt in range(NUM_RETRIES + 1):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -223,14 +194,14 @@ class EndpointClient:
                 answer = self._post(body, deadline_s)
             # the deadline is over
             except (ReadTimeoutError, TimeoutError):
-                return Failure("unreachable", f"no answer from {self.url} before the deadline")
+                return Failure("unreachable", f"no answer from {self._url} before the deadline")
             except (HTTPError, OSError) as error:
-                failure = Failure("unreachable", f"{self.url}: {type(error).__name__}: {error}"[:MAX_DETAIL_CHARS])
+                failure = Failure("unreachable", f"{self._url}: {type(error).__name__}: {error}"[:MAX_DETAIL_CHARS])
             else:
                 # any other answer would be the same the next time
                 if answer.status != 429 and answer.status < 500:
                     return answer
-                failure = Failure("unreachable", f"{self.url}: {_describe(answer)}")
+                failure = Failure("unreachable", f"{self._url}: {_describe(answer)}")
                 pause_s = max(pause_s, answer.retry_after_s)
             if attempt == NUM_RETRIES or time.monotonic() + pause_s >= deadline_s:
                 return failure

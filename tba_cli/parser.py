@@ -452,13 +452,12 @@ def _add_prompts(commands: Subparsers) -> None:
         "upload",
         "prompts:upload_command",
         "upload a file; it is safe to repeat",
-        "tba prompts upload more.jsonl quickstart-seed0 --dry-run",
+        "tba prompts upload more.jsonl quickstart-seed0",
         takes=TARGET,
     )
     upload.add_argument(
         "file", metavar="FILE", type=Path, help='JSONL, rows of {"prompt_id", "task", "text", "data", "split"}'
     )
-    upload.add_argument("--dry-run", action="store_true", help="check every row, show three prompts, upload nothing")
     _add_run_name(upload)
 
 

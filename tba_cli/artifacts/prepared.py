@@ -36,8 +36,6 @@ def is_there(item: PrepareItem) -> bool:
         raise ConfigError(f"{item.path} is a file, and must be a folder; remove it")
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
-    if (folder / f"{RECORD}.partial").exists():  # 0.2 filled the folder in place
-        raise ConfigError(f"{item.path} holds half a download of an older release; remove that folder")
     record = read_record(folder)
     is_comparable = item.trl_file is None or item.origin["settings_sha256"] is not None
     if item.manual is None and record is not None and is_comparable and record["origin"] != item.origin:

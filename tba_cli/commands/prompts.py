@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections import Counter
 
 from tba_cli.prompts.reader import DEFAULT_CHUNK_BYTES, prompts_of_file, upload_prompts
 from tba_cli.run_target import open_client
-
-NUM_SHOWN = 3
 
 
 def upload_command(args: argparse.Namespace) -> int:
     """Check every row, then upload in chunks; to upload the same file again changes nothing."""
     prompts = prompts_of_file(args.file)
-    if args.dry_run:
-        shown, num_by_split = prompts[:NUM_SHOWN], Counter(prompt.split for prompt in prompts)
-        if args.json:
-            first = [prompt.model_dump(mode="json") for prompt in shown]
-            numbers = {"num_train": num_by_split["train"], "num_heldout": num_by_split["heldout"]}
-            print(json.dumps({**numbers, "first": first}, indent=1))
-            return 0
-        for prompt in shown:
-            print(prompt.model_dump_json(indent=2, ensure_ascii=True))
-        print(
-            f"{num_by_split['train']} prompts to train on and {num_by_split['heldout']} held out; nothing was uploaded"
-        )
-        return 0
     client = open_client(args)
     try:
         reply = upload_prompts(client, prompts, max_chunk_bytes=DEFAULT_CHUNK_BYTES)

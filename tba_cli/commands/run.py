@@ -108,16 +108,13 @@ def _continues_finished(folder: RunFolder, began: Recipe, recipe: Recipe, consol
         ConfigError: it does not, and is not the recipe of the run: what it changes would have no effect.
     """
     summary = json.loads(folder.summary_path.read_bytes())
-    step, limit_s, old_limit_s = summary["steps"], recipe.trainer.max_train_s, began.trainer.max_train_s
-    ended_by_time = "trainer.max_train_s" in (summary["state_reason"] or "")
-    time_is_over = ended_by_time and old_limit_s is not None and limit_s is not None and limit_s <= old_limit_s
-    if step < recipe.trainer.num_steps and not time_is_over:
+    step = summary["steps"]
+    if step < recipe.trainer.num_steps:
         return True
-    more = f"trainer.max_train_s above {old_limit_s:g}" if time_is_over else f"trainer.num_steps above {step}"
     said = (
         f"run folder {folder.path} holds a run that is finished at step {step}: there is nothing to resume; to train "
-        f"on, set {more}; `tba run --fork {folder.path.name}@LINEAGE-STEP --run-name NEW_NAME` begins a new run with "
-        "a version of it"
+        f"on, set trainer.num_steps above {step}; `tba run --fork {folder.path.name}@LINEAGE-STEP --run-name NEW_NAME` "
+        "begins a new run with a version of it"
     )
     if recipe != began:
         raise ConfigError(said)

@@ -171,7 +171,7 @@ def _rendered(recipe: Recipe, section: DataSet, chats: list[Any]) -> list[str | 
     with tempfile.TemporaryDirectory(prefix="tba-chats-") as place:
         file = Path(place) / "chats.json"
         file.write_text(json.dumps(chats), encoding="utf-8")
-        words = ["chat", folder, "--texts", str(file), "--trust", *[folder] * recipe.model.trust_remote_code]
+        words = ["chat", folder, "--texts", str(file), *["--trust"] * recipe.model.trust_remote_code]
         words += ["--template-kwargs", json.dumps(section.chat_template_kwargs)]
         answers = json.loads(run_program("tba_cli.starter_models.convert", words))
     column = f"column {section.column!r}"

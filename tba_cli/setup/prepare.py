@@ -1,4 +1,4 @@
-"""`tba data prepare`: fetch or make the models and data sets of a recipe, then check that a run can begin.
+"""`tba data prepare`: fetch or make the models and data sets of a recipe, then show the prompts that they make.
 
 Idempotent: a folder that is there is only checked. Programs of their own do the work that needs torch or transformers.
 """
@@ -16,7 +16,6 @@ from typing import Any
 from tba.api import Prompt
 from tba.config import Recipe
 from tba.config.data import PrepareItem
-from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import download
 from tba_cli.artifacts.prepared import (
@@ -32,13 +31,11 @@ from tba_cli.console import Console
 from tba_cli.prompts.reader import in_both_splits, prompts_of
 from tba_cli.setup import trl_training
 
-MAX_MEASURED_PROMPTS = 20_000
-"""At most this many prompts are measured in tokens; data sets of the recipes have up to about 100,000."""
 MAX_SHOWN_CHARS = 1000
 
 
 def prepare_recipe(recipe: Recipe, console: Console) -> None:
-    """Get what is missing of `[[prepare]]`. Then check models, columns and lengths.
+    """Get what is missing of `[[prepare]]`. Then make the prompts, and show one of each split.
 
     Raises:
         ConfigError: something cannot be fetched, made or read, or does not fit the recipe.
@@ -54,9 +51,7 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
         source = item.hub or ("of TRL" if item.trl_file else "of your own")
         console.result(f"{item.path}: {item.kind} {source}, {state}{commit}")
     trl_training.check_scorers(recipe)
-    prompts = prompts_of(recipe)
-    _check_models(recipe, prompts, console)
-    _show_prompts(recipe, prompts, console)
+    _show_prompts(recipe, prompts_of(recipe), console)
 
 
 def prepare_at_start(recipe: Recipe, console: Console) -> None:
@@ -113,53 +108,6 @@ def _fetch(item: PrepareItem) -> None:
     publish(item, folder, commit=commit)
 
 
-def _check_models(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -> None:
-    """Load config and tokenizer of every model folder, and measure the prompts with those of the starting model."""
-    made = [item.path for item in needed(recipe) if item.kind == "model"]
-    # a model that was only made to train others from may be absent
-    others = [path for path in made if path != recipe.model.path and Path(path).is_dir()]
-    has_own = recipe.model.path not in made
-    if recipe.model.warm_start is not None or (has_own and not Path(recipe.model.path).is_dir()):
-        console.result(
-            f"{recipe.model.path}: the starting model is not an item of [[prepare]], and is not checked here"
-        )
-        measured, folders = [], others
-    else:
-        measured, folders = list(prompts[:MAX_MEASURED_PROMPTS]), [recipe.model.path, *others]
-    if not folders:
-        return
-    answers = _measured(recipe, folders, measured)
-    for folder, answer in zip(folders, answers, strict=True):
-        console.result(
-            f"{folder}: {answer['architecture']}, {answer['num_parameters']:,} parameters, vocabulary of "
-            f"{answer['vocab_size']:,}"
-        )
-    if measured:
-        console.result(_lengths(recipe, answers[0], len(measured)))
-
-
-def _lengths(recipe: Recipe, answer: dict[str, Any], num_prompts: int) -> str:
-    """Return a sentence about how long the prompts are in tokens.
-
-    Raises:
-        ConfigError: none of them would be used, or prompts and responses do not fit into the model's context.
-    """
-    limit, room = recipe.searcher.max_prompt_tokens, answer["max_length_tokens"]
-    total = limit + recipe.searcher.max_response_tokens
-    if room is not None and total > room:
-        raise ConfigError(
-            f"searcher.max_prompt_tokens + max_response_tokens is {total}, and {recipe.model.path} takes at most {room}"
-        )
-    # a few long prompts are normal, and only counted
-    num_over = sum(tokens > limit for tokens in answer["text_tokens"])
-    if num_over == num_prompts:
-        raise ConfigError(f"every prompt is longer than searcher.max_prompt_tokens ({limit}); raise it")
-    return (
-        f"prompts have up to {max(answer['text_tokens'])} tokens; {num_over} of {num_prompts} are longer than "
-        f"searcher.max_prompt_tokens ({limit}) and will be refused"
-    )
-
-
 def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], str]:
     """Load config and tokenizer of the starting model and measure prompts with them.
 
@@ -169,8 +117,20 @@ def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, 
     Raises:
         ConfigError: they cannot be loaded, or do not fit the recipe.
     """
-    (answer,) = _measured(recipe, [recipe.model.path], prompts)
-    return answer, _lengths(recipe, answer, len(prompts))
+    answer, limit = _measured(recipe, prompts), recipe.searcher.max_prompt_tokens
+    room, total = answer["max_length_tokens"], limit + recipe.searcher.max_response_tokens
+    if room is not None and total > room:
+        raise ConfigError(
+            f"searcher.max_prompt_tokens + max_response_tokens is {total}, and {recipe.model.path} takes at most {room}"
+        )
+    # a few long prompts are normal, and only counted
+    num_over = sum(tokens > limit for tokens in answer["text_tokens"])
+    if num_over == len(prompts):
+        raise ConfigError(f"every prompt is longer than searcher.max_prompt_tokens ({limit}); raise it")
+    return answer, (
+        f"prompts have up to {max(answer['text_tokens'])} tokens; {num_over} of {len(prompts)} are longer than "
+        f"searcher.max_prompt_tokens ({limit}) and will be refused"
+    )
 
 
 def endless_warning(recipe: Recipe, prompts: Sequence[Prompt], answer: dict[str, Any] | None = None) -> str | None:
@@ -186,7 +146,7 @@ def endless_warning(recipe: Recipe, prompts: Sequence[Prompt], answer: dict[str,
         has_template = '"chat_template"' in text or (folder / "chat_template.jinja").is_file()
         if not has_template and re.search(r'"eos_token(_id)?":\s*[^n\s]', text):
             return None
-        (answer,) = _measured(recipe, [recipe.model.path], prompts[:100])
+        answer = _measured(recipe, prompts[:100])
     token, tasks = answer["endless"], recipe.searcher.tasks
     stops = [tasks[prompt.task].stop if prompt.task in tasks else [] for prompt in prompts]
     if token is None or all(token in stop if token else stop for stop in stops):
@@ -198,21 +158,13 @@ def endless_warning(recipe: Recipe, prompts: Sequence[Prompt], answer: dict[str,
     )
 
 
-def _measured(recipe: Recipe, folders: Sequence[str], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """Return the answer of `convert check` for each folder; the first one has the lengths of the prompts in tokens."""
+def _measured(recipe: Recipe, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return the answer of `convert check` for the starting model."""
     with tempfile.TemporaryDirectory(prefix="tba-prepare-") as place:
         texts = Path(place) / "texts.json"
         texts.write_text(json.dumps([prompt.text for prompt in prompts]), encoding="utf-8")
-        words = ["check", *folders, "--texts", str(texts), "--trust", *_trusted(recipe)]
+        words = ["check", recipe.model.path, "--texts", str(texts), *["--trust"] * recipe.model.trust_remote_code]
         return json.loads(run_program("tba_cli.starter_models.convert", words))
-
-
-def _trusted(recipe: Recipe) -> list[str]:
-    """Return the model folders whose own code the recipe runs."""
-    specs = [spec for task in recipe.reward.tasks.values() for spec in task.scorers]
-    trusting = [spec for spec in specs if isinstance(spec, ModelScorerSpec) and spec.trust_remote_code]
-    folders = [getattr(spec, name, None) for spec in trusting for name in ("model", "victim", "classifier")]
-    return [*filter(None, folders), *[recipe.model.path] * recipe.model.trust_remote_code]
 
 
 def _show_prompts(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -> None:

@@ -196,9 +196,9 @@ def main() -> int:
     """Run one command; return 0, or 2 with a sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m tba_cli.starter_models.convert", description=__doc__)
     parser.add_argument("command", choices=["chat", "check", "convert"])
-    parser.add_argument("folder", type=Path, nargs="+", help="model folders")
-    parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations, first folder")
-    parser.add_argument("--trust", type=Path, nargs="*", default=[], help="folders whose own code may run")
+    parser.add_argument("folder", type=Path, help="model folder")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations")
+    parser.add_argument("--trust", action="store_true", help="code that comes with the model may run")
     parser.add_argument("--template-kwargs", type=json.loads, default={}, help="JSON, arguments of the chat template")
     args = parser.parse_args()
     if args.command != "convert" and not args.trust:  # code that comes with a model may need it
@@ -208,18 +208,15 @@ def main() -> int:
         # code that comes with a model may print, and stdout is the answer
         with contextlib.redirect_stdout(sys.stderr):
             if args.command == "chat":
-                answers: list[Any] = chat_texts(args.folder[0], texts, args.template_kwargs, trust=bool(args.trust))
+                answer: Any = chat_texts(args.folder, texts, args.template_kwargs, trust=args.trust)
             elif args.command == "check":
-                answers = [
-                    check(folder, texts if index == 0 else [], trust=folder in args.trust)
-                    for index, folder in enumerate(args.folder)
-                ]
+                answer = check(args.folder, texts, trust=args.trust)
             else:
-                answers = [convert(folder) for folder in args.folder]
+                answer = convert(args.folder)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(answers))
+    print(json.dumps(answer))
     return 0
 
 

@@ -70,12 +70,6 @@ def test_a_folder_with_something_else_is_not_overwritten(tmp_path):
             is_there(other)
 
 
-def test_half_a_download_of_an_older_release_is_not_taken_for_a_whole_one(tmp_path):
-    (filled(tmp_path / "m") / f"{RECORD}.partial").write_text("{}")
-    with pytest.raises(ConfigError, match="m holds half a download of an older release; remove that folder"):
-        is_there(item(tmp_path / "m"))
-
-
 def test_half_of_one_thing_is_not_completed_with_another(tmp_path):
     half = filled(begin(item(tmp_path / "m")))
     assert begin(item(tmp_path / "m")) == half, "it continues where it stopped"

@@ -1,4 +1,4 @@
-"""Prompt files, `tba prompts upload --dry-run`, and chunks."""
+"""Prompt files, and chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from tba.api import Prompt
 from tba.config import parse_recipe
 from tba.errors import ConfigError
-from tba_cli.main import main
 from tba_cli.prompts.reader import chunks, prompts_of, prompts_of_file
 
 
@@ -71,14 +70,6 @@ def test_a_run_needs_held_out_prompts(tmp_path):
     document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": str(path)}}
     with pytest.raises(ConfigError, match="no prompt with split 'heldout'"):
         prompts_of(parse_recipe(document, where="test"))
-
-
-def test_a_dry_run_shows_three_prompts_and_counts_and_needs_no_service(tmp_path, capsys):
-    path = write(tmp_path / "q.jsonl", *map(prompt, range(6)), *(prompt(i, split="heldout") for i in range(6, 10)))
-    assert main(["prompts", "upload", str(path), "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert out.count('"prompt_id": "p') == 3
-    assert "6 prompts to train on and 4 held out; nothing was uploaded" in out
 
 
 def test_chunks_keep_order_and_stay_below_both_limits():

@@ -483,7 +483,6 @@ def _add_views(commands: Subparsers) -> None:
         "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"
     )
     view.add_argument("--no-open", action="store_true", help="only print the address")
-    view.add_argument("--show-token", action="store_true", help="print the address with the token of the operator")
     table = _command(
         commands,
         "table",
@@ -642,7 +641,7 @@ def _add_weights(commands: Subparsers) -> None:
         "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, start, best, or last (default)"
     )
     export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
-    export.add_argument("--out", metavar="DIR", required=True, help="folder to write; must not exist, or be empty")
+    export.add_argument("--out", metavar="DIR", required=True, help="folder to write; must not exist")
     export.add_argument(
         "--adapter", action="store_true", help="the LoRA adapter alone, as peft and vLLM read it, in place of the model"
     )

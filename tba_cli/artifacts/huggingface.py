@@ -82,39 +82,20 @@ def _elsewhere(item: PrepareItem) -> str:
 
 @contextlib.contextmanager
 def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
-    """Turn errors of the library into sentences; `without_network` says what to do where there is no network."""
-    errors = importlib.import_module("huggingface_hub.errors")
-    what = f"{item.kind} {item.hub}"
-    place = "model.path" if item.at_start else "[[prepare]]"
+    """Turn errors of the library into a sentence; `without_network` says what to do where there is no network."""
+    what, place = f"{item.kind} {item.hub}", "model.path" if item.at_start else "[[prepare]]"
     try:
         yield
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"{what} is behind a licence: accept it at https://huggingface.co/{item.hub}, then log in with "
-            "`hf auth login` (or set HF_TOKEN; Compose: secrets/hf_token) and run this command again"
-        ) from None
-    except errors.RevisionNotFoundError:
-        where = "model.revision" if item.at_start else place
-        raise ConfigError(f"{what} has no revision {item.revision!r}; correct it in {where}") from None
-    except errors.RepositoryNotFoundError:
-        no_folder = f", no folder {item.hub} is here," if item.at_start else ","
-        raise ConfigError(
-            f"the hub has no {what}{no_folder} or it is private: check the name in {place}, or log in with "
-            "`hf auth login`"
-        ) from None
     except Exception as error:  # those of the hub's HTTP library, which this package does not import
         full = explain_full_disk(error, item.path) if isinstance(error, OSError) else None
         if full is not None:
             raise ConfigError(f"{what} could not be fetched: {full}") from None
+        said = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"{what} could not be fetched ({type(error).__name__}: {first_line(error)}); this needs a network: "
-            f"{without_network}"
+            f"{what} could not be fetched ({type(error).__name__}: {said}): check its name and revision in {place}; if "
+            f"it is private or behind a licence, accept that at https://huggingface.co/{item.hub} and log in with `hf "
+            f"auth login` (or set HF_TOKEN; Compose: secrets/hf_token); without a network, {without_network}"
         ) from None
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error says, up to the end of its first line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def hub_library() -> Any:

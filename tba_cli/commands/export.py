@@ -39,8 +39,8 @@ class Exportable:
 def export_command(args: argparse.Namespace) -> int:
     """Download the version, verify it, and write the folder."""
     out = Path(args.out).resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists already; name a folder that does not, or an empty one")
+    if out.exists():
+        raise ConfigError(f"--out {out} exists already; name a folder that does not")
     source = source_of(args)
     versions = source.versions
     version = choose(args.version, source, versions)
@@ -60,22 +60,16 @@ def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
     Raises:
         ConfigError: nothing can be written there.
     """
-    # an empty folder that exists is filled and not replaced: it may be a mount point, or where the shell is
-    exists = out.exists()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(dir=out if exists else out.parent, prefix=".tba-export-")
+        temporary = tempfile.TemporaryDirectory(dir=out.parent, prefix=".tba-export-")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
     with temporary as name:
         half = Path(name) / "export"
         write(half)
-        if not exists:
-            # one step: nobody sees a folder that is half written
-            half.rename(out)
-            return
-        for path in half.iterdir():
-            path.rename(out / path.name)
+        # one step: nobody sees a folder that is half written
+        half.rename(out)
 
 
 def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVersion:

@@ -38,11 +38,11 @@ def _print(page: Page, args: argparse.Namespace) -> None:
         print(json.dumps({"url": page.url}), flush=True)
         return
     # a terminal keeps what it has shown, and whoever has the token may steer the run
-    print(page.url if args.show_token else page.address, flush=True)
-    if page.url != page.address and not args.show_token:
+    print(page.address, flush=True)
+    if page.url != page.address:
         where = "" if page.token_file is None else f" in {page.token_file}"
         print(
-            f"where no browser opens, it asks for a token: that of the operator{where}; --show-token prints it",
+            f"where no browser opens, it asks for a token: that of the operator{where}; --json prints it too",
             file=sys.stderr,
         )
 

@@ -176,8 +176,9 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue_and_be_steer
         assert "prompt a: '1+1='" in live
         assert "there are more: " in live
         endpoints = json.loads((place.folder / "endpoints.json").read_text())
-        page = f"{endpoints['buffer_url']}/#token={operator_token(endpoints['tokens_file'])}\n"
-        assert place.tba("view", "--no-open", "--show-token").stdout == page, "it returns at once"
+        page = f"{endpoints['buffer_url']}/#token={operator_token(endpoints['tokens_file'])}"
+        viewed = place.tba("view", "--no-open", "--json")
+        assert json.loads(viewed.stdout) == {"url": page}, "it returns at once"
         started.kill()
         started.communicate(timeout=DEADLINE_S)
         wait_until("no child is left", lambda: place.children() == [])

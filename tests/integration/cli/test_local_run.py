@@ -439,7 +439,7 @@ def test_without_a_network_a_model_of_the_hub_is_one_sentence(place, hub):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["model.path=org/none"], "the hub has no model org/none, no folder org/none is here, or it is private"),
+        (["model.path=org/none"], "model org/none could not be fetched (RepositoryNotFoundError"),
         (["model.path=org/whole", 'model.revision="v9"'], "no revision 'v9'; correct it in model.revision"),
         (['model.revision="v9"'], "model.path 'model' is a folder, which has none"),
     ],

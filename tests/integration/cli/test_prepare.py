@@ -142,16 +142,16 @@ def test_everything_is_fetched_and_converted_once(tmp_path, hub):
 
 
 @pytest.mark.parametrize(
-    ("item", "message"),
+    ("item", "error"),
     [
-        ({**WHOLE, "hub": "org/none"}, "error: the hub has no model org/none, or it is private: check the name"),
-        ({**WHOLE, "revision": "v9"}, "error: model org/whole has no revision 'v9'"),
-        ({**WHOLE, "hub": "org/gated"}, "error: model org/gated is behind a licence: accept it at"),
+        ({**WHOLE, "hub": "org/none"}, "RepositoryNotFoundError"),
+        ({**WHOLE, "revision": "v9"}, "RevisionNotFoundError"),
+        ({**WHOLE, "hub": "org/gated"}, "GatedRepoError"),
     ],
 )
-def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, message):
+def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, error):
     code, output = prepare(tmp_path, hub.url, [item])
-    assert (code, message in output) == (2, True), output
+    assert (code, f"error: model {item['hub']} could not be fetched ({error}: " in output) == (2, True), output
     assert "Traceback" not in output
 
 
@@ -165,7 +165,7 @@ def test_a_file_of_another_size_than_the_hub_says_is_not_whole(tmp_path, hub, mo
 def test_without_a_network_it_says_so(tmp_path):
     code, output = prepare(tmp_path, "http://127.0.0.1:9", [WHOLE])
     assert (code, "error: model org/whole could not be fetched" in output) == (2, True), output
-    assert "this needs a network" in output
+    assert "without a network, run it where there is one and copy the folder models/whole here" in output
 
 
 def test_what_cannot_be_fetched_says_what_to_do(tmp_path):

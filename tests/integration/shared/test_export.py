@@ -214,20 +214,12 @@ def test_tba_export_writes_any_version_of_an_ended_run(ended: RunFolder, words: 
     assert {path.name for path in Path().iterdir()} == {"here", "runs", "store"}
 
 
-def test_an_empty_folder_that_exists_is_filled_and_nothing_else_is_touched(
+def test_a_place_that_cannot_be_made_is_one_sentence(
     ended: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tmp_path / "here.part"
-    other.mkdir()
-    (other / "mine").write_text("mine")
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    assert main(["export", "--run-dir", str(ended.path), "--out", "."]) == 0
-    assert {path.name for path in here.iterdir()} >= {"README.md", "config.json", "model.safetensors"}
-    assert not any(path.name.startswith(".") for path in here.iterdir())
-    assert (other / "mine").read_text() == "mine"
-    assert main(["export", "--run-dir", str(ended.path), "--out", "README.md/x"]) == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["export", "--run-dir", str(ended.path), "--out", "file/x"]) == 2
     assert "cannot be made" in capsys.readouterr().err
 
 

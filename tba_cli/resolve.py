@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,31 +116,19 @@ def _make_absolute_path(section: dict[str, Any], key: str) -> None:
         section[key] = os.path.abspath(os.path.expanduser(value))
 
 
-@dataclass(frozen=True, slots=True)
-class CustomObject:
-    """An object that the recipe names and that is not built in."""
+def check_custom_objects(recipe: Recipe) -> None:
+    """Find what a recipe names from outside, but for prompt sources and scorers, which have checks of their own.
 
-    what: str
-    """The recipe's key."""
-    value: str
-    group: plugins.Group
+    No module is imported: it may need torch.
 
-    def find(self) -> str:
-        """Return the file of its module, which is not imported: it may need torch.
-
-        Raises:
-            ConfigError: this machine has no such entry point, or no such module.
-        """
-        path = plugins.resolve(self.value, group=self.group, what=self.what)
-        found = plugins.find_module(path, what=self.what)
-        return found.origin or found.name
-
-
-def custom_objects(recipe: Recipe) -> list[CustomObject]:
-    """Return what a recipe names from outside, but for prompt sources and scorers, which have checks of their own."""
-    objective, engine = recipe.objective, recipe.searcher.engine
-    found = [CustomObject("objective.preset", objective.preset, "tba.objectives")] if objective.is_custom else []
-    if engine not in ENGINES:
-        found.append(CustomObject("searcher.engine", engine, "tba.engines"))
-    found += [CustomObject("tracking.trackers", name, "tba.trackers") for name in recipe.tracking.trackers]
-    return found
+    Raises:
+        ConfigError: this machine has no such entry point, or no such module.
+    """
+    preset, engine = recipe.objective.preset, recipe.searcher.engine
+    named: list[tuple[str, str, plugins.Group]] = [
+        *([("objective.preset", preset, "tba.objectives")] if recipe.objective.is_custom else []),
+        *([("searcher.engine", engine, "tba.engines")] if engine not in ENGINES else []),
+        *(("tracking.trackers", name, "tba.trackers") for name in recipe.tracking.trackers),
+    ]
+    for key, name, group in named:
+        plugins.find_module(plugins.resolve(name, group=group, what=key), what=key)

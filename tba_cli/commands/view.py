@@ -6,26 +6,31 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 
-from tba_cli.browser import BrowserPage
+from tba_cli.browser import opened_page
 from tba_cli.run_target import Page, ended_run, endpoints_of, open_target, run_folder
+
+READ_S = 5.0
+"""A browser that has to start first reads its file within this time."""
 
 
 def view_command(args: argparse.Namespace) -> int:
     """Open the page in a browser and print its address without its token; that of a run that is over is served here."""
     ended = ended_run(args)
-    with BrowserPage() as browser:
+    is_opened = not args.no_open and has_display(os.environ)
+    with ExitStack() as stack:
 
         def show(page: Page) -> None:
             _print(page, args)
-            if not args.no_open and has_display(os.environ):
-                browser.open(page.url)
+            if is_opened:
+                stack.enter_context(opened_page(page.url))
 
         if ended is None:
             show(_page(args))
-            browser.wait_until_read()
+            time.sleep(READ_S * is_opened)
         else:
             from tba_cli.local.ended_run import serve_ended  # no image holds the launcher
 

@@ -24,7 +24,7 @@ from tba_cli.local.supervisor import StopRequestedError, Supervisor
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.reports.outputs import delete_run_objects, result_lines
-from tba_cli.resolve import check_model, custom_objects, with_absolute_paths, with_real_addresses
+from tba_cli.resolve import check_custom_objects, check_model, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tba_cli.setup.prepare import endless_warning, prepare_at_start
@@ -66,8 +66,7 @@ def run_local(
     check_searchers(original)
     # first what takes no time: to fetch or train a model may take long
     redis_binary = find_redis_server()
-    for custom in custom_objects(original):
-        custom.find()
+    check_custom_objects(original)
     for role in LOCAL_ROLES:
         role_token(original.auth.tokens_file, role)
     check_devices(original)

@@ -237,7 +237,7 @@ def opened(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     monkeypatch.setattr(view, "open_target", lambda args: (run, f"http://127.0.0.1:1/#token={args.run}"))
     monkeypatch.setattr(view, "endpoints_of", lambda folder: ("", f"{folder.path.name}.json", None))
     monkeypatch.setattr(browser.webbrowser, "open", open_page)
-    monkeypatch.setattr(browser.time, "sleep", lambda _: None)
+    monkeypatch.setattr(view.time, "sleep", lambda _: None)
     monkeypatch.setenv("DISPLAY", ":0")
     yield found
     assert [path for path in files if path.parent.exists()] == [], "nothing is left behind"

@@ -89,7 +89,7 @@ def run_local(
             if not resume:
                 folder.write_json(folder.recipe_file_path, document)
             supervisor = Supervisor(
-                config,
+                recipe=config,
                 original=original,
                 folder=folder,
                 services=Services(config, folder, environ=os.environ, redis_binary=redis_binary),

@@ -215,39 +215,25 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+@dataclass(kw_only=True, eq=False)
 class ProcessManager:
-    """Starts, watches and stops the children of a run.
+    """Starts, watches and stops the children of a run."""
 
-    Args:
-        is_over: asks the buffer service whether the run is over; only then may a trainer or searcher end with code 0.
-        max_searcher_restarts: limit for all searchers together.
-        stop_timeout_s: time from SIGTERM to SIGKILL, per stage of the stop order.
-    """
-
-    def __init__(
-        self,
-        *,
-        folder: RunFolder,
-        console: Console,
-        reaper: OrphanReaper,
-        is_over: Callable[[], Awaitable[bool]],
-        max_searcher_restarts: int,
-        stop_timeout_s: float,
-    ) -> None:
-        self._folder = folder
-        self._console = console
-        self._reaper = reaper
-        self._is_over = is_over
-        self._max_searcher_restarts = max_searcher_restarts
-        self._stop_timeout_s = stop_timeout_s
-        self._children: dict[str, ChildProcess] = {}
-        self._ended: asyncio.Queue[ChildProcess] = asyncio.Queue()
-        self._num_searcher_restarts = 0
-        self._run_is_over = False
-        self._retired: set[ChildProcess] = set()
-        """Searchers that are no longer desired: their end is no failure, and they are not restarted."""
-        self._given_up: set[ChildProcess] = set()
-        """Searchers that died after the last allowed restart."""
+    folder: RunFolder
+    console: Console
+    reaper: OrphanReaper
+    is_over: Callable[[], Awaitable[bool]]
+    """Asks the buffer service whether the run is over; only then may a trainer or searcher end with code 0."""
+    stop_timeout_s: float
+    """From SIGTERM to SIGKILL, per stage of the stop order."""
+    _children: dict[str, ChildProcess] = field(default_factory=dict, init=False)
+    _ended: asyncio.Queue[ChildProcess] = field(default_factory=asyncio.Queue, init=False)
+    _num_searcher_restarts: int = field(default=0, init=False)
+    _run_is_over: bool = field(default=False, init=False)
+    _retired: set[ChildProcess] = field(default_factory=set, init=False)
+    """Searchers that are no longer desired: their end is no failure, and they are not restarted."""
+    _given_up: set[ChildProcess] = field(default_factory=set, init=False)
+    """Searchers that died after the last allowed restart."""
 
     async def start(self, spec: ProcessSpec) -> ChildProcess:
         """Start a child and watch it from now on.
@@ -256,7 +242,7 @@ class ProcessManager:
             ChildError: it cannot be started.
         """
         child = await ChildProcess.start(
-            spec, log_path=self._folder.log_path(spec.name), on_line=self._console.child_line, reaper=self._reaper
+            spec, log_path=self.folder.log_path(spec.name), on_line=self.console.child_line, reaper=self.reaper
         )
         self._children[spec.name] = child
         assert child.exit_code is not None
@@ -293,7 +279,7 @@ class ProcessManager:
         """Stop one child with SIGTERM, and SIGKILL after the timeout; return its exit code."""
         child = self._children[name]
         code = await child.stop(timeout_s)
-        self._console.info(f"{name} was stopped ({describe_exit(code)})")
+        self.console.info(f"{name} was stopped ({describe_exit(code)})")
         return code
 
     def may_start(self, name: str, *, even_if_given_up: bool) -> bool:
@@ -307,11 +293,11 @@ class ProcessManager:
 
     async def wait_for(self, name: str) -> int:
         """Wait for a child to end by itself, and kill it after the stop timeout; return its exit code."""
-        return await self._children[name].wait_or_kill(self._stop_timeout_s)
+        return await self._children[name].wait_or_kill(self.stop_timeout_s)
 
     async def wait_for_searchers(self) -> None:
         """Wait for the searchers to end by themselves, and kill them after the stop timeout."""
-        waits = [child.wait_or_kill(self._stop_timeout_s) for child in self._of("searcher")]
+        waits = [child.wait_or_kill(self.stop_timeout_s) for child in self._of("searcher")]
         await asyncio.gather(*waits)
 
     async def stop(self) -> None:
@@ -321,7 +307,7 @@ class ProcessManager:
         if any(child.name in ("redis", "buffer") and not child.is_running for child in self._children.values()):
             self.kill(except_for=("redis",))
         for kind in PARTS:
-            await asyncio.gather(*(child.stop(self._stop_timeout_s) for child in self._of(kind)))
+            await asyncio.gather(*(child.stop(self.stop_timeout_s) for child in self._of(kind)))
 
     def kill(self, *, except_for: tuple[str, ...] = ()) -> None:
         """Kill every child that still runs."""
@@ -336,14 +322,14 @@ class ProcessManager:
         part = child.spec.part
         if child in self._retired or (self._run_is_over and part.ends == "with the run"):
             return
-        if code == 0 and (part.ends == "by itself" or (part.ends == "with the run" and await self._is_over())):
+        if code == 0 and (part.ends == "by itself" or (part.ends == "with the run" and await self.is_over())):
             return
         if not part.is_restarted:
             raise ChildError(self._describe_end(child, code))
-        if code != EXIT_CONFIG and self._num_searcher_restarts < self._max_searcher_restarts:
+        if code != EXIT_CONFIG and self._num_searcher_restarts < MAX_SEARCHER_RESTARTS:
             self._num_searcher_restarts += 1
-            count = f"{self._num_searcher_restarts} of {self._max_searcher_restarts}"
-            self._console.result(f"warning: {self._describe_end(child, code)}; starting it again ({count} restarts)")
+            count = f"{self._num_searcher_restarts} of {MAX_SEARCHER_RESTARTS}"
+            self.console.result(f"warning: {self._describe_end(child, code)}; starting it again ({count} restarts)")
             await asyncio.sleep(RESTART_DELAY_S)
             # both may have changed during the delay
             if child not in self._retired and not self._run_is_over:
@@ -353,23 +339,23 @@ class ProcessManager:
         num_left = sum(other.is_running and other not in self._retired for other in self._of("searcher"))
         if not num_left:
             raise ChildError(f"{self._describe_end(child, code)}, and no searcher is left")
-        self._console.result(f"warning: {self._describe_end(child, code)}; the run continues with {num_left}")
+        self.console.result(f"warning: {self._describe_end(child, code)}; the run continues with {num_left}")
 
     def _describe_end(self, child: ChildProcess, code: int) -> str:
         """Return which child ended how: with its own error, else print its last log lines."""
-        log_path = self._folder.log_path(child.name)
+        log_path = self.folder.log_path(child.name)
         if child.name == "trainer" and code == EXIT_STOPPED:
             return f"trainer was stopped (SIGTERM) before the run was over [{log_path}]"
         reason = next((line for line in reversed(child.tail) if line.startswith("error: ")), None)
         if reason is not None:
             sentence = reason.removeprefix("error: ").removeprefix(f"{child.name}: ")
             return f"{child.name} ended ({describe_exit(code)}): {sentence} [{log_path}]"
-        full = explain_no_space(self._folder.path)
+        full = explain_no_space(self.folder.path)
         more = "" if full is None else f"; {full}"
         if not child.tail:
             return f"{child.name} died ({describe_exit(code)}) and wrote nothing to {log_path}{more}"
         for line in child.tail:
-            self._console.result(f"{child.name} | {line}")
+            self.console.result(f"{child.name} | {line}")
         where = f"its last log lines are above, all of them in {log_path}"
         return f"{child.name} died ({describe_exit(code)}); {where}{more}"
 
@@ -412,12 +398,7 @@ async def run_with_processes(
 
     reaper = OrphanReaper(lock_fd)
     processes = ProcessManager(
-        folder=folder,
-        console=console,
-        reaper=reaper,
-        is_over=never,
-        max_searcher_restarts=0,
-        stop_timeout_s=stop_timeout_s,
+        folder=folder, console=console, reaper=reaper, is_over=never, stop_timeout_s=stop_timeout_s
     )
     try:
         return await until_first_end(work(processes), processes.watch())

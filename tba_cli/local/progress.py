@@ -17,81 +17,57 @@ POLL_INTERVAL_S = 1.0
 LINE_INTERVAL_S = 5.0
 
 
-class RunWatcher:
-    """Polls the run about once a second, and prints a line about it every 5 s.
+async def until_over(
+    client: BufferClient,
+    console: Console,
+    *,
+    num_steps: int,
+    silence_s: float,
+    on_run: Callable[[RunInfo], Awaitable[None]],
+    failed_lineage: int | None = None,
+) -> RunInfo:
+    """Poll the run about once a second until it is done, and print a line about it every 5 s.
 
-    Waits for the state of the run to become `done` or `failed`. The whole wait has no deadline but the run itself; the
-    deadline of silence is `silence_s` (wait `buffer-poll`).
+    The whole wait has no deadline but the run itself.
 
     Args:
+        silence_s: deadline of silence (wait `buffer-poll`).
         on_run: called with the run after every poll, until it is over.
+        failed_lineage: the lineage whose failure is being resumed: the run stays `failed` until the trainer has taken a
+            new one.
+
+    Raises:
+        ChildError: the run failed, or the buffer service was silent for too long.
     """
-
-    def __init__(
-        self,
-        client: BufferClient,
-        console: Console,
-        *,
-        num_steps: int,
-        silence_s: float,
-        on_run: Callable[[RunInfo], Awaitable[None]],
-    ) -> None:
-        self._client = client
-        self._console = console
-        self._num_steps = num_steps
-        self._silence_s = silence_s
-        self._on_run = on_run
-        self._num_failed = 0
-        self._lineage, self._first_step, self._first_at_s = 0, 0, 0.0
-        self._line_at_s = float("-inf")
-
-    async def until_over(self, *, failed_lineage: int | None = None) -> RunInfo:
-        """Poll until the run is done.
-
-        Args:
-            failed_lineage: the lineage whose failure is being resumed: the run stays `failed` until the trainer has
-                taken a new one.
-
-        Raises:
-            ChildError: the run failed, or the buffer service was silent for too long.
-        """
-        answered_at_s = time.monotonic()
-        while True:
-            try:
-                info, lines = await asyncio.to_thread(self._poll)
-                answered_at_s = time.monotonic()
-            except UnavailableError as error:
-                if time.monotonic() - answered_at_s > self._silence_s:
-                    raise ChildError(f"wait 'buffer-poll': no answer for {self._silence_s:.0f} s: {error}") from None
-                await asyncio.sleep(POLL_INTERVAL_S)
-                continue
-            for line in lines:
-                self._console.info(escape_controls(line))
-            if info.state == "done":
-                return info
-            # the buffer keeps `failed` until the new trainer has its lineage, which is no second failure
-            if info.state == "failed" and info.lineage != failed_lineage:
-                raise ChildError(f"the run failed: {info.state_reason or 'no reason was given'}")
-            await self._on_run(info)
+    num_failed, lineage, first_step, first_at_s, line_at_s = 0, 0, 0, 0.0, float("-inf")
+    answered_at_s = time.monotonic()
+    while True:
+        try:
+            info, stats = await asyncio.to_thread(lambda: (client.run(), client.stats()))
+        except UnavailableError as error:
+            if time.monotonic() - answered_at_s > silence_s:
+                raise ChildError(f"wait 'buffer-poll': no answer for {silence_s:.0f} s: {error}") from None
             await asyncio.sleep(POLL_INTERVAL_S)
-
-    def _poll(self) -> tuple[RunInfo, list[str]]:
-        """Return the run, and what is worth a line: how far it is, and scores that failed."""
-        info, stats, now_s = self._client.run(), self._client.stats(), time.monotonic()
-        lines: list[str] = []
+            continue
+        answered_at_s = now_s = time.monotonic()
         # the first failures, and then every ten times as many
-        if stats.num_failed >= max(1, 10 * self._num_failed):
-            self._num_failed = stats.num_failed
-            lines.append(failures_line(stats.num_failed, [item.example for item in stats.failed_reasons]))
+        if stats.num_failed >= max(1, 10 * num_failed):
+            num_failed = stats.num_failed
+            console.info(escape_controls(failures_line(num_failed, [item.example for item in stats.failed_reasons])))
         # a resume or a rollback went back some steps, which says nothing of the pace
-        if info.lineage != self._lineage:
-            self._lineage, self._first_step, self._first_at_s = info.lineage, info.step, now_s
-        if now_s - self._line_at_s >= LINE_INTERVAL_S:
-            self._line_at_s = now_s
-            made = info.step - self._first_step
-            step_s = (now_s - self._first_at_s) / made if made > 0 else None
-            lines.append(progress_line(info, stats, num_steps=self._num_steps, step_s=step_s))
-        return info, lines
+        if info.lineage != lineage:
+            lineage, first_step, first_at_s = info.lineage, info.step, now_s
+        if now_s - line_at_s >= LINE_INTERVAL_S:
+            line_at_s, made = now_s, info.step - first_step
+            step_s = (now_s - first_at_s) / made if made > 0 else None
+            console.info(escape_controls(progress_line(info, stats, num_steps=num_steps, step_s=step_s)))
+        if info.state == "done":
+            return info
+        # the buffer keeps `failed` until the new trainer has its lineage, which is no second failure
+        if info.state == "failed" and info.lineage != failed_lineage:
+            raise ChildError(f"the run failed: {info.state_reason or 'no reason was given'}")
+        await on_run(info)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def progress_line(info: RunInfo, stats: Stats, *, num_steps: int, step_s: float | None) -> str:

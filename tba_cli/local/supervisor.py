@@ -30,6 +30,7 @@ import shlex
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from tba.api import Prompt, RunCommand, RunInfo
@@ -40,8 +41,8 @@ from tba.store import ObjectStore
 from tba.tokens import operator_client_token
 from tba.weights import check_lineage
 from tba_cli.console import Console
-from tba_cli.local.processes import MAX_SEARCHER_RESTARTS, ProcessManager, until_first_end
-from tba_cli.local.progress import RunWatcher
+from tba_cli.local.processes import ProcessManager, until_first_end
+from tba_cli.local.progress import until_over
 from tba_cli.local.resume import this_program
 from tba_cli.local.services import SearcherPool, Services, wait_for_reward, wait_until_ready
 from tba_cli.orphan_reaper import OrphanReaper
@@ -63,37 +64,26 @@ class StopRequestedError(Exception):
     """Ctrl-C, SIGTERM or SIGHUP: the run has to stop, to be resumed later."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Supervisor:
-    """One start of a local run.
+    """One start of a local run."""
 
-    Args:
-        recipe: with real ports and addresses, as in config.json.
-        original: the recipe as resolved before ports were chosen; a resume starts from it.
-        needs_warm_start: whether the starting model has to be made first.
-        lock_fd: descriptor of the run folder's lock.
-    """
+    recipe: Recipe
+    """With real ports and addresses, as in config.json."""
+    original: Recipe
+    """The recipe as resolved before ports were chosen; a resume starts from it."""
+    folder: RunFolder
+    services: Services
+    store: ObjectStore
+    prompts: Sequence[Prompt]
+    console: Console
+    needs_warm_start: bool
+    """Whether the starting model has to be made first."""
+    lock_fd: InitVar[int]
+    """Descriptor of the run folder's lock."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        original: Recipe,
-        folder: RunFolder,
-        services: Services,
-        store: ObjectStore,
-        prompts: Sequence[Prompt],
-        console: Console,
-        needs_warm_start: bool,
-        lock_fd: int,
-    ) -> None:
-        self._recipe = recipe
-        self._original = original
-        self._folder = folder
-        self._services = services
-        self._store = store
-        self._prompts = prompts
-        self._console = console
-        self._needs_warm_start = needs_warm_start
+    def __post_init__(self, lock_fd: int) -> None:
+        recipe = self.recipe
         self._calls: dict[str, Any] = {
             "token": operator_client_token(recipe.auth.tokens_file),
             "timeout_s": CALL_TIMEOUT_S,
@@ -105,14 +95,13 @@ class Supervisor:
         self._first_signal, self._signalled_at_s = signal.SIGINT, 0.0
         self._reaper = OrphanReaper(lock_fd)
         self._processes = ProcessManager(
-            folder=folder,
-            console=console,
+            folder=self.folder,
+            console=self.console,
             reaper=self._reaper,
             is_over=self._is_over,
-            max_searcher_restarts=MAX_SEARCHER_RESTARTS,
             stop_timeout_s=recipe.local.stop_timeout_s,
         )
-        self._pool = SearcherPool(recipe, processes=self._processes, services=services, console=console)
+        self._pool = SearcherPool(recipe, processes=self._processes, services=self.services, console=self.console)
         self._loss = ""
         """The loss of Redis that nobody has accepted, as the buffer described it last during the wait for it."""
 
@@ -130,11 +119,11 @@ class Supervisor:
         try:
             return await until_first_end(self._work(), self._wait_for_signal(), self._processes.watch())
         except ChildError as error:
-            self._console.result(f"stopping: {error}")
+            self.console.result(f"stopping: {error}")
             raise
         finally:
             # first: other commands must not find services that are about to end
-            self._folder.endpoints_path.unlink(missing_ok=True)
+            self.folder.endpoints_path.unlink(missing_ok=True)
             await self._processes.stop()
             self._reaper.close()
             self._client.close()
@@ -148,10 +137,10 @@ class Supervisor:
             is_pair = {number, self._first_signal} == {signal.SIGTERM, signal.SIGHUP}
             if is_pair and time.monotonic() - self._signalled_at_s < SAME_REQUEST_S:
                 return
-            self._console.result("stopping at once: all children are killed")
+            self.console.result("stopping at once: all children are killed")
             self._processes.kill()
             return
-        self._console.result("stopping: the trainer writes a checkpoint, searchers drain (again: stop at once)")
+        self.console.result("stopping: the trainer writes a checkpoint, searchers drain (again: stop at once)")
         self._first_signal, self._signalled_at_s = number, time.monotonic()
         self._stop_requested.set()
 
@@ -160,53 +149,53 @@ class Supervisor:
         raise StopRequestedError
 
     async def _work(self) -> dict[str, Any]:
-        if self._needs_warm_start:
+        if self.needs_warm_start:
             await self._warm_start()
         await self._start_services()
         info = await self._prepare_run()
         # a supervisor that died between the run's last step and its summary leaves a run that only lacks the summary
         is_done = info.state == "done"
         if not is_done:
-            await self._processes.start(self._services.trainer())
+            await self._processes.start(self.services.trainer())
             await self._pool.keep(info.searchers)
             await self._watch_run(failed_lineage=info.lineage if info.state == "failed" else None)
         return await self._finish(trainer_ran=not is_done)
 
     async def _warm_start(self) -> None:
         """Make the starting model; its time is not part of the run's."""
-        self._console.info(f"making the starting model {self._recipe.model.path} (once; later runs reuse it)")
+        self.console.info(f"making the starting model {self.recipe.model.path} (once; later runs reuse it)")
         begun_s = time.monotonic()
-        child = await self._processes.start(self._services.spec("warm-start"))
+        child = await self._processes.start(self.services.spec("warm-start"))
         assert child.exit_code is not None
         if await asyncio.shield(child.exit_code) != 0:
             await asyncio.Event().wait()  # the watch of the manager explains the end, and cancels this
         warm_start_s = time.monotonic() - begun_s
         self._write_timing(warm_start_s=warm_start_s)
-        self._console.info(f"starting model ready after {warm_start_s:.0f} s")
+        self.console.info(f"starting model ready after {warm_start_s:.0f} s")
 
     async def _start_services(self) -> None:
-        self._console.info(f"run {self._recipe.run.name!r} in {self._folder.path}")
-        self._write_timing(starts=(*load_timing(self._folder).starts, time.time()))
+        self.console.info(f"run {self.recipe.run.name!r} in {self.folder.path}")
+        self._write_timing(starts=(*load_timing(self.folder).starts, time.time()))
         # in order: the buffer is not ready before Redis has read its file
-        await self._processes.start(self._services.spec("redis"))
-        await self._within("redis", wait_for_redis(self._folder.redis_socket_path, self._folder.redis_password_path))
-        await self._processes.start(self._services.spec("buffer"))
-        ca_file = self._recipe.tls.ca_file
+        await self._processes.start(self.services.spec("redis"))
+        await self._within("redis", wait_for_redis(self.folder.redis_socket_path, self.folder.redis_password_path))
+        await self._processes.start(self.services.spec("buffer"))
+        ca_file = self.recipe.tls.ca_file
         ready = wait_until_ready(
-            self._recipe.buffer_url, ca_file, on_progress=self._not_ready("buffer"), check=self._explain_loss
+            self.recipe.buffer_url, ca_file, on_progress=self._not_ready("buffer"), check=self._explain_loss
         )
         await self._within("buffer", ready)
         self._loss = ""
-        await self._processes.start(self._services.spec("reward"))
+        await self._processes.start(self.services.spec("reward"))
         await self._within("reward", wait_for_reward(self._rewards, ca_file, on_progress=self._not_ready("reward")))
 
     def _not_ready(self, name: str) -> Callable[[str], None]:
-        return lambda reason: self._console.info(f"{name} is not ready yet: {reason}")
+        return lambda reason: self.console.info(f"{name} is not ready yet: {reason}")
 
     def _explain_loss(self) -> None:
         """Print the command that accepts a loss: a buffer over a Redis that has lost data waits for a person."""
         # one attempt, without the retries of the other calls
-        client = BufferClient(self._recipe.buffer_url, retry_s=0, **self._calls)
+        client = BufferClient(self.recipe.buffer_url, retry_s=0, **self._calls)
         try:
             loss = client.run().loss
         except ServiceError:
@@ -217,10 +206,10 @@ class Supervisor:
             return
         self._loss = loss
         self._write_endpoints()  # the command finds the buffer by them
-        command = [*this_program(), "buffer", "accept-loss", "--run-dir", os.path.relpath(self._folder.path)]
-        self._console.result(f"buffer refuses to continue: {loss}")
-        self._console.result(
-            f"to continue without what is lost, type within {self._recipe.local.start_timeout_s:.0f} s in another "
+        command = [*this_program(), "buffer", "accept-loss", "--run-dir", os.path.relpath(self.folder.path)]
+        self.console.result(f"buffer refuses to continue: {loss}")
+        self.console.result(
+            f"to continue without what is lost, type within {self.recipe.local.start_timeout_s:.0f} s in another "
             f"terminal: {shlex.join(command)}"
         )
 
@@ -229,45 +218,45 @@ class Supervisor:
 
         From here on the folder holds a run that can be resumed: recipe.json is written.
         """
-        if self._recipe.run.snapshot is not None:
-            origin = await until_loaded(self._client, self._console, silence_s=self._recipe.local.start_timeout_s)
-            self._console.info(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
+        if self.recipe.run.snapshot is not None:
+            origin = await until_loaded(self._client, self.console, silence_s=self.recipe.local.start_timeout_s)
+            self.console.info(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
         await asyncio.to_thread(self._check_tasks)
-        if self._folder.has_begun:
+        if self.folder.has_begun:
             await asyncio.to_thread(self._check_redis)
         # half: JSON escapes can lengthen a text
-        max_chunk_bytes = self._recipe.buffer.max_body_bytes // 2
+        max_chunk_bytes = self.recipe.buffer.max_body_bytes // 2
         # idempotent: a resume uploads the same prompts again
-        await asyncio.to_thread(upload_prompts, self._client, self._prompts, max_chunk_bytes=max_chunk_bytes)
+        await asyncio.to_thread(upload_prompts, self._client, self.prompts, max_chunk_bytes=max_chunk_bytes)
         self._write_endpoints()
-        for path in (self._folder.ended_path, self._folder.summary_path):  # a finished run that trains on is not over
+        for path in (self.folder.ended_path, self.folder.summary_path):  # a finished run that trains on is not over
             path.unlink(missing_ok=True)
-        self._folder.write_json(self._folder.recipe_path, self._original.model_dump(mode="json"))
-        self._console.info(f"buffer {self._recipe.buffer_url}  reward {self._recipe.reward_url}")
-        self._console.info(f"look:  {view_hint(self._folder)}")
+        self.folder.write_json(self.folder.recipe_path, self.original.model_dump(mode="json"))
+        self.console.info(f"buffer {self.recipe.buffer_url}  reward {self.recipe.reward_url}")
+        self.console.info(f"look:  {view_hint(self.folder)}")
         info = await asyncio.to_thread(self._client.run)
-        if info.state == "paused" or (info.state == "done" and info.step < self._recipe.trainer.num_steps):
+        if info.state == "paused" or (info.state == "done" and info.step < self.recipe.trainer.num_steps):
             return await asyncio.to_thread(self._client.command, "resume", RunCommand(reason="tba run --resume"))
         return info  # a run that is stopping or failed continues when the trainer takes a new lineage
 
     def _write_endpoints(self) -> None:
         """Write the addresses of the services, for other commands."""
         endpoints = {
-            "run": self._recipe.run.name,
-            "buffer_url": self._recipe.buffer_url,
-            "reward_url": self._recipe.reward_url,
-            "redis_url": self._recipe.buffer.redis_url,
-            "store_url": self._recipe.store.url,
-            "tokens_file": self._recipe.auth.tokens_file,
-            "ca_file": self._recipe.tls.ca_file,
+            "run": self.recipe.run.name,
+            "buffer_url": self.recipe.buffer_url,
+            "reward_url": self.recipe.reward_url,
+            "redis_url": self.recipe.buffer.redis_url,
+            "store_url": self.recipe.store.url,
+            "tokens_file": self.recipe.auth.tokens_file,
+            "ca_file": self.recipe.tls.ca_file,
         }
-        self._folder.write_json(self._folder.endpoints_path, endpoints)
+        self.folder.write_json(self.folder.endpoints_path, endpoints)
 
     def _check_tasks(self) -> None:
         """Raise ConfigError where nothing scores a prompt: it would be generated for and never trained on."""
         rewards = self._rewards.rewards()
-        check_tasks(self._prompts, [reward.task for reward in rewards])
-        asked = {prompt.task for prompt in self._prompts}
+        check_tasks(self.prompts, [reward.task for reward in rewards])
+        asked = {prompt.task for prompt in self.prompts}
         check_healthy(reward for reward in rewards if reward.task in asked)
 
     def _check_redis(self) -> None:
@@ -277,26 +266,26 @@ class Supervisor:
             OlderRedisError: it does not hold the run, which would begin again.
             ConfigError: the run has made more steps than `trainer.num_steps`.
         """
-        stats, run, num_steps = self._client.stats(), self._recipe.run.name, self._recipe.trainer.num_steps
+        stats, run, num_steps = self._client.stats(), self.recipe.run.name, self.recipe.trainer.num_steps
         if not stats.num_prompts_train + stats.num_prompts_heldout:
             raise OlderRedisError(
-                f"run {run!r} has begun, and its Redis ({self._folder.redis_path}) holds nothing of it: the files are "
+                f"run {run!r} has begun, and its Redis ({self.folder.redis_path}) holds nothing of it: the files are "
                 "gone, or another redis-server is used than before (PATH), which cannot read them. "
                 "Nothing was changed. Put that right, or begin again with --fresh, or another run with --run-name"
             )
-        check_lineage(self._store, run, lambda: self._client.run().lineage)
+        check_lineage(self.store, run, lambda: self._client.run().lineage)
         if (made := self._client.run().step) > num_steps:
             raise ConfigError(f"run {run!r} has made {made} steps, and trainer.num_steps is {num_steps}: ask for more")
 
     async def _watch_run(self, *, failed_lineage: int | None) -> None:
-        watcher = RunWatcher(
+        await until_over(
             self._client,
-            self._console,
-            num_steps=self._recipe.trainer.num_steps,
-            silence_s=self._recipe.local.start_timeout_s,
+            self.console,
+            num_steps=self.recipe.trainer.num_steps,
+            silence_s=self.recipe.local.start_timeout_s,
+            failed_lineage=failed_lineage,
             on_run=lambda info: self._pool.keep(info.searchers),
         )
-        await watcher.until_over(failed_lineage=failed_lineage)
 
     async def _finish(self, *, trainer_ran: bool) -> dict[str, Any]:
         """Collect history, ledger and model from the services, and write the outputs; return the summary."""
@@ -304,28 +293,26 @@ class Supervisor:
         if trainer_ran:
             code = await self._processes.wait_for("trainer")
             if code != 0:
-                self._console.result(f"warning: the trainer ended with exit code {code} after the run was done")
+                self.console.result(f"warning: the trainer ended with exit code {code} after the run was done")
         info, stats, said = await asyncio.to_thread(
             lambda: (self._client.run(), self._client.stats(), self._client.summary())
         )
         settings = await asyncio.to_thread(self._client.all_settings)
         ledger = await asyncio.to_thread(lambda: list(ledger_lines(self._client)))
-        num_files = await asyncio.to_thread(
-            download_export, self._store, run=self._recipe.run.name, folder=self._folder
-        )
-        if self._recipe.trainer.export and not num_files:
-            self._console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
+        num_files = await asyncio.to_thread(download_export, self.store, run=self.recipe.run.name, folder=self.folder)
+        if self.recipe.trainer.export and not num_files:
+            self.console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
         await self._processes.wait_for_searchers()
         history = make_history(
-            recipe=self._recipe,
+            recipe=self.recipe,
             info=info,
             stats=stats,
             advice=said.advice,
             settings=settings,
             ledger=ledger,
-            folder=self._folder,
+            folder=self.folder,
         )
-        return await asyncio.to_thread(write_outputs, self._folder, history)
+        return await asyncio.to_thread(write_outputs, self.folder, history)
 
     async def _is_over(self) -> bool:
         try:
@@ -334,16 +321,16 @@ class Supervisor:
             return False
 
     async def _within(self, name: str, ready: Awaitable[None]) -> None:
-        timeout_s = self._recipe.local.start_timeout_s
+        timeout_s = self.recipe.local.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await ready
         except TimeoutError:
             raise WaitTimeoutError(
                 f"{name} was not ready within {timeout_s:.0f} s (local.start_timeout_s); "
-                f"{self._loss or f'see {self._folder.log_path(name)}'}"
+                f"{self._loss or f'see {self.folder.log_path(name)}'}"
             ) from None
 
     def _write_timing(self, **changes: Any) -> None:
-        timing = load_timing(self._folder).model_copy(update=changes)
-        self._folder.write_json(self._folder.timing_path, timing.model_dump(mode="json"))
+        timing = load_timing(self.folder).model_copy(update=changes)
+        self.folder.write_json(self.folder.timing_path, timing.model_dump(mode="json"))

@@ -32,7 +32,6 @@ def end_of_a_trainer(code: int, folder: Path) -> None:
         console=cast("Any", None),
         reaper=cast("Any", None),
         is_over=not_over,
-        max_searcher_restarts=0,
         stop_timeout_s=1.0,
     )
 

@@ -15,7 +15,7 @@ from tba.api.stats import FailedReason, Rates
 from tba.clients import BufferClient
 from tba_cli.console import Console, Loudness
 from tba_cli.local import progress as progress_module
-from tba_cli.local.progress import RunWatcher, duration, progress_line
+from tba_cli.local.progress import duration, progress_line, until_over
 from tests.support.history_values import RUN_INFO, evaluation, stats
 
 WAIT = {"owner": "trainer", "name": "rollouts", "for_s": 1.0, "deadline_in_s": 5.0}
@@ -57,14 +57,11 @@ def test_a_run_says_how_far_it_is_and_which_scores_fail(monkeypatch: pytest.Monk
         stats=lambda: stats().model_copy(update=counts),
     )
     out = io.StringIO()
-    watcher = RunWatcher(
-        cast(BufferClient, client),
-        Console("normal", stream=out),
-        num_steps=9,
-        silence_s=1.0,
-        on_run=lambda _: asyncio.sleep(0),
+    console = Console("normal", stream=out)
+    over = until_over(
+        cast(BufferClient, client), console, num_steps=9, silence_s=1.0, on_run=lambda _: asyncio.sleep(0)
     )
-    asyncio.run(watcher.until_over())
+    asyncio.run(over)
     lines = out.getvalue().splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert [(line.split()[1], "ETA" in line) for line in steps] == [

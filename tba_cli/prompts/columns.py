@@ -100,28 +100,19 @@ def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them: the content is one text, and what is null is left out.
 
     Raises:
-        RowError: a content is absent, or a part of it is no text.
+        RowError: a content is no text.
     """
     found = []
     for number, message in enumerate(value, start=1):
         place = f"{where}, message {number} ({message['role']})"
         given = {name: part for name, part in message.items() if part is not None}
         content = given.get("content")
-        if isinstance(content, list):
-            given["content"] = "".join(_part_text(place, part) for part in content)
-        elif content is None and given.get("tool_calls"):
+        if content is None and given.get("tool_calls"):
             given["content"] = None  # as in the format of OpenAI: the calls are what the model said
         elif not isinstance(content, str):
             raise RowError(f"{place}: its content {short(content)} is not text; give it one, or leave the row out")
         found.append(plain(place, given))
     return found
-
-
-def _part_text(place: str, part: Any) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-    if not isinstance(text, str):
-        raise RowError(f"{place}: the part {short(part)} of its content is not text; leave it or the row out")
-    return text
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:

@@ -278,9 +278,8 @@ def test_messages_become_text_by_the_models_chat_template(tmp_path):
         prompts_of(trl_rows(path, model))
 
 
-def test_text_parts_of_a_content_are_joined_and_null_keys_are_absent(tmp_path, chat_model):
-    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]
-    rows = [chat_row(i, parts, [{"type": "text", "text": f"{i}"}], name=None) for i in range(3)]
+def test_null_keys_of_messages_are_absent(tmp_path, chat_model):
+    rows = [chat_row(i, "What is 1 + 1?", f"{i}", name=None) for i in range(3)]
     for dataset in (write_jsonl(tmp_path / "p.jsonl", *rows), write_dataset(tmp_path / "d", train=rows)):
         texts = [prompt.text for prompt in prompts_of(trl_rows(dataset, chat_model))]
         assert texts[2] == "user: What is 1 + 1?\nuser: 2\nthink:"
@@ -305,7 +304,7 @@ def test_the_chat_template_gets_its_arguments(tmp_path, chat_model):
     ("row", "message"),
     [
         (chat_row(2, "hi", None), r"message 2 \(user\): its content None is not text"),
-        (chat_row(2, [{"type": "image", "url": "x"}]), r"message 1 \(user\): the part .*'image'.* is not text"),
+        (chat_row(2, [{"type": "image", "url": "x"}]), r"message 1 \(user\): its content .*'image'.* is not text"),
         (chat_row(2, "hi", role="bad"), "no such role; correct them, or leave them out"),
     ],
 )

@@ -9,8 +9,8 @@ from tba.store import open_store
 from tba_cli.artifacts import ArtifactStore, required_folders
 from tba_cli.artifacts.artifact_store import pull_folders
 from tba_cli.console import Console
-from tba_cli.setup import run_setup
 from tba_cli.setup.prepare import prepare_recipe
+from tba_cli.setup.run_setup import run_setup
 
 
 def setup_command(args: argparse.Namespace) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, Literal
 
-from tba.api import Prompt
 from tba.clients import BufferClient, RewardClient
 from tba.clients.service_client import ServiceClient
 from tba.config import Recipe
@@ -27,12 +27,8 @@ from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, uplo
 from tba_cli.setup.artifacts import set_up_folders
 from tba_cli.setup.origin import until_loaded
 
-Part = Literal["models", "prompts"]
-PARTS: tuple[Part, ...] = get_args(Part)
 POLL_S = 1.0
 PROGRESS_INTERVAL_S = 30.0
-READY_TIMEOUT_S = 5.0
-"""Deadline of one question whether a service is ready."""
 CALL_RETRY_S = 5.0
 CALL_TIMEOUT_S = 30.0
 STORE_TIMEOUT_S = 5.0
@@ -47,7 +43,7 @@ def run_setup(
     create_bucket: bool,
     prepare: bool,
     pull: bool,
-    only: Part | None,
+    only: Literal["models", "prompts"] | None,
     on_progress: OnProgress,
 ) -> None:
     """Set up everything that a run needs; leave as it is what is there.
@@ -59,15 +55,18 @@ def run_setup(
         only: do this part alone.
 
     Raises:
-        TbaError: something is not to be had; says what to do.
+        ConfigError: a task is not scored, or the snapshot that the run begins with cannot be loaded.
+        WaitTimeoutError: the store or a service was not ready within `wait_s`.
+        TbaError: something else is not to be had; says what to do.
         OlderRedisError: the store holds more of the run than Redis knows.
     """
     if only != "models":
         # before the store is waited for: an address that is missing stays so
         _check_addresses(recipe)
     _set_up_store(recipe, wait_s=wait_s, create_bucket=create_bucket, on_progress=on_progress)
-    artifacts = ArtifactStore(open_store(recipe.store), on_progress)
+    store = open_store(recipe.store)
     if only != "prompts":
+        artifacts = ArtifactStore(store, on_progress)
         set_up_folders(recipe, artifacts, prepare=prepare, pull=pull, on_progress=on_progress)
     if only == "models":
         return
@@ -82,85 +81,42 @@ def run_setup(
         "timeout_s": CALL_TIMEOUT_S,
     }
     buffer, reward = BufferClient(recipe.buffer_url, **options), RewardClient(recipe.reward_url, **options)
-    try:
-        set_up_prompts(recipe, prompts, buffer=buffer, reward=reward, wait_s=wait_s, on_progress=on_progress)
-        check_lineage(open_store(recipe.store), recipe.run.name, lambda: buffer.run().lineage)
+    deadline_s = time.monotonic() + wait_s
+    with closing(buffer), closing(reward):
+        _wait_until_ready(buffer, "buffer-start", deadline_s, on_progress)
+        if recipe.run.snapshot is not None:
+            origin = asyncio.run(until_loaded(buffer, Console("normal"), silence_s=recipe.local.start_timeout_s))
+            on_progress(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
+        _wait_until_ready(reward, "reward-start", deadline_s, on_progress)
+        check_tasks(prompts, (info.task for info in reward.rewards()))
+        reply = upload_prompts(buffer, prompts, max_chunk_bytes=recipe.buffer.max_body_bytes // 2)
+        on_progress(
+            f"prompts: {reply.num_new} new and {reply.num_same} known; the run has {reply.num_train} to train on and "
+            f"{reply.num_heldout} held out"
+        )
+        check_lineage(store, recipe.run.name, lambda: buffer.run().lineage)
         info = buffer.run()
-        on_progress(f"run {info.run!r} is {info.state} at step {info.step}; everything is there")
-    finally:
-        buffer.close()
-        reward.close()
+    on_progress(f"run {info.run!r} is {info.state} at step {info.step}; everything is there")
 
 
-def set_up_prompts(
-    recipe: Recipe,
-    prompts: Sequence[Prompt],
-    *,
-    buffer: BufferClient,
-    reward: RewardClient,
-    wait_s: float,
-    on_progress: OnProgress,
-) -> None:
-    """Wait for buffer and reward service, check that every prompt can be scored, then upload the prompts.
-
-    Raises:
-        ConfigError: a task is not scored, or the snapshot that the run begins with cannot be loaded.
-        WaitTimeoutError: a service was not ready within `wait_s`.
-        ServiceError: a service refuses, for example the token.
-    """
-    waits: dict[str, Any] = {
-        "ca_file": recipe.tls.ca_file,
-        "deadline_s": time.monotonic() + wait_s,
-        "on_progress": on_progress,
-    }
-    wait_for_service(recipe.buffer_url, wait="buffer-start", **waits)
-    if recipe.run.snapshot is not None:
-        origin = asyncio.run(until_loaded(buffer, Console("normal"), silence_s=recipe.local.start_timeout_s))
-        on_progress(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
-    wait_for_service(recipe.reward_url, wait="reward-start", **waits)
-    check_tasks(prompts, (info.task for info in reward.rewards()))
-    reply = upload_prompts(buffer, prompts, max_chunk_bytes=recipe.buffer.max_body_bytes // 2)
-    on_progress(
-        f"prompts: {reply.num_new} new and {reply.num_same} known; the run has {reply.num_train} to train on and "
-        f"{reply.num_heldout} held out"
-    )
-
-
-def wait_for_service(url: str, *, ca_file: str | None, wait: str, deadline_s: float, on_progress: OnProgress) -> None:
-    """Wait until a service answers that it is ready.
-
-    Args:
-        url: its base URL; no token is sent.
-        ca_file: authorities that are trusted for https.
-        wait: name of the wait.
-        deadline_s: on the monotonic clock.
-
-    Raises:
-        WaitTimeoutError: it was not ready in time.
-    """
-    client = ServiceClient(url, retry_s=0, timeout_s=READY_TIMEOUT_S, ca_file=ca_file)
+def _wait_until_ready(client: ServiceClient, wait: str, deadline_s: float, on_progress: OnProgress) -> None:
     begun_s, shown_s = time.monotonic(), -PROGRESS_INTERVAL_S
-    try:
-        while (reason := _not_ready(client)) is not None:
-            now_s = time.monotonic()
-            if now_s > deadline_s:
-                raise WaitTimeoutError(
-                    f"wait {wait!r}: {client.base_url} was not ready within {now_s - begun_s:.0f} s: {reason}"
-                )
-            if now_s - shown_s > PROGRESS_INTERVAL_S:
-                shown_s = now_s
-                on_progress(f"wait {wait!r} ({deadline_s - now_s:.0f} s left): {reason}")
-            time.sleep(POLL_S)
-    finally:
-        client.close()
-
-
-def _not_ready(client: ServiceClient) -> str | None:
-    try:
-        reason = client.not_ready()
-    except UnavailableError as error:
-        reason = error
-    return None if reason is None else str(reason)
+    while True:
+        try:
+            reason = client.not_ready()
+        except UnavailableError as error:
+            reason = error
+        if reason is None:
+            return
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            raise WaitTimeoutError(
+                f"wait {wait!r}: {client.base_url} was not ready within {now_s - begun_s:.0f} s: {reason}"
+            )
+        if now_s - shown_s > PROGRESS_INTERVAL_S:
+            shown_s = now_s
+            on_progress(f"wait {wait!r} ({deadline_s - now_s:.0f} s left): {reason}")
+        time.sleep(POLL_S)
 
 
 def _set_up_store(recipe: Recipe, *, wait_s: float, create_bucket: bool, on_progress: OnProgress) -> None:

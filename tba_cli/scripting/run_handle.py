@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from urllib.parse import unquote
 from tba.api import RolloutInfo, RolloutOrder, RunInfo, RunSummary
 from tba.clients import BufferClient
 from tba.clients.run_reader import RolloutFilters
-from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
+from tba.errors import ConfigError
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import RETRY_S, TOKEN_MARK, endpoints_of, open_target, page_url, run_folder
 from tba_cli.scripting.command import Command
@@ -29,9 +28,6 @@ MAX_TEXT_CHARS = 10_000
 MAX_PER_PAGE = 100
 STEPS_PER_PAGE = 2000
 """The most points that the service gives at once, so that each one is a single step."""
-POLL_S = 1.0
-AWAY_S = 120.0
-"""A service elsewhere that is silent for so long is given up."""
 OVER = ("done", "failed")
 
 
@@ -205,29 +201,6 @@ class Run:
             cursor = page.next
             if cursor is None:
                 return
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it is over.
-
-        Args:
-            timeout_s: None: no deadline.
-
-        Raises:
-            WaitTimeoutError: it is not, after `timeout_s`.
-        """
-        began_s = answered_s = time.monotonic()
-        while True:
-            try:
-                if self.is_over:
-                    return
-                answered_s = time.monotonic()
-            except UnavailableError:  # a service elsewhere may restart meanwhile
-                if time.monotonic() - answered_s > AWAY_S:
-                    raise
-            left_s = None if timeout_s is None else began_s + timeout_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                raise WaitTimeoutError(f"wait 'run-over': {self!r} is not over after {timeout_s:g} s; wait longer")
-            time.sleep(POLL_S if left_s is None else min(POLL_S, left_s))
 
     def _open_service(self) -> tuple[BufferClient, str]:
         if self._url is None:

@@ -516,8 +516,6 @@ def test_a_push_counts_only_under_the_name_of_a_searcher_that_the_visit_was_leas
     assert str(stolen.reason).startswith("not-leased: ")
     stats = client.stats()
     assert (stats.refused, stats.num_rollouts, stats.leases["open"]) == ({"not-leased": 1}, 1, 1)
-    assert stats.tokens is not None
-    assert stats.tokens.refused == {"not-leased": 3}
     later(client, 10_000)
     (again,) = [item for item in lease(client, 4, "s2").leases if item.visit_id == mine.visit_id]
     assert again.num_rollouts == 3

@@ -89,10 +89,9 @@ KEYS: Any = SimpleNamespace(settings="settings")
 
 def test_an_answer_that_comes_late_does_not_put_an_older_revision_back() -> None:
     context: Any = SimpleNamespace(redis=SlowFirst(), keys=KEYS, recipe=make_recipe("model"))
-    lineages: Any = None
 
     async def both() -> Settings:
-        settings = Settings(context, lineages)
+        settings = Settings(context)
         await asyncio.gather(settings.load(), settings.load())
         return settings
 

@@ -230,49 +230,51 @@ def test_a_recipe_with_nothing_but_a_reward_section_is_enough_to_serve(tmp_path:
         service.process.wait()
 
 
-def test_reward_functions_of_trl_run_unchanged(tmp_path: Path) -> None:
-    module = "tests.support.trl_rewards"
-    sets = [
-        f'reward.tasks.chat.scorers=[{{kind="python", function="{module}:think_format"}}]',
-        f'reward.tasks.ids.scorers=[{{kind="python", function="{module}:num_tokens"}}]',
-        f'reward.tasks.arguments.scorers=[{{kind="python", function="{module}:at_least", kwargs={{threshold=3}}}}]',
-        f'reward.tasks.batch.scorers=[{{kind="python", function="{module}:whole_call"}}]',
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with functions of other people, and a judge that is away."""
+    tasks = {
+        "chat": 'kind="python", function="tests.support.trl_rewards:think_format"',
+        "ids": 'kind="python", function="tests.support.trl_rewards:num_tokens"',
+        "arguments": 'kind="python", function="tests.support.trl_rewards:at_least", kwargs={threshold=3}',
+        "batch": 'kind="python", function="tests.support.trl_rewards:whole_call"',
+        "broken": 'kind="python", function="tests.support.trl_rewards:raises_always"',
+        "judged": f'kind="http", url="http://127.0.0.1:{free_port()}/v1/score"',
+    }
+    sets = [f"reward.tasks.{task}.scorers=[{{{spec}}}]" for task, spec in tasks.items()]
+    with running(tmp_path_factory.mktemp("foreign"), *sets) as service:
+        yield service
+
+
+def test_reward_functions_of_trl_run_unchanged(foreign: Service) -> None:
+    items = [
+        item(0, task="chat", response="</think>7", prompt=[{"role": "user", "content": "6+1="}]),
+        {**item(1, task="ids"), "response_tokens": [1, 2, 3]},
+        item(2, task="arguments"),
+        *(item(n, task="batch", response=f"r{n}") for n in range(3, 6)),
+        {**item(6, task="ids"), "response_tokens": [-1]},
     ]
-    with running(tmp_path, *sets) as service:
-        items = [
-            item(0, task="chat", response="</think>7", prompt=[{"role": "user", "content": "6+1="}]),
-            {**item(1, task="ids"), "response_tokens": [1, 2, 3]},
-            item(2, task="arguments"),
-            *(item(n, task="batch", response=f"r{n}") for n in range(3, 6)),
-            {**item(6, task="ids"), "response_tokens": [-1]},
-        ]
-        results = post(service, {"items": items}).json()["results"]
+    results = post(foreign, {"items": items}).json()["results"]
     assert [result["reward"] for result in results] == [1.0, 3.0, 0.0, 3.0, 3.0, 3.0, None]
     assert results[6]["error"]["reason"] == "malformed"
 
 
-def test_a_function_that_raises_for_every_item_makes_the_service_not_ready_with_its_text(tmp_path: Path) -> None:
-    function = "tests.support.trl_rewards:raises_always"
-    with running(tmp_path, f'reward.tasks.broken.scorers=[{{kind="python", function="{function}"}}]') as service:
-        results = post(service, {"items": [item(n, task="broken", response=f"r{n}") for n in range(40)]}).json()
-        assert {result["error"]["detail"] for result in results["results"]} == {"KeyError: 'solutoin'"}
-        answer = httpx2.get(f"{service.url}/readyz", timeout=60)
-        assert (answer.status_code, answer.json()["type"]) == (503, "urn:tba:problem:broken-reward")
-        assert answer.json()["detail"].startswith(
-            "task broken: raises_always: it raised for each of the first 32 different"
-        )
-        assert answer.json()["detail"].endswith("KeyError: 'solutoin'")
+def test_a_dead_judge_costs_its_task_alone(foreign: Service) -> None:
+    note = httpx2.get(f"{foreign.url}/readyz", timeout=60).json()["note"]
+    assert note.startswith("judged: http: no connection to 127.0.0.1")
+    results = post(foreign, {"items": [item(0), item(1, task="judged")]}).json()["results"]
+    assert results[0]["reward"] == 1.0
+    assert results[1]["error"]["reason"] == "unreachable"
 
 
-def test_a_dead_judge_costs_its_task_alone(tmp_path: Path) -> None:
-    dead = f"http://127.0.0.1:{free_port()}/v1/score"
-    spec = f'{{kind="http", url="{dead}"}}'
-    with running(tmp_path, f"reward.tasks.judged.scorers=[{spec}]") as service:
-        note = httpx2.get(f"{service.url}/readyz", timeout=60).json()["note"]
-        assert note.startswith("judged: http: no connection to 127.0.0.1")
-        results = post(service, {"items": [item(0), item(1, task="judged")]}).json()["results"]
-        assert results[0]["reward"] == 1.0
-        assert results[1]["error"]["reason"] == "unreachable"
+def test_a_function_that_raises_for_every_item_makes_the_service_not_ready_with_its_text(foreign: Service) -> None:
+    results = post(foreign, {"items": [item(n, task="broken", response=f"r{n}") for n in range(40)]}).json()
+    assert {result["error"]["detail"] for result in results["results"]} == {"KeyError: 'solutoin'"}
+    answer = httpx2.get(f"{foreign.url}/readyz", timeout=60)
+    assert (answer.status_code, answer.json()["type"]) == (503, "urn:tba:problem:broken-reward")
+    detail = answer.json()["detail"]
+    assert detail.startswith("task broken: raises_always: it raised for each of the first 32 different")
+    assert detail.endswith("KeyError: 'solutoin'")
 
 
 def test_tokens_are_checked_by_role(tmp_path: Path) -> None:

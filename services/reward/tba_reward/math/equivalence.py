@@ -18,7 +18,7 @@ import logging
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -62,11 +62,10 @@ _ROMAN_LETTER = re.compile(r"\\mathrm\s*\{\s*([A-Za-z])\s*\}")
 _FONT_ALONE = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*[0-9][^{}]*)\}")
 _NUMBER_FIRST = re.compile(r"\s*([^A-Za-z]*[0-9])\s*([^0-9]*)", re.ASCII)
 _SPACES = re.compile(r"\s+(?![0-9A-Za-z])|(?<![0-9A-Za-z])\s+|\\left(?![a-z])|\\right(?![a-z])")
-"""Spaces that separate nothing, and the size of brackets."""
 _EXPONENT = re.compile(r"\^\s*\{?\s*-?[0-9]+\s*\}?")
 _VARIABLE = re.compile(r"^[A-Za-z](?:_\{?[0-9A-Za-z]\}?)?\s*=\s*(?=[-+0-9.\\])")
 _SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
-_RAISED = re.compile(f"[{_SUPERSCRIPTS}]+")
+_RAISED, _LOWERED = re.compile(f"[{_SUPERSCRIPTS}]+"), str.maketrans(_SUPERSCRIPTS, "0123456789-")
 _SPECIAL_TOKEN = r"(?:<\|[A-Za-z0-9_]+\|>|</?s>|<(?:[be]os|pad|(?:start|end)_of_turn)>)"
 _TOKENS_AROUND = re.compile(rf"^(?:\s*{_SPECIAL_TOKEN})+|(?:{_SPECIAL_TOKEN}\s*)+$")
 _COUNTED = "[颗个個元円只隻人名位岁歳本张張枚条件支台次天页米克块棵개명원권]"
@@ -114,15 +113,21 @@ def same_answer(gold: str, answer: str) -> bool:
     Raises:
         UnreadableError: they cannot be compared.
     """
-    if _same_text(gold, answer):
+    if without_spaces(gold) == without_spaces(answer) != "":
         return True
     gold, units = normalize_gold(gold)
     answer = normalize(answer, units | (words_after_number(normalize(answer)) & FILLERS))
+    return _compare(gold, answer, lambda: parse_answer(answer))
+
+
+def _compare(gold: str, answer: str, parsed: Callable[[], Parsed]) -> bool:
+    """Compare two normalized texts plainly, else as mathematics."""
     plainly = _compare_plainly(gold, answer)
     if plainly is not None:
         return plainly
-    _refuse_prose(answer, gold)
-    return same_value(parse_gold(gold), parse_answer(answer))
+    if is_prose(answer, gold):
+        raise UnreadableError(f"{answer[:200]!r} has words in it that are neither units nor mathematics")
+    return same_value(parse_gold(gold), parsed())
 
 
 def same_anywhere(gold: str, text: str) -> bool:
@@ -143,20 +148,11 @@ def same_anywhere(gold: str, text: str) -> bool:
     if not parsed:
         return False
     found = str(parsed[-1])
-    answer = normalize(found, units)
-    plainly = _compare_plainly(gold, answer)
-    if plainly is not None:
-        return plainly
-    _refuse_prose(answer, gold)
-    return same_value(parse_gold(gold), _require_expression(parsed, found))
+    return _compare(gold, normalize(found, units), lambda: _require_expression(parsed, found))
 
 
 def check_gold(gold: str) -> None:
-    """Parse a gold answer, and compare it with itself and with 1: both are fast unless the gold itself is slow.
-
-    Raises:
-        UnreadableError: it cannot be read, or not be compared.
-    """
+    """Parse a gold answer, and compare it with itself and with 1: both are fast unless the gold itself is slow."""
     gold, _ = normalize_gold(gold)
     if _compare_plainly(gold, "") is None:
         same_value(parse_gold(gold), parse_gold(gold))
@@ -186,7 +182,9 @@ def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
     match = _OUTER.fullmatch(text)
     text = _font_alone(_ARTICLE.sub("", (match[1] if match else text).rstrip(" \\")))
     text = _COUNTED_AFTER.sub("", _SAID_BEFORE.sub("", text))
-    text = _DASH_SIGN.sub("-", _RAISED.sub(_as_power, _ROOT.sub(_as_root, text))).translate(_CHARACTERS)
+    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
+    text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_LOWERED)}}}", text)
+    text = _DASH_SIGN.sub("-", text).translate(_CHARACTERS)
     text = _with_commands(_ROMAN_LETTER.sub(r"\1", without_unit(" ".join(text.split()), units)))
     equation = _VARIABLE_LAST.fullmatch(text)
     text = text if equation is None else f"{equation[2]}={equation[1]}"
@@ -219,26 +217,14 @@ def _font_alone(text: str) -> str:
     return match[1] if number is None or not number[2] else rf"{number[1]}\text{{ {number[2]}}}"
 
 
-def _as_power(match: re.Match[str]) -> str:
-    return "^{" + "".join("0123456789-"[_SUPERSCRIPTS.index(char)] for char in match[0]) + "}"
-
-
-def _as_root(match: re.Match[str]) -> str:
-    return rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
-
-
-def _same_text(gold: str, answer: str) -> bool:
-    return _SPACES.sub("", " ".join(gold.split())) == _SPACES.sub("", " ".join(answer.split())) != ""
-
-
-def _refuse_prose(answer: str, gold: str) -> None:
-    if is_prose(answer, gold):
-        raise UnreadableError(f"{answer[:200]!r} has words in it that are neither units nor mathematics")
+def without_spaces(text: str) -> str:
+    """Return a text without spaces that separate nothing, and without the size of brackets."""
+    return _SPACES.sub("", " ".join(text.split()))
 
 
 def _compare_plainly(gold: str, answer: str) -> bool | None:
     """Return whether two answers are the same without parsing them; None if that cannot be told."""
-    if _SPACES.sub("", gold) == _SPACES.sub("", answer):
+    if without_spaces(gold) == without_spaces(answer):
         return True
     for same in (same_number, same_collection, same_time_of_day, same_in_base, same_words):
         known = same(gold, answer)
@@ -252,11 +238,7 @@ def _compare_plainly(gold: str, answer: str) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def parse_gold(gold: str) -> Parsed:
-    """Return the gold answer as math-verify parses it. Results are kept: the responses to one prompt share it.
-
-    Raises:
-        UnreadableGoldError: it cannot be read, or has no value.
-    """
+    """Return the gold answer as math-verify parses it. Results are kept: the responses to one prompt share it."""
     try:
         parsed = parse_answer(gold)
     except UnreadableError as error:
@@ -347,12 +329,7 @@ def _same_value(gold: Parsed, answer: Parsed) -> bool:
 
 
 def _check_computable(part: Any) -> None:
-    """Compute a value, because math-verify swallows its own errors and then says that two answers differ.
-
-    Raises:
-        MemoryError: the value does not fit in the memory of this process.
-        RecursionError: the expression is nested too deeply.
-    """
+    """Raise MemoryError or RecursionError where a value has one: math-verify swallows them, and says "different"."""
     try:
         if isinstance(part, Basic | MatrixBase):
             part.doit()
@@ -395,7 +372,7 @@ def differ_somewhere(gold: Any, answer: Any) -> bool:
     It takes a millisecond, and saves the tens of milliseconds of a simplification that fails.
     """
     # a word in LaTeX may be one symbol on one side and a product of letters on the other
-    if not (_is_exact(gold) and _is_exact(answer)) or isinstance(gold, Symbol) or isinstance(answer, Symbol):
+    if any(not _is_expression(part) or part.has(Float) or isinstance(part, Symbol) for part in (gold, answer)):
         return False
     names = sorted(gold.free_symbols | answer.free_symbols, key=str)
     for first, factor in _POINTS:
@@ -422,11 +399,6 @@ def is_unsolved(part: Any) -> bool:
 def _is_expression(part: Any) -> bool:
     """Return whether this is an expression (no set, tuple, relation, matrix) without percent signs."""
     return isinstance(part, Expr) and not part.has(UnevaluatedExpr)
-
-
-def _is_exact(part: Any) -> bool:
-    """Return whether this is an expression without decimals."""
-    return _is_expression(part) and not part.has(Float)
 
 
 def _value(expression: Expr, point: dict[Basic, Basic | float]) -> Expr | None:

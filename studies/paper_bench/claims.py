@@ -11,7 +11,6 @@ from studies.paper_bench.evidence import (
     OVERLAP_TARGET,
     TLDR_KL,
     Evidence,
-    bound_of_test,
     mean_success,
 )
 from studies.paper_bench.verdicts import Pairs, Verdict, judge
@@ -42,20 +41,6 @@ class Claim:
         """Return what the data says; None: no pair has been run."""
         found = self.pairs(evidence)
         return judge(found, margin=self.margin, is_ratio=self.is_ratio) if found else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
-    """A claim that tests hold."""
-
-    about: str
-    paper: str
-    test: str
-    name: str
-
-    def text(self) -> str:
-        """Return the test and its bound."""
-        return f"`{self.name}` in {self.test.rpartition('/')[2]}, {bound_of_test(self.test, self.name)}"
 
 
 def _metric(done: Done) -> float | None:
@@ -285,34 +270,3 @@ def _controls() -> Iterator[Claim]:
 
 
 CLAIMS = (*_speed(), *_frontier(), *_settings(), *_search(), *_tba_prime(), *_controls())
-_OBJECTIVE, _OPTIMUM = (f"tests/unit/trainer/test_trainer_{name}.py" for name in ("objective", "optimum"))
-PROOFS = (
-    Proof(
-        about="TB reaches pi* from any data (C2)",
-        paper="the optimum is pi_ref exp(r / beta), whatever the behaviour policy",
-        test=_OPTIMUM,
-        name="test_tb_converges_to_the_optimum_under_any_behaviour",
-    ),
-    Proof(
-        about="TB reaches pi* from any data (C2)",
-        paper="REINFORCE, without a KL, does not",
-        test=_OPTIMUM,
-        name="test_without_a_kl_a_baseline_goes_past_the_optimum",
-    ),
-    *(
-        Proof(about="identities (C1)", paper=paper, test=_OBJECTIVE, name=name)
-        for paper, name in (
-            ("detaching log Z changes no gradient", "test_detaching_log_z_does_not_change_the_gradient"),
-            (
-                "VarGrad never penalises common drift",
-                "test_a_constant_added_to_every_log_ratio_of_a_group_changes_nothing",
-            ),
-            (
-                "TBA' adds a trust region on common drift",
-                "test_behaviour_centring_adds_the_gradient_of_a_trust_region_on_the_common_drift",
-            ),
-            ("on-policy, TB is RLOO but for a factor", "test_on_policy_the_gradient_is_rloo_up_to_a_constant"),
-            ("the A-form is beta / 2 times the loss", "test_the_a_form_is_beta_over_two_times_the_raw_loss"),
-        )
-    ),
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -172,22 +171,6 @@ def mean_success(done: Done) -> float | None:
     values = [done.value(world.metric, version) for version in (*versions, "last")]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if len(known) == len(values) else None
-
-
-def bound_of_test(path: str, name: str) -> str:
-    """Return the bound of a test's first comparison with a number, in words; without one, that its sides are equal.
-
-    Raises:
-        ValueError: there is no such test.
-    """
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            for part in ast.walk(node):
-                if isinstance(part, ast.Compare) and isinstance(part.comparators[-1], ast.Constant):
-                    word = "below" if isinstance(part.ops[-1], ast.Lt) else "above"
-                    return f"{word} {float(ast.literal_eval(part.comparators[-1])):g}"
-            return "equal but for rounding"
-    raise ValueError(f"{path} has no test {name}; correct studies/paper_bench/claims.py")
 
 
 def _front_at(perplexity: float, points: Sequence[tuple[float, float]]) -> float:

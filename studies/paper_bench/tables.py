@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from studies.data_file import PRODUCT, source_digest
 from studies.pace import MAX_LATE_SHARE
 from studies.paper_bench.arms import ARMS, SEEDS, START, WORLDS, World, plan
-from studies.paper_bench.claims import CLAIMS, PROOFS
+from studies.paper_bench.claims import CLAIMS
 from studies.paper_bench.data import Done
 from studies.paper_bench.evidence import TLDR_KL, Evidence
 from studies.paper_bench.verdicts import half_width
@@ -52,8 +52,7 @@ def section_text(evidence: Evidence) -> str:
     # what a row shares with the one above is said once
     shared = list(zip([["", ""], *(row[:2] for row in rows)], rows, strict=False))
     rows = [["" if row[:2] == above else row[0], "" if row[:2] == above else row[1], *row[2:]] for above, row in shared]
-    proofs = [[each.about, each.paper, each.text(), "**agrees**", "a test of the suite"] for each in PROOFS]
-    table = markdown(["claim", "the paper, as our notes have it", "ours", "", "why, and limits"], [*rows, *proofs])
+    table = markdown(["claim", "the paper, as our notes have it", "ours", "", "why, and limits"], rows)
     words = Counter(row[3].strip("*") for row in rows)
     counts = ", ".join(f"{words[word]} {word}" for word in ("agrees", "disagrees", "undecided"))
     done = f"{len(evidence.cells)} cells"

@@ -154,7 +154,7 @@ wheels-check:  ## build the five wheels, install them without the clone, run `tb
 bench-buffer: $(VENV)/.test  ## how fast the buffer is, beside the same work straight on Redis (about 8 minutes)
 	$(BIN)/python benchmarks/buffer.py --json bench-buffer.json
 
-bench-trainer: $(VENV)/.test  ## how fast the trainer's step is and how much memory it takes, beside the plain way
+bench-trainer: $(VENV)/.test  ## how fast the trainer's step is, beside the plain way
 	$(BIN)/python benchmarks/trainer.py --json bench-trainer.json
 
 bench-searcher: $(VENV)/.test $(VENV)/.vllm  ## the searcher's loop beside vLLM's and transformers' own generation (about 5 minutes)

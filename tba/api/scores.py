@@ -36,7 +36,7 @@ ScoreReason = Literal[
 TRANSIENT_REASONS: frozenset[ScoreReason] = frozenset({"crashed", "out_of_memory", "timeout", "unreachable"})
 """Reasons that may have been chance: a retry is worth it."""
 ANSWER_REASONS: frozenset[ScoreReason] = frozenset({"ambiguous", "out_of_memory", "too_long", "too_slow"})
-"""Reasons that the response causes, and neither the rule nor the prompt's data (setting `unreadable`)."""
+"""Reasons that the response causes, and neither the rule nor the prompt's data."""
 HANG_REASONS: frozenset[ScoreReason] = frozenset({"timeout", "too_slow"})
 """Reasons that one item may keep all others waiting for."""
 AWAY_REASONS: frozenset[ScoreReason] = frozenset({"unreachable"})

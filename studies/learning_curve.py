@@ -71,7 +71,7 @@ def learning_curve(run_folder: Path) -> Curve:
     with tempfile.TemporaryDirectory(prefix="tba-learning-curve-") as scratch:
         model_folder = Path(scratch) / "model"
         model_folder.mkdir()
-        versions.download(chosen[0], model_folder)
+        versions.download_model(chosen[0], model_folder)
         judge = Judge(model_folder, heldout_prompts(recipe)[:NUM_PROMPTS], temperature=recipe.model.policy_temperature)
         for version in chosen:
             weights = versions.download_tensors(version, Path(scratch) / str(version))

@@ -642,9 +642,6 @@ def _add_weights(commands: Subparsers) -> None:
     )
     export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
     export.add_argument("--out", metavar="DIR", required=True, help="folder to write; must not exist")
-    export.add_argument(
-        "--adapter", action="store_true", help="the LoRA adapter alone, as peft and vLLM read it, in place of the model"
-    )
 
 
 def _add_evaluate(commands: Subparsers) -> None:

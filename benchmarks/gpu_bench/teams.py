@@ -114,7 +114,7 @@ def _process(bench: Bench, num: int, rank: int, port: int, dtype: str, folder: P
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     trainer = {"compute_dtype": dtype, "micro_batch_tokens": 4096}
-    recipe = recipe_of(bench, trainer=trainer, store={"shard_bytes": 2**40, "url": f"file://{folder / 'store'}"})
+    recipe = recipe_of(bench, trainer=trainer, store={"url": f"file://{folder / 'store'}"})
     code = 1
     try:
         team = _team(bench, num)

@@ -46,7 +46,6 @@ def check_weight_path(bench: Bench, found: Findings) -> None:
         # a rate of RL: few bfloat16 elements change in a step
         trainer={"compute_dtype": "bfloat16", "learning_rate": {"value": 1e-6}, "micro_batch_tokens": 4096},
         objective={"preset": "grpo"},
-        store={"shard_bytes": 2**30},
     )
     learner = make_learner(random_model(qwen2_config(size), bench.device), recipe)
     writer = WeightSnapshotWriter(learner.model, recipe, folder=bench.folder)

@@ -215,9 +215,6 @@ class StoreSection(StrictModel):
     ca_file: str | None = None
     """PEM file of the authorities that are trusted for an https endpoint; none: those that boto3 knows, or
     AWS_CA_BUNDLE."""
-    shard_bytes: int = Field(default=2 * 1024**3, ge=1)
-    """Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own):
-    at most that much of a gathered model is in the trainer's memory at once."""
     cache_folder: str | None = None
     """A folder that the searchers of one machine share: a version is downloaded and assembled once for all of them.
     Best on the file system where they keep their weights (TMPDIR), where files are linked and not copied. None: no
@@ -284,13 +281,9 @@ def check_embedding_model(folder: str | Path | None) -> None:
     Raises:
         ConfigError: the folder is no model in Hugging Face format with a tokenizer.
     """
-    if folder is None:
-        return
-    if (
-        not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
-        or not (Path(folder) / "config.json").is_file()
-    ):
+    if folder is not None:
+        check_tokenizer(folder, key="eval.embedding_model")
+    if folder is not None and not (Path(folder) / "config.json").is_file():
         raise ConfigError(
-            f"eval.embedding_model {str(folder)!r} holds no model with a tokenizer (config.json, "
-            f"{TOKENIZER_FILES[0]}); give the folder of a Hugging Face encoder, or leave it out"
+            f"eval.embedding_model {str(folder)!r} holds no config.json; give the folder of a Hugging Face encoder"
         )

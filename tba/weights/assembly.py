@@ -28,7 +28,15 @@ from tba.errors import DigestError, MalformedError, StoreError, StoreUnavailable
 from tba.store.file import explain_full_disk, explain_no_space
 from tba.weights.adapter import merge_into, read_adapter
 from tba.weights.delta import SEGMENT_ELEMENTS, apply_tensor, encode_tensor
-from tba.weights.digest import RawTensor, bytes_of, in_parallel, num_threads, open_tensors, tensor_digest
+from tba.weights.digest import (
+    RawTensor,
+    bytes_of,
+    describe_tensors,
+    in_parallel,
+    num_threads,
+    open_tensors,
+    tensor_digest,
+)
 from tba.wire.weight_manifest import DTYPE_BYTES, Adapter, Manifest, TensorEntry
 
 DELTA_FILE_BYTES = 64 * 1024 * 1024
@@ -187,22 +195,14 @@ def check_tensors_of(manifest: Manifest, paths: Sequence[Path]) -> None:
         MalformedError: not a safetensors file.
         StoreError: a file cannot be read.
     """
-    found, expected = open_tensors(paths), {entry.name: entry for entry in manifest.tensors}
-    if differing := sorted(found.keys() ^ expected.keys()):
-        where = "lack" if differing[0] in expected else "hold also"
-        raise DigestError(f"the files of version {manifest.version} {where} the tensor {differing[0]!r}")
-    for name, (dtype, shape, _) in found.items():
-        entry = expected[name]
-        if (dtype, list(shape)) != (entry.dtype, entry.shape):
+    found = {each.name: (each.dtype, each.shape, each.digest) for each in describe_tensors(paths)}
+    expected = {each.name: (each.dtype, each.shape, each.digest) for each in manifest.tensors}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
             raise DigestError(
-                f"tensor {name!r} of version {manifest.version} is {dtype} {list(shape)}, the manifest says "
-                f"{entry.dtype} {entry.shape}"
+                f"tensor {name!r} of weight version {manifest.version} is {found.get(name, 'missing')}, the manifest "
+                f"says {expected.get(name, 'nothing of it')}"
             )
-    in_parallel(
-        lambda entry: _check_digest(manifest, entry, found[entry.name][2]),
-        manifest.tensors,
-        size_bytes=bytes_of(found.values()),
-    )
 
 
 def check_digests(digests: Mapping[str, str], paths: Sequence[Path]) -> None:

@@ -1,5 +1,5 @@
-"""Export a weight version as a folder for transformers and vLLM, or its adapter for peft, with a model card for Hugging
-Face (huggingface.co/docs/hub/model-cards)."""
+"""Export a weight version as a folder for transformers and vLLM, with a model card for Hugging Face
+(huggingface.co/docs/hub/model-cards)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from tba.errors import MalformedError
 from tba.tls import with_bare_urls
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions, write_index
-from tba.weights.adapter import A_SUFFIX
-from tba.weights.digest import tensor_header
 from tba.weights.experts import SPLIT_FAMILIES, split_experts
-from tba.weights.publishing import NOT_TOKENIZER
 from tba.wire.weight_manifest import Manifest
 
 PAPER = "https://arxiv.org/abs/2503.18929"
@@ -29,7 +26,6 @@ _PRIVATE: dict[str, Any] = {
     "tls": True,
     "local": True,
     "store": True,
-    "log_format": True,
     "tracking": True,
     "buffer": {"host", "port", "url", "redis_url", "redis_password_file"},
     "reward": {"host", "port", "url"},
@@ -51,58 +47,38 @@ class RunFacts:
     """Of the live settings, oldest first."""
 
 
-def render_card(manifest: Manifest, facts: RunFacts, *, is_adapter: bool = False) -> str:
-    """Return the text of README.md, of the model or of its adapter alone."""
+def render_card(manifest: Manifest, facts: RunFacts) -> str:
+    """Return the text of README.md."""
     recipe = facts.recipe
     evaluated = [item for item in facts.evals if item.state == "done"]
-    own = _largest([item for item in evaluated if item.version == manifest.version])
     parts = [
-        _front_matter(manifest, recipe, own, library="peft" if is_adapter else "transformers"),
+        _front_matter(recipe),
         f"# {manifest.run}, version {manifest.version}",
         f"Weight version `{manifest.version}` of the run `{manifest.run}`: `{_base_model(recipe)}`, post-trained with "
         f"[Trajectory Balance with Asynchrony]({PAPER}) by tba {tba.__version__}.",
         "## Results",
         _results(manifest, facts, evaluated),
         "## How it was trained",
-        _training(manifest, recipe, is_adapter=is_adapter),
+        _training(manifest, recipe),
         *_changes(facts.changes),
         "The recipe, as far as it differs from the defaults of this release of tba:",
         "```json\n" + json.dumps(public_recipe(recipe), indent=1) + "\n```",
         "## Use",
-        _use(recipe, is_adapter=is_adapter),
+        _use(recipe),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(manifest: Manifest, recipe: Recipe, own: EvalInfo | None, *, library: str) -> str:
+def _front_matter(recipe: Recipe) -> str:
     """Return the YAML front matter; every value is JSON, which YAML includes."""
-    fields: dict[str, Any] = {
-        "library_name": library,
+    fields = {
+        "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "base_model": _base_model(recipe),
         "tags": ["tba", "reinforcement-learning", "trajectory-balance", recipe.objective.preset],
     }
-    metrics = [] if own is None else _metrics(own)
-    if own is not None and metrics:
-        where = recipe.data.source_name
-        result = {
-            "task": {"type": "text-generation"},
-            "dataset": {"type": where, "name": f"{own.num_prompts} held-out prompts of {where}"},
-            "metrics": metrics,
-        }
-        fields["model-index"] = [{"name": manifest.run, "results": [result]}]
     lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()]
     return "\n".join(["---", *lines, "---"])
-
-
-def _metrics(own: EvalInfo) -> list[dict[str, Any]]:
-    values = {
-        "pass@1, sampled at the policy temperature": ("accuracy", own.accuracy),
-        "pass@1, greedy": ("accuracy", own.greedy_accuracy),
-        **{f"pass@{k}": (f"pass@{k}", value) for k, value in own.pass_at.items()},
-        "mean reward": ("mean_reward", own.mean_reward),
-    }
-    return [{"type": kind, "name": name, "value": v} for name, (kind, v) in values.items() if v is not None]
 
 
 def _results(manifest: Manifest, facts: RunFacts, evaluated: Sequence[EvalInfo]) -> str:
@@ -128,12 +104,11 @@ def _results(manifest: Manifest, facts: RunFacts, evaluated: Sequence[EvalInfo])
     return "\n".join(lines)
 
 
-def _training(manifest: Manifest, recipe: Recipe, *, is_adapter: bool) -> str:
+def _training(manifest: Manifest, recipe: Recipe) -> str:
     sampling, trainer, objective = recipe.sampling, recipe.trainer, recipe.objective
     num_rollouts = manifest.policy_version.step * sampling.prompts_per_batch * sampling.group_size
     lora = recipe.model.lora
-    merged = "" if is_adapter else ", merged into the weights"
-    what = "all weights" if lora is None else f"a LoRA adapter of rank {lora.rank}{merged}"
+    what = "all weights" if lora is None else f"a LoRA adapter of rank {lora.rank}, merged into the weights"
     return "\n".join(
         [
             f"* objective `{objective.preset}`, beta {_schedule(objective.beta)}, learning rate "
@@ -149,23 +124,13 @@ def _training(manifest: Manifest, recipe: Recipe, *, is_adapter: bool) -> str:
     )
 
 
-def _use(recipe: Recipe, *, is_adapter: bool) -> str:
-    temperature, base = recipe.model.policy_temperature, _base_model(recipe)
-    model = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), ".")'
-    load = model if is_adapter else 'AutoModelForCausalLM.from_pretrained(".")'
-    serve = "vllm serve ."
-    if is_adapter:
-        rank = 1 if recipe.model.lora is None else recipe.model.lora.rank
-        # vLLM makes room for adapters of rank 16 unless it is told, and knows powers of two
-        room = f" --max-lora-rank {1 << (rank - 1).bit_length()}" if rank > 16 else ""
-        serve = f"vllm serve {base} --enable-lora{room} --lora-modules adapter=."
+def _use(recipe: Recipe) -> str:
     return (
-        "```python\n"
-        + ("from peft import PeftModel\n" if is_adapter else "")
-        + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model, tokenizer = {load}, AutoTokenizer.from_pretrained(".")\n```\n\n'
-        f"or `{serve}`. The model was trained on prompts exactly as the tokenizer encodes them, "
-        f"{_form(recipe)}. The policy that was trained is the model sampled at temperature {temperature:g}."
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n\n'
+        "or `vllm serve .`. The model was trained on prompts exactly as the tokenizer encodes them, "
+        f"{_form(recipe)}. The policy that was trained is the model sampled at temperature "
+        f"{recipe.model.policy_temperature:g}."
     )
 
 
@@ -221,8 +186,6 @@ def _number(value: float | None) -> str:
 
 CARD_NAME = "README.md"
 CONFIG_NAME = "config.json"
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""As peft calls them."""
 
 
 def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path, facts: RunFacts) -> Manifest:
@@ -245,41 +208,6 @@ def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path,
         if len(local.paths) > 1:
             write_index(folder, local.paths)
     (folder / CARD_NAME).write_text(render_card(manifest, facts), encoding="utf-8")
-    return manifest
-
-
-def write_adapter(versions: WeightVersions, version: PolicyVersion, folder: Path, facts: RunFacts) -> Manifest:
-    """Write the LoRA adapter of a version into `folder` as peft reads it, with the tokenizer and a model card.
-
-    Raises:
-        ObjectNotFoundError: the version does not exist, or was published merged, and has no adapter.
-        DigestError, MalformedError: what the store holds is damaged.
-        StoreUnavailableError
-        OSError: the local disk is full.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ADAPTER_FILE
-    manifest = versions.download_adapter(version, path)
-    adapter = manifest.adapter
-    assert adapter is not None
-    layers = {name.removesuffix(A_SUFFIX) for name in tensor_header(path) if name.endswith(A_SUFFIX)}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": _base_model(facts.recipe),
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": adapter.fan_in_fan_out,
-        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
-        "inference_mode": True,
-    }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for stored in manifest.files:
-        if stored.name not in NOT_TOKENIZER and (data := versions.read_file(version, stored.name)) is not None:
-            (folder / stored.name).write_bytes(data)
-    (folder / CARD_NAME).write_text(render_card(manifest, facts, is_adapter=True), encoding="utf-8")
     return manifest
 
 

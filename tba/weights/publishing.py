@@ -13,17 +13,13 @@ from typing import NotRequired, TypedDict
 from pydantic import ValidationError
 
 from tba.errors import MalformedError, ObjectExistsError, ObjectNotFoundError, StoreUnavailableError
+from tba.fields import first_problem
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.weights.adapter import AdapterFile, merged_table
 from tba.weights.assembly import check_tensors_of
-from tba.weights.digest import (
-    FileStamps,
-    file_stamps,
-    open_tensors,
-    sha256_of_file,
-)
+from tba.weights.digest import open_tensors, sha256_of_file
 from tba.weights.routes import LocalVersion
 from tba.weights.shares import CheckedFiles, OtherShares, Share, ShareBase, ShareTable, describe_changes, put_file
 from tba.wire.weight_manifest import (
@@ -98,19 +94,6 @@ class NewVersion(TypedDict):
     """What stores the tensors that are not in `tensors_paths`; None: all are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A version that can be uploaded: described, encoded where that pays."""
-
-    new: NewVersion
-    stamps: FileStamps
-    """Of its files, before they were read."""
-    manifest: Manifest
-    stored: _Stored
-    folder: tempfile.TemporaryDirectory[str]
-    """Of the encoded files."""
-
-
 class VersionWriter:
     """Writes versions of one run.
 
@@ -120,8 +103,6 @@ class VersionWriter:
 
     def __init__(self, store: ObjectStore, run: str, manifest: Callable[[PolicyVersion], Manifest]) -> None:
         self._store, self._run, self._manifest = store, run, manifest
-        self._interrupted: _Prepared | None = None
-        """The version whose upload the store broke off: the next attempt need not encode it again."""
         self._checked = CheckedFiles()
 
     def publish(self, new: NewVersion) -> Manifest:
@@ -131,37 +112,26 @@ class VersionWriter:
             raise MalformedError(f"weight version {version}: files hold no {MODEL_CONFIG_NAME}; got {sorted(files)}")
         # asked first: while the store is away, the tensors are not hashed and encoded
         exists = self._store.size_bytes(f"{version_prefix(self._run, version)}manifest.json") is not None
-        prepared, self._interrupted = self._interrupted, None
-        stamps = file_stamps([*_paths_of(new), *files.values()])
-        if prepared is None or (prepared.new, prepared.stamps) != (new, stamps):
-            if prepared is not None:
-                prepared.folder.cleanup()
-            prepared = self._prepare(new, stamps)
-        try:
-            manifest = self._upload(prepared, exists=exists)
-        except StoreUnavailableError:
-            self._interrupted = prepared
-            raise
-        finally:
-            if self._interrupted is None:
-                prepared.folder.cleanup()
-        return manifest
+        tensors_paths = new["tensors_paths"]
+        paths = (tensors_paths.path,) if isinstance(tensors_paths, AdapterFile) else tensors_paths
+        # encoded files are beside the tensors, where there is room
+        with tempfile.TemporaryDirectory(prefix=".delta-", dir=paths[0].parent, ignore_cleanup_errors=True) as folder:
+            manifest, stored = self._describe(new, Path(folder))
+            return self._upload(manifest, stored, files, exists=exists)
 
-    def _prepare(self, new: NewVersion, stamps: FileStamps) -> _Prepared:
-        """Describe a version, and encode it in a folder beside its tensors."""
+    def _describe(self, new: NewVersion, folder: Path) -> tuple[Manifest, _Stored]:
+        """Describe a version, and encode it in a folder where that pays."""
         version, files, tensors_paths = new["version"], new["files"], new["tensors_paths"]
         base, parent = new.get("base"), new["parent"]
         prefix = version_prefix(self._run, version)
-        beside = _paths_of(new)[0].parent
-        folder = tempfile.TemporaryDirectory(prefix=".delta-", dir=beside, ignore_cleanup_errors=True)
+        if isinstance(tensors_paths, AdapterFile):
+            stored = self._describe_adapter(version, prefix, base, tensors_paths)
+        else:
+            share = Share(self._store, prefix, tensors_paths, folder, checked=self._checked)
+            settings = new.get("deltas") or DeltaSettings()
+            stored = self._describe_tensors(share, prefix, base, tensors_paths, settings, new.get("others"))
+        stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
         try:
-            if isinstance(tensors_paths, AdapterFile):
-                stored = self._describe_adapter(version, prefix, base, tensors_paths)
-            else:
-                share = Share(self._store, prefix, tensors_paths, Path(folder.name), checked=self._checked)
-                settings = new.get("deltas") or DeltaSettings()
-                stored = self._describe_tensors(share, prefix, base, tensors_paths, settings, new.get("others"))
-            stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
             manifest = Manifest(
                 run=self._run,
                 version=str(version),
@@ -181,29 +151,18 @@ class VersionWriter:
                 created_at_s=time.time(),
             )
         except ValidationError as error:
-            folder.cleanup()
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise MalformedError(
-                f"weight version {version}: {where} has the value {first['input']!r}: {first['msg']}"
-            ) from None
-        except BaseException:
-            folder.cleanup()
-            raise
-        return _Prepared(new=new, stamps=stamps, manifest=manifest, stored=stored, folder=folder)
+            raise MalformedError(f"weight version {version}: {first_problem(error)}") from None
+        return manifest, stored
 
-    def _upload(self, prepared: _Prepared, *, exists: bool) -> Manifest:
+    def _upload(self, manifest: Manifest, stored: _Stored, files: Mapping[str, Path], *, exists: bool) -> Manifest:
         """Write objects, then the manifest; return the manifest that is in the store."""
-        files = prepared.new["files"]
-        # it may have been prepared hours ago: the store was away
-        manifest = prepared.manifest.model_copy(update={"created_at_s": time.time()})
         data = encode_manifest(manifest)  # before an upload: it may be too large
         # to compare the manifests is cheap, and uploading the same tensors a second time is not
         if exists and (found := self._existing(manifest)) is not None:
             return found
         for each in manifest.files:
             put_file(self._store, each.key, each.size_bytes, files[each.name])
-        prepared.stored.upload()
+        stored.upload()
         try:
             # two trainers may publish the same version at once: create-only decides which of them made it
             key = f"{version_prefix(self._run, manifest.policy_version)}manifest.json"
@@ -332,11 +291,6 @@ class VersionWriter:
                 f"({', '.join(different)} differ); versions are immutable: take a new lineage"
             )
         return found
-
-
-def _paths_of(new: NewVersion) -> Sequence[Path]:
-    tensors_paths = new["tensors_paths"]
-    return (tensors_paths.path,) if isinstance(tensors_paths, AdapterFile) else tensors_paths
 
 
 def _delta(base: LocalVersion, num_to_full: int, tables: Sequence[ShareTable], max_bytes: float) -> Delta | None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
-from tba.errors import MalformedError, NewerManifestError, ObjectNotFoundError, OlderRedisError
+from tba.errors import MalformedError, ObjectNotFoundError, OlderRedisError
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
@@ -54,10 +55,8 @@ def complete_versions(store: ObjectStore, prefix: str) -> list[PolicyVersion]:
     for key in store.list(prefix):
         name, _, rest = key.removeprefix(prefix).partition("/")
         if rest == MANIFEST_NAME:
-            try:
+            with suppress(MalformedError):
                 found.append(PolicyVersion.parse(name))
-            except MalformedError:
-                _note_foreign(f"{prefix}{name}")
     return sorted(found)
 
 
@@ -79,12 +78,6 @@ def check_lineage(store: ObjectStore, run: str, known_lineage: Callable[[], int]
             f"{known}: the data of Redis was replaced, or is an older copy. Nothing was changed. Restore the data of "
             "Redis, or begin a run of another name with a snapshot (run.snapshot) or an exported model (`tba export`)"
         )
-
-
-@lru_cache(maxsize=1000)
-def _note_foreign(folder: str) -> None:
-    # once for each of them: stores are listed again and again
-    log.warning("folder_is_no_version", folder=folder)
 
 
 def incomplete_versions(
@@ -161,8 +154,7 @@ class WeightVersions:
         """Make a version exist: objects first, manifest last. Publishing the same content again is accepted.
 
         Content is the tensors, the files, the dtype and the parent; of two canaries of the same content the first
-        stays. Whether it is stored whole or as a delta is not content. After a StoreUnavailableError the next call with
-        the same arguments uploads what this one has encoded, in a hidden folder beside the tensors until then.
+        stays. Whether it is stored whole or as a delta is not content.
 
         Args:
             new: see `NewVersion`.
@@ -229,7 +221,7 @@ class WeightVersions:
         return found
 
     def needed_by(self, held: Iterable[PolicyVersion]) -> set[PolicyVersion]:
-        """Return the versions and everything that they are assembled from; all older ones where that is not known.
+        """Return the versions and everything that they are assembled from.
 
         Raises:
             StoreUnavailableError
@@ -240,22 +232,9 @@ class WeightVersions:
                 needed.update(self.bases(version))
             except ObjectNotFoundError:  # a version that was named and never published, or deleted by hand
                 continue
-            except NewerManifestError as error:
-                # written before a rollback of this component: it may need any older version
-                log.warning("needed_versions_unknown", version=str(version), error=str(error))
-                needed.update(older for older in self.versions() if older < version)
             except MalformedError as error:  # it cannot be assembled: nothing is kept for it
                 log.warning("needed_versions_unknown", version=str(version), error=str(error))
         return needed
-
-    def download(self, version: PolicyVersion, folder: Path) -> Manifest:
-        """Download tensors and files into `folder`, all or none, each verified; several files of tensors get an index.
-
-        Raises:
-            ObjectNotFoundError: the version does not exist.
-            DigestError, MalformedError: naming what is not what the manifest says.
-        """
-        return self.download_model(version, folder).manifest
 
     def download_model(
         self,
@@ -265,10 +244,14 @@ class WeightVersions:
         held: Sequence[LocalVersion] = (),
         keeps_base: bool = False,
     ) -> LocalVersion:
-        """Download as `download`, and say by which route.
+        """Download tensors and files into `folder`, all or none, each verified; several files of tensors get an index.
 
         Args:
             held, keeps_base: as in `download_tensors`.
+
+        Raises:
+            ObjectNotFoundError: the version does not exist.
+            DigestError, MalformedError: naming what is not what the manifest says.
         """
         manifest = self.manifest(version)
         local = self._reader.download(manifest, folder, held=held, files=manifest.files, keeps_base=keeps_base)
@@ -305,18 +288,6 @@ class WeightVersions:
                 f"first {other[0]}"
             )
         return self._reader.download(manifest, folder, held=held, keeps_base=keeps_base)
-
-    def download_adapter(self, version: PolicyVersion, path: Path) -> Manifest:
-        """Write the file of a version that is an adapter to `path`, verified, as peft reads it.
-
-        Raises:
-            ObjectNotFoundError: the version does not exist, or was published merged.
-            DigestError, MalformedError: naming what is not what the manifest says.
-            StoreUnavailableError
-        """
-        manifest = self.manifest(version)
-        self._reader.download_adapter(manifest, path)
-        return manifest
 
     def read_file(self, version: PolicyVersion, name: str) -> bytes | None:
         """Return one of the files of a version (config, tokenizer), verified; None: the version has no such file.

@@ -24,13 +24,14 @@ from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
 from tba.weights.assembly import assemble, check_tensors_of, merge
 from tba.weights.digest import digest_of_file, open_tensors, sha256_of_file
-from tba.weights.node_cache import NodeCache, link_or_copy
+from tba.weights.node_cache import NodeCache
 from tba.wire.weight_manifest import MAX_DELTAS, Adapter, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
 
 _MAX_SEARCHED = 32
 """Deltas within which a version that is here is looked for: each manifest is a request."""
 _MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file; the library reads no longer one."""
+_REMEDY = "pull again; if the error remains, delete the version"
 log = get_logger("weights")
 
 
@@ -134,24 +135,7 @@ class RouteReader:
             if incoming is not None:
                 shutil.rmtree(incoming, ignore_errors=True)
 
-    def download_adapter(self, target: Manifest, path: Path) -> None:
-        """Write the file of a version that is an adapter to `path`, verified.
-
-        Raises:
-            ObjectNotFoundError: the version is a whole model, or the file is gone.
-            DigestError: the file is damaged.
-            StoreUnavailableError
-        """
-        if target.adapter is None:
-            raise ObjectNotFoundError(
-                f"weight version {target.version} of run {target.run} has no adapter: it was published as the tensors "
-                "of the whole model (the starting model, or no [model.lora])"
-            )
-        self._get(target.adapter.stored, path)
-
-    def routes(
-        self, target: Manifest, held: Sequence[LocalVersion] = (), *, gaps: list[TbaError] | None = None
-    ) -> Iterator[Route]:
+    def _routes(self, target: Manifest, held: Sequence[LocalVersion], gaps: list[TbaError]) -> Iterator[Route]:
         """Yield the routes to a version: first from what is here, as long as its deltas are smaller than the whole
         version, then from versions that are stored whole, the nearest first.
 
@@ -159,7 +143,6 @@ class RouteReader:
             gaps: gets the reason why the chain of bases ends before its first version, if it does.
         """
         here = {local.version: local for local in held}
-        gaps = [] if gaps is None else gaps
         yield from self._adapter_routes(target, here, gaps)
         for node, deltas in self._chain(target, here, []) if here else ():
             delta_bytes = sum(each.delta_bytes for each in deltas)
@@ -231,9 +214,9 @@ class RouteReader:
     def _by_any_route(self, target: Manifest, folder: Path, held: Sequence[LocalVersion]) -> LocalVersion:
         num_failed, first_error = 0, None
         gaps: list[TbaError] = []
-        for route in self.routes(target, held, gaps=gaps):
+        for route in self._routes(target, held, gaps):
             try:
-                local = self.take(route, target, folder)
+                local = self._take(route, target, folder)
                 return replace(local, num_failed_routes=num_failed)
             except StoreUnavailableError:
                 raise  # no fault of the route
@@ -255,13 +238,8 @@ class RouteReader:
             f"that its chain of deltas starts from{why}; a newer version that is full can be used"
         )
 
-    def take(self, route: Route, target: Manifest, folder: Path) -> LocalVersion:
-        """Bring the tensors of a version into `folder` by this route alone, verified; other files may be left there.
-
-        Raises:
-            ObjectNotFoundError, DigestError, MalformedError: the route fails.
-            StoreUnavailableError
-        """
+    def _take(self, route: Route, target: Manifest, folder: Path) -> LocalVersion:
+        """Bring the tensors of a version into `folder` by this route alone, verified; other files may be left there."""
         if route.adapter is not None:
             return self._merge(route, route.adapter, target, folder)
         if isinstance(route.start, LocalVersion):
@@ -269,20 +247,16 @@ class RouteReader:
         else:
             base_paths = [self._get(stored, folder / f".full-{stored.name}") for stored in route.start.full]
             kind = "full"
-        if not route.deltas:
-            if isinstance(route.start, Manifest):
-                return self._finish_full(target, base_paths)
-            # the same version is here already: its files become files of this folder
-            paths = [folder / path.name for path in base_paths]
+        if isinstance(route.start, Manifest) and not route.deltas:
+            paths = [
+                path.rename(path.with_name(stored.name)) for path, stored in zip(base_paths, target.full, strict=True)
+            ]
             try:
-                for source, path in zip(base_paths, paths, strict=True):
-                    link_or_copy(source, path)
                 check_tensors_of(target, paths)
-            except BaseException:
-                for path in paths:  # the next route would write into the file that is here
-                    path.unlink(missing_ok=True)
-                raise
-            return LocalVersion(target.policy_version, tuple(paths), target, "delta")
+            except (DigestError, MalformedError) as error:
+                keys = ", ".join(stored.key for stored in target.full)
+                raise DigestError(f"{keys} in {self._store.url}: {error}; {_REMEDY}") from None
+            return LocalVersion(target.policy_version, tuple(paths), target, "full", route.size_bytes)
         steps = [
             (
                 each,
@@ -304,24 +278,13 @@ class RouteReader:
             place = folder / f".base-{route.start.version}"
             place.mkdir(exist_ok=True)
             if self._cache is None:
-                start = base = self.take(Route(route.start, ()), route.start, place)
+                start = base = self._take(Route(route.start, ()), route.start, place)
             else:  # other searchers of this machine have merged from it
                 start = base = self._by_cache(self._cache, route.start, place, ())
         paths = merge(target, open_tensors(start.paths), adapter, path, folder)
         kind = "adapter" if base is None or base.route == "cache" else "full"
         downloaded_bytes = adapter.stored.size_bytes + (0 if base is None else base.downloaded_bytes)
         return LocalVersion(target.policy_version, tuple(paths), target, kind, downloaded_bytes, base=base)
-
-    def _finish_full(self, target: Manifest, downloaded: Sequence[Path]) -> LocalVersion:
-        paths = [path.rename(path.with_name(stored.name)) for path, stored in zip(downloaded, target.full, strict=True)]
-        size_bytes = sum(stored.size_bytes for stored in target.full)
-        for stored, path in zip(target.full, paths, strict=True):
-            members = [entry for entry in target.tensors if entry.file == stored.name]
-            try:
-                check_tensors_of(target.model_copy(update={"tensors": members}), [path])
-            except (DigestError, MalformedError) as error:
-                raise damage_error(self._store, stored, str(error)) from None
-        return LocalVersion(target.policy_version, tuple(paths), target, "full", size_bytes)
 
     def _get(self, stored: StoredObject | TensorFile | DeltaObject, path: Path) -> Path:
         """Download an object; check its size, and its digest where it has one.
@@ -334,18 +297,23 @@ class RouteReader:
         if size_bytes is not None and size_bytes != stored.size_bytes:  # check first: it may be larger than the disk
             raise damage_error(self._store, stored, f"{size_bytes} bytes")
         self._store.get_file(stored.key, path, max_bytes=stored.size_bytes)
-        size_bytes, found = path.stat().st_size, _digest(stored, path)
-        if size_bytes != stored.size_bytes or found != _expected(stored):
-            raise damage_error(self._store, stored, f"{size_bytes} bytes with digest {found}")
+        match stored:
+            case TensorFile():  # the digests of its tensors prove it: it is not read twice
+                expected = found = ""
+            case DeltaObject():
+                expected, found = stored.digest, digest_of_file(path)
+            case StoredObject():
+                expected, found = stored.sha256, sha256_of_file(path)
+        if path.stat().st_size != stored.size_bytes or found != expected:
+            raise damage_error(self._store, stored, f"{path.stat().st_size} bytes with digest {found}, not {expected}")
         return path
 
 
 def damage_error(store: ObjectStore, stored: StoredObject | TensorFile | DeltaObject, found: str) -> DigestError:
     """Return the error about an object whose bytes are not what the manifest says."""
-    expected = _expected(stored)
     return DigestError(
-        f"object {stored.key} in {store.url} is damaged: {found}, the manifest says {stored.size_bytes} bytes"
-        f"{'' if expected is None else f' with {expected}'}; pull again; if the error remains, delete the version"
+        f"object {stored.key} in {store.url} is damaged: {found}, the manifest says {stored.size_bytes} bytes; "
+        f"{_REMEDY}"
     )
 
 
@@ -356,18 +324,6 @@ def _moved(base: LocalVersion, folder: Path) -> LocalVersion:
     for path in base.paths:
         os.replace(path, target / path.name)
     return replace(base, paths=tuple(target / path.name for path in base.paths))
-
-
-def _expected(stored: StoredObject | TensorFile | DeltaObject) -> str | None:
-    if isinstance(stored, TensorFile):  # the digests of its tensors prove it: it is not read twice
-        return None
-    return stored.digest if isinstance(stored, DeltaObject) else stored.sha256
-
-
-def _digest(stored: StoredObject | TensorFile | DeltaObject, path: Path) -> str | None:
-    if isinstance(stored, TensorFile):
-        return None
-    return digest_of_file(path) if isinstance(stored, DeltaObject) else sha256_of_file(path)
 
 
 def _content_name(manifest: Manifest, file: str) -> str:

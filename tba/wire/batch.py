@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from tba.errors import MalformedError, WireError
 from tba.fields import MAX_SEED, is_bounded
@@ -70,45 +70,13 @@ class Batch:
         return [number for number, group in enumerate(self.groups) for _ in group.rollouts]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnGroup:
-    """A group as the buffer holds it: payload bytes, which it does not decode again."""
+class DrawnGroup(Document):
+    """A group as the buffer holds it, and as it is on the wire: payload bytes, which it does not decode again."""
 
-    prompt_id: str
-    source: str
-    fallback: bool
-    payloads: Sequence[bytes]
-
-
-def encode_batch(
-    *, batch_id: str, deadline_s: float, seed: int, log_position: int, groups: Sequence[DrawnGroup]
-) -> bytes:
-    """Encode one batch as msgpack."""
-    return pack(
-        {
-            "schema": BATCH_SCHEMA,
-            "batch_id": batch_id,
-            "deadline_s": float(deadline_s),
-            "seed": seed,
-            "log_position": log_position,
-            "groups": [
-                {
-                    "prompt_id": group.prompt_id,
-                    "source": group.source,
-                    "fallback": group.fallback,
-                    "rollouts": list(group.payloads),
-                }
-                for group in groups
-            ],
-        }
-    )
-
-
-class _GroupDocument(Document):
     prompt_id: Name
     source: Source
     fallback: bool
-    rollouts: Annotated[list[bytes], Meta(min_length=1)]
+    payloads: Annotated[Sequence[bytes], Meta(min_length=1)] = field(name="rollouts")
 
 
 class _BatchDocument(Document):
@@ -117,7 +85,14 @@ class _BatchDocument(Document):
     deadline_s: float
     seed: Position
     log_position: Position
-    groups: Annotated[list[_GroupDocument], Meta(min_length=1)]
+    groups: Annotated[list[DrawnGroup], Meta(min_length=1)]
+
+
+def encode_batch(
+    *, batch_id: str, deadline_s: float, seed: int, log_position: int, groups: Sequence[DrawnGroup]
+) -> bytes:
+    """Encode one batch as msgpack."""
+    return pack(_BatchDocument(BATCH_SCHEMA, batch_id, float(deadline_s), seed, log_position, list(groups)))
 
 
 _BATCH_DECODER = msgspec.msgpack.Decoder(_BatchDocument)
@@ -133,12 +108,12 @@ def decode_batch(data: bytes) -> Batch:
     # msgpack can carry NaN and infinity, and a deadline of NaN would never pass
     if not is_bounded(document.deadline_s):
         raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, which is not a valid time")
-    items = iter(check_push([payload for group in document.groups for payload in group.rollouts]))
+    items = iter(check_push([payload for group in document.groups for payload in group.payloads]))
     groups: list[Group] = []
     refused: list[RefusedRollout] = []
     for group in document.groups:
         rollouts = []
-        for item in islice(items, len(group.rollouts)):
+        for item in islice(items, len(group.payloads)):
             if isinstance(item, WireError):
                 refused.append(RefusedRollout(prompt_id=group.prompt_id, reason=item.slug, detail=str(item)))
             else:

@@ -9,10 +9,9 @@ The digest of an object is xxh3-128 of its bytes. It protects from accidents, no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import from_json
 
 from tba.errors import MalformedError
 from tba.fields import first_problem
@@ -113,24 +112,14 @@ def decode_checkpoint_manifest(data: bytes, *, what: str) -> CheckpointManifest:
         what: its key, for errors.
 
     Raises:
-        MalformedError: it is too large, of a newer schema, or the first field that is wrong.
+        MalformedError: it is too large, or the first field that is wrong.
     """
     if len(data) > MAX_CHECKPOINT_MANIFEST_BYTES:
         raise MalformedError(f"{what}: {len(data)} bytes, the limit is {MAX_CHECKPOINT_MANIFEST_BYTES}")
     try:
-        document: Any = from_json(data)
-        schema = document.get("schema_version") if isinstance(document, dict) else None
-        if isinstance(schema, int) and schema > 2:
-            raise MalformedError(
-                f"{what} has schema {schema}, of a newer release; this one reads 2: upgrade this trainer"
-            )
-        return CheckpointManifest.model_validate(document)
+        return CheckpointManifest.model_validate_json(data)
     except ValidationError as error:
         raise MalformedError(f"{what} is not a checkpoint manifest: {first_problem(error)}") from None
-    except (ValueError, TypeError) as error:
-        if isinstance(error, MalformedError):
-            raise
-        raise MalformedError(f"{what} is not a checkpoint manifest: {error}") from None
 
 
 def checkpoint_objects(folder: str, data: bytes) -> Iterator[str]:

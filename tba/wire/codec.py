@@ -56,7 +56,7 @@ class Document(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def pack(document: Mapping[str, Any]) -> bytes:
+def pack(document: Document | Mapping[str, Any]) -> bytes:
     """Encode a map of str, bytes, numbers, lists and maps."""
     return _encoder.encode(document)
 

@@ -28,11 +28,10 @@ WAITED_S = "waited_s:"
 Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Wait(Document, frozen=True, kw_only=True):
     """A wait has a name and a deadline. Its seconds count from when the heartbeat was made: clocks may differ."""
 
-    name: str
+    name: Name
     for_s: float
     deadline_in_s: float
 
@@ -60,23 +59,11 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
             "run": beat.run,
             "state": beat.state,
             "version": None if beat.version is None else str(beat.version),
-            "wait": None
-            if beat.wait is None
-            else {
-                "name": beat.wait.name,
-                "for_s": float(beat.wait.for_s),
-                "deadline_in_s": float(beat.wait.deadline_in_s),
-            },
+            "wait": beat.wait,
             # an unbounded or NaN gauge is unknown, and one must not cost the heartbeat
             "gauges": {name: float(value) for name, value in beat.gauges.items() if is_bounded(value)},
         }
     )
-
-
-class _WaitDocument(Document):
-    name: Name
-    for_s: float
-    deadline_in_s: float
 
 
 class _HeartbeatDocument(Document):
@@ -86,7 +73,7 @@ class _HeartbeatDocument(Document):
     run: Name
     state: Name
     version: str | None
-    wait: _WaitDocument | None
+    wait: Wait | None
     gauges: Annotated[dict[str, float], Meta(max_length=MAX_GAUGES)]
 
 
@@ -127,6 +114,6 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
         run=document.run,
         state=document.state,
         version=None if document.version is None else PolicyVersion.parse(document.version),
-        wait=None if wait is None else Wait(name=wait.name, for_s=wait.for_s, deadline_in_s=wait.deadline_in_s),
+        wait=wait,
         gauges=document.gauges,
     )

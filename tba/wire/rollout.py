@@ -346,32 +346,22 @@ def decode_rollout(data: bytes) -> Rollout:
 
 def rollout_of(document: RolloutDocument) -> Rollout:
     """Convert a document whose numbers are checked."""
-    s, ref = document.sampling, document.ref_logprob
+    sampling, ref = msgspec.structs.asdict(document.sampling), document.ref_logprob
+    fields = msgspec.structs.asdict(document)
+    del fields["schema"]
     return Rollout(
-        rollout_id=document.rollout_id,
-        run=document.run,
-        task=document.task,
-        prompt_id=document.prompt_id,
-        visit_id=document.visit_id,
-        prompt_tokens=_array(document.prompt_tokens, "<i4", np.int32),
-        response_tokens=_array(document.response_tokens, "<i4", np.int32),
-        response_text=document.response_text,
-        finish_reason=document.finish_reason,
-        version_spans=tuple(
-            VersionSpan(version=PolicyVersion(lineage, step), start=start, end=end)
-            for lineage, step, start, end in document.version_spans
-        ),
-        sampling=Sampling(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=s.seed, stop=tuple(s.stop)),
-        sampler_logprobs=_array(document.sampler_logprobs, "<f4", np.float32),
-        ref_logprob=None if ref is None else RefLogprob(value=ref[0], version=PolicyVersion(ref[1], ref[2])),
-        reward=document.reward,
-        reward_status=document.reward_status,
-        reward_reason=document.reward_reason,
-        reward_version=document.reward_version,
-        searcher_id=document.searcher_id,
-        started_at_s=document.started_at_s,
-        finished_at_s=document.finished_at_s,
-        reward_parts=document.reward_parts,
+        **fields
+        | {
+            "prompt_tokens": _array(document.prompt_tokens, "<i4", np.int32),
+            "response_tokens": _array(document.response_tokens, "<i4", np.int32),
+            "version_spans": tuple(
+                VersionSpan(version=PolicyVersion(lineage, step), start=start, end=end)
+                for lineage, step, start, end in document.version_spans
+            ),
+            "sampling": Sampling(**sampling | {"stop": tuple(document.sampling.stop)}),
+            "sampler_logprobs": _array(document.sampler_logprobs, "<f4", np.float32),
+            "ref_logprob": None if ref is None else RefLogprob(value=ref[0], version=PolicyVersion(ref[1], ref[2])),
+        }
     )
 
 

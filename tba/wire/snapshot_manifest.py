@@ -16,7 +16,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from tba import __version__
 from tba.errors import ConfigError, MalformedError
 from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_STEP, StrictModel, first_problem
 from tba.store import ObjectStore
@@ -167,13 +166,6 @@ def decode_snapshot_manifest(data: bytes, *, key: str) -> SnapshotManifest:
     try:
         manifest = SnapshotManifest.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        # the only error that another release of tba can solve
-        if first["loc"] == ("schema_version",):
-            raise MalformedError(
-                f"snapshot manifest {key}: schema_version {first['input']!r:.20}, and this is tba {__version__}, "
-                "which reads schema_version 1; load it with the tba that saved it (tba_version in the manifest)"
-            ) from None
         raise MalformedError(f"snapshot manifest {key}: {first_problem(error)}") from None
     latest = PolicyVersion.parse(manifest.latest_version or str(START))
     if latest.lineage and latest.lineage not in manifest.lineages:

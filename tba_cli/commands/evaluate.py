@@ -163,7 +163,7 @@ def _job(subject: Subject, weights: Path, folder: RunFolder) -> EvaluationJob:
     model, manifest_path = subject.folder, None
     if subject.versions is not None and subject.version is not None:
         model, manifest_path = weights / str(subject.version), weights / "manifest.json"
-        manifest_path.write_bytes(encode_manifest(subject.versions.download(subject.version, model)))
+        manifest_path.write_bytes(encode_manifest(subject.versions.download_model(subject.version, model).manifest))
     assert model is not None
     return EvaluationJob(
         subject=subject.description,
@@ -182,7 +182,7 @@ def _start(subject: Subject, weights: Path) -> Path:
         folder = weights / str(START)
         # else _job has downloaded it already
         if subject.version != START:
-            subject.versions.download(START, folder)
+            subject.versions.download_model(START, folder)
         return folder
     return _checked(subject.recipe.model.path, "the starting model, for eval.published.perplexity,")
 

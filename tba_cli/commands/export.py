@@ -17,7 +17,7 @@ from tba.errors import ConfigError, MalformedError
 from tba.store import open_store
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
-from tba.weights.export import RunFacts, write_adapter, write_export
+from tba.weights.export import RunFacts, write_export
 from tba_cli.reports.history import load_history
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client, run_folder
@@ -44,8 +44,7 @@ def export_command(args: argparse.Namespace) -> int:
     source = source_of(args)
     versions = source.versions
     version = choose(args.version, source, versions)
-    write = write_adapter if args.adapter else write_export
-    _write_whole(out, lambda half: write(versions, version, half, source.facts))
+    _write_whole(out, lambda half: write_export(versions, version, half, source.facts))
     run = source.facts.recipe.run.name
     if args.json:
         print(json.dumps({"run": run, "version": str(version), "out": str(out)}, indent=1))

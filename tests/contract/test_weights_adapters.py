@@ -143,7 +143,7 @@ def test_the_starting_model_is_downloaded_once_and_every_version_after_it_is_its
     assert np.array_equal(found["embedding.weight"], run.start["embedding.weight"])
     assert not np.array_equal(found["layer.weight"], run.start["layer.weight"])
     # a folder for people holds nothing else
-    run.versions.download(second, tmp_path / "model")
+    run.versions.download_model(second, tmp_path / "model")
     assert {path.name for path in (tmp_path / "model").iterdir()} == {"config.json", "model.safetensors"}
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.store import ObjectStore
-from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions, params_sha256_of_files, shares
+from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions, shares
 from tba.weights.digest import digest_of_file
 from tba.wire.weight_manifest import Manifest, encode_manifest
 from tests.support.weight_chain import RUN, Chain, publish, tensors_of, version
@@ -261,52 +261,21 @@ def test_a_deletion_that_is_broken_off_leaves_no_version_by_half(store: ObjectSt
     assert not store.list(f"runs/{RUN}/weights/1-1/")
 
 
-def test_an_upload_that_was_broken_off_goes_on_with_the_files_that_were_encoded(
-    chain: Chain, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_that_this_process_has_just_read_are_not_read_again_as_a_base(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    for name in ("encode_changes", "check_digests", "describe_tensors"):
-        work = getattr(shares, name)
-        monkeypatch.setattr(
-            shares, name, lambda *args, name=name, work=work, **options: made.append(name) or work(*args, **options)
-        )
-    flaky = Away(store, 10**9)
-    versions = WeightVersions(cast(ObjectStore, flaky), RUN)
-    path, files = chain.files("next", tensors_of(4))
-    for left in range(1, 4):
-        flaky.num_left = left
-        with pytest.raises(StoreUnavailableError):
-            publish(versions, 4, path, files, chain.local[3])
-    assert len(list(path.parent.glob(".delta-*"))) == 1
-    flaky.num_left = 10**9
-    assert publish(versions, 4, path, files, chain.local[3]).delta is not None
-    assert sorted(made) == ["check_digests", "describe_tensors", "encode_changes"]
-    assert not list(path.parent.glob(".*"))
-    check_tensors(chain.versions.download_tensors(version(4), tmp_path / "4", held=chain.local), 4)
-
-    # the files of 1-4 are what this process has just read: they are not read again as a base, unless they change
-    local = LocalVersion(version(4), (path,), versions.manifest(version(4)))
-    made.clear()
-    path_5, files_5 = chain.files("5", tensors_of(5))
-    assert publish(versions, 5, path_5, files_5, local).delta is not None
-    assert sorted(made) == ["describe_tensors", "encode_changes"]
-    changed = LocalVersion(version(5), (path_5,), versions.manifest(version(5)))
-    save_file(tensors_of(3), path_5)
-    assert publish(versions, 6, *chain.files("6", tensors_of(6)), changed).delta is None
-
-
-def test_another_version_or_other_files_are_encoded_anew_after_a_broken_upload(
-    chain: Chain, store: ObjectStore
-) -> None:
-    flaky = Away(store, 2)
-    versions = WeightVersions(cast(ObjectStore, flaky), RUN)
-    path, files = chain.files("next", tensors_of(4))
-    with pytest.raises(StoreUnavailableError):
-        publish(versions, 4, path, files, chain.local[3])
-    flaky.num_left = 10**9
-    save_file(tensors_of(5), path)
-    assert publish(versions, 4, path, files, chain.local[3]).params_sha256 == params_sha256_of_files([path])
-    assert publish(versions, 5, path, files, None).params_sha256 == params_sha256_of_files([path])
+    check = shares.check_digests
+    monkeypatch.setattr(shares, "check_digests", lambda *args: made.append("check") or check(*args))
+    versions, local = WeightVersions(chain.store, RUN), chain.local[3]
+    for step in (4, 5):
+        path, files = chain.files(step, tensors_of(step))
+        manifest = publish(versions, step, path, files, local)
+        assert manifest.delta is not None
+        local = LocalVersion(version(step), (path,), manifest)
+        assert made == ["check"], "the files of another process alone"
+    save_file(tensors_of(3), local.paths[0])
+    assert publish(versions, 6, *chain.files("6", tensors_of(6)), local).delta is None
 
 
 @pytest.fixture

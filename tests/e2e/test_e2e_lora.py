@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -57,13 +56,3 @@ def test_a_lora_run_ends_as_a_plain_model(make_place: MakePlace, tmp_path: Path)
     assert moved == {"q_proj", "v_proj"}
     exported: Any = AutoModelForCausalLM.from_pretrained(place.folder / "model")
     assert all(torch.equal(parameter, last[name]) for name, parameter in exported.named_parameters())
-
-    written = place.tba("export", RUN, "--adapter", "--out", str(tmp_path / "adapter"))
-    assert written.returncode == 0, written.stderr
-    base = AutoModelForCausalLM.from_pretrained(place.recipe["model"]["path"])
-    merged: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
-    torch.testing.assert_close(dict(merged.named_parameters()), last, rtol=1e-6, atol=1e-6)
-    refused = place.tba("export", RUN, "--adapter", "--version", "start", "--out", str(tmp_path / "none"))
-    assert refused.returncode != 0
-    assert "has no adapter" in refused.stderr
-    assert not (tmp_path / "none").exists()

@@ -28,7 +28,6 @@ def test_a_trainer_of_two_processes_in_bfloat16_runs_to_the_end_and_searchers_ta
         trainer={"num_steps": NUM_STEPS, "num_processes": 2, "compute_dtype": "bfloat16"}
         | {"learning_rate": {"value": 1e-4}},
         model={"dtype": "bfloat16"},
-        store={"shard_bytes": 100_000},
     )
     started = place.start()
     assert started.wait() == 0, started.err + started.out + place.log("trainer")

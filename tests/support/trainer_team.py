@@ -109,6 +109,8 @@ def run_team(
 
 
 def _job(folder: Path, recipe: Recipe, num_steps: int, resume: Trained | None) -> dict[str, Any]:
+    from tba_trainer.checkpoints import weight_files
+
     # every process writes and reads its part of a checkpoint
     store = folder / "store"
     if resume is not None:
@@ -120,6 +122,7 @@ def _job(folder: Path, recipe: Recipe, num_steps: int, resume: Trained | None) -
         "num_steps": num_steps,
         "resume": None if resume is None else str(resume.folder),
         "count_bytes": False,
+        "file_bytes": weight_files.FILE_BYTES,
     }
 
 
@@ -134,6 +137,7 @@ def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
+    from tba_trainer.checkpoints import weight_files
     from tba_trainer.distributed.checkpoints import TeamCheckpoints
     from tba_trainer.distributed.leader import build
     from tba_trainer.memory_trace.live_bytes import LiveBytes
@@ -147,7 +151,7 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
         FileStore(folder / "store"),
         recipe.run.name,
         folder=folder,
-        max_bytes=recipe.store.shard_bytes,
+        max_bytes=weight_files.FILE_BYTES,
         team=team,
         layout=learner.layout(),
     )
@@ -223,6 +227,7 @@ def _newest(folder: Path) -> Any:
 
 def main() -> None:
     """One process of the team."""
+    from tba_trainer.checkpoints import weight_files
     from tba_trainer.distributed.follower import follow
     from tba_trainer.distributed.launch import exit_process
     from tba_trainer.distributed.process_group import Team
@@ -234,6 +239,7 @@ def main() -> None:
     setattr(learner, "compile_layers", functools.partial(compile_layers, backend="eager"))  # noqa: B010
     job = json.loads(Path(sys.argv[1]).read_text())
     recipe = Recipe.model_validate(job["recipe"])
+    setattr(weight_files, "FILE_BYTES", job["file_bytes"])  # noqa: B010
     with Team.join(device="cpu", deadline_s=120.0, context=recipe.trainer.sharding.context) as team:
         if team.is_leader:
             team.start_beats(on_loss=lambda: None)  # a slow machine may train longer than the deadline of a share

@@ -24,6 +24,7 @@ from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START
 from tba.weights import DeltaSettings, WeightVersions, check_lineage, sha256_of_file
+from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
 from tba_trainer.distributed.checkpoints import TeamCheckpoints, staging_of
 from tba_trainer.distributed.follower import follow
@@ -176,7 +177,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         store,
         recipe.run.name,
         folder=folder,
-        max_bytes=recipe.store.shard_bytes,
+        max_bytes=weight_files.FILE_BYTES,
         team=context.team,
         layout=learner.layout(),
         staging=staging_of(context.team),

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
 from tba_trainer.distributed.process_group import mesh_of_all
@@ -40,6 +41,13 @@ from tests.support.trainer_world import World
 from tests.support.waits import until
 
 MAX_BYTES = 400
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_files, "FILE_BYTES", MAX_BYTES)
+
+
 Sections = dict[str, dict[str, torch.Tensor]]
 
 
@@ -223,7 +231,7 @@ def test_what_a_manifest_of_a_newer_release_names_is_not_collected(tmp_path: Pat
     key, store = save(tmp_path, sections_of(1), "1-1"), FileStore(tmp_path / "store")
     before = set(store.list("runs/demo/checkpoints/objects/"))
     store.put(f"{key}/manifest.json", b'{"schema_version": 3}')
-    with pytest.raises(MalformedError, match="schema 3, of a newer release"):
+    with pytest.raises(MalformedError, match="schema_version"):
         store_of(tmp_path).load(key)
     store_of(tmp_path).delete_incomplete(before_lineage=9)
     assert set(store.list("runs/demo/checkpoints/objects/")) == before
@@ -254,9 +262,7 @@ class Pair:
     ) -> None:
         self.waits: list[str] = []
         self.sections, self.answer = sections, b""
-        recipe = make_recipe(
-            folder, store={"url": f"file://{follower_store or folder / 'store'}", "shard_bytes": MAX_BYTES}
-        )
+        recipe = make_recipe(folder, store={"url": f"file://{follower_store or folder / 'store'}"})
         self.folder = folder
         (folder / "follower").mkdir()
         self.restored: Any = None

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from transformers import AutoModelForCausalLM
 
 from tba.api import OriginInfo
-from tba.errors import ConfigError, ObjectNotFoundError
-from tba.versions import START, PolicyVersion
-from tba.weights.export import RunFacts, write_adapter
+from tba.errors import ConfigError
+from tba.versions import PolicyVersion
 from tests.support.stored_checkpoint import section_tensors
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_team import run_alone, run_team
@@ -89,9 +88,7 @@ def stopped(world: World, model: Path) -> None:
     world.buffer.before = lambda method: None
 
 
-def test_versions_of_a_run_are_adapters_and_peft_reads_an_exported_adapter(
-    world: World, model: Path, tmp_path: Path
-) -> None:
+def test_versions_of_a_run_are_adapters_that_peft_reads(world: World, model: Path, tmp_path: Path) -> None:
     recipe = make_recipe(model, model={"dtype": "bfloat16", "lora": LORA}, trainer=TRAINER)
     for step in (2, 99):
         world.stop_after(step)
@@ -102,19 +99,18 @@ def test_versions_of_a_run_are_adapters_and_peft_reads_an_exported_adapter(
     gauges = world.buffer.beats[-1].gauges
     assert gauges["published_adapter_bytes_total"] == sum(m.adapter_bytes for m in manifests if m.version[0] == "2")
 
-    facts = RunFacts(recipe=recipe)
-    write_adapter(world.versions, PolicyVersion(2, 6), tmp_path / "adapter", facts)
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= {
-        path.name for path in (tmp_path / "adapter").iterdir()
-    }
+    # a person may hand the stored adapter to peft
+    adapter = manifests[-1].adapter
+    assert adapter is not None
+    folder = tmp_path / "adapter"
+    world.store.get_file(adapter.stored.key, folder / "adapter_model.safetensors")
+    LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=r".*_proj").save_pretrained(folder)
     base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).float()
-    merged: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged: Any = PeftModel.from_pretrained(base, folder).merge_and_unload()
     published, start = world.tensors("2-6"), world.tensors("0-0")
     for name, parameter in merged.named_parameters():
         torch.testing.assert_close(published[name].float(), parameter, rtol=2**-8, atol=1e-7)
         assert torch.equal(published[name], start[name]) == ("_proj" not in name)
-    with pytest.raises(ObjectNotFoundError, match="version 0-0 of run demo has no adapter: it was published as"):
-        write_adapter(world.versions, START, tmp_path / "none", facts)
 
 
 @pytest.mark.parametrize("lora", [None, {**LORA, "alpha": 16}, {**LORA, "target_modules": ["q_proj"]}])

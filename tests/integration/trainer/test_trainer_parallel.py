@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tba_trainer.checkpoints import weight_files
 from tba_trainer.memory_trace.step import trace_recipe
 
 from tba.config import Recipe, load_recipe
@@ -23,12 +24,16 @@ MICRO_BATCH_TOKENS = 24
 """Groups of the recorded batches have 20 to 60 tokens: they span micro-batches and processes."""
 
 
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)
+
+
 def recipe_of(folder: Path, architecture: Architecture, tied: bool, **sections: dict[str, Any]) -> Recipe:
     model = make_tiny_model(folder / "model", architecture=architecture, tied=tied, hidden_size=32)
     document: dict[str, dict[str, Any]] = {
         "trainer": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "learning_rate": {"value": 1e-3}},
         "objective": {"preset": "tba_prime", "reference_reset_steps": 2, "beta": {"value": 0.1}},
-        "store": {"shard_bytes": 20_000},
     }
     for name, values in sections.items():
         document[name] = {**document.get(name, {}), **values}
@@ -60,7 +65,7 @@ def test_two_processes_train_as_one_and_one_continues_from_their_checkpoint(tmp_
     assert one.num_computed == two.num_computed  # all processes know the ref log-probs that one computed
     names = [f"model-{number:05d}-of-{len(two.paths):05d}.safetensors" for number in range(1, len(two.paths) + 1)]
     assert [path.name for path in two.paths] == names  # of the shares of both
-    assert max(path.stat().st_size for path in two.paths) < recipe.store.shard_bytes + 4096  # and the header
+    assert max(path.stat().st_size for path in two.paths) < weight_files.FILE_BYTES + 4096  # and the header
     assert len(two.paths) > 1
 
     # 2 -> 1; 1 -> 2 is below, to the bit

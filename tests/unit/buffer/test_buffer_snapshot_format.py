@@ -58,9 +58,9 @@ def test_a_source_is_a_run_and_a_name() -> None:
             SnapshotSource.parse(text)
 
 
-def test_a_manifest_of_another_schema_says_which_tba_is_needed() -> None:
+def test_a_manifest_of_another_schema_is_refused() -> None:
     document = json.loads(encode_snapshot_manifest(manifest())) | {"schema_version": 2}
-    with pytest.raises(MalformedError, match=r"schema_version 2, and this is tba .* which reads schema_version 1"):
+    with pytest.raises(MalformedError, match="schema_version"):
         decode_snapshot_manifest(json.dumps(document).encode(), key="k")
 
 

@@ -67,7 +67,8 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
 def test_a_snapshot_does_not_follow_later_updates_and_is_whole_after_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32), store={"shard_bytes": 20_000})
+    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
+    monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
     before = {name: parameter.detach().clone() for name, parameter in theta.named_parameters()}
     taken = WeightSnapshotWriter(theta, recipe, folder=tmp_path).take(START, None)

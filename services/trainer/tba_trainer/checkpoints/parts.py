@@ -5,7 +5,7 @@
 
 Before the next step a part is copied to memory of the host where enough is free, else to the files (`Staging`).
 
-Files hold the rows of one section, at most `store.shard_bytes` of them. What other processes need as well, or what
+Files hold the rows of one section, at most `FILE_BYTES` of them. What other processes need as well, or what
 changes at another time, has files of its own: scalars of a sharded model, and each copy of the old policy.
 """
 

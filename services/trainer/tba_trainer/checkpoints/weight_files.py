@@ -46,6 +46,9 @@ from tba_trainer.model.policy import TORCH_DTYPES, frozen_copy
 from tba_trainer.model.sharding import rounds_weights
 
 SUFFIX = ".safetensors"
+FILE_BYTES = 2 * 1024**3
+"""Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own): at
+most that much of a gathered model is in the trainer's memory at once."""
 _ONE_FILE = 2**62
 """Bytes of an adapter, which is one file: peft and vLLM know no other."""
 Item = TypeVar("Item")
@@ -144,9 +147,8 @@ class WeightSnapshotWriter:
         self._lora = recipe.model.lora
         self._is_transposed = self._lora is not None and has_transposed_weights(model)
         self._sizes = {name: dtype.itemsize * each.numel() for name, each in plain_parameters(model).items()}
-        max_bytes = recipe.store.shard_bytes
-        [self._whole] = share_files(self._sizes, num_shares=1, max_bytes=max_bytes)
-        self._own = share_files(self._sizes, num_shares=num_ranks, max_bytes=max_bytes)[rank]
+        [self._whole] = share_files(self._sizes, num_shares=1, max_bytes=FILE_BYTES)
+        self._own = share_files(self._sizes, num_shares=num_ranks, max_bytes=FILE_BYTES)[rank]
 
     def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
         """Copy the current weights to memory, of a sharded model this process's share of them, the starting model

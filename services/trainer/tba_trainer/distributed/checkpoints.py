@@ -25,6 +25,7 @@ from tba.store import ObjectStore, open_store
 from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
 from tba.wire.checkpoint_manifest import CheckpointObject, object_key
+from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from tba_trainer.checkpoints.parts import ON_DISK, Part, Place, Staging
 from tba_trainer.distributed.jobs import Job, Reply, failure_of, give_reply, note_replies
@@ -397,7 +398,7 @@ class FollowerCheckpoints:
                 open_store(recipe.store),
                 recipe.run.name,
                 folder=self._folder,
-                max_bytes=recipe.store.shard_bytes,
+                max_bytes=weight_files.FILE_BYTES,
                 layout=self._learner.layout(),
                 staging=staging_of(self._team),
             )

@@ -3,8 +3,8 @@
 Every implementation passes tests/contract/test_store_contract.py.
 
 A write of the embedded store is: temporary file in the same folder, fsync, rename, fsync of the folder. Where the key
-may not be taken, a hard link takes the place of the rename, which fails if it is, or a claim of the key comes before
-it. A process that is killed at any point leaves the old object, the new one, or a temporary file that no key can name.
+may not be taken, a hard link takes the place of the rename, which fails if it is. A process that is killed at any point
+leaves the old object, the new one, or a temporary file that no key can name.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ _TEMPORARY = ".tmp-"
 _STALE_AFTER_S = 24 * 3600.0
 _CHUNK_BYTES = 1 << 20
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_CLAIM_TRIES = 100
 _HARDLY_FREE_BYTES = 1 << 20
 
 
@@ -323,26 +322,12 @@ def _create(temporary: Path, path: Path) -> None:
     """Give a whole file its name, which fails if the name is taken; a rename would replace what has it."""
     try:
         os.link(temporary, path)
-        return
     except OSError as error:
-        if error.errno not in _NO_LINKS:  # exFAT, CIFS and FUSE have no hard links
+        if error.errno not in _NO_LINKS:
             raise
-    # one writer of a name at a time. A claim is never taken over: its writer may be stopped, and replace a later object
-    claim = path.with_name(f"{_TEMPORARY}claim-{path.name}")
-    for _ in range(_CLAIM_TRIES):
-        try:
-            claim.open("xb").close()
-            break
-        except FileExistsError:
-            time.sleep(0.05)
-    else:
-        raise StoreUnavailableError(f"another process writes {path}; if there is none, remove {claim}")
-    try:
-        if path.exists():
-            raise FileExistsError
-        os.replace(temporary, path)
-    finally:
-        claim.unlink()
+        raise StoreUnavailableError(
+            f"the file system of {path.parent} has no hard links, which a store needs; use another folder, or S3"
+        ) from error
 
 
 def explain_no_locks(folder: Path, error: OSError) -> str:
@@ -370,15 +355,6 @@ def check_size(key: str, size_bytes: int, max_bytes: int | None, *, url: str) ->
     """Raise DigestError if an object has more bytes than it may: it is not read, and fills no disk."""
     if max_bytes is not None and size_bytes > max_bytes:
         raise DigestError(f"object {key} in {url} is damaged: {size_bytes} bytes, and no more than {max_bytes} are due")
-
-
-def write_at(file: int, data: bytes, place: int) -> int:
-    """Write data at a place of an open file, whatever its position is; return how many bytes that are."""
-    left = memoryview(data)
-    while left:
-        num = os.pwrite(file, left, place)
-        left, place = left[num:], place + num
-    return len(data)
 
 
 def _source(path: Path) -> BinaryIO:

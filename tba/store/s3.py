@@ -11,8 +11,7 @@ import filecmp
 import os
 import secrets
 import tempfile
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,15 +20,14 @@ import stamina
 import urllib3.exceptions
 from boto3.session import Session
 from botocore.config import Config
-from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
+from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 
 from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreTlsError, StoreUnavailableError
-from tba.store.file import check_key, check_prefix, check_size, new_file, write_at
+from tba.store.file import check_key, check_prefix, check_size, new_file
 from tba.store.s3_errors import (
     S3_ERRORS,
     is_answer,
     is_transient,
-    status_of,
     store_error,
 )
 from tba.tls import explain_tls_error
@@ -39,7 +37,7 @@ T = TypeVar("T")
 _PART_BYTES = 32 << 20
 """Files above twice this size are sent and read in parts. S3 allows 10,000 parts, hence 312 GiB."""
 _CHUNK_BYTES = 1 << 16
-"""Written at once of what is read. What came of a chunk is lost when its other bytes do not come."""
+"""Written at once of what is read."""
 _NUM_CONNECTIONS = 4
 _MAX_NUM_PARTS = 10_000
 
@@ -47,9 +45,8 @@ _MAX_NUM_PARTS = 10_000
 class S3Store:
     """Objects in one bucket below one prefix; see `ObjectStore` for the contract.
 
-    `timeout_s` bounds each request: it is retried until then, and the attempt under way then may be silent for as long
-    again, or 30 s. A transfer that makes progress is not cut off: a read that breaks off after some bytes goes on
-    behind them, with a new deadline.
+    `timeout_s` bounds each request, or part of a large file: it is retried until then, and the attempt under way then
+    may be silent for as long again, or 30 s. A transfer that makes progress is not cut off.
     """
 
     def __init__(
@@ -156,69 +153,40 @@ class S3Store:
     def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
         """Read an object into a file: one request, or several ranges in parallel if it is large."""
         where = self._where(key)
-        found = self._call("read", key, lambda: self._client.head_object(**where))
-        size_bytes = found.get("ContentLength")
+        size_bytes = self._call("read", key, lambda: self._client.head_object(**where)).get("ContentLength")
         if size_bytes is None:  # of a cache that compresses: how much it may send is not known
             raise StoreUnavailableError(f"{self._endpoint} answers HEAD of {key} without Content-Length")
         check_size(key, size_bytes, max_bytes, url=self.url)
         part_bytes = self._part_bytes if size_bytes > 2 * self._part_bytes else max(size_bytes, 1)
-        has_failed = threading.Event()
         with new_file(path) as out:
 
             def receive_part(begin: int) -> None:
-                place, end = begin, min(begin + part_bytes, size_bytes)
-                try:
-                    # a part that begins when another one has failed would have a deadline of its own
-                    while place < end and not has_failed.is_set():
-                        span = place, end, size_bytes
-                        place = self._call(
-                            "read", key, lambda span=span: self._receive(found, where, out.fileno(), *span)
-                        )
-                except BaseException:
-                    has_failed.set()
-                    raise
+                end = min(begin + part_bytes, size_bytes)
+                span = {} if end - begin == size_bytes else {"Range": f"bytes={begin}-{end - 1}"}
+                self._call("read", key, lambda: self._receive(where | span, out.name, begin, end))
 
-            with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="store-download") as pool:
+            pool = ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="store-download")
+            try:
                 builtins.list(pool.map(receive_part, range(0, size_bytes, part_bytes)))
+            finally:
+                pool.shutdown(cancel_futures=True)  # after a failure the other parts are not begun
 
-    def _receive(
-        self, found: Mapping[str, Any], where: Mapping[str, str], file: int, begin: int, end: int, size_bytes: int
-    ) -> int:
-        """Read the bytes [begin, end) of an object into their place in a file.
-
-        Args:
-            found: the answer to HEAD.
-            size_bytes: of the whole object.
-
-        Returns:
-            How far it came: an answer may break off.
-        """
-        span = {} if (begin, end) == (0, size_bytes) else {"Range": f"bytes={begin}-{end - 1}"}
-        same = {"IfMatch": found["ETag"]} if "ETag" in found else {}
-        place = begin
-        try:
-            answer = self._client.get_object(**where, **span, **same)
-            with contextlib.closing(answer["Body"]) as body:
-                if span and not str(answer.get("ContentRange", "")).startswith(f"bytes {begin}-"):
-                    raise StoreUnavailableError(
-                        f"{self._endpoint} answers {where['Key']} without the range that was asked for; a store and "
-                        "its cache must serve ranges"
-                    )
-                while place < end:
-                    # never more than was announced, whatever is sent
-                    data = _read(body, min(_CHUNK_BYTES, end - place))
-                    if not data:
-                        raise IncompleteReadError(actual_bytes=place - begin, expected_bytes=end - begin)
-                    place += write_at(file, data, place)
-        except S3_ERRORS as error:
-            if isinstance(error, ClientError) and status_of(error) == 412:
+    def _receive(self, where: dict[str, str], path: str, begin: int, end: int) -> None:
+        """Read the bytes [begin, end) of an object into their place in a file."""
+        answer = self._client.get_object(**where)
+        with contextlib.closing(answer["Body"]) as body, open(path, "r+b") as file:
+            if "Range" in where and not str(answer.get("ContentRange", "")).startswith(f"bytes {begin}-"):
                 raise StoreUnavailableError(
-                    f"object {where['Key']} was replaced while it was read; try again"
-                ) from error
-            # what came is kept: only an attempt without a byte counts against the deadline
-            if place == begin or not is_transient(error):
-                raise
-        return place
+                    f"{self._endpoint} answers {where['Key']} without the range that was asked for; a store and its "
+                    "cache must serve ranges"
+                )
+            file.seek(begin)
+            while (left := end - file.tell()) > 0:
+                # never more than was announced, whatever is sent
+                data = _read(body, min(_CHUNK_BYTES, left))
+                if not data:
+                    raise IncompleteReadError(actual_bytes=end - begin - left, expected_bytes=end - begin)
+                file.write(data)
 
     def size_bytes(self, key: str) -> int | None:
         """Return the size of an object; None if there is none."""

@@ -170,12 +170,6 @@ def test_a_passing_failure_is_retried(proxy: FaultyProxy, proxied: ObjectStore, 
     assert proxied.get("a") == b"1"
 
 
-def test_a_create_whose_answer_was_lost_succeeds_on_retry(proxy: FaultyProxy, proxied: ObjectStore) -> None:
-    proxy.faults = ["lose"]
-    proxied.put("a", b"mine", create_only=True)
-    assert proxied.get("a") == b"mine"
-
-
 def test_a_create_that_lost_its_answer_to_an_object_of_another_is_refused(
     proxy: FaultyProxy, proxied: ObjectStore, s3_section: StoreSection
 ) -> None:
@@ -186,14 +180,15 @@ def test_a_create_that_lost_its_answer_to_an_object_of_another_is_refused(
     assert proxied.get("a") == b"theirs"
 
 
-def test_a_create_from_a_file_whose_answer_was_lost_succeeds_on_retry(
+def test_a_create_whose_answer_was_lost_succeeds_on_retry(
     proxy: FaultyProxy, proxied: ObjectStore, tmp_path: Path
 ) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(b"mine" * 1000)
+    (tmp_path / "source").write_bytes(b"mine" * 1000)
     proxy.faults = ["lose"]
-    proxied.put_file("a", source, create_only=True)
-    assert proxied.get("a") == b"mine" * 1000
+    proxied.put_file("a", tmp_path / "source", create_only=True)
+    proxy.faults = ["lose"]
+    proxied.put("b", b"mine", create_only=True)
+    assert (proxied.get("a"), proxied.get("b")) == (b"mine" * 1000, b"mine")
 
 
 def test_a_transfer_that_is_cut_is_repeated_and_arrives_whole(
@@ -208,18 +203,6 @@ def test_a_transfer_that_is_cut_is_repeated_and_arrives_whole(
     assert (tmp_path / "target").read_bytes() == data
 
 
-def test_a_file_whose_transfer_is_cut_again_and_again_goes_on_where_it_stopped(
-    proxy: FaultyProxy, proxied: ObjectStore, s3_section: StoreSection, tmp_path: Path
-) -> None:
-    data = os.urandom(300_000)
-    open_store(s3_section).put("a", data)
-    proxy.faults = ["cut"] * 13  # each sends half of what is left
-    proxied.get_file("a", tmp_path / "target")
-    assert (tmp_path / "target").read_bytes() == data
-    assert proxy.counts["cut"] == 13
-    assert proxy.sent_bytes == len(data), "nothing is sent twice"
-
-
 def test_a_server_that_is_silent_about_a_file_costs_one_deadline(
     proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
 ) -> None:
@@ -232,18 +215,6 @@ def test_a_server_that_is_silent_about_a_file_costs_one_deadline(
             store.get_file("a", tmp_path / "target")
         assert proxy.num_requests <= before + 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_came_before_a_server_fell_silent_counts(
-    proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
-) -> None:
-    data = os.urandom(300_000)
-    open_store(s3_section).put("a", data)
-    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=4.0)
-    proxy.STALL_S, proxy.faults = 5.0, [None, "pause"]
-    store.get_file("a", tmp_path / "target")
-    assert (tmp_path / "target").read_bytes() == data
-    assert proxy.counts["pause"] == 1
 
 
 def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(

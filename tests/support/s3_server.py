@@ -145,10 +145,9 @@ class FaultyProxy(LoopbackServer):
     """Forwards to an S3 server; `faults` holds what to do with the next requests, one each.
 
     An int: answer this status without forwarding. "lose": forward, then close the connection without an answer.
-    "cut": forward, then send half of the body. "stall": forward, then send nothing for STALL_S. "pause": forward, send
-    half of the body, then nothing for STALL_S. "trickle": forward,
+    "cut": forward, then send half of the body. "stall": forward, then send nothing for STALL_S. "trickle": forward,
     then send the body in TRICKLE_PARTS parts over TRICKLE_S. None: pass. Requests beyond the list pass. `drop_headers`
-    are not forwarded. `counts` has the faults that were served, `sent_bytes` is of bodies (without those that trickle).
+    are not forwarded. `counts` has the faults that were served.
     """
 
     STALL_S, TRICKLE_S, TRICKLE_PARTS = 3.0, 3.0, 50
@@ -157,7 +156,7 @@ class FaultyProxy(LoopbackServer):
         self.faults: list[int | str | None] = []
         self.counts: Counter[int | str | None] = Counter()
         self.drop_headers: set[str] = set()
-        self.num_requests = self.sent_bytes = 0
+        self.num_requests = 0
         self._target_port = target_port
         super().__init__(self._handler())
 
@@ -214,9 +213,7 @@ class FaultyProxy(LoopbackServer):
                     length = len(body)
                     if self.command == "HEAD":
                         length = int(next(value for name, value in headers if name.lower() == "content-length"))
-                    self._answer(status, headers, body[: len(body) // 2] if fault in ("cut", "pause") else body, length)
-                    if fault == "pause":
-                        time.sleep(proxy.STALL_S)
+                    self._answer(status, headers, body[: len(body) // 2] if fault == "cut" else body, length)
 
             def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, length: int) -> None:
                 self.send_response_only(status)
@@ -226,7 +223,6 @@ class FaultyProxy(LoopbackServer):
                 self.send_header("Content-Length", str(length))
                 self.send_header("Connection", "close")
                 self.end_headers()
-                proxy.sent_bytes += len(body)  # before: a client that has all of it may look at the count at once
                 self.wfile.write(body)
 
         return Handler

@@ -1,41 +1,14 @@
 """All errors that tba raises on purpose, in one tree.
 
     TbaError
-    |- ConfigError            (ValueError)   a recipe, environment variable or flag is wrong
-    |  `- ModelError                         the model is none for the engine; a retry cannot help
-    |- WireError              (ValueError)   bytes that are not what they claim to be
-    |  |- MalformedError                     not msgpack, a missing or unknown field, a wrong type or length
-    |  |- SchemaVersionError                 a schema version that this build does not read
-    |  `- LimitError                         well-formed, but larger than the limits allow
-    |- StoreError             (OSError)      the object store
-    |  |- ObjectNotFoundError                no object has this key
-    |  |- ObjectExistsError                  create-only write, and the key is taken
-    |  |- StoreUnavailableError              the store cannot be reached, or answers with errors
-    |  |- StoreTlsError                      its TLS differs from the settings; a retry cannot help
-    |  `- DigestError                        the bytes read are not the bytes that were written
-    |- ServiceError           (RuntimeError) another service answered with a problem, or not at all
-    |  |- BadReplyError                      the answer is not what it should be, and is not used
-    |  |- BadRequestError                    400, 413, 422: the request is wrong; a retry cannot help
-    |  |- NotInstalledError                  501: an optional package of the service is missing
-    |  |- UnauthorizedError                  401, in a client 403 too: no token, or an unknown one
-    |  |  `- ForbiddenError                  403: a token without the role
-    |  |- NotFoundError                      404
-    |  |- ConflictError                      409: the state of the run forbids it
-    |  |  |- FencedError                     a newer lineage owns the run; this trainer must stop
-    |  |  |- VoidBatchError                  the batch is past its deadline or unknown; draw a new one
-    |  |  |- RollbackError                   an operator has asked for a rollback, and the trainer must begin it now
-    |  |  `- RunOverError                    the run is stopping, done or failed: nothing new is started
-    |  |     `- RunFailedError               it has failed, and this trainer has not said so
-    |  |- BusyError                          429: come back after `retry_after_s`
-    |  |- TlsError                           its TLS differs from the settings; a retry cannot help
-    |  `- UnavailableError                   5xx, or no connection
-    |     |- BrokenRewardError               a reward function raises for every item; waiting does not help
-    |     `- SupersededError                 a newer buffer process owns the run; this one serves nothing
-    |- OlderRedisError                       Redis knows less of the run than the object store
-    |- TeamError                             another process of the same trainer is gone or does not answer
-    |- GuardError                            an alarm of the trainer's guards has failed the run
-    |- WaitTimeoutError       (TimeoutError) a named wait reached its deadline
-    `- ChildError             (RuntimeError) a child process of `tba run` could not start, or died
+    |- ConfigError: ModelError
+    |- WireError: MalformedError, SchemaVersionError, LimitError
+    |- StoreError: ObjectNotFoundError, ObjectExistsError, StoreUnavailableError, StoreTlsError, DigestError
+    |- ServiceError: BadReplyError, BadRequestError, NotInstalledError, NotFoundError, BusyError, TlsError
+    |  |- UnauthorizedError: ForbiddenError
+    |  |- ConflictError: FencedError, VoidBatchError, RollbackError, RunOverError (RunFailedError)
+    |  `- UnavailableError: BrokenRewardError, SupersededError
+    `- OlderRedisError, TeamError, GuardError, WaitTimeoutError, ChildError
 
 A message says what is wrong, which value, and what to do. `slug` is the last part of the problem type URI
 (RFC 9457) that a service answers with; docs/api.md lists them.
@@ -71,10 +44,6 @@ class MalformedError(WireError):
     """Not msgpack, a missing or unknown field, a wrong type, or a wrong length."""
 
     slug = "malformed"
-
-
-class NewerManifestError(MalformedError):
-    """A weight manifest of a newer release: what the version needs is not known here."""
 
 
 class SchemaVersionError(WireError):

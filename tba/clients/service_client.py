@@ -208,24 +208,42 @@ class ServiceClient:
         headers: dict[str, str],
         timeout: urllib3.Timeout,
     ) -> Reply:
-        """Send one request; try each token that the service may know until it accepts one."""
-        for token in self._tokens_to_try():
-            sent = headers if token is None else {**headers, "authorization": f"Bearer {token}"}
-            try:
-                answer = self._http.urlopen(method, target, body=body, headers=sent, redirect=False, timeout=timeout)
-            except urllib3.exceptions.HTTPError as error:
-                raise self._connection_error(error) from None
-            self._has_answered = True
-            reply = Reply(self.base_url + path, answer.status, answer.headers, answer.data)
-            # any other answer shows that the token was accepted
-            if reply.status != 401:
-                self._accepted = token
-                return reply
-        if isinstance(self._token, ClientToken) and self._accepted is not None:
+        """Send one request, and return the answer, whatever its status is."""
+        answer = self._open(method, target, body=body, headers=headers, timeout=timeout)
+        reply = Reply(self.base_url + path, answer.status, answer.headers, answer.data)
+        if reply.status == 401 and isinstance(self._token, ClientToken) and self._accepted is not None:
             raise _TokenRefusedError(
                 f"{error_of(reply)}; it accepted this client's token before, so the tokens are being changed"
             )
         return reply
+
+    def _open(
+        self,
+        method: str,
+        target: str,
+        *,
+        headers: Mapping[str, str],
+        timeout: urllib3.Timeout,
+        body: bytes | None = None,
+        preload_content: bool = True,
+    ) -> urllib3.response.BaseHTTPResponse:
+        """Send one request; try each token that the service may know until it accepts one."""
+        answer: urllib3.response.BaseHTTPResponse | None = None
+        for token in self._tokens_to_try():
+            if answer is not None:
+                answer.close()  # its body is never read, and the connection would stay in use
+            sent = {**headers, **({} if token is None else {"authorization": f"Bearer {token}"})}
+            options: dict[str, Any] = {"redirect": False, "timeout": timeout, "preload_content": preload_content}
+            try:
+                answer = self._http.urlopen(method, target, body=body, headers=sent, **options)
+            except urllib3.exceptions.HTTPError as error:
+                raise self._connection_error(error) from None
+            self._has_answered = True
+            if answer.status != 401:  # any other answer shows that the token was accepted
+                self._accepted = token
+                break
+        assert answer is not None
+        return answer
 
     @contextmanager
     def _stream(
@@ -240,29 +258,15 @@ class ServiceClient:
             ServiceError: one of its subclasses; in the block too, when the connection is cut.
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
-        answer: urllib3.response.BaseHTTPResponse | None = None
+        answer = self._open("GET", self._path + path, headers=headers, timeout=timeout, preload_content=False)
         try:
-            for token in self._tokens_to_try():
-                sent = headers if token is None else {**headers, "authorization": f"Bearer {token}"}
-                if answer is not None:
-                    # its body is never read, and the connection would stay in use
-                    answer.close()
-                answer = self._http.urlopen(
-                    "GET", self._path + path, headers=sent, redirect=False, timeout=timeout, preload_content=False
-                )
-                if answer.status != 401:
-                    self._accepted = token
-                    break
-            assert answer is not None
-            self._has_answered = True
             if answer.status != 200:
                 raise error_of(Reply(self.base_url + path, answer.status, answer.headers, answer.read()))
             yield answer
         except urllib3.exceptions.HTTPError as error:
             raise self._connection_error(error) from None
         finally:
-            if answer is not None:
-                answer.close()
+            answer.close()
 
     def _connection_error(self, error: urllib3.exceptions.HTTPError) -> ServiceError:
         """Return the error to raise for a call without an answer."""

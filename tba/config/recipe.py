@@ -112,20 +112,14 @@ class Recipe(StrictModel):
             )
 
     def _check_offline(self) -> None:
-        if not self.is_offline:
-            return
-        if self.sampling.alternate:
-            raise ValueError("sampling.alternate takes turns with searchers, and searcher.num_searchers is 0")
-        if self.sampling.lag_steps:
-            raise ValueError(
-                f"sampling.lag_steps is {self.sampling.lag_steps}, how old the weights of searchers are, and "
-                "searcher.num_searchers is 0; remove it"
-            )
-        if self.objective.reference_placement == "searcher":
-            raise ValueError(
-                'objective.reference_placement = "searcher" leaves ref log-probs to searchers, and '
-                'searcher.num_searchers is 0; choose "trainer"'
-            )
+        """Refuse settings that need searchers where there are none."""
+        needs = {
+            "sampling.alternate": self.sampling.alternate,
+            "sampling.lag_steps": self.sampling.lag_steps,
+            'objective.reference_placement = "searcher"': self.objective.reference_placement == "searcher",
+        }
+        if self.is_offline and (named := [name for name, is_set in needs.items() if is_set]):
+            raise ValueError(f"{named[0]} needs searchers, and searcher.num_searchers is 0; remove it")
 
     def _check_shared_server(self) -> None:
         num = self.scaling.num_searchers

@@ -62,17 +62,11 @@ def redis_access(recipe: Recipe) -> RedisAccess:
     section, ca_file = recipe.buffer, recipe.tls.ca_file
     try:
         parts = urlsplit(section.redis_url)
+        _ = parts.port
     except ValueError:  # its message may contain the password
         raise ConfigError(
-            "buffer.redis_url is not a URL: its host is wrong; it must be like redis://HOST:6379/0, an IPv6 address in "
-            "brackets"
-        ) from None
-    try:
-        _ = parts.port
-    except ValueError:
-        raise ConfigError(
-            "buffer.redis_url: its port is not a number from 0 to 65535; in a password / ? # @ and : must be written "
-            "as %2F %3F %23 %40 and %3A, or give it in buffer.redis_password_file"
+            "buffer.redis_url is not a URL: its host or port is wrong; it must be like redis://HOST:6379/0, with / ? # "
+            "@ and : of a password written as %2F %3F %23 %40 and %3A, or in buffer.redis_password_file"
         ) from None
     shown = without_secrets(section.redis_url)
     if parts.scheme not in SCHEMES:

@@ -12,7 +12,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry, Counter
@@ -35,7 +34,6 @@ MAX_DELAYED = 256
 """Most answers that wait at once, of all addresses; further ones go out at once, and end the connection."""
 MAX_ADDRESSES = 4096
 """Most addresses that are remembered; the one without a request for longest is forgotten first."""
-LOG_EVERY_S = 60.0
 FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 """A browser sends them to another site without asking that one first."""
 log = get_logger("auth")
@@ -180,16 +178,8 @@ class PageGate:
         return None
 
 
-@dataclass(slots=True)
-class _Address:
-    num_refused: int = 0
-    num_not_logged: int = 0
-    last_s: float = 0.0
-    next_log_s: float = 0.0
-
-
 class AuthThrottle:
-    """Count requests without a known token by address, log them now and then, and delay their answers.
+    """Count requests without a known token by address, log them, and delay their answers.
 
     Args:
         registry: shows the count.
@@ -197,7 +187,8 @@ class AuthThrottle:
     """
 
     def __init__(self, registry: CollectorRegistry, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._by_address: OrderedDict[str, _Address] = OrderedDict()
+        self._by_address: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """Address -> refusals lately, the time of the last one."""
         self._num_delayed = 0
         self._clock = clock
         self._refused = Counter("tba_unauthorized_total", "Requests without a known token", registry=registry)
@@ -222,17 +213,11 @@ class AuthThrottle:
     def _note(self, address: str) -> int:
         """Count a refusal; return how many requests of this address were refused lately, this one included."""
         now_s = self._clock()
-        client = self._by_address.setdefault(address, _Address())
-        self._by_address.move_to_end(address)
+        num, last_s = self._by_address.pop(address, (0, now_s))
+        num = 1 if now_s - last_s > WINDOW_S else num + 1
+        self._by_address[address] = num, now_s
         # an attacker with many addresses must not fill the memory
         if len(self._by_address) > MAX_ADDRESSES:
             self._by_address.popitem(last=False)
-        if now_s - client.last_s > WINDOW_S:
-            client.num_refused = 0
-        client.last_s = now_s
-        client.num_refused += 1
-        client.num_not_logged += 1
-        if now_s >= client.next_log_s:
-            log.warning("unauthorized", client=address, requests=client.num_not_logged)
-            client.num_not_logged, client.next_log_s = 0, now_s + LOG_EVERY_S
-        return client.num_refused
+        log.warning("unauthorized", client=address, requests=num)
+        return num

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from tba.api import EVICTED_KEY, RolloutInfo, RolloutPage
 from tba.clients import BufferClient
-from tba.clients.run_reader import RolloutFilters
+from tba.clients.buffer import RolloutFilters
 from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba_cli.run_target import ended_run, open_client

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from tba.api import RolloutInfo, RolloutOrder, RunInfo, RunSummary
 from tba.clients import BufferClient
-from tba.clients.run_reader import RolloutFilters
+from tba.clients.buffer import RolloutFilters
 from tba.errors import ConfigError
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import RETRY_S, TOKEN_MARK, endpoints_of, open_target, page_url, run_folder

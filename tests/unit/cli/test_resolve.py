@@ -99,7 +99,7 @@ def test_a_missing_embedding_model_is_refused_before_anything_starts(tmp_path, m
     monkeypatch.chdir(tmp_path)
     recipe = with_absolute_paths(make(eval={"embedding_model": "encoder", "num_samples": 2}))
     assert recipe.eval.embedding_model == str(tmp_path / "encoder")
-    with pytest.raises(ConfigError, match=r"eval\.embedding_model .*encoder' holds no model with a tokenizer"):
+    with pytest.raises(ConfigError, match=r"eval\.embedding_model .*encoder holds no tokenizer"):
         check_model(recipe)
 
 

@@ -236,7 +236,7 @@ def test_the_recipe_knows_what_goes_with_what() -> None:
             {"run": {"name": "x", "fork_version": "1-4"}, "model": {"path": "m"}, "data": {"generator": "addition"}},
             where="test",
         )
-    with pytest.raises(ConfigError, match="takes turns with searchers"):
+    with pytest.raises(ConfigError, match="needs searchers"):
         make_recipe(searcher={"num_searchers": 0}, sampling={"alternate": True})
     for snapshot in ("old", "old/end/more", "../x"):
         with pytest.raises(ConfigError, match=r"run\.snapshot"):

@@ -187,7 +187,7 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
                 "searcher": {"num_searchers": 0},
                 "objective": {"preset": "tb", "reference_placement": "searcher"},
             },
-            r"ref log-probs to searchers, and searcher\.num_searchers is 0",
+            r"\"searcher\" needs searchers, and searcher\.num_searchers is 0",
         ),
         (
             {
@@ -203,7 +203,7 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
         ),
         (
             {**MINIMAL, "sampling": {"lag_steps": 1}, "searcher": {"num_searchers": 0}},
-            r"sampling\.lag_steps is 1, how old the weights of searchers are, and searcher\.num_searchers is 0",
+            r"sampling\.lag_steps needs searchers, and searcher\.num_searchers is 0",
         ),
         (
             {

@@ -1,7 +1,6 @@
 """Objects that a recipe names: a scorer, an objective, an engine, a tracker, a prompt source.
 
     MODULE:NAME    an attribute of a module that the process can import; dots in NAME go into a class
-    NAME           an entry point of an installed package; the group says which kind of object it is
 
 docs/extending.md has the protocol of each kind and an example. Whatever foreign code raises while it is loaded becomes
 a ConfigError that names the key, its value and the remedy.
@@ -17,59 +16,46 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import Any, Literal
+from typing import Any
 
 from tba.errors import ConfigError, TbaError
 
-Group = Literal["tba.engines", "tba.objectives", "tba.prompt_sources", "tba.scorers", "tba.trackers"]
-"""Groups of entry points, one for each kind of object."""
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-def resolve(value: str, *, group: Group, what: str, builtin: Sequence[str] = ()) -> str:
-    """Return MODULE:NAME of the object that `value` names, or a built-in name as it is. Nothing is imported.
+def check_name(value: str, *, what: str, builtin: Sequence[str] = ()) -> str:
+    """Return a built-in name, or MODULE:NAME, as it is. Nothing is imported.
 
     Args:
         what: the recipe's key, for errors.
-        builtin: names that need no plugin; they come before entry points.
 
     Raises:
-        ConfigError: it is neither a built-in name, nor an import path, nor an entry point that is installed here.
+        ConfigError: it is neither.
     """
-    if value in builtin:
-        return value
-    if ":" in value:
-        if not _PATH.fullmatch(value):
-            raise ConfigError(
-                f"{what} {value!r} is not an import path; write MODULE:NAME, for example my_module:my_name"
-            )
-        return value
-    points = {point.name: point for point in importlib.metadata.entry_points(group=group)}
-    if value not in points:
-        known = ", ".join([*builtin, *sorted(points)]) or "none"
+    if value not in builtin and not _PATH.fullmatch(value):
+        known = f" (known are {', '.join(builtin)})" if builtin else ""
         raise ConfigError(
-            f"{what} {value!r} is not known here (known are {known}; packages add names by the entry-point group "
-            f"{group}); correct it, install its package here, or write MODULE:NAME"
+            f"{what} {value!r} is not known{known}, and no import path; write MODULE:NAME, such as my_module:my_name"
         )
-    return points[value].value.replace(" ", "").partition("[")[0]
+    return value
 
 
-def load(value: str, *, group: Group, what: str) -> Any:
+def load(value: str, *, what: str) -> Any:
     """Import the object that `value` names. It must be callable: a function or a class.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, or is not callable.
     """
-    path = resolve(value, group=group, what=what)
+    check_name(value, what=what)
     _add_current_folder()
     with explain_errors(value, what=what, verb="cannot be imported"):
-        found = import_object(path)
+        found = import_object(value)
     if not callable(found):
         raise ConfigError(f"{what} {value!r} is a {type(found).__name__} and not a function or class; {remedy(what)}")
     return found
 
 
-def build(value: str, *arguments: Any, group: Group, what: str, kind: Any) -> Any:
+def build(value: str, *arguments: Any, what: str, kind: Any) -> Any:
     """Call the class or function that `value` names, and return what it makes.
 
     Args:
@@ -78,7 +64,7 @@ def build(value: str, *arguments: Any, group: Group, what: str, kind: Any) -> An
     Raises:
         ConfigError: it cannot be loaded, or raises, or makes something else.
     """
-    factory = load(value, group=group, what=what)
+    factory = load(value, what=what)
     with explain_errors(value, what=what, verb="failed"):
         made = factory(*arguments)
     if not isinstance(made, kind):

@@ -122,13 +122,13 @@ def check_custom_objects(recipe: Recipe) -> None:
     No module is imported: it may need torch.
 
     Raises:
-        ConfigError: this machine has no such entry point, or no such module.
+        ConfigError: this machine has no such module.
     """
     preset, engine = recipe.objective.preset, recipe.searcher.engine
-    named: list[tuple[str, str, plugins.Group]] = [
-        *([("objective.preset", preset, "tba.objectives")] if recipe.objective.is_custom else []),
-        *([("searcher.engine", engine, "tba.engines")] if engine not in ENGINES else []),
-        *(("tracking.trackers", name, "tba.trackers") for name in recipe.tracking.trackers),
+    named = [
+        *([("objective.preset", preset)] if recipe.objective.is_custom else []),
+        *([("searcher.engine", engine)] if engine not in ENGINES else []),
+        *(("tracking.trackers", name) for name in recipe.tracking.trackers),
     ]
-    for key, name, group in named:
-        plugins.find_module(plugins.resolve(name, group=group, what=key), what=key)
+    for key, name in named:
+        plugins.find_module(name, what=key)

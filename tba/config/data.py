@@ -176,7 +176,7 @@ class DataSection(StrictModel):
     """Prompts: from a built-in generator, a file, or data sets; others are uploaded (`tba prompts upload`)."""
 
     generator: str | None = None
-    """`addition`; or the name of an entry point of the group `tba.prompt_sources`; or MODULE:FUNCTION, a function of
+    """`addition`; or MODULE:FUNCTION, a function of
     your own (docs/extending.md)."""
     path: str | None = None
     """JSONL file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or `heldout`."""

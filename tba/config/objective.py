@@ -121,7 +121,7 @@ DEFAULT_RESET_STEPS = 50
 
 
 def _known_preset(preset: str) -> str:
-    plugins.resolve(preset, group="tba.objectives", what="preset", builtin=tuple(PRESETS))
+    plugins.check_name(preset, what="preset", builtin=tuple(PRESETS))
     return preset
 
 
@@ -131,8 +131,8 @@ class ObjectiveSection(StrictModel):
     preset: Annotated[str, AfterValidator(_known_preset), Field(json_schema_extra={"examples": [*PRESETS]})] = (
         "tba_prime"
     )
-    """A name of the table in docs/algorithm.md, or an objective of your own: MODULE:NAME, or an entry point of the
-    group `tba.objectives` (docs/extending.md)."""
+    """A name of the table in docs/algorithm.md, or an objective of your own: MODULE:NAME
+    (docs/extending.md)."""
     beta: KlCoefficient = Schedule(value=0.05)
     """KL coefficient. Default: that of the preset; 0 for an objective of your own."""
     anchor: Anchor | None = None

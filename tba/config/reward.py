@@ -235,7 +235,7 @@ class PythonSpec(ScorerSpec):
 
     kind: Literal["python"]
     function: str
-    """`module:name`, or the name of an entry point of the group `tba.scorers` (docs/extending.md). The reward version
+    """`module:name` (docs/extending.md). The reward version
     has a digest of its file."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments that every call gets by these names, as they are; a column of the same name is not passed on."""

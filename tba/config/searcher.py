@@ -198,7 +198,7 @@ VLLM_ENGINES = ("vllm", "openai")
 
 
 def _known_engine(engine: str) -> str:
-    plugins.resolve(engine, group="tba.engines", what="engine", builtin=ENGINES)
+    plugins.check_name(engine, what="engine", builtin=ENGINES)
     return engine
 
 
@@ -213,7 +213,7 @@ class SearcherSection(StrictModel):
     )
     """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill. `vllm`: vLLM.
     `openai`: a vLLM server that runs already. `simulated`: no model at all, for rehearsing a deployment. Or one of your
-    own: MODULE:NAME, or an entry point of the group `tba.engines` (docs/extending.md)."""
+    own: MODULE:NAME (docs/extending.md)."""
     vllm: SearcherVllmSection = SearcherVllmSection()
     """Settings of the vLLM engine alone."""
     openai: OpenAiSection = OpenAiSection()

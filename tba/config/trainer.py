@@ -159,7 +159,7 @@ class TrackingSection(StrictModel):
     wandb: WandbSection | None = None
     """Weights & Biases; none: off."""
     trackers: list[str] = Field(default_factory=list)
-    """Trackers of your own: MODULE:NAME, or entry points of the group `tba.trackers` (docs/extending.md)."""
+    """Trackers of your own: MODULE:NAME (docs/extending.md)."""
 
 
 STAGING_FREE_SHARE = 0.75

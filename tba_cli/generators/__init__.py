@@ -1,7 +1,6 @@
 """Sources of prompts that are code. `data.generator` of a recipe names one of them:
 
     addition            the built-in one, addition.py
-    NAME                an entry point of the group `tba.prompt_sources` in an installed package
     MODULE:FUNCTION     a function of your own; modules in the current folder are found too
 
 A source is a function as `PromptSource` describes it.
@@ -39,9 +38,9 @@ def load_prompt_source(name: str) -> PromptSource:
     Raises:
         ConfigError: there is no such source, or it cannot be imported.
     """
-    if plugins.resolve(name, group="tba.prompt_sources", what=GENERATOR, builtin=BUILT_IN) in BUILT_IN:
+    if plugins.check_name(name, what=GENERATOR, builtin=BUILT_IN) in BUILT_IN:
         return addition.generate
-    source = plugins.load(name, group="tba.prompt_sources", what=GENERATOR)
+    source = plugins.load(name, what=GENERATOR)
 
     def prompts_of(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
         # its errors name it, because it is not ours

@@ -70,7 +70,7 @@ class Scorer(Protocol):
     """Scores items; one object serves all requests of the service, on its event loop.
 
     **A function of your own needs no scorer.** The kind `python` calls a function in worker processes that are killed
-    at a deadline. The recipe names it by import path or by an entry point of the group `tba.scorers`:
+    at a deadline. The recipe names it by its import path:
 
         scorers = [{kind = "python", function = "my_module:my_reward"}]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -191,15 +190,6 @@ async def test_a_module_that_is_not_there_is_a_config_error(tools: Tools) -> Non
     for name in ("no_such_module:f", "tests.support.no_such:f", "tests.support.trl_rewards.deeper:f"):
         with pytest.raises(ConfigError, match="there is no module"):
             build_scorer(PythonSpec(kind="python", function=name), tools)
-
-
-async def test_entry_points_name_functions(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("judge", f"{MODULE}:judge", "tba.scorers")
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints([entry]).select(group=group))
-    scorer = await started(tools, "judge")
-    assert await scorer.score([item("four")]) == [4.0]
-    with pytest.raises(ConfigError, match=r"'jugde' is not known here \(known are judge"):
-        build_scorer(PythonSpec(kind="python", function="jugde"), tools)
 
 
 async def test_the_version_changes_with_the_file(tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
-"""Prompts from code that is not ours: a function by its import path, and an entry point of a package."""
+"""Prompts from code that is not ours: a function by its import path."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from pathlib import Path
 
@@ -56,18 +55,10 @@ def test_a_function_of_the_current_folder_makes_the_prompts() -> None:
     ]
 
 
-def test_an_entry_point_of_a_package_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("squares", "my_prompts:squares", "tba.prompt_sources")
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
-    monkeypatch.syspath_prepend(".")
-    assert len(load_prompt_source("squares")(2, 1, 0)) == 3
-    with pytest.raises(ConfigError, match=r"known are addition, squares; .* or write MODULE:NAME"):
-        load_prompt_source("sqares")
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("sqares", "is not known .known are addition., and no import path; write MODULE:NAME"),
         ("no_such_module:f", "cannot be imported .ModuleNotFoundError: No module named 'no_such_module'"),
         ("my_prompts:no_such_name", "cannot be imported .AttributeError"),
         ("my_prompts:NUMBER", "is a int and not a function"),

@@ -53,9 +53,9 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
     """Return the scorer; the function is imported in worker processes only.
 
     Raises:
-        ConfigError: no such entry point, or no such module.
+        ConfigError: there is no such module.
     """
-    name = plugins.resolve(spec.function, group="tba.scorers", what=WHAT)
+    name = plugins.check_name(spec.function, what=WHAT)
     params = {**params_of(spec), "function": name}
     return ProcessPoolScorer(
         WorkerRule(

@@ -231,7 +231,7 @@ class EngineSettings:
 
 
 class EngineFactory(Protocol):
-    """Makes an engine: its class, or a function. `searcher.engine` names it by import path or entry point."""
+    """Makes an engine: its class, or a function. `searcher.engine` names it by its import path."""
 
     def __call__(self, folder: Path, version: PolicyVersion, settings: EngineSettings) -> Engine:
         """Return the engine with the weights of `version`; the caller verifies them.

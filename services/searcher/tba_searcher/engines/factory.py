@@ -77,4 +77,4 @@ def build_engine(
 
         return EmbeddedEngine(folder, version, EngineSettings(**general))
     arguments = (folder, version, EngineSettings(**general))
-    return plugins.build(settings.engine, *arguments, group="tba.engines", what="searcher.engine", kind=Engine)
+    return plugins.build(settings.engine, *arguments, what="searcher.engine", kind=Engine)

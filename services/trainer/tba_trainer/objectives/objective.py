@@ -98,7 +98,7 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
     parts, anchor, function = section.parts, section.used_anchor, None
     if parts is None:
         parts = Parts(**section.named_parts)
-        function = plugins.load(section.preset, group="tba.objectives", what="objective.preset")
+        function = plugins.load(section.preset, what="objective.preset")
     if max_response_tokens is None and parts.aggregation == "constant":
         raise ConfigError('objective.aggregation = "constant" divides by searcher.max_response_tokens; give it')
     return Objective(

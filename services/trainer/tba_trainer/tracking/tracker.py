@@ -42,7 +42,7 @@ class Tracker(Protocol):
 
 
 class TrackerFactory(Protocol):
-    """Makes a tracker: its class, or a function. `tracking.trackers` names it by import path or entry point."""
+    """Makes a tracker: its class, or a function. `tracking.trackers` names it by its import path."""
 
     def __call__(self, recipe: Mapping[str, Any]) -> Tracker:
         """Return the tracker.

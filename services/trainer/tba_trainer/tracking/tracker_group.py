@@ -176,7 +176,7 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
     if section.wandb is not None:
         trackers.append(WandbTracker(section.wandb, shown, folder=path.parent / "wandb"))
     for name in section.trackers:
-        made = plugins.build(name, shown, group="tba.trackers", what="tracking.trackers", kind=Tracker)
+        made = plugins.build(name, shown, what="tracking.trackers", kind=Tracker)
         trackers.append(made)
     return TrackerGroup(
         recipe.run.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from tba.config.recipe import Recipe
 from tba.config.recipe_file import explain_validation_error, parse_recipe
@@ -45,17 +45,6 @@ class LiveSettings(StrictModel):
     eval_every_steps: int | None = Field(default=None, ge=1, le=MAX_STEP)
     """Optimizer steps between evaluations (`eval.every_steps`)."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_policy_temperature(cls, value: Any) -> Any:
-        # unknown to the model anyway; but a person who tries it has a wrong idea of it, and gets the reason
-        if isinstance(value, dict) and "policy_temperature" in value:
-            raise ValueError(
-                "policy_temperature is constant within a run: training optimizes the policy at that temperature; "
-                "start another run with another model.policy_temperature, or change sampling_temperature"
-            )
-        return value
-
     @classmethod
     def of_recipe(cls, recipe: Recipe) -> LiveSettings:
         """Return all of them with the values of a recipe."""
@@ -74,7 +63,7 @@ def parse_live(document: Mapping[str, Any]) -> LiveSettings:
         ConfigError: naming the first one that is wrong, its value and what to do.
     """
     for name, value in document.items():
-        if name not in (*LIVE_NAMES, "policy_temperature"):
+        if name not in LIVE_NAMES:
             raise ConfigError(
                 f"live settings: {name!r} (value {value!r}) cannot change while a run continues; these can: "
                 f"{', '.join(LIVE_NAMES)}"

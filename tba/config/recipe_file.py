@@ -19,7 +19,6 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.data import PrepareItem
 from tba.config.recipe import Recipe
-from tba.config.schedules import Schedule
 from tba.errors import ConfigError
 from tba.fields import own_words
 from tba.tls import with_bare_urls
@@ -180,14 +179,15 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
     if not loc:  # a rule between sections names its keys and values itself
         return f"{message}{more}"
     if first["type"] == "extra_forbidden":
-        hint = _nearest(loc[-1], loc[:-1], model) or "; remove it or correct its name"
+        names = [name for name in _names_in(model) if name != loc[-1]]
+        hint = _did_you_mean(loc[-1], names) or "; remove it or correct its name"
         # the message goes to logs, and a misspelt key may hold a secret
         is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
         return f"unknown key {key!r} (value {'not shown' if is_secret else _shown(first['input'])}){hint}{more}"
     if first["type"] == "missing":
         return f"key {key!r} is missing{more}"
     # so does the rule of a section
-    if first["type"] == "value_error" and _models_at(loc, model) not in ([], [Schedule]):
+    if first["type"] == "value_error" and isinstance(first["input"], dict):
         return f"{key}: {message}{more}"
     context = first.get("ctx", {})
     if first["type"] == "union_tag_invalid":
@@ -195,18 +195,6 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
     if first["type"] == "literal_error" and isinstance(first["input"], str):
         message += _did_you_mean(first["input"], re.findall(r"'([^']+)'", context["expected"]))
     return f"key {key!r} has the value {_shown(first['input'])}: {message}{more}"
-
-
-def _nearest(name: str, section: Sequence[str], model: type[BaseModel]) -> str:
-    """Return a hint at the key that was meant: one of the section, or one of the same name in another section."""
-    if hint := _did_you_mean(name, [key for each in _models_at(section, model) for key in each.model_fields]):
-        return hint
-    others = [
-        f"{other}.{name}"
-        for other, field in model.model_fields.items()
-        if any(name in each.model_fields for each in _models_of(field.annotation))
-    ]
-    return f"; did you mean {others[0]!r}?" if len(others) == 1 else ""
 
 
 def _did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -220,17 +208,9 @@ def _shown(value: Any) -> str:
     return "that is not shown, since it has an @" if "@" in text else text
 
 
-def _models_at(path: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
-    """Return the models that may stand at a place; none for a plain value."""
-    at = [model]
-    for part in path:
-        found = [each.model_fields[part] for each in at if part in each.model_fields]
-        # the name in a map, the number in a list and the kind in a union stand for what is there already
-        at = [inner for field in found for inner in _models_of(field.annotation)] if found else at
-    return at
-
-
-def _models_of(annotation: Any) -> list[type[BaseModel]]:
+def _names_in(annotation: Any) -> list[str]:
+    """Return the names of all fields of the models in a type, and in the types of their fields."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models_of(inner)]
+        fields = annotation.model_fields
+        return [*fields, *(name for field in fields.values() for name in _names_in(field.annotation))]
+    return [name for inner in get_args(annotation) for name in _names_in(inner)]

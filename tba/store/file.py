@@ -154,14 +154,10 @@ def explain_full_disk(error: OSError, *places: str | Path, size_bytes: int | Non
     folders = [next(path for path in (place, *place.parents) if path.is_dir()) for place in map(_absolute, named)]
     # the error does not always name the file: then the fullest disk is the likeliest one
     folder = min(folders, key=lambda path: shutil.disk_usage(path).free)
-    mount = next(path for path in (folder, *folder.parents) if os.path.ismount(path))
     usage = shutil.disk_usage(folder)
-    wanted = "there" if size_bytes is None else f"there, and {size_bytes:,} bytes were to be written"
+    wanted = "" if size_bytes is None else f", and {size_bytes:,} bytes were to be written"
     what = "is full" if error.errno == errno.ENOSPC else f"accepts no more data from user {os.getuid()} (quota)"
-    return (
-        f"the disk at {mount} {what}: {usage.free:,} of {usage.total:,} bytes are free {wanted} (folder {folder}); "
-        "free some space"
-    )
+    return f"the disk of {folder} {what}: {usage.free:,} of {usage.total:,} bytes are free{wanted}; free some space"
 
 
 def explain_no_space(folder: Path) -> str | None:

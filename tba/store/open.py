@@ -102,11 +102,6 @@ def open_store(section: StoreSection, *, timeout_s: float = TIMEOUT_S, part_byte
         raise ConfigError(f"store.url {section.url!r}: {error}") from None
     if endpoint is not None and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
         raise ConfigError(f"store.endpoint_url {endpoint!r} is not a URL such as https://s3.example.com:9000")
-    if endpoint is not None and "_" in (urlsplit(endpoint).hostname or ""):
-        raise ConfigError(
-            f"store.endpoint_url {endpoint!r} has an underscore in its host name, which S3 clients refuse; give that "
-            "host a name of letters, digits and hyphens, or write its address"
-        )
     if endpoint is None or endpoint.startswith("https://"):
         check_ca_file(section.ca_file, "store.ca_file")
     from tba.store.s3 import S3Store  # boto3 takes 0.3 s to import

@@ -33,16 +33,6 @@ _CREDENTIAL_ERRORS = (NoCredentialsError, PartialCredentialsError, CredentialRet
 _TRANSIENT_CODES = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
 _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 
-_EXPIRED = (
-    "the credentials have expired; get new ones (AWS_SESSION_TOKEN is theirs too), or use a role that renews them"
-)
-_CLOCK = "this machine's clock and the store's differ by too much (15 minutes on S3); set this one by NTP"
-_REMEDIES = {
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _EXPIRED),
-    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"), _CLOCK),
-}
-"""Code of an answer -> what to do, where its status says something else."""
-
 
 def is_transient(error: Exception) -> bool:
     """Return whether the same request may succeed a moment later: no connection, 409, 429, or a fault of the server."""
@@ -109,12 +99,10 @@ def _answer_error(error: ClientError, *, what: str, where: str, url: str, timeou
         return StoreUnavailableError(f"{what}: bucket {bucket!r} does not exist; create it, or correct store.url")
     if code in _REGION_CODES:
         return StoreUnavailableError(f"{what}: the server answered {answer}; set store.region to the bucket's region")
-    if code in _REMEDIES:
-        return StoreUnavailableError(f"{what}: the server answered {answer}: {_REMEDIES[code]}")
     if status in (401, 403):
         return StoreUnavailableError(
-            f"{what}: access denied ({answer}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that they may "
-            "list, read, write and delete there"
+            f"{what}: access denied ({answer}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, that they are not "
+            "expired and may list, read, write and delete there, and the clock of this machine"
         )
     if status == 404:
         return ObjectNotFoundError(f"{where} does not exist")

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import tba
-from tba.api import BestVersion, EvalInfo, SettingsAudit
+from tba.api import BestVersion, EvalInfo
 from tba.config import Recipe
 from tba.config.data import with_replaced
 from tba.errors import MalformedError
@@ -43,8 +43,6 @@ class RunFacts:
     recipe: Recipe
     evals: Sequence[EvalInfo] = ()
     best: BestVersion | None = None
-    changes: Sequence[SettingsAudit] = ()
-    """Of the live settings, oldest first."""
 
 
 def render_card(manifest: Manifest, facts: RunFacts) -> str:
@@ -60,7 +58,6 @@ def render_card(manifest: Manifest, facts: RunFacts) -> str:
         _results(manifest, facts, evaluated),
         "## How it was trained",
         _training(manifest, recipe),
-        *_changes(facts.changes),
         "The recipe, as far as it differs from the defaults of this release of tba:",
         "```json\n" + json.dumps(public_recipe(recipe), indent=1) + "\n```",
         "## Use",
@@ -141,16 +138,6 @@ def _form(recipe: Recipe) -> str:
     arguments = sections[0].chat_template_kwargs
     called = f", called with `{json.dumps(arguments)}`" if arguments else ""
     return f"after its chat template{called} made text of those that are messages"
-
-
-def _changes(changes: Sequence[SettingsAudit]) -> list[str]:
-    """Return the section about changed live settings."""
-    if not changes:
-        return []
-    # reasons are left out: they were written for the people of the run
-    lines = [audit.model_copy(update={"reason": None}).line() for audit in changes]
-    text = "Settings that were changed while the run trained (steps are lineage-step; `recipe` is the value below):"
-    return [text, "```text\n" + "\n".join(lines) + "\n```"]
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:

@@ -115,14 +115,14 @@ def source_of(args: argparse.Namespace) -> Exportable:
         return _of_ended(ended, recipe)
     client = open_client(args)
     try:
-        info, changes = client.run(), client.all_settings().changes
+        info = client.run()
     finally:
         client.close()
     # with --url, recipe and service are named apart from each other
     if info.run != recipe.run.name:
         raise ConfigError(f"the recipe is that of run {recipe.run.name!r}, but {args.url} serves run {info.run!r}")
     latest = None if info.latest_version is None else PolicyVersion.parse(info.latest_version)
-    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, changes=changes)
+    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best)
     return Exportable(facts=facts, latest=latest)
 
 
@@ -151,6 +151,5 @@ def _of_ended(folder: RunFolder, recipe: Recipe) -> Exportable:
         recipe=recipe,
         evals=history.evals,
         best=history.best,
-        changes=() if history.settings is None else history.settings.changes,
     )
     return Exportable(facts=facts)

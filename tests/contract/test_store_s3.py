@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import socket
 import ssl
 import threading
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError, HTTPClientError, SSLError
+from botocore.exceptions import HTTPClientError, SSLError
 
 from tba.config.sections import StoreSection
-from tba.errors import ConfigError, ObjectExistsError, ObjectNotFoundError, StoreTlsError, StoreUnavailableError
+from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreTlsError, StoreUnavailableError
 from tba.store import ObjectStore, open_store
 from tba.store.s3 import S3Store
 from tba.store.s3_errors import is_transient, store_error
@@ -72,30 +71,6 @@ def test_missing_credentials_are_one_sentence(
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(StoreUnavailableError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         open_store(s3_section).check()
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "remedy"),
-    [
-        (400, "ExpiredToken", "credentials have expired; get new ones"),  # so does S3
-        (403, "ExpiredToken", "credentials have expired; get new ones"),
-        (403, "RequestTimeTooSkewed", "clock .* set this one by NTP"),
-    ],
-)
-def test_expired_credentials_and_a_wrong_clock_have_remedies_of_their_own(status: int, code: str, remedy: str) -> None:
-    answer: Any = {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    where = {"key": "k", "url": "s3://b", "endpoint": "http://h", "timeout_s": 1.0, "ca_file": None}
-    error = store_error(ClientError(answer, "GetObject"), verb="read", **where)
-    assert isinstance(error, StoreUnavailableError)
-    assert re.search(remedy, str(error))
-    assert "AWS_ACCESS_KEY_ID" not in str(error)
-    assert "[store]" not in str(error)
-
-
-def test_a_host_name_with_an_underscore_is_refused_with_the_reason() -> None:
-    section = StoreSection(url="s3://bucket/runs", endpoint_url="http://my_store:9000")
-    with pytest.raises(ConfigError, match=r"store\.endpoint_url .*underscore in its host name"):
-        open_store(section)
 
 
 def test_access_denied_is_one_sentence_and_is_not_retried(proxy: FaultyProxy, proxied: ObjectStore) -> None:

@@ -302,7 +302,7 @@ def test_a_full_disk_is_named_and_the_old_files_stay(chain: Chain, small_disk: P
             if free_pages == 0 and held:  # a delta would need room; the version whole needs none
                 assert publish(chain.versions, 7, path, files, mine).delta is None
             if free_pages < 3:
-                with pytest.raises(StoreUnavailableError, match=rf"the disk at {small_disk} is full"):
+                with pytest.raises(StoreUnavailableError, match=rf"the disk of {small_disk}.* is full"):
                     chain.versions.download_tensors(version(2), small_disk / "got", held=held)
             with suppress(StoreUnavailableError):
                 got = chain.versions.download_tensors(version(2), small_disk / "got", held=held)
@@ -329,7 +329,7 @@ def test_a_full_disk_of_the_cache_of_a_machine_costs_the_cache_alone(
         check_tensors(versions.download_tensors(version(2), tmp_path / "full"), 2)
     reasons = [line["reason"] for line in lines if line["event"] == "weight_not_cached"]
     assert len(reasons) == versions.counts["not_cached"] > 0
-    assert all(f"the disk at {small_disk} is full" in reason for reason in reasons)
+    assert all(f"the disk of {small_disk}" in reason for reason in reasons)
     assert not [path for path in (small_disk / "cache").iterdir() if not path.name.startswith(".lock-")]
     ballast.unlink()
     for name, route in (("first", "full"), ("second", "cache")):

@@ -141,7 +141,7 @@ def they_are_shown(place: Place, control: Control, trained: SettingsAudit) -> No
     assert "learning_rate: 2e-05 (recipe: 0.0001), now 2e-05" in shown
     assert f"revision {trained.revision}, by the operator" in shown
     assert "(diverges)" in shown
-    assert "policy_temperature is constant within a run" in control("set", "policy_temperature=0.7", code=2)
+    assert "'policy_temperature' (value 0.7) cannot change" in control("set", "policy_temperature=0.7", code=2)
     assert "beta cannot be 0" in control("set", "beta=0", code=2)
 
 

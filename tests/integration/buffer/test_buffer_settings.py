@@ -115,7 +115,7 @@ def test_changes_are_read_from_a_revision_on(serve_buffer: ServeBuffer) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"policy_temperature": 0.7}, ["policy_temperature is constant within a run"]),
+        ({"policy_temperature": 0.7}, ["policy_temperature"]),
         ({"num_steps": 7}, ["settings.num_steps", "7"]),
         ({"beta": -1}, ["settings.beta", "-1"]),
         ({"beta": 0}, ["beta cannot be 0", "tb"]),

@@ -160,7 +160,7 @@ def test_the_trainer_uploads_the_last_version_with_its_card_and_leaves_nothing_o
     store, _, recipe = published(tmp_path, {"1-4": models["tied"], "1-8": models["untied"]})
     store.put("runs/demo/export/model-00001-of-00002.safetensors", b"of an earlier export")
     info = run_info(evals=list(make_facts(recipe).evals), best=BEST)
-    prefix = upload_export(recipe, info, store, last=PolicyVersion(1, 8), changes=())
+    prefix = upload_export(recipe, info, store, last=PolicyVersion(1, 8))
     names = {key.removeprefix(prefix) for key in store.list(prefix)}
     assert names == {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert "# demo, version 1-8" in store.get(prefix + "README.md").decode()

@@ -91,10 +91,10 @@ def test_a_full_disk_is_named_with_its_folder_and_bytes(tmp_path: Path) -> None:
     plain = OSError(errno.ENOSPC, "No space left on device")  # as write(2) says it: without a file
     said = explain_full_disk(plain, tmp_path / "not" / "there", size_bytes=1234567)
     assert said is not None
-    assert said.startswith("the disk at /")
-    assert " bytes are free there, and 1,234,567 bytes were to be written (folder " in said
+    assert said.startswith("the disk of /")
+    assert " bytes are free, and 1,234,567 bytes were to be written" in said
     assert str(tmp_path) in said
-    assert said.endswith("); free some space")
+    assert said.endswith("; free some space")
     named = explain_full_disk(OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "x")), "/")
     assert named is not None
     assert "(quota)" in named
@@ -111,7 +111,7 @@ def test_a_store_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("tba.store.file.os.fsync", full)
     for write in (lambda: store.put("a/b", b"12345"), lambda: store.put_file("a/b", Path(__file__))):
         with pytest.raises(
-            OSError, match=r"cannot write a/b in file://.*: the disk at /.* is full: .* were to be"
+            OSError, match=r"cannot write a/b in file://.*: the disk of /.* is full: .* were to be"
         ) as info:
             write()
         assert "correct store.url" not in str(info.value)
@@ -130,8 +130,8 @@ def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(
     recipe.write_text('[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n')
     assert service_main("buffer", full, ["--config", str(recipe)]) == 2
     command, service = capsys.readouterr().err.splitlines()
-    assert command.startswith("error: the disk at /")
-    assert service.startswith("error: buffer: the disk at /")
+    assert command.startswith("error: the disk of /")
+    assert service.startswith("error: buffer: the disk of /")
 
 
 # ---- The flags of `tba`: cheap to show, and every error is one sentence ---------------------------------------------

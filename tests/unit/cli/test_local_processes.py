@@ -58,9 +58,7 @@ def test_a_trainer_that_was_told_to_stop_did_not_die(code: int, sentence: str, t
 def test_a_child_that_dies_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(total=1_000_000, used=999_500, free=500)
     monkeypatch.setattr("tba.store.file.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(
-        ChildError, match=r"trainer.log; the disk at /.* is full: 500 of 1,000,000 bytes are free there \(folder "
-    ):
+    with pytest.raises(ChildError, match=r"trainer.log; the disk of /.* is full: 500 of 1,000,000 bytes are free"):
         end_of_a_trainer(1, tmp_path)
 
 

@@ -328,11 +328,6 @@ def test_searchers_sample_at_the_policy_temperature_and_a_recipe_that_says_other
         assert f"searcher.sampling_temperature {named} and model.policy_temperature is 0.7" in warning
 
 
-def test_the_policy_temperature_is_constant_within_a_run() -> None:
-    with pytest.raises(ConfigError, match=r"policy_temperature is constant within a run.*start another run"):
-        parse_live({"policy_temperature": 1.0})
-
-
 def test_what_cannot_change_is_refused_with_the_names_of_what_can() -> None:
     with pytest.raises(ConfigError, match=r"'num_steps' \(value 9\) cannot change .*learning_rate, beta, most_on"):
         parse_live({"num_steps": 9})

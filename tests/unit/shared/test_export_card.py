@@ -7,7 +7,6 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from tba.api import SettingsAudit
 from tba.config.data import DataSection, PrepareItem
 from tba.weights.export import RunFacts, render_card
 from tba.wire import Canary, Manifest
@@ -75,23 +74,6 @@ def test_without_evaluations_the_card_says_so_and_invents_no_number() -> None:
     unknown = make_eval("1-8", accuracy=None, greedy_accuracy=None, mean_reward=None)
     text = render_card(make_manifest(), RunFacts(recipe=recipe, evals=[unknown]))
     assert "| this version | 1-8 | 128 | unknown | unknown |" in text
-
-
-def test_live_settings_that_were_changed_are_on_the_card_without_reasons() -> None:
-    audit = {
-        "revision": 1,
-        "at_s": 1.0,
-        "role": "operator",
-        "reason": "SECRET",
-        "lineage": 1,
-        "step": 4,
-        "changes": {"beta": {"old": None, "new": {"value": 0.2}}},
-    }
-    facts = make_facts(make_recipe("models/tiny"), changes=[SettingsAudit.model_validate(audit)])
-    text = render_card(make_manifest(), facts)
-    assert "revision 1, by the operator after step 4: beta recipe -> 0.2\n" in text
-    assert "SECRET" not in text
-    assert "changed while the run trained" not in render_card(make_manifest(), make_facts(make_recipe("models/tiny")))
 
 
 def test_addresses_folders_and_secrets_stay_at_home() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from tba.api import RunInfo, SettingsAudit
+from tba.api import RunInfo
 from tba.config import Recipe
 from tba.logs import get_logger
 from tba.store import ObjectStore
@@ -17,21 +16,18 @@ from tba.weights.export import RunFacts, write_export
 log = get_logger("export")
 
 
-def upload_export(
-    recipe: Recipe, info: RunInfo, store: ObjectStore, *, last: PolicyVersion, changes: Sequence[SettingsAudit]
-) -> str:
+def upload_export(recipe: Recipe, info: RunInfo, store: ObjectStore, *, last: PolicyVersion) -> str:
     """Write the export, upload it and return its prefix in the store. A second export replaces the files.
 
     Args:
         info: the run as the buffer knows it: evaluations and the best version go on the card.
         last: the last published version.
-        changes: of the live settings.
 
     Raises:
         StoreError: the store is away, or its copy of the version is damaged.
     """
     prefix, versions = f"runs/{recipe.run.name}/export/", WeightVersions(store, recipe.run.name)
-    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, changes=changes)
+    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best)
     # Written to this machine first: a version that turns out to be damaged leaves the old export as it was.
     with tempfile.TemporaryDirectory(prefix="tba-export-") as name:
         write_export(versions, last, Path(name), facts)

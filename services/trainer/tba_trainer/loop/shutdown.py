@@ -92,8 +92,7 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
 
 
 def _export(context: LineageContext) -> None:
-    info, changes = context.buffer.run(), context.buffer.all_settings().changes
-    upload_export(context.recipe, info, context.store, last=context.progress.version, changes=changes)
+    upload_export(context.recipe, context.buffer.run(), context.store, last=context.progress.version)
 
 
 def _retry_until_stored(context: LineageContext, what: str, action: Callable[[], None]) -> None:

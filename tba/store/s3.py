@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -165,11 +165,13 @@ class S3Store:
                 span = {} if end - begin == size_bytes else {"Range": f"bytes={begin}-{end - 1}"}
                 self._call("read", key, lambda: self._receive(where | span, out.name, begin, end))
 
-            pool = ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="store-download")
-            try:
-                builtins.list(pool.map(receive_part, range(0, size_bytes, part_bytes)))
-            finally:
-                pool.shutdown(cancel_futures=True)  # after a failure the other parts are not begun
+            with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="store-download") as pool:
+                parts = [pool.submit(receive_part, begin) for begin in range(0, size_bytes, part_bytes)]
+                done, left = wait(parts, return_when=FIRST_EXCEPTION)
+                for part in left:  # it would have a deadline of its own
+                    part.cancel()
+            for part in done:
+                part.result()
 
     def _receive(self, where: dict[str, str], path: str, begin: int, end: int) -> None:
         """Read the bytes [begin, end) of an object into their place in a file."""

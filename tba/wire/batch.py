@@ -30,7 +30,7 @@ class Group:
     """
 
     prompt_id: str
-    source: str
+    source: Source
     fallback: bool
     rollouts: tuple[Rollout, ...]
 

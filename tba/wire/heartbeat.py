@@ -28,7 +28,7 @@ WAITED_S = "waited_s:"
 Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
 
-class Wait(Document, frozen=True, kw_only=True):
+class Wait(Document, kw_only=True):
     """A wait has a name and a deadline. Its seconds count from when the heartbeat was made: clocks may differ."""
 
     name: Name

@@ -346,7 +346,7 @@ def decode_rollout(data: bytes) -> Rollout:
 
 def rollout_of(document: RolloutDocument) -> Rollout:
     """Convert a document whose numbers are checked."""
-    sampling, ref = msgspec.structs.asdict(document.sampling), document.ref_logprob
+    s, ref = document.sampling, document.ref_logprob
     fields = msgspec.structs.asdict(document)
     del fields["schema"]
     return Rollout(
@@ -358,7 +358,9 @@ def rollout_of(document: RolloutDocument) -> Rollout:
                 VersionSpan(version=PolicyVersion(lineage, step), start=start, end=end)
                 for lineage, step, start, end in document.version_spans
             ),
-            "sampling": Sampling(**sampling | {"stop": tuple(document.sampling.stop)}),
+            "sampling": Sampling(
+                temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=s.seed, stop=tuple(s.stop)
+            ),
             "sampler_logprobs": _array(document.sampler_logprobs, "<f4", np.float32),
             "ref_logprob": None if ref is None else RefLogprob(value=ref[0], version=PolicyVersion(ref[1], ref[2])),
         }

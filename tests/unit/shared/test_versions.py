@@ -116,23 +116,7 @@ def test_one_more_step_of_the_trainer_never_makes_a_rollout_younger(
     assert tree.policy_age(rollout, trainer) <= tree.policy_age(rollout, later) <= later.step
 
 
-@given(trees_with_two_versions())
-def test_within_one_lineage_policy_age_is_the_difference_of_steps(
-    case: tuple[LineageTree, PolicyVersion, PolicyVersion],
-) -> None:
-    tree, rollout, _ = case
-    later = PolicyVersion(rollout.lineage, rollout.step + 7)
-    assert tree.policy_age(rollout, later) == 7
-    assert tree.policy_age(later, rollout) == 0
-
-
 def test_a_parent_is_an_older_lineage() -> None:
     for parent in (V("2-1"), V("3-1")):
         with pytest.raises(MalformedError, match="a parent is an older lineage"):
             LineageTree({2: parent})
-
-
-def test_the_table_of_parents_is_a_copy() -> None:
-    tree = LineageTree({1: START})
-    tree.parents.clear()
-    assert tree.parents == {1: START}

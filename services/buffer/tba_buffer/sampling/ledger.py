@@ -25,6 +25,7 @@ from tba.api import AckRequest, LedgerEntry, LedgerLine, LedgerReply, ResumeEntr
 from tba.errors import BadRequestError, ConflictError, VoidBatchError
 from tba.versions import PolicyVersion
 from tba.wire import DrawnGroup, encode_batch
+from tba.wire.batch import Source
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.rollouts.trained_steps import MAX_TRAINED_STEPS, encode_trained
 from tba_buffer.run.lineage import Lineages, fenced, rollback_waits
@@ -39,7 +40,7 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True):
     """One slot: its prompt, what it drew from, and the rollout ids (16 bytes each) one after the other."""
 
     prompt_id: str
-    source: str
+    source: Source
     fallback: bool
     rollout_ids: bytes
 

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from tba.config import Recipe
 from tba.versions import PolicyVersion
+from tba.wire.batch import Source
 from tba_buffer.index.draws import RECENT, REPLAY
 from tba_buffer.index.log import SLOT_DTYPE, Drawn
 from tba_buffer.index.priorities import (
@@ -76,7 +77,7 @@ class Slot(NamedTuple):
     """One drawn slot. `rows` has K entries; `wanted_recent` and `source` differ exactly on a fallback."""
 
     prompt: int
-    source: str
+    source: Source
     wanted_recent: bool
     rows: Rows
     turn: int = 0

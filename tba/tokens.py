@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ MIN_TOKEN_CHARS = 16
 """Fewest characters of a token."""
 MAX_TOKENS_OF_A_ROLE = 2
 RoleTokens = Mapping[str, tuple[str, ...]]
+STDIN = "-"
+"""The file name with which a command reads its token from standard input, once."""
 DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(f"{DIGEST_PREFIX}[0-9a-f]{{64}}")
 
@@ -167,6 +170,9 @@ def operator_client_token(path: str | Path | None) -> ClientToken | None:
     """
     if path is None:
         return None
+    if path == STDIN:
+        tokens = _operator_tokens(sys.stdin.read(), "the token file on stdin")
+        return ClientToken([], lambda: tokens, what="the operator's token")
     return ClientToken([path], lambda: _of_operator(path), what=f"the operator's token in {path}")
 
 
@@ -196,8 +202,11 @@ def _to_send(tokens: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _of_operator(path: str | Path) -> tuple[str, ...]:
-    what = f"token file {path}"
-    text = _read(path, what).strip()
+    return _operator_tokens(_read(path, f"token file {path}"), f"token file {path}")
+
+
+def _operator_tokens(text: str, what: str) -> tuple[str, ...]:
+    text = text.strip()
     tokens: Any = text.split()
     if text.startswith("{"):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,17 @@ def test_what_a_server_remembers_is_no_token(tmp_path: Path) -> None:
     assert file is not None
     assert file.value == {"searcher": (token_digest(NEW), token_digest(OLD))}
     assert token_digest(token_digest(NEW)) == token_digest(NEW)
+
+
+def test_a_token_file_may_come_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (f"{OLD}\n", json.dumps({"operator": OLD})):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        sent = operator_client_token("-")
+        assert sent is not None
+        assert sent.value == sent.value == (OLD,)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(ConfigError, match="the token file on stdin must hold one token"):
+        operator_client_token("-")
 
 
 def test_a_changed_file_holds_at_once_and_old_tokens_die(tmp_path: Path) -> None:

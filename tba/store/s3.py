@@ -11,8 +11,9 @@ import filecmp
 import os
 import secrets
 import tempfile
+import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,20 +159,22 @@ class S3Store:
             raise StoreUnavailableError(f"{self._endpoint} answers HEAD of {key} without Content-Length")
         check_size(key, size_bytes, max_bytes, url=self.url)
         part_bytes = self._part_bytes if size_bytes > 2 * self._part_bytes else max(size_bytes, 1)
+        has_failed = threading.Event()
         with new_file(path) as out:
 
             def receive_part(begin: int) -> None:
                 end = min(begin + part_bytes, size_bytes)
                 span = {} if end - begin == size_bytes else {"Range": f"bytes={begin}-{end - 1}"}
-                self._call("read", key, lambda: self._receive(where | span, out.name, begin, end))
+                if has_failed.is_set():  # this part would have a deadline of its own
+                    return
+                try:
+                    self._call("read", key, lambda: self._receive(where | span, out.name, begin, end))
+                except BaseException:
+                    has_failed.set()
+                    raise
 
             with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="store-download") as pool:
-                parts = [pool.submit(receive_part, begin) for begin in range(0, size_bytes, part_bytes)]
-                done, left = wait(parts, return_when=FIRST_EXCEPTION)
-                for part in left:  # it would have a deadline of its own
-                    part.cancel()
-            for part in done:
-                part.result()
+                builtins.list(pool.map(receive_part, range(0, size_bytes, part_bytes)))
 
     def _receive(self, where: dict[str, str], path: str, begin: int, end: int) -> None:
         """Read the bytes [begin, end) of an object into their place in a file."""

@@ -7,7 +7,6 @@ buffer is read-only (`buffer.read_only`).
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import time
@@ -191,7 +190,7 @@ async def _with_buffer(
     folder.make_folders()
     script = shut_off_acting_commands(redis_binary, folder.redis_conf_path) if is_copy else None
     folder.write_json(folder.config_path, config.model_dump(mode="json"))
-    services = Services(config, folder, environ=os.environ, redis_binary=redis_binary)
+    services = Services(config, folder)
     token = operator_client_token(config.auth.tokens_file)
     client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S, ca_file=config.tls.ca_file)
 

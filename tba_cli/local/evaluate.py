@@ -9,7 +9,6 @@ evaluations/NAME/WHAT/evaluation.json    every number; there when the evaluation
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 
 from tba.api import Prompt
@@ -73,7 +72,7 @@ def evaluate_here(
         if reward_url is None:
             await start_reward(processes, config, folder, console)
         await asyncio.to_thread(_check_tasks, config, tasks)
-        services = Services(config, folder, environ=os.environ)
+        services = Services(config, folder)
         child = await processes.start(services.spec("evaluator", words=["--job", str(folder.path / JOB_NAME)]))
         assert child.exit_code is not None
         if await child.exit_code:
@@ -93,7 +92,7 @@ async def start_reward(processes: ProcessManager, config: Recipe, folder: RunFol
         WaitTimeoutError: it was not ready within `local.start_timeout_s`.
     """
     console.info(f"starting a reward service at {config.reward_url}")
-    await processes.start(Services(config, folder, environ=os.environ).spec("reward"))
+    await processes.start(Services(config, folder).spec("reward"))
     timeout_s, client = config.local.start_timeout_s, reward_client(config)
     try:
         async with asyncio.timeout(timeout_s):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 from contextlib import suppress
@@ -65,7 +64,7 @@ def run_local(
     original = with_absolute_paths(recipe)
     check_searchers(original)
     # first what takes no time: to fetch or train a model may take long
-    redis_binary = find_redis_server()
+    find_redis_server()
     check_custom_objects(original)
     for role in LOCAL_ROLES:
         role_token(original.auth.tokens_file, role)
@@ -92,7 +91,7 @@ def run_local(
                 recipe=config,
                 original=original,
                 folder=folder,
-                services=Services(config, folder, environ=os.environ, redis_binary=redis_binary),
+                services=Services(config, folder),
                 store=store,
                 prompts=prompts,
                 console=console,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tba.api import SearchersInfo
 from tba.clients import RewardClient
@@ -16,7 +18,7 @@ from tba_cli.child_processes import child_environ
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, ProcessSpec
 from tba_cli.prompts.reader import check_healthy
-from tba_cli.redis_server import redis_command
+from tba_cli.redis_server import find_redis_server, redis_command
 from tba_cli.run_folder import RunFolder
 
 READY_POLL_S = 0.1
@@ -27,21 +29,12 @@ DRAIN_SLACK_S = 10.0
 WITH_TOKENS = ("buffer", "reward", "searcher", "trainer")
 
 
+@dataclass(frozen=True)
 class Services:
-    """Makes the specification of every child.
+    """Makes the specification of every child."""
 
-    Args:
-        environ: the environment that children inherit, mostly.
-        redis_binary: path of redis-server, for a run with a Redis of its own.
-    """
-
-    def __init__(
-        self, recipe: Recipe, folder: RunFolder, *, environ: Mapping[str, str], redis_binary: str = ""
-    ) -> None:
-        self._recipe = recipe
-        self._folder = folder
-        self._environ = environ
-        self._redis_binary = redis_binary
+    recipe: Recipe
+    folder: RunFolder
 
     def spec(self, kind: str, number: int = 0, *, words: Sequence[str] = ()) -> ProcessSpec:
         """Return how to start a process.
@@ -53,7 +46,7 @@ class Services:
         """
         if kind == "redis":
             return self._redis()
-        trainer, gpus = self._recipe.trainer, self._recipe.local.gpus
+        trainer, gpus = self.recipe.trainer, self.recipe.local.gpus
         # `tba scale` may ask for more searchers than the recipe lists GPUs for
         searcher_gpus = None if gpus.searchers is None else gpus.searchers[number % len(gpus.searchers)]
         # services and searchers have one thread: services wait most of the time, and searchers may be many
@@ -67,35 +60,35 @@ class Services:
             "evaluator": ("tba_searcher.evaluation", 1, searcher_gpus),
         }[kind]
         # a child gets only the tokens that it needs; a tokens file of the recipe is for everyone
-        has_own = self._recipe.auth.tokens_file == str(self._folder.tokens_path("all"))
+        has_own = self.recipe.auth.tokens_file == str(self.folder.tokens_path("all"))
         role = "trainer" if kind == "torchrun" else kind
         environ = child_environ(
-            self._environ,
+            os.environ,
             num_threads=num_threads,
             searcher_id=f"searcher-{number}" if kind == "searcher" else None,
-            tokens_file=self._folder.tokens_path(role) if has_own and role in WITH_TOKENS else None,
+            tokens_file=self.folder.tokens_path(role) if has_own and role in WITH_TOKENS else None,
             gpus=own_gpus,
         )
         return ProcessSpec(
             name=f"searcher-{number}" if kind == "searcher" else role,
             kind=kind,
-            command=[sys.executable, "-m", module, *words, "--config", str(self._folder.config_path)],
+            command=[sys.executable, "-m", module, *words, "--config", str(self.folder.config_path)],
             environ=environ,
         )
 
     def trainer(self) -> ProcessSpec:
         """Return how to start the trainer; torchrun starts it where it has several processes."""
-        num = self._recipe.trainer.num_processes
+        num = self.recipe.trainer.num_processes
         return self.spec("trainer") if num == 1 else self.spec("torchrun", words=[str(num)])
 
     def _redis(self) -> ProcessSpec:
         command = redis_command(
-            self._redis_binary,
-            socket=self._folder.redis_socket_path,
-            folder=self._folder.redis_path,
-            conf=self._folder.redis_conf_path,
+            find_redis_server(),
+            socket=self.folder.redis_socket_path,
+            folder=self.folder.redis_path,
+            conf=self.folder.redis_conf_path,
         )
-        environ = child_environ(self._environ, num_threads=1) | {"BLOCK_WITH": sys.executable}
+        environ = child_environ(os.environ, num_threads=1) | {"BLOCK_WITH": sys.executable}
         return ProcessSpec(name="redis", kind="redis", command=command, environ=environ)
 
 

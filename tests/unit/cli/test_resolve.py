@@ -133,10 +133,11 @@ def test_no_redis_at_all_says_how_to_install_one(monkeypatch):
         find_redis_server()
 
 
-def test_children_see_the_gpus_that_the_recipe_gives_them(tmp_path):
+def test_children_see_the_gpus_that_the_recipe_gives_them(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = {"trainer": [0, 1], "searchers": [[2], [3]], "reward": [3]}
     recipe = make(local={"gpus": gpus}, trainer={"num_processes": 2})
-    services = Services(recipe, RunFolder(tmp_path / "r"), environ={}, redis_binary="redis")
+    services = Services(recipe, RunFolder(tmp_path / "r"))
     searchers = [services.spec("searcher", number) for number in range(3)]
     children = [services.trainer(), services.spec("reward"), *searchers]
     assert [child.environ["CUDA_VISIBLE_DEVICES"] for child in children] == ["0,1", "3", "2", "3", "2"]

@@ -337,7 +337,7 @@ def _add_config(commands: Subparsers) -> None:
         kinds,
         "check",
         "config:check_command",
-        "find what in a recipe would fail: prompts, model, scorers, devices",
+        "find what in a recipe would fail: prompts, model, scorers",
         "tba config check my.toml --offline --json",
     )
     _add_recipe(check)

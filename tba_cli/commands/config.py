@@ -30,7 +30,7 @@ def check_command(args: argparse.Namespace) -> int:
     results = []
     on_result = (lambda result: None) if args.json else print_result
     # the prompts come first: the checks of tokenizer and scorers need them
-    for group in (checks.first(), checks.others(target)):
+    for group in (checks.first(), checks.others()):
         results += run_checks(target, checks=group, timeout_s=checks.timeout_s, on_result=on_result)
     num_wrong = sum(result.level == "fail" for result in results)
     if args.json:

@@ -149,7 +149,7 @@ def _of_ended(folder: RunFolder, recipe: Recipe) -> Exportable:
     history = load_history(folder.history_path)
     facts = RunFacts(
         recipe=recipe,
-        evals=history.evals,
-        best=history.best,
+        evals=history.info.evals,
+        best=history.info.best,
     )
     return Exportable(facts=facts)

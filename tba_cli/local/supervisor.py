@@ -304,13 +304,13 @@ class Supervisor:
             self.console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
         await self._processes.wait_for_searchers()
         history = make_history(
-            recipe=self.recipe,
+            self.recipe,
+            ledger=ledger,
+            timing=load_timing(self.folder),
             info=info,
             stats=stats,
             advice=said.advice,
             settings=settings,
-            ledger=ledger,
-            folder=self.folder,
         )
         return await asyncio.to_thread(write_outputs, self.folder, history)
 

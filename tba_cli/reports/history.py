@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from tba.api import (
-    BestVersion,
-    EvalInfo,
-    LedgerEntry,
-    LedgerLine,
-    OriginInfo,
-    RunInfo,
-    SettingsInfo,
-    Stats,
-    VersionText,
-)
+from tba.api import LedgerEntry, LedgerLine, RunInfo, SettingsInfo, Stats
 from tba.config import Recipe, StrictModel
 from tba.errors import ConfigError
 from tba.fields import Number, first_problem
@@ -44,22 +35,14 @@ class Ended(StrictModel):
 class History(StrictModel):
     """history.json. Its ledger entries have no rollout ids: those stay in Redis."""
 
-    run: str
     seed: int
     num_steps: int
     sync_interval_steps: int
-    state: str
-    state_reason: str | None
-    lineage: int
-    step: int
-    parents: dict[int, VersionText]
+    is_offline: bool = False
+    info: RunInfo
     ledger: list[LedgerLine]
-    evals: list[EvalInfo]
-    best: BestVersion | None = None
     settings: SettingsInfo | None = None
     """The live settings at the end, and every change of them."""
-    origin: OriginInfo | None = None
-    is_offline: bool = False
     stats: Stats
     advice: str | None = None
     """What the data of the run call for at its end (`RunSummary.advice`)."""
@@ -71,42 +54,20 @@ class History(StrictModel):
         return batch_entries(self.ledger)
 
 
-def make_history(
-    *,
-    recipe: Recipe,
-    info: RunInfo,
-    stats: Stats,
-    advice: str | None,
-    settings: SettingsInfo,
-    ledger: Iterable[LedgerLine],
-    folder: RunFolder,
-) -> History:
-    """Combine the answers of the buffer service with the files of the run folder."""
+def make_history(recipe: Recipe, *, ledger: Iterable[LedgerLine], timing: Timing, **answers: Any) -> History:
+    """Combine the answers of the buffer service (info, settings, stats, advice) with what else is known of the run."""
     return History(
-        run=info.run,
         seed=recipe.run.seed,
         num_steps=recipe.trainer.num_steps,
         sync_interval_steps=recipe.trainer.sync_interval,
-        state=info.state,
-        state_reason=info.state_reason,
-        lineage=info.lineage,
-        step=info.step,
-        parents=info.parents,
-        # the ids would make most of the file, and nothing here is computed from them
-        ledger=[_without_rollout_ids(line) for line in ledger],
-        evals=info.evals,
-        best=info.best,
-        settings=settings,
-        origin=info.origin,
         is_offline=recipe.is_offline,
-        stats=stats,
-        advice=advice,
-        timing=load_timing(folder),
+        # the ids would make most of the file, and nothing here is computed from them
+        ledger=[
+            line.model_copy(update={"rollout_ids": []}) if isinstance(line, LedgerEntry) else line for line in ledger
+        ],
+        timing=timing,
+        **answers,
     )
-
-
-def _without_rollout_ids(line: LedgerLine) -> LedgerLine:
-    return line.model_copy(update={"rollout_ids": []}) if isinstance(line, LedgerEntry) else line
 
 
 def load_history(path: Path) -> History:

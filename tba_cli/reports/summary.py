@@ -27,16 +27,17 @@ WARM_UP_SYNC_INTERVALS = 2
 
 def summarise(history: History) -> dict[str, Any]:
     """Return the content of summary.json; None stands for unknown."""
-    tree = lineage_tree(history.parents)
-    active = active_entries(history.ledger, tree, lineage=history.lineage, step=history.step)
+    info = history.info
+    tree = lineage_tree(info.parents)
+    active = active_entries(history.ledger, tree, lineage=info.lineage, step=info.step)
     starts = _start_eval(history)
     final = _final_eval(history, active)
     stats = history.stats
     return {
-        "run": history.run,
+        "run": info.run,
         "seed": history.seed,
-        "state": history.state,
-        "state_reason": history.state_reason,
+        "state": info.state,
+        "state_reason": info.state_reason,
         "start_accuracy": starts and starts.accuracy,
         "final_accuracy": final and final.accuracy,
         "gain": _difference(starts and starts.accuracy, final and final.accuracy),
@@ -49,13 +50,13 @@ def summarise(history: History) -> dict[str, Any]:
         "advice": history.advice,
         "rollouts_failed": stats.num_failed,
         "failed_reasons": [item.model_dump() for item in stats.failed_reasons],
-        "best_version": history.best and history.best.version,
-        "best_metric": history.best and history.best.metric,
-        "best_value": history.best and history.best.value,
+        "best_version": info.best and info.best.version,
+        "best_metric": info.best and info.best.metric,
+        "best_value": info.best and info.best.value,
         "not_evaluated": "the run had no searchers (searcher.num_searchers = 0)" if history.is_offline else None,
-        "began_with": history.origin and history.origin.source,
-        "forked_from": history.origin and history.origin.version,
-        "steps": history.step,
+        "began_with": info.origin and info.origin.source,
+        "forked_from": info.origin and info.origin.version,
+        "steps": info.step,
         "num_steps": history.num_steps,
         "settings_changed": len(history.settings.changes) if history.settings else 0,
         "clipped_steps_share": _clipped_steps_share(active),
@@ -73,9 +74,9 @@ def summarise(history: History) -> dict[str, Any]:
         "realised_most_on_policy": stats.realised_most_on_policy,
         "policy_age_histogram": {str(age): count for age, count in sorted(stats.policy_age_histogram.items())},
         "mean_policy_age": _mean_policy_age(stats.policy_age_histogram),
-        "lineages": history.lineage,
+        "lineages": info.lineage,
         "ledger_violations": ledger_violations(
-            history.ledger, tree, lineage=history.lineage, step=history.step, origin=history.origin
+            history.ledger, tree, lineage=info.lineage, step=info.step, origin=info.origin
         ),
         "num_starts": len(history.timing.starts),
     }
@@ -89,7 +90,7 @@ def _clipped_steps_share(entries: Sequence[LedgerEntry]) -> float | None:
 
 def eval_of(history: History, version: PolicyVersion) -> EvalInfo | None:
     """Return the finished evaluation of a version, the one on most prompts if there are several."""
-    found = [item for item in history.evals if item.state == "done" and item.version == str(version)]
+    found = [item for item in history.info.evals if item.state == "done" and item.version == str(version)]
     return max(found, key=lambda item: item.num_prompts, default=None)
 
 
@@ -144,22 +145,22 @@ def _first_step_s(history: History) -> float | None:
 def _final_eval(history: History, active: Sequence[LedgerEntry]) -> EvalInfo | None:
     """Return the evaluation of the last version."""
     # a lineage that resumed at the last step publishes and evaluates its parent's weights under its own name
-    own = eval_of(history, PolicyVersion(history.lineage, history.step))
+    own = eval_of(history, PolicyVersion(history.info.lineage, history.info.step))
     if own is not None:
         return own
     if not active:
-        return eval_of(history, START) if history.step == 0 else None
+        return eval_of(history, START) if history.info.step == 0 else None
     return eval_of(history, PolicyVersion(active[-1].lineage, active[-1].step))
 
 
 def _start_eval(history: History) -> EvalInfo | None:
     """Return the evaluation of the starting model, or of the version that a fork began with."""
-    origin = history.origin
+    origin = history.info.origin
     if origin is None or origin.version is None:
         return eval_of(history, START)
     # a fork publishes its version under the name of its own lineage: the first, or the next that got so far
     step = PolicyVersion.parse(origin.version).step
-    own = sorted(n for n, parent in history.parents.items() if n > origin.lineage and parent == origin.version)
+    own = sorted(n for n, parent in history.info.parents.items() if n > origin.lineage and parent == origin.version)
     found = (eval_of(history, PolicyVersion(number, step)) for number in own)
     return next((item for item in found if item is not None), None)
 

@@ -43,7 +43,8 @@ def test_a_lora_run_ends_as_a_plain_model(make_place: MakePlace, tmp_path: Path)
     steps = [(line["lineage"], line["step"]) for line in lines if line["kind"] == "step"]
     assert steps == [(1, step) for step in range(1, NUM_STEPS + 1)]
     evaluated = {line["eval_id"] for line in lines if line["kind"] == "evaluation"}
-    assert evaluated == {info["eval_id"] for info in json.loads((place.folder / "history.json").read_text())["evals"]}
+    history = json.loads((place.folder / "history.json").read_text())
+    assert evaluated == {info["eval_id"] for info in history["info"]["evals"]}
     assert list((place.folder / "tensorboard").glob("events.out.tfevents.*"))
 
     versions = WeightVersions(FileStore(place.folder / "store"), RUN)

@@ -145,7 +145,7 @@ def test_a_fork_continues_from_a_version_with_what_arrived_before_its_mark(ended
     assert all(torch.equal(tensor, first[name]) for name, tensor in parent.items())
     assert "forked_without_checkpoint" not in (folder_of(ended, "forked").log_path("trainer")).read_text()
     history = json.loads(folder_of(ended, "forked").history_path.read_text())
-    assert history["parents"] == {"1": "0-0", "2": str(FORKED_AT)}
+    assert history["info"]["parents"] == {"1": "0-0", "2": str(FORKED_AT)}
     before, after = arrived_before(ended, FORKED_AT), rollouts_of(ended, "forked").keys()
     assert 0 < len(before) < len(rollouts_of(ended, RUN)), "the mark is in the middle"
     assert after & rollouts_of(ended, RUN).keys() == before

@@ -81,19 +81,16 @@ def stats() -> Stats:
 def history(**changes: object) -> History:
     """Ten steps of one second each from t = 101 s; services started at t = 90 s; the first wait was 3 s."""
     steps = [entry(1, at_s=101.0, wait_s=3.0), *(entry(step, at_s=100.0 + step) for step in range(2, 11))]
-    base = {
-        "run": "demo",
+    base: dict[str, Any] = {
         "seed": 3,
         "num_steps": 10,
         "sync_interval_steps": 2,
-        "state": "done",
-        "state_reason": None,
-        "lineage": 1,
-        "step": 10,
-        "parents": {1: "0-0"},
         "ledger": steps,
-        "evals": [evaluation("0-0", 0.3), evaluation("1-4", 0.5, num_prompts=64), evaluation("1-10", 0.7)],
         "stats": stats(),
         "timing": Timing(starts=(90.0,), warm_start_s=12.0),
     }
-    return History.model_validate(base | changes)
+    evals = [evaluation("0-0", 0.3), evaluation("1-4", 0.5, num_prompts=64), evaluation("1-10", 0.7)]
+    info = {**RUN_INFO, "state": "done", "step": 10, "parents": {1: "0-0"}, "evals": evals}
+    info |= {name: value for name, value in changes.items() if name not in History.model_fields}
+    own = {name: value for name, value in changes.items() if name in History.model_fields}
+    return History.model_validate({**base, "info": info, **own})

@@ -17,10 +17,7 @@ from tba.config import Recipe
 from tba.errors import ConfigError
 from tba_cli.artifacts import required_folders
 from tba_cli.artifacts.prepared import check_prepared, made_at_start, missing
-from tba_cli.doctor.checks.machine import check_devices, check_disk, devices_of
 from tba_cli.doctor.checks.models import check_models
-from tba_cli.doctor.checks.security import check_tokens
-from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.resolve import check_model
@@ -32,7 +29,7 @@ INCONCLUSIVE_REASONS = frozenset({"abstained", "ambiguous", "too_long"})
 """Reasons for no score that the made-up response may have caused."""
 SLACK_S = 60.0
 """Time for everything beside the start of the scorers and their answers."""
-ELSEWHERE = "its services run elsewhere (buffer.url); `tba doctor` looks at it in their containers"
+ELSEWHERE = "its services run elsewhere (buffer.url); `tba doctor` asks the reward service"
 OFFLINE = "--offline: a network would be needed"
 Check = Callable[[Target], Iterator[CheckResult]]
 
@@ -132,22 +129,13 @@ class RecipeChecks:
         """Return the checks that the others need: run these before."""
         return [("prompts", self.check_prompts)]
 
-    def others(self, target: Target) -> list[tuple[str, Check]]:
+    def others(self) -> list[tuple[str, Check]]:
         """Return the checks that may run at once."""
-        checks: list[tuple[str, Check]] = [
+        return [
             ("model", self.check_model),
             ("tokenizer", self.check_tokenizer),
             ("temperature", self.check_temperature),
-            ("tokens", check_tokens),
-            ("store", self.check_store),
-        ]
-        if not target.is_local:
-            return [*checks, ("here", _say_elsewhere)]
-        return [
-            *checks,
             ("scorer", self.check_scorers),
-            ("device", self.check_devices),
-            ("disk", check_disk),
         ]
 
     def check_prompts(self, target: Target) -> Iterator[CheckResult]:
@@ -231,6 +219,9 @@ class RecipeChecks:
 
     def check_scorers(self, target: Target) -> Iterator[CheckResult]:
         """Start a reward service that imports every scorer, and ask it for the reward of a prompt of each task."""
+        if not target.is_local:
+            yield skip("scorer", ELSEWHERE)
+            return
         if self.try_scorers is None:
             yield skip("scorer", "no image holds the launcher, which starts a reward service for this")
             return
@@ -240,22 +231,6 @@ class RecipeChecks:
             return
         trial = self.try_scorers(self.recipe, self.prompts, networks=self.full, http=not self.offline)
         yield from _scorer_results(trial, self.file)
-
-    def check_devices(self, target: Target) -> Iterator[CheckResult]:
-        """Use each device of the recipe once."""
-        named = ", ".join(f"{key} {device}" for key, device in devices_of(self.recipe).items())
-        if importlib.util.find_spec("torch") is None:
-            yield skip("device", f"torch is not installed here, so {named} cannot be tried")
-        else:
-            check_devices(self.recipe)
-            yield ok("device", f"usable: {named}")
-
-    def check_store(self, target: Target) -> Iterator[CheckResult]:
-        """Check the object store."""
-        if self.offline and not self.recipe.store.url.startswith("file://"):
-            yield skip("store", f"{OFFLINE} for {self.recipe.store.url}")
-        else:
-            yield from check_store(target)
 
     def _missing(self, paths: set[str]) -> list[str]:
         """Return which of these folders are not there yet, and `tba run` fetches or makes them.
@@ -270,10 +245,6 @@ class RecipeChecks:
         """Return the data sets that only a network, or the library's cache, has."""
         named = [section.dataset for section in self.recipe.data.sets if section.dataset is not None]
         return [name for name in named if not Path(name).is_dir() and not name.endswith(".jsonl")]
-
-
-def _say_elsewhere(target: Target) -> Iterator[CheckResult]:
-    yield skip("here", f"scorers, devices, disks: {ELSEWHERE}")
 
 
 def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:

@@ -188,15 +188,6 @@ def test_debug_shows_the_traceback():
         main(["run", "nowhere.toml", "--debug"])
 
 
-def test_ctrl_c_exits_with_130(monkeypatch, capsys):
-    def interrupted(args: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tba_cli.commands.config.schema_command", interrupted)
-    assert main(["config", "schema"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 URL = ["--url", "http://127.0.0.1:1"]
 FORK = "is not of the form RUN@LINEAGE-STEP"
 NAME = "cannot be used: a name is 1 to 63 of"

@@ -342,7 +342,6 @@ def _add_config(commands: Subparsers) -> None:
     )
     _add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
-    check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")
     show = _command(
         kinds,
         "show",
@@ -533,17 +532,15 @@ def _add_rollouts(commands: Subparsers) -> None:
         "rescore",
         "rescore:rescore_command",
         "score the stored rollouts again, with the reward as it is now",
-        "tba rescore --wait",
         "tba rescore quickstart-seed0 --only failed",
+        "tba rescore --show                # how far it is, or what it changed",
         run=True,
     )
     rescore.add_argument("--task", metavar="NAME", help="only rollouts of this task")
     rescore.add_argument(
         "--only", choices=["all", "scored", "failed", "pending"], default="all", help="only rollouts of this status"
     )
-    what = rescore.add_mutually_exclusive_group()
-    what.add_argument("--wait", action="store_true", help="wait until it is done, and show the progress")
-    what.add_argument(
+    rescore.add_argument(
         "--show", action="store_true", help="start nothing; show the progress of this one or the result of the last one"
     )
 

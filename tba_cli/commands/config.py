@@ -26,7 +26,7 @@ def check_command(args: argparse.Namespace) -> int:
     try_scorers = None
     if importlib.util.find_spec("tba_cli.local") is not None:  # no image holds the launcher
         from tba_cli.local.reward_trial import try_scorers
-    checks = RecipeChecks(recipe, offline=args.offline, full=args.full, try_scorers=try_scorers, file=Path(args.recipe))
+    checks = RecipeChecks(recipe, offline=args.offline, try_scorers=try_scorers, file=Path(args.recipe))
     results = []
     on_result = (lambda result: None) if args.json else print_result
     # the prompts come first: the checks of tokenizer and scorers need them

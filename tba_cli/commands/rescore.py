@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from contextlib import closing
 
 from tba.api import RescoreInfo, RescoreRequest
-from tba.clients import BufferClient
 from tba_cli.console import print_answer
 from tba_cli.run_target import open_client
-
-POLL_S = 0.5
 
 
 def rescore_command(args: argparse.Namespace) -> int:
@@ -22,8 +17,6 @@ def rescore_command(args: argparse.Namespace) -> int:
             job = client.rescore()
         else:
             job = client.start_rescore(RescoreRequest(task=args.task, only=args.only))
-            if args.wait:
-                job = _wait(client, job)
     print_answer(job, rescore_lines(job), as_json=args.json)
     return 0
 
@@ -52,18 +45,6 @@ def progress_line(job: RescoreInfo) -> str:
     if job.problem is not None:
         line += f"; waits for the reward service: {job.problem}"
     return line
-
-
-def _wait(client: BufferClient, job: RescoreInfo) -> RescoreInfo:
-    shown = ""
-    while job.state == "running":
-        # a line per change, and not per poll
-        if (line := progress_line(job)) != shown:
-            print(line, file=sys.stderr, flush=True)
-            shown = line
-        time.sleep(POLL_S)
-        job = client.rescore()
-    return job
 
 
 def _number(value: float | None) -> str:

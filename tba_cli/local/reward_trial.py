@@ -39,13 +39,12 @@ READS_DATA_KINDS = frozenset({"exact", "last_number", "math", "python"})
 STOP_TIMEOUT_S = 5.0
 
 
-def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, http: bool) -> Trial:
+def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, http: bool) -> Trial:
     """Start a reward service, ask it for the rewards of made-up responses, stop it.
 
     Args:
         recipe: with absolute paths.
         prompts: of every task, one for each set of data columns is used.
-        networks: also load large models.
         http: also ask endpoints on other machines.
 
     Raises:
@@ -53,7 +52,7 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
         ServiceError: the service did not answer.
     """
     trial = Trial()
-    tried = _without(recipe, trial.left_out, networks=networks, http=http)
+    tried = _without(recipe, trial.left_out, http=http)
     alike = _alike([prompt for prompt in prompts if prompt.task not in trial.left_out])
     items: list[ScoreItem] = []
     asked: list[tuple[str, Alike]] = []
@@ -185,23 +184,23 @@ def _takes_bare_answers(reward: TaskReward, prompt: Prompt) -> bool:
     return len(others) < len(reward.scorers) and all(spec.gate is None for spec in others)
 
 
-def _without(recipe: Recipe, left_out: dict[str, str], *, networks: bool, http: bool) -> Recipe:
+def _without(recipe: Recipe, left_out: dict[str, str], *, http: bool) -> Recipe:
     """Return the recipe without the tasks that are not tried; put the reason for each into `left_out`."""
     document = recipe.model_dump(mode="json")
     tasks: dict[str, Any] = document["reward"]["tasks"]
     for task, reward in recipe.reward.tasks.items():
-        why = _why_not(recipe, reward, networks=networks, http=http)
+        why = _why_not(reward, http=http)
         if why is not None:
             left_out[task] = why
             del tasks[task]
     return parse_recipe(document, where="recipe") if left_out else recipe
 
 
-def _why_not(recipe: Recipe, reward: TaskReward, *, networks: bool, http: bool) -> str | None:
+def _why_not(reward: TaskReward, *, http: bool) -> str | None:
     for spec in reward.scorers:
         if spec.kind == "http" and not http:
             return f"scorer {spec.part!r} asks an endpoint elsewhere"
-        if isinstance(spec, ModelScorerSpec) and not networks:
+        if isinstance(spec, ModelScorerSpec):
             # small models are loaded in any case: only so an error in their settings is found
             size_bytes = _size_bytes(spec)
             if size_bytes > LARGE_BYTES:

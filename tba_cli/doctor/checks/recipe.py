@@ -108,14 +108,12 @@ class RecipeChecks:
     Args:
         recipe: with absolute paths.
         offline: skip what needs a network.
-        full: load the models of scorers, however large they are.
         try_scorers: `tba_cli.local.reward_trial.try_scorers`; None: there is no launcher here.
         file: where the recipe is, as it was named.
     """
 
     recipe: Recipe
     offline: bool
-    full: bool
     try_scorers: Callable[..., Trial] | None
     file: Path
     prompts: list[Prompt] = field(default_factory=list)
@@ -229,7 +227,7 @@ class RecipeChecks:
         if missing:
             yield skip("scorer", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
             return
-        trial = self.try_scorers(self.recipe, self.prompts, networks=self.full, http=not self.offline)
+        trial = self.try_scorers(self.recipe, self.prompts, http=not self.offline)
         yield from _scorer_results(trial, self.file)
 
     def _missing(self, paths: set[str]) -> list[str]:
@@ -249,7 +247,7 @@ class RecipeChecks:
 
 def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:
     for task, why in trial.left_out.items():
-        yield skip("scorer", f"task {task!r}: {why}; `tba config check --full` asks it, without --offline")
+        yield skip("scorer", f"task {task!r}: {why}; `tba score` asks it")
     problems = list(trial.problems())
     for task, problem in problems:
         yield fail("scorer", problem, fix_of(task))

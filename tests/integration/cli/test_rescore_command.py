@@ -55,9 +55,9 @@ def test_a_new_version_of_a_reward_reaches_everything_that_is_stored(
         assert list(first) == [1.0]
         assert first[1.0].startswith("versioned@")
     with reward_service(stack, 2):
-        code, out = tba("--wait")
-        assert code == 0
-        assert "done after" in out
+        assert tba()[0] == 0
+        until("it is done", lambda: "done after" in tba("--show")[1])
+        _, out = tba("--show")
         assert "mean reward       1.0000      2.0000" in out
         second = rewards()
         assert list(second) == [2.0]

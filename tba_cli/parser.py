@@ -555,7 +555,9 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     filters.add_argument("--status", choices=["scored", "pending", "failed"], help="with this reward status")
     filters.add_argument("--min-reward", type=float, metavar="R", help="with at least this reward")
     filters.add_argument("--max-reward", type=float, metavar="R", help="with at most this reward")
-    filters.add_argument("--searcher", metavar="ID", help="of this searcher, for example searcher-0")
+    filters.add_argument(
+        "--searcher", dest="searcher_id", metavar="ID", help="of this searcher, for example searcher-0"
+    )
     filters.add_argument("--finish-reason", choices=["stop", "stop_string", "length", "abort"], help="that ended so")
     filters.add_argument("--contains", metavar="TEXT", help="with this text in prompt or completion, in any case")
 

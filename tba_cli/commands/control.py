@@ -22,7 +22,7 @@ from tba.config.live_settings import AS_RECIPE, setting_text
 from tba.config.recipe_file import parse_toml_value
 from tba.errors import ConfigError
 from tba_cli.console import print_answer
-from tba_cli.run_target import ask_for_rollback, ended_run, open_client
+from tba_cli.run_target import ask_for_rollback, open_client
 
 SOURCES = {
     "operator": "asked for by the operator",
@@ -114,12 +114,6 @@ def rollback_command(args: argparse.Namespace) -> int:
     """Ask for a rollback, or show what it could return to."""
     if args.step is None and args.reason is not None:
         raise ConfigError("--reason says why the run returns to --step N; add that, or leave --reason out")
-    if (ended := ended_run(args)) is not None:
-        resume = "" if ended.is_finished else f", or resume it (`tba run {ended.recipe_path} --resume`) and ask again"
-        raise ConfigError(
-            f"run {ended.path.name!r} is not in progress, and only a run in progress can roll back; begin a new one "
-            f"with a version of it: `tba run --fork {ended.path.name}@LINEAGE-STEP --run-name NEW_NAME`{resume}"
-        )
     with closing(open_client(args)) as client:
         if args.step is None:
             found = CheckpointList(versions=client.checkpoints())

@@ -19,20 +19,6 @@ from tba_cli.run_target import ended_run, open_client
 
 T = TypeVar("T")
 MAX_PER_PAGE = 100
-FILTERS = {
-    "prompt_id": "prompt_id",
-    "task": "task",
-    "version": "version",
-    "from_version": "from_version",
-    "to_version": "to_version",
-    "status": "status",
-    "min_reward": "min_reward",
-    "max_reward": "max_reward",
-    "searcher": "searcher_id",
-    "finish_reason": "finish_reason",
-    "contains": "contains",
-}
-"""Flag -> keyword of the client."""
 
 
 def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
@@ -48,7 +34,7 @@ def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
 
 def filters_of(args: argparse.Namespace) -> RolloutFilters:
     """Return the filters that the flags name, as keywords of the client."""
-    return cast(RolloutFilters, {name: getattr(args, flag) for flag, name in FILTERS.items()})
+    return cast(RolloutFilters, {name: getattr(args, name) for name in RolloutFilters.__annotations__})
 
 
 def list_command(args: argparse.Namespace) -> int:

@@ -55,18 +55,6 @@ def test_a_start_that_failed_before_training_needs_no_flag(tmp_path):
             folder.write_json(folder.config_path, {})
 
 
-def test_an_ended_run_cannot_roll_back_and_names_what_can(begun, capsys):
-    assert main(["rollback", "--step", "3", "--run-dir", str(begun.path)]) == 2
-    said = capsys.readouterr().err
-    assert "`tba run --fork demo@LINEAGE-STEP --run-name NEW_NAME`" in said
-    assert "--resume`) and ask again" in said
-    begun.write_json(begun.summary_path, {})
-    assert main(["rollback", "--step", "3", "--run-dir", str(begun.path)]) == 2
-    said = capsys.readouterr().err
-    assert "`tba run --fork demo@LINEAGE-STEP --run-name NEW_NAME`" in said
-    assert "--resume" not in said
-
-
 def test_there_is_nothing_to_resume_in_a_new_folder(tmp_path):
     with (
         pytest.raises(ConfigError, match="no run to resume"),

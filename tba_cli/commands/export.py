@@ -147,9 +147,4 @@ def _of_ended(folder: RunFolder, recipe: Recipe) -> Exportable:
     if not folder.history_path.exists():
         return Exportable(facts=RunFacts(recipe=recipe))
     history = load_history(folder.history_path)
-    facts = RunFacts(
-        recipe=recipe,
-        evals=history.info.evals,
-        best=history.info.best,
-    )
-    return Exportable(facts=facts)
+    return Exportable(facts=RunFacts(recipe=recipe, evals=history.info.evals, best=history.info.best))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,18 +69,6 @@ class TlsWorld:
         """Return the log of a process."""
         return (self.folder / f"{kind}.log").read_text()
 
-    def wait_until_ready(self, kind: str, url: str) -> None:
-        """Wait until a service answers over https, or has ended."""
-
-        async def wait() -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                await wait_until_ready(url, str(AUTHORITY))
-
-        try:
-            asyncio.run(wait())
-        except TimeoutError:
-            raise AssertionError(f"{kind} did not start: {self.log(kind)[-3000:]}") from None
-
     def end(self, *kinds: str) -> None:
         """SIGKILL."""
         for kind in kinds:
@@ -88,9 +76,11 @@ class TlsWorld:
             self.processes[kind].wait()
 
 
-@contextmanager
-def tls_world(folder: Path, model: Path) -> Iterator[TlsWorld]:
-    """Start it; the bucket and the prompts are what `tba setup` made."""
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[TlsWorld]:
+    """A run that has trained over TLS, and whose trainer and searcher are gone; it may continue. The bucket and the
+    prompts are what `tba setup` made."""
+    folder = tmp_path_factory.mktemp("tls")
     redis = start_redis(folder / "redis")
     store = S3Server(folder / "s3")
     with ExitStack() as stack:
@@ -102,7 +92,8 @@ def tls_world(folder: Path, model: Path) -> Iterator[TlsWorld]:
         for name, value in CREDENTIALS.items():
             patch.setenv(name, value)
         store.start()
-        ports = {name: stack.enter_context(proxy("server", port)).port for name, port in _plain(redis, store)}
+        plain = {"redis": redis.port, "store": store.port}
+        ports = {name: stack.enter_context(proxy("server", port)).port for name, port in plain.items()}
         # no connection gets through an impostor, so there is nothing behind it
         impostors = {name: stack.enter_context(proxy(name, free_port())) for name in ("stranger", "expired")}
         world = TlsWorld(folder, _document(folder, model, ports), impostors)
@@ -110,14 +101,11 @@ def tls_world(folder: Path, model: Path) -> Iterator[TlsWorld]:
         path = world.write("recipe")
         for kind in ("buffer", "reward"):
             world.start(kind, path)
-            world.wait_until_ready(kind, world.document[kind]["url"])
+            ready = wait_until_ready(world.document[kind]["url"], str(AUTHORITY))
+            asyncio.run(asyncio.wait_for(ready, DEADLINE_S))
         assert main(["setup", "--config", str(path), "--create-bucket", "--only", "prompts"]) == 0
+        _train(world)
         yield world
-
-
-def _plain(redis: Any, store: S3Server) -> Iterator[tuple[str, int]]:
-    yield "redis", redis.port
-    yield "store", store.port
 
 
 def _document(folder: Path, model: Path, ports: dict[str, int]) -> dict[str, Any]:
@@ -153,14 +141,6 @@ MOST_CONNECTIONS = 4
 """Most connections of one client until it gives up: no storm."""
 FAULTS = ("stranger", "expired")
 RUN: dict[str, Callable[[Recipe], object]] = {"trainer": run_trainer, "searcher": run_searcher}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[TlsWorld]:
-    """A run that has trained over TLS, and whose trainer and searcher are gone; it may continue."""
-    with tls_world(tmp_path_factory.mktemp("tls"), model) as started:
-        _train(started)
-        yield started
 
 
 def _train(world: TlsWorld) -> None:

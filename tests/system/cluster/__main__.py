@@ -1,11 +1,8 @@
 """`make test-cluster`: the chart on a real Kubernetes, from helm install to nothing left.
 
     install (time to the first optimizer step) -> kill the pods of each kind -> scale 1, 4, 1 through the REST API
-    -> upgrade with changed values -> rollback -> helm test -> stop, result, ledger
-    -> uninstall, nothing is left -> installations that cannot work
-and in the middle of two runs side by side (midrun.py), with values of our own (own.py):
-    searchers alone elsewhere -> another recipe -> rollback -> evictions, a drain -> reinstall on
-    kept claims -> uninstall
+    -> upgrade with changed values -> rollback -> evictions, a drain -> reinstall on kept claims -> helm test
+    -> stop, result, ledger -> uninstall, nothing is left -> installations that cannot work
 
 It takes helm and kubectl from PATH and the cluster of the current context; images come from a registry
 (TBA_CLUSTER_SETS="image.registry=..."), or are brought in by TBA_CLUSTER_LOAD (kube.py). TBA_CLUSTER_PATIENCE=3 gives
@@ -24,7 +21,7 @@ import time
 from pathlib import Path
 
 import tba
-from tests.system.cluster import faults, midrun, stages
+from tests.system.cluster import faults, stages
 from tests.system.cluster.kube import LOAD, PREFIX, StageError, load, run, why_not
 from tests.system.cluster.release import CHART, Release
 
@@ -37,11 +34,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write what was found here")
     parser.add_argument("--keep", action="store_true", help="leave a failed release in place, to look at it")
-    parser.add_argument(
-        "--only",
-        choices=["shipped", "own"],
-        help="with the shipped values, or with our own",
-    )
     args = parser.parse_args()
     if reason := why_not():
         print(f"skipped: {reason}")
@@ -55,11 +47,8 @@ def main() -> int:
         if LOAD:
             with report.stage("load images"):
                 load(release.images())
-        if args.only in (None, "shipped"):
-            release.make_namespace()
-            everything(release, extra, report)
-        if args.only in (None, "own"):
-            midrun.everything(f"{release.namespace}-own", extra, report)
+        release.make_namespace()
+        everything(release, extra, report)
     except StageError as error:
         print(f"FAILED: {error}\n\n{release.why()}", file=sys.stderr, flush=True)
         return 1
@@ -84,6 +73,7 @@ def everything(release: Release, extra: list[str], report: stages.Report) -> Non
         values=HERE / "changed.yaml",
         observe=lambda: len(release.ready("reward")) == 2,
     )
+    stages.move_pods(release, report)
     stages.helm_test(release, report)
     with report.stage("as many steps as the quickstart"):
         release.until_step(NUM_STEPS_OF_THE_QUICKSTART, deadline_s=900)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.system.cluster.kube import minutes, run, until
-from tests.system.cluster.own import make_secret, secret_of
+from tests.system.cluster.kube import get, minutes, run, until
 from tests.system.cluster.release import CHART, Release
 from tests.system.cluster.stages import Report
 
@@ -49,9 +49,12 @@ def everything(namespace: str, more: list[str], report: Report) -> None:
 
 def make_a_tokens_file_of_a_viewer(namespace: str) -> None:
     """Another Secret: under the role of a searcher it has the viewer's token."""
-    tokens = secret_of(namespace, "tba-tokens")
-    viewer = json.loads(tokens["viewer.json"])["viewer"]
-    make_secret(namespace, "of-a-viewer", tokens | {"searcher.json": json.dumps({"searcher": viewer})})
+    data = get(namespace, "secret", "tba-tokens")["data"]
+    tokens = {key: base64.b64decode(value).decode() for key, value in data.items()}
+    tokens["searcher.json"] = json.dumps({"searcher": json.loads(tokens["viewer.json"])["viewer"]})
+    metadata = {"name": "of-a-viewer", "namespace": namespace}
+    document = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": tokens}
+    run("kubectl", "apply", "-f", "-", stdin=json.dumps(document))
 
 
 def events(release: Release) -> str:

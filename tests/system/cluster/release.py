@@ -41,10 +41,6 @@ class Release:
             self._operator = (Path(folder) / "tokens" / "operator.json").read_text()
         run("kubectl", "apply", "-f", "-", stdin=made)
 
-    def share_secrets_of(self, other: Release) -> None:
-        """Use the Secrets of another release in the same namespace, and its operator's token."""
-        self._operator = other._operator
-
     def helm(self, verb: str, *args: str) -> str:
         """`helm install|upgrade` with this release's values; the values of `args` come after them."""
         values = [word for path in self._values for word in ("--values", str(path))]

@@ -68,23 +68,59 @@ def kill_every_kind(release: Release, report: Report) -> None:
                 return len(ready) >= len(killed) and ready.isdisjoint(killed)
 
             until(f"other pods of {component} are ready", is_replaced, deadline_s=RECOVERY_DEADLINE_S)
-            lineage, step = before["run"]["lineage"], before["run"]["step"]
+            found |= until_it_continues(release, before, is_restarted=component == "trainer")
 
-            def continues(lineage: int = lineage, step: int = step, component: str = component) -> bool:
-                now = release.status()["run"]
-                # a new trainer begins at its last checkpoint, so its steps count from there
-                parent = int(now["parents"].get(str(now["lineage"]), "0-0").split("-")[1])
-                is_other = component == "trainer" and now["lineage"] > lineage
-                return now["step"] >= (parent if is_other else step) + STEPS_AFTER_A_KILL and (
-                    component != "trainer" or is_other
-                )
 
-            until("steps continue", continues, deadline_s=RECOVERY_DEADLINE_S)
-            after = release.status()
-            lost = before["stats"]["rollouts_generated"] - after["stats"]["rollouts_generated"]
-            if lost > 0:
-                raise StageError(f"{lost} acknowledged rollouts are gone after {component} was killed")
-            found |= {"lineage": after["run"]["lineage"], "step": after["run"]["step"]}
+def until_it_continues(release: Release, before: dict[str, Any], *, is_restarted: bool) -> dict[str, Any]:
+    """Wait for some more steps than `before`. A trainer that was restarted makes them in a later lineage, after its
+    last checkpoint. Nothing that had been counted before may be missing."""
+    lineage, step = before["run"]["lineage"], before["run"]["step"]
+
+    def continues() -> dict[str, Any] | None:
+        now = release.status()["run"]
+        begun = int(now["parents"].get(str(now["lineage"]), "0-0").split("-")[1]) if is_restarted else step
+        is_the_one = now["lineage"] > lineage if is_restarted else now["lineage"] == lineage
+        return now if is_the_one and now["step"] >= begun + STEPS_AFTER_A_KILL else None
+
+    now = until("the run continues", continues, deadline_s=RECOVERY_DEADLINE_S)
+    lost = before["stats"]["rollouts_generated"] - release.status()["stats"]["rollouts_generated"]
+    if lost > 0:
+        raise StageError(f"{lost} acknowledged rollouts are gone")
+    return {"lineage": now["lineage"], "step": now["step"]}
+
+
+def move_pods(release: Release, report: Report) -> None:
+    """An eviction of each kind of pod, then the drain of a node."""
+    place = ("-n", release.namespace)
+    for component in ("searcher", "reward", "buffer", "trainer"):
+        with report.stage(f"evict {component}") as found:
+            before = release.status()
+            for pod in release.pods(component):
+                evict(release.namespace, pod["metadata"]["name"])
+            found |= until_it_continues(release, before, is_restarted=component == "trainer")
+    node = release.pods("trainer")[0]["spec"]["nodeName"]
+    with report.stage("drain the trainer's node") as found:
+        before = release.status()
+        flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", f"--timeout={minutes(4)}")
+        try:
+            run("kubectl", "drain", node, *flags, "--pod-selector", f"app.kubernetes.io/instance={release.name}")
+        finally:
+            run("kubectl", "uncordon", node)
+        found |= until_it_continues(release, before, is_restarted=True)
+    with report.stage("reinstall on kept claims") as found:
+        before = release.status()
+        run("helm", "uninstall", release.name, *place, "--wait", "--cascade", "foreground")
+        release.helm("install", "--timeout", minutes(5))
+        found |= until_it_continues(release, before, is_restarted=True)
+
+
+def evict(namespace: str, pod: str) -> None:
+    """Ask the API to evict a pod, as a drain or an autoscaler does; the PodDisruptionBudget is respected."""
+    versions = run("kubectl", "api-versions").stdout.split()
+    version = "policy/v1" if "policy/v1" in versions else "policy/v1beta1"
+    body = {"apiVersion": version, "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+    path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+    run("kubectl", "create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
 def scale(release: Release, report: Report) -> None:

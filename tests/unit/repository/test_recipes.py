@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from tba.config import load_recipe
-from tests.system.cluster.own import recipe as own_recipe
 
 RECIPES = Path("recipes")
 TABLE = tomllib.loads(Path("docs/recipes/published.toml").read_text())
@@ -106,12 +105,3 @@ def test_every_folder_that_a_recipe_names_is_prepared(name):
         value for value in flat(document(name)).values() if isinstance(value, str) and re.match("(models|data)/", value)
     }
     assert named == paths
-
-
-def test_the_recipe_of_the_cluster_tests_is_made_from_the_quickstart(tmp_path: Path) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text(own_recipe("longer", 7, sync_interval="2"))
-    found = load_recipe(path)
-    assert (found.run.name, found.run.seed, found.trainer.sync_interval) == ("longer", 7, 2)
-    sampling = found.sampling
-    assert (sampling.prompts_per_batch, sampling.group_size, sampling.rollouts_per_visit) == (16, 4, 4)

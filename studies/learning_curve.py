@@ -100,7 +100,8 @@ class Judge:
         # in batches of one length: no padding that could be treated in two ways
         self._groups: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         for prompt in prompts:
-            ids, answer = tuple(codec.encode_prompt(prompt.text)), tuple(codec.encode_response(prompt.data["answer"]))
+            # its tokenizer adds no special tokens
+            ids, answer = codec.encode_prompt(prompt.text), codec.encode_prompt(prompt.data["answer"]) + codec.eos_ids
             self._groups.setdefault((len(ids), len(answer)), []).append((ids, answer))
 
     @torch.no_grad()

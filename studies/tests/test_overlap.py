@@ -172,7 +172,7 @@ def test_expected_accuracy_is_the_probability_of_the_answers_at_the_policy_tempe
     prompts = heldout_prompts(load_recipe(ROOT / "recipes" / "quickstart.toml", environ={}))[:7]
     for prompt in prompts:
         tokens, probability = list(codec.encode_prompt(prompt.text)), 1.0
-        for token in codec.encode_response(prompt.data["answer"]):
+        for token in codec.encode_prompt(prompt.data["answer"]) + codec.eos_ids:
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([tokens])).logits[0, -1]
             probability *= float((logits / 0.5).softmax(0)[token])

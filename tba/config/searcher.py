@@ -26,20 +26,15 @@ VLLM_RELEASES = ("0.32.0",)
 move what the engine calls (docs/searcher.md). The extras of the services name the same."""
 
 
-def vllm_release(version: str) -> tuple[int, ...]:
-    """Return the release of a version of vLLM, three numbers, without what follows (+cu130, .post1); none where it
-    names no release, or is from before it (rc1, .dev3): such a build has only some of what the release changed."""
-    numbers = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?(?:\+.*)?", version)
-    return tuple(int(number) for number in numbers.groups()) if numbers else ()
-
-
 def check_vllm_release(version: str) -> None:
     """Refuse a version of vLLM that the engine has not been tried with.
 
     Raises:
         ConfigError: it is none of `VLLM_RELEASES`, no release, or not known.
     """
-    if vllm_release(version) not in map(vllm_release, VLLM_RELEASES):
+    # without what follows (+cu130, .post1); a build from before a release (rc1, .dev3) lacks some of it
+    release = re.fullmatch(r"(\d+\.\d+\.\d+)(\.post\d+)?(\+.*)?", version)
+    if release is None or release[1] not in VLLM_RELEASES:
         raise ConfigError(
             f"vLLM {version or 'of an unknown version'} is installed, and this release of tba was tried with "
             f"{' and '.join(VLLM_RELEASES)} only, since releases of vLLM change what it calls; "
@@ -145,11 +140,6 @@ class TaskSampling(StrictModel):
 
 MAX_TENSOR_PARALLEL = 8
 """GPUs of one machine; slices are exchanged at every layer, and networks are too slow for that."""
-_OTHER_PARALLELISM = {
-    "pipeline_parallel_size": "a searcher splits tensors, not layers, because weights could not change at one point "
-    "where stages work on several batches at once; use tensor_parallel_size",
-    "data_parallel_size": "several copies of a model are several searchers; use num_searchers",
-}
 
 
 def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
@@ -174,21 +164,14 @@ def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
         "inner values of its MLP": number("intermediate_size", "n_inner"),
         "inner values of an expert": number("moe_intermediate_size"),
     }
-
-    def undivided(ranks: int) -> str | None:
-        for what, value in sizes.items():
-            # with fewer key-value heads than ranks, several ranks hold the same one
-            is_shared = what == "key-value heads" and 0 < value < ranks
-            if ranks % value if is_shared else value % ranks:
-                return f"{value} {what}"
-        return None
-
-    if (found := undivided(size)) is not None:
-        fitting = ", ".join(str(ranks) for ranks in range(1, MAX_TENSOR_PARALLEL + 1) if undivided(ranks) is None)
-        raise ConfigError(
-            f"searcher.tensor_parallel_size is {size}, and {size} ranks cannot share the {found} of the model equally; "
-            f"give one of {fitting}"
-        )
+    for what, value in sizes.items():
+        # with fewer key-value heads than ranks, several ranks hold the same one
+        is_shared = what == "key-value heads" and 0 < value < size
+        if size % value if is_shared else value % size:
+            raise ConfigError(
+                f"searcher.tensor_parallel_size is {size}, and {size} ranks cannot share the {value} {what} of the "
+                "model equally; give a divisor"
+            )
 
 
 ENGINES = ("embedded", "vllm", "openai", "simulated")
@@ -245,14 +228,6 @@ class SearcherSection(StrictModel):
     on_run_end: Literal["exit", "wait"] = "exit"
     """When the run is done or has failed: `exit` with code 0, or `wait`, without the model, until a trainer
     continues it. `wait` is for Deployments and Compose, which start again whatever ends; `tba run` sets `exit`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_parallelism(cls, section: Any) -> Any:
-        for key in ("pipeline_parallel_size", "data_parallel_size"):
-            if isinstance(section, dict) and key in section:
-                raise ValueError(f"there is no searcher.{key}: {_OTHER_PARALLELISM[key]}")
-        return section
 
     @model_validator(mode="after")
     def _check(self) -> SearcherSection:

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,6 @@ class Served:
 
     url: str
     token: str
-    load: tuple[str, Callable[[Path], dict[str, Any]]]
-    """Path and body of the call that loads a model folder, and leaves the label as it is."""
-    num_generated: Callable[[], float]
-    """Tokens that it has generated for all requests; more at least while it generates."""
 
     def read(self, path: str, body: dict[str, Any] | None = None) -> str:
         """Get a document, or post JSON for it."""
@@ -46,9 +42,13 @@ class Served:
         )
 
     def load_beside(self, folder: Path) -> None:
-        """Load a model folder, as a second searcher or a broken reload would."""
-        path, body = self.load
-        self.read(path, body(folder))
+        """Load a model folder and leave the label as it is, as a second searcher or a broken reload would."""
+        self.read("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
+    def num_generated(self) -> float:
+        """Return the tokens that it has generated for all requests."""
+        lines = self.read("/metrics").splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
     def relabel(self, label: str) -> None:
         """Change the label of the weights."""
@@ -99,17 +99,9 @@ def vllm(folder: Path, log: Path, *, token: str, cache: Path) -> Iterator[Served
         *("--generation-config", "vllm"),
     )
 
-    def num_generated() -> float:
-        lines = served.read("/metrics").splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
-
-    def reload(folder: Path) -> dict[str, Any]:
-        return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-
-    served = Served(url, token, ("/collective_rpc", reload), num_generated)
     command = [sys.executable, "-m", "tests.support.vllm_server", *arguments]
     with run_server(command, log, url=url, environ=environ, token=token):
-        yield served
+        yield Served(url, token)
 
 
 def _is_healthy(url: str, token: str) -> bool:

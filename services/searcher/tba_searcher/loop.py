@@ -228,7 +228,14 @@ class SearcherLoop:
             )
             self._is_leasing = True
             try:
-                reply = await self._ask(request)
+                reply = await retry_until(
+                    lambda request=request: self._buffer.lease(request),
+                    waits=waits,
+                    owner="leasing",
+                    service="buffer",
+                    deadline_s=RETRY_S,
+                    should_stop=lambda: self._is_ending,  # then the call in progress is the last
+                )
                 if self._is_ending:  # it may have waited for long, and another searcher is to have them
                     await self._leases.return_leases([lease.lease_id for lease in reply.leases])
                     return
@@ -253,17 +260,6 @@ class SearcherLoop:
                 # a reply that only tells of a new version came early: the next may come as early
                 if self._newest == known or reply.retry_after_s > self._tick_s:
                     await sleep_until(self._has_work, max(reply.retry_after_s, self._tick_s))
-
-    async def _ask(self, request: LeaseRequest) -> LeaseReply:
-        """Ask for leases; when the searcher is ending, the call in progress is the last."""
-        return await retry_until(
-            lambda: self._buffer.lease(request),
-            waits=self._status.waits,
-            owner="leasing",
-            service="buffer",
-            deadline_s=RETRY_S,
-            should_stop=lambda: self._is_ending,
-        )
 
     def _begin_wait(self, name: str) -> None:
         """Begin or continue the lease task's wait for `name`."""
@@ -423,7 +419,11 @@ class SearcherLoop:
         # the step in progress may still complete rollouts, and they are delivered too
         await self._wait_until(lambda: not self._is_busy, begin + 0.8 * drain_s, tasks)
         cut_short = self._queue.open_visits()
-        self._cut_short(cut_short)
+        self._queue.drop(cut_short)
+        # rollouts of a visit that is cut short are paid for, so they are pushed; an evaluation must be complete
+        for visit in cut_short:
+            if visit.completions and visit.pinned is None:
+                self._delivery.put(visit)
         await self._wait_until(self._is_settled, begin + 0.85 * drain_s, tasks)
         abandoned = self._delivery.drain()
         await self._wait_until(self._is_settled, begin + 0.95 * drain_s, tasks)
@@ -431,14 +431,6 @@ class SearcherLoop:
             log.warning("lease request not answered; leases that it was granted expire", detail="the drain is over")
         await self._return_visits([*cut_short, *abandoned, *self._queue.open_visits()], also=unreturned)
         log.info("drained", num_returned=len(cut_short), num_unpushed=self._status.num_unpushed)
-
-    def _cut_short(self, visits: Sequence[Visit]) -> None:
-        """Drop visits that are not complete, and deliver the completions that there are."""
-        self._queue.drop(visits)
-        # rollouts of a visit that is cut short are paid for, so they are pushed; an evaluation must be complete
-        for visit in visits:
-            if visit.completions and visit.pinned is None:
-                self._delivery.put(visit)
 
     def _is_settled(self) -> bool:
         """Whether nothing is in flight between this searcher and the services."""

@@ -62,7 +62,7 @@ def run_searcher(recipe: Recipe) -> None:
         TbaError: it cannot start, or a service stayed away beyond its deadline.
     """
     if recipe.searcher.engine != "simulated" or recipe.searchers_hold_start:
-        prepare_torch(recipe)
+        check_device(recipe.searcher.device)
     check_embedding_model(recipe.eval.embedding_model)
     # a killed searcher leaves gigabytes, which the next one on this machine deletes
     with temporary_folder("tba-searcher-") as folder:
@@ -75,16 +75,6 @@ async def _run_until_told(recipe: Recipe, folder: Path) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     searcher_id = os.environ.get("TBA_SEARCHER_ID") or new_searcher_id()
     await Searcher(recipe, folder, searcher_id=searcher_id, clients=Clients.from_recipe(recipe), stop=stop).run()
-
-
-def prepare_torch(recipe: Recipe) -> None:
-    """Set the threads of torch and check the device.
-
-    Raises:
-        ConfigError: the device cannot be used.
-    """
-
-    check_device(recipe.searcher.device)
 
 
 def check_device(device: str) -> None:

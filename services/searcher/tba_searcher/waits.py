@@ -100,29 +100,20 @@ async def retry_until(
         while True:
             try:
                 return await _call_in_thread(call, waits, owner, f"{service}-unreachable", deadline_s)
-            except BusyError as busy:
+            except (BusyError, UnavailableError) as error:
                 if should_stop():
                     raise
-                if waits.begin(owner, busy.wait, deadline_s) <= 0:
-                    if not renew_busy:
-                        raise WaitTimeoutError(
-                            f"wait {busy.wait}: it took more than {deadline_s:g} s: {busy}"
-                        ) from None
-                    # the service is well, and giving up would throw paid-for rollouts away
-                    log.warning("wait renewed", wait=busy.wait, deadline_s=deadline_s)
-                    waits.end(owner)
-                await asyncio.sleep(min(max(busy.retry_after_s, _MIN_PAUSE_S), _MAX_PAUSE_S))
-                if should_stop():
-                    raise
-            except UnavailableError as error:
-                if should_stop():
-                    raise
-                name = f"{service}-unreachable"
+                is_busy = isinstance(error, BusyError)
+                name = error.wait if is_busy else f"{service}-unreachable"
                 if waits.begin(owner, name, deadline_s) <= 0:
-                    raise WaitTimeoutError(f"wait {name}: no answer for {deadline_s:g} s: {error}") from None
+                    if not (is_busy and renew_busy):
+                        raise WaitTimeoutError(f"wait {name}: no answer for {deadline_s:g} s: {error}") from None
+                    # the service is well, and giving up would throw paid-for rollouts away
+                    log.warning("wait renewed", wait=name, deadline_s=deadline_s)
+                    waits.end(owner)
                 # hundreds of searchers may wait for the same service, and must not call it twenty times a second each
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(min(max(error.retry_after_s, _MIN_PAUSE_S), _MAX_PAUSE_S) if is_busy else pause_s)
                 if should_stop():
                     raise
     finally:

@@ -33,7 +33,7 @@ from tba.api import (
     VersionRequest,
 )
 from tba.clients import BufferClient, RewardClient
-from tba.config import parse_recipe
+from tba.config import Recipe, parse_recipe
 from tba.errors import NotFoundError, UnavailableError
 from tba.versions import START, PolicyVersion
 from tba.wire import Sampling, VersionSpan, decode_rollout, encode_rollout
@@ -49,6 +49,20 @@ from tests.support.waits import DEADLINE_S, until
 # ---- Delivery against a real buffer ---------------------------------------------------------------------------------
 
 
+def pushing_delivery(folder: Path, recipe: Recipe, buffer: BufferClient) -> Delivery:
+    """One without a reward service."""
+    make_tiny_tokenizer().save_pretrained(folder)
+    return Delivery(
+        recipe,
+        buffer=buffer,
+        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
+        codec=TextCodec(folder),
+        embedder=None,
+        reference=None,
+        status=SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry()),
+    )
+
+
 async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
     tmp_path: Path, serve_buffer: ServeBuffer
 ):
@@ -56,20 +70,11 @@ async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
     served = serve_buffer(buffer={"max_body_bytes": limit_bytes})
     client = served.client()
     client.upload_prompts(make_prompts(1))
-    make_tiny_tokenizer().save_pretrained(tmp_path)
     # the searcher believes in a larger limit than the buffer has: cutting by bytes alone cannot save it
     document = served.recipe.model_dump(mode="json")
     document["buffer"]["max_body_bytes"] = 4 * limit_bytes
-    status = SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry())
-    delivery = Delivery(
-        parse_recipe(document, where="test"),
-        buffer=client,
-        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
-        codec=TextCodec(tmp_path),
-        embedder=None,
-        reference=None,
-        status=status,
-    )
+    delivery = pushing_delivery(tmp_path, parse_recipe(document, where="test"), client)
+    status = delivery._status
     small = [encode_rollout(make_rollout()) for _ in range(5)]
     large = encode_rollout(make_rollout(num_tokens=limit_bytes // 8))
     status.num_unpushed = 6
@@ -90,17 +95,8 @@ async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_se
     (item,) = lease(client, 1).leases
     later(client, 1001.0)
     assert client.get_eval(info.eval_id).state == "expired"
-    make_tiny_tokenizer().save_pretrained(tmp_path)
-    status = SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry())
-    delivery = Delivery(
-        served.recipe,
-        buffer=client,
-        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
-        codec=TextCodec(tmp_path),
-        embedder=None,
-        reference=None,
-        status=status,
-    )
+    delivery = pushing_delivery(tmp_path, served.recipe, client)
+    status = delivery._status
     result = EvalResult(lease_id=item.lease_id, rewards=[1.0] * 2, num_response_tokens=[5] * 2)
     await delivery._report([(Visit(lease=item, prompt_tokens=(1,), pinned=START), result)])
     assert status.counts["evals_reported"] == 0
@@ -119,17 +115,8 @@ async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_
     )
     info = client.request_eval(request)
     leases = lease(client, 6).leases
-    make_tiny_tokenizer().save_pretrained(tmp_path)
-    status = SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry())
-    delivery = Delivery(
-        served.recipe,
-        buffer=client,
-        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
-        codec=TextCodec(tmp_path),
-        embedder=None,
-        reference=None,
-        status=status,
-    )
+    delivery = pushing_delivery(tmp_path, served.recipe, client)
+    status = delivery._status
     long, items = 1 / 3, []
     for item in sorted(leases, key=lambda item: item.num_rollouts):
         num = item.num_rollouts

@@ -21,24 +21,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tba.errors import ConfigError, DigestError, MalformedError, ModelError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import LocalVersion, WeightVersions, params_sha256_of_files
+from tba.weights import LocalVersion, WeightVersions
 from tba.wire import Sampling
 from tests.support.broken_weights import BREAKS, break_weights
 from tests.support.searcher_world import publish_version
-from tests.support.tiny_model import EOS_ID, Architecture, make_tiny_model, make_tiny_tokenizer
+from tests.support.tiny_model import EOS_ID, make_tiny_model, make_tiny_tokenizer
 
 V1 = PolicyVersion(1, 4)
-MODELS: list[tuple[Architecture, bool]] = [
-    (name, tied) for name in ("llama", "qwen2", "gpt_neox") for tied in (False, True)
-]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool, int], Path]:
     root = tmp_path_factory.mktemp("models")
     return {
-        (name, tied, seed): make_tiny_model(root / f"{name}-{tied}-{seed}", seed, architecture=name, tied=tied)
-        for name, tied in MODELS
+        ("llama", tied, seed): make_tiny_model(root / f"{tied}-{seed}", seed, tied=tied)
+        for tied in (False, True)
         for seed in (0, 1)
     }
 
@@ -83,18 +80,6 @@ def run_all(engine: EmbeddedEngine, requests: list[Request], *, max_steps: int =
     raise AssertionError(f"{len(requests) - len(done)} requests never finished")
 
 
-def hf_greedy(model: Any, request: Request) -> list[int]:
-    ids = torch.tensor([request.prompt_tokens])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=request.max_response_tokens,
-        do_sample=False,
-        eos_token_id=EOS_ID,
-    )
-    return output[0, ids.shape[1] :].tolist()
-
-
 def hf_logprobs(model: Any, request: Request, tokens: np.ndarray) -> np.ndarray:
     prompt = list(request.prompt_tokens)
     ids = torch.tensor([prompt + tokens.tolist()])
@@ -104,40 +89,9 @@ def hf_logprobs(model: Any, request: Request, tokens: np.ndarray) -> np.ndarray:
     return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize(("architecture", "tied"), MODELS)
-def test_tokens_and_logprobs_are_those_of_transformers_with_slots_refilled(folders, architecture, tied):
-    folder = folders[architecture, tied, 0]
-    model, requests = hf_model(folder), make_requests(40)
-    done = run_all(make_engine(folder), requests)
-    assert set(done) == {request.request_id for request in requests}
-    for request in requests:
-        completion = done[request.request_id]
-        expected = hf_logprobs(model, request, completion.response_tokens)
-        np.testing.assert_allclose(completion.sampler_logprobs, expected, atol=2e-5)
-        assert completion.sampler_logprobs.dtype == np.float32
-        if request.sampling.temperature == 0:
-            assert completion.response_tokens.tolist() == hf_greedy(model, request)
-
-
-def test_a_response_ends_with_its_end_of_sequence_token_or_at_its_limit(folders):
-    requests = make_requests(60, temperatures=(1.0,))
-    done = run_all(make_engine(folders["llama", False, 0]), requests)
-    reasons = set()
-    for request in requests:
-        completion = done[request.request_id]
-        tokens = completion.response_tokens.tolist()
-        reasons.add(completion.finish_reason)
-        assert EOS_ID not in tokens[:-1]
-        assert (tokens[-1] == EOS_ID) == (completion.finish_reason == "stop")
-        if completion.finish_reason == "length":
-            assert len(tokens) == request.max_response_tokens
-        assert [(span.start, span.end) for span in completion.version_spans] == [(0, len(tokens))]
-    assert reasons == {"stop", "length"}
-
-
 def test_one_slot_gives_the_same_greedy_responses_as_many(folders):
     requests = make_requests(12, temperatures=(0.0,))
-    few, many = (run_all(make_engine(folders["qwen2", True, 0], num_slots=n), requests) for n in (1, 16))
+    few, many = (run_all(make_engine(folders["llama", True, 0], num_slots=n), requests) for n in (1, 16))
     for name, completion in few.items():
         assert completion.response_tokens.tolist() == many[name].response_tokens.tolist()
 
@@ -178,48 +132,6 @@ def test_different_seeds_sample_different_responses_and_the_same_seed_the_same(f
 
     assert texts(1) == texts(1)
     assert texts(1) != texts(2)
-
-
-@pytest.mark.parametrize(("architecture", "tied"), MODELS)
-def test_weights_loaded_in_flight_begin_a_span_and_decoding_continues_under_them(folders, tmp_path, architecture, tied):
-    old, new = folders[architecture, tied, 0], folders[architecture, tied, 1]
-    tensors = named_tensors(new, tmp_path / "new.safetensors")
-    engine, requests = make_engine(old), make_requests(12, temperatures=(0.0, 1.0))
-    for request in requests:
-        engine.submit(request)
-    done: list[Completion] = []
-    for _ in range(6):
-        done += engine.step()
-    engine.load_weights([tensors], V1)
-    assert engine.version == V1
-    while engine.num_active + engine.num_waiting:
-        done += engine.step()
-    models = {START: hf_model(old), V1: hf_model(new)}
-    by_id = {request.request_id: request for request in requests}
-    num_mixed = 0
-    for completion in done:
-        request, tokens = by_id[completion.request_id], completion.response_tokens
-        assert completion.version_spans[-1].end == len(tokens)
-        num_mixed += len(completion.version_spans) == 2
-        for span in completion.version_spans:
-            expected = hf_logprobs(models[span.version], request, tokens)[span.start : span.end]
-            np.testing.assert_allclose(completion.sampler_logprobs[span.start : span.end], expected, atol=2e-5)
-        last = completion.version_spans[-1]
-        if request.sampling.temperature == 0 and last.version == V1:
-            rest = Request(
-                request_id="rest",
-                prompt_tokens=(*request.prompt_tokens, *tokens[: last.start].tolist()),
-                sampling=Sampling(temperature=0.0),
-                max_response_tokens=request.max_response_tokens - last.start,
-                eos_ids=(EOS_ID,),
-            )
-            assert tokens[last.start :].tolist() == hf_greedy(models[V1], rest)
-    assert num_mixed >= 3
-    fresh, again = make_requests(9, seed=5, temperatures=(0.0,)), make_engine(new)
-    ours, theirs = run_all(engine, fresh), run_all(again, fresh)
-    assert {k: v.response_tokens.tolist() for k, v in ours.items()} == {
-        k: v.response_tokens.tolist() for k, v in theirs.items()
-    }
 
 
 def named_tensors(folder: Path, path: Path) -> Path:
@@ -265,86 +177,6 @@ def test_a_version_of_another_model_is_refused_before_it_takes_room(folders, tmp
     assert not (tmp_path / "pulled" / "tensors-1-4").exists()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_digests_are_those_of_the_file(folders, tmp_path, dtype):
-    settings = EngineSettings(num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, dtype=dtype)
-    engine = EmbeddedEngine(folders["llama", True, 0], START, settings)
-    path = tmp_path / "half.safetensors"
-    tensors = load_file(named_tensors(folders["llama", True, 1], path))
-    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, path)
-    engine.load_weights([path], V1)
-    assert engine.params_sha256() == params_sha256_of_files([path])
-    engine.submit(
-        Request(
-            request_id="h", prompt_tokens=(4, 5), sampling=Sampling(temperature=1.0), max_response_tokens=8, eos_ids=()
-        )
-    )
-    done: list[Completion] = []
-    while not done:
-        done = engine.step()
-    assert done[0].sampler_logprobs.dtype == np.float32
-    assert len(done[0].response_tokens) == 8
-
-
-def test_a_second_load_before_any_token_leaves_no_empty_span(folders, tmp_path):
-    new = named_tensors(folders["llama", False, 1], tmp_path / "new.safetensors")
-    old = named_tensors(folders["llama", False, 0], tmp_path / "old.safetensors")
-    engine, request = make_engine(folders["llama", False, 0]), make_requests(1)[0]
-    untouched = run_all(make_engine(folders["llama", False, 0]), [request])[request.request_id]
-    engine.submit(request)
-    done = engine.step()
-    engine.load_weights([new], V1)
-    engine.load_weights([old], START)
-    while not done:
-        done = engine.step()
-    assert [span.version for span in done[0].version_spans] == [START]
-    assert done[0].response_tokens.tolist() == untouched.response_tokens.tolist()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_digest_of_held_parameters_is_that_of_the_published_file(folders, tmp_path, tied):
-    engine = make_engine(folders["llama", tied, 0])
-    for seed in (0, 1):
-        path = named_tensors(folders["llama", tied, seed], tmp_path / f"{seed}.safetensors")
-        engine.load_weights([path], V1)
-        assert engine.params_sha256() == params_sha256_of_files([path])
-
-
-def test_canary_logprobs_are_those_of_the_loaded_weights(folders, tmp_path):
-    engine = make_engine(folders["llama", True, 0])
-    request = Request(
-        request_id="c", prompt_tokens=(4, 5, 6), sampling=Sampling(temperature=1.0), max_response_tokens=4, eos_ids=()
-    )
-    response = np.array([7, 8, 9, 10])
-    for seed in (0, 1):
-        engine.load_weights([named_tensors(folders["llama", True, seed], tmp_path / f"{seed}.safetensors")], V1)
-        expected = hf_logprobs(hf_model(folders["llama", True, seed]), request, response)
-        np.testing.assert_allclose(engine.canary_logprobs([4, 5, 6], response.tolist()), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("damage", ["missing", "extra", "shape", "dtype", "not a file"])
-def test_unusable_weight_files_are_refused_and_change_nothing(folders, tmp_path, damage):
-    engine = make_engine(folders["llama", False, 0])
-    before, path = engine.params_sha256(), tmp_path / "new.safetensors"
-    tensors = load_file(named_tensors(folders["llama", False, 1], path))
-    name = "model.norm.weight"
-    if damage == "missing":
-        del tensors[name]
-    elif damage == "extra":
-        tensors["model.spare.weight"] = torch.zeros(3)
-    elif damage == "shape":
-        tensors[name] = torch.zeros(3)
-    elif damage == "dtype":
-        tensors[name] = tensors[name].bfloat16()
-    save_file(tensors, path)
-    if damage == "not a file":
-        path.write_bytes(b"no tensors here")
-    with pytest.raises(EngineError, match=r"new\.safetensors"):
-        engine.load_weights([path], V1)
-    assert engine.params_sha256() == before
-    assert engine.version == START
-
-
 def test_weights_that_give_no_finite_logits_are_an_error_and_never_a_rollout(folders, tmp_path):
     engine = make_engine(folders["llama", False, 0])
     path = named_tensors(folders["llama", False, 0], tmp_path / "nan.safetensors")
@@ -355,36 +187,6 @@ def test_weights_that_give_no_finite_logits_are_an_error_and_never_a_rollout(fol
     engine.submit(make_requests(1)[0])
     with pytest.raises(EngineError, match="not finite under version 1-4"):
         engine.step()
-
-
-def test_an_aborted_request_never_comes_out_and_frees_its_slot(folders):
-    engine, requests = make_engine(folders["llama", False, 0], num_slots=4), make_requests(12)
-    for request in requests:
-        engine.submit(request)
-    done = engine.step()
-    engine.abort("0")  # being decoded
-    engine.abort("11")  # still waiting
-    engine.abort("never submitted")
-    while engine.num_active + engine.num_waiting:
-        done += engine.step()
-    finished = {completion.request_id for completion in done}
-    assert {request.request_id for request in requests} - finished <= {"0", "11"}
-    assert "11" not in finished
-    assert engine.num_active + engine.num_waiting == 0
-
-
-def test_requests_that_do_not_fit_are_refused_by_name_and_never_cut(folders):
-    engine, request = make_engine(folders["llama", False, 0]), make_requests(1)[0]
-    fields = {name: getattr(request, name) for name in Request.__slots__}
-    with pytest.raises(EngineError, match="25 prompt tokens"):
-        engine.submit(Request(**{**fields, "prompt_tokens": (5,) * 25}))
-    with pytest.raises(EngineError, match="41 response tokens"):
-        engine.submit(Request(**{**fields, "max_response_tokens": 41}))
-    with pytest.raises(EngineError, match="0 prompt tokens"):
-        engine.submit(Request(**{**fields, "prompt_tokens": ()}))
-    engine.submit(request)
-    with pytest.raises(EngineError, match="already"):
-        engine.submit(request)
 
 
 def test_a_context_that_is_too_short_is_refused_at_the_start(folders):

@@ -153,10 +153,8 @@ def test_spans_say_which_version_made_which_tokens(
     assert spans_of(versions, 9) == spans
 
 
-def test_weights_that_are_never_staged_are_given_up() -> None:
-    settings = vllm_engine.VllmSettings(
-        num_slots=1, max_prompt_tokens=8, max_response_tokens=8, seed=0, staging_timeout_s=0.01
-    )
+def test_weights_that_are_never_staged_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "ENGINE_TIMEOUT_S", 0.01)
     calls: list[str] = []
 
     def call(method: str, *_args: Any, doing: str) -> list[Any]:
@@ -164,7 +162,7 @@ def test_weights_that_are_never_staged_are_given_up() -> None:
         return [True, False]
 
     engine: Any = object.__new__(vllm_engine.VllmEngine)
-    engine._settings, engine._expected, engine._workers = settings, {}, SimpleNamespace(call=call)
+    engine._expected, engine._workers = {}, SimpleNamespace(call=call)
     with pytest.raises(EngineError, match=r"wait weight-staging: rank 1 of 2 did not .* within 0.01 s"):
         engine.stage_weights([])
     assert calls[0] == "tba_stage_weights"

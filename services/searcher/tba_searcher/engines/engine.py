@@ -1,7 +1,8 @@
 """The engine protocol: the interface between the searcher and the code that generates tokens.
 
 To add an engine, write a class that implements `Engine`, name it in the recipe (`searcher.engine`, docs/extending.md),
-and run `tests/support/engine_contract.py` against it.
+and run `tests/support/engine_contract.py` against it. It is called with the folder of the first version (config,
+tokenizer, safetensors files), the version and `EngineSettings`. The caller verifies the weights.
 """
 
 from __future__ import annotations
@@ -228,22 +229,6 @@ class EngineSettings:
     """Dtype of the weights."""
     device: str = "cpu"
     trust_remote_code: bool = False
-
-
-class EngineFactory(Protocol):
-    """Makes an engine: its class, or a function. `searcher.engine` names it by its import path."""
-
-    def __call__(self, folder: Path, version: PolicyVersion, settings: EngineSettings) -> Engine:
-        """Return the engine with the weights of `version`; the caller verifies them.
-
-        Args:
-            folder: model folder in Hugging Face format: config, tokenizer, the safetensors files of `version`.
-
-        Raises:
-            ConfigError: the folder's model, the device or the settings do not suit the engine.
-            EngineError: the weights cannot be loaded.
-        """
-        ...
 
 
 def check_request(request: Request, settings: EngineSettings, *, is_known: bool, vocab_size: int | None = None) -> None:

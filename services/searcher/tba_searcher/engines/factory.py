@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tba import plugins
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.engine import ENGINE_TIMEOUT_S, Engine, EngineSettings
+from tba_searcher.engines.engine import Engine, EngineSettings
 
 if TYPE_CHECKING:
     from tba.config import Recipe
@@ -60,12 +60,7 @@ def build_engine(
     if settings.engine == "vllm":
         from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 
-        own = VllmSettings(
-            **general,
-            section=settings.vllm,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            staging_timeout_s=ENGINE_TIMEOUT_S,
-        )
+        own = VllmSettings(**general, section=settings.vllm, tensor_parallel_size=settings.tensor_parallel_size)
         return VllmEngine(folder, paths, version, own)
     if settings.engine == "openai":
         from tba_searcher.engines.openai.engine import OpenAiEngine, OpenAiSettings

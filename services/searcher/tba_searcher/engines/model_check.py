@@ -1,15 +1,13 @@
-"""`python -m tba_searcher.engines.model_check --config FILE`: whether tba can use the starting model.
+"""`python -m tba_searcher.engines.model_check --config FILE [--files]`: whether tba can use the starting model.
 
-A model that is small enough is loaded, and decoded as the engine does. Of a larger one its config is read and, where
-accelerate is installed, the names and shapes of its weights. The answer is JSON on stdout; an error is one sentence on
-stderr, exit code 2.
+A model that is small enough is loaded, and decoded as the engine does. Of a larger one its files are read. The answer
+is JSON on stdout; an error is one sentence on stderr, exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -89,9 +87,8 @@ def check(recipe: Recipe) -> dict[str, Any]:
     is_embedded, is_small = searcher.engine == "embedded", size_bytes * max_len <= MAX_COST
     if is_embedded and is_small:
         EmbeddedEngine(folder, START, settings)
-    # transformers needs accelerate to make a model without weights, and few installations have it
-    elif is_small or importlib.util.find_spec("accelerate"):
-        load_model(folder, dtype="float32", device="cpu" if is_small else "meta", trust_remote_code=trust)
+    elif is_small:
+        load_model(folder, dtype="float32", device="cpu", trust_remote_code=trust)
     return {"architecture": architecture, "is_decoded": is_embedded and is_small}
 
 

@@ -118,16 +118,6 @@ class TextCodec:
         """Return the token ids of a prompt."""
         return tuple(self._tokenizer(text, verbose=False)["input_ids"])
 
-    def encode_response(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a response that ended by itself: those of its text, and end-of-sequence.
-
-        Raises:
-            ConfigError: the tokenizer knows no end of sequence.
-        """
-        if not self.eos_ids:
-            raise ConfigError("the tokenizer names no end-of-sequence token, so a response cannot be ended")
-        return (*self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], self.eos_ids[0])
-
     def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
         """Return the text of each response."""
         tokens = [c.response_tokens.tolist() for c in completions]

@@ -219,7 +219,7 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
 
     Args:
         dtype: float32, bfloat16 or float16.
-        device: torch device; on `meta` the model has no weights, and its report is complete all the same.
+        device: torch device.
 
     Raises:
         ConfigError: the folder holds no usable causal language model, or not all of its weights.
@@ -237,7 +237,6 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             use_safetensors=True,  # never a pickle: loading one runs its code
-            device_map="meta" if device == "meta" else None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report names them
         )
@@ -251,42 +250,25 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
     return model.eval().requires_grad_(False)
 
 
-def replace_params(model: nn.Module, tensors_paths: Sequence[Path]) -> None:
-    """Copy every tensor of safetensors files into the parameter of the same name, one at a time.
-
-    Raises:
-        EngineError: a file is not readable, or names, shapes or dtypes are not exactly the model's.
-    """
-    check_params(model, tensors_paths)  # everything is checked before anything is written
-    params = dict(model.named_parameters())  # tied parameters are one tensor, so both ends change
-    import torch
-
-    with torch.no_grad():
-        for name, tensor in _named_tensors(tensors_paths):
-            params[name].copy_(tensor)
-
-
-def check_params(model: nn.Module, tensors_paths: Sequence[Path]) -> None:
-    """Check that safetensors files hold exactly the parameters of a model (see `check_tensors`)."""
-    expected = {name: (dtype_name(param), list(param.shape)) for name, param in model.named_parameters()}
-    check_tensors(tensors_paths, expected)
-
-
 class StagedParams:
     """The tensors of safetensors files in memory, to become the parameters of a model.
 
     Raises:
-        EngineError: as `replace_params`.
+        EngineError: a file is not readable, or names, shapes or dtypes are not exactly the model's.
     """
 
     def __init__(self, model: nn.Module, tensors_paths: Sequence[Path]) -> None:
-        check_params(model, tensors_paths)
+        expected = {name: (dtype_name(param), list(param.shape)) for name, param in model.named_parameters()}
+        check_tensors(tensors_paths, expected)
         self.stamps = file_stamps(tensors_paths)
         # copies: the tensors of `safe_open` are read from the file when they are used; a GPU reads pinned ones faster
         pins = next(model.parameters()).device.type == "cuda"
-        self._tensors = {
-            name: tensor.pin_memory() if pins else tensor.clone() for name, tensor in _named_tensors(tensors_paths)
-        }
+        self._tensors: dict[str, Tensor] = {}
+        for path in tensors_paths:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    tensor = file.get_tensor(name)
+                    self._tensors[name] = tensor.pin_memory() if pins else tensor.clone()
 
     def put_into(self, model: nn.Module) -> None:
         """Replace the parameters; on the CPU nothing is copied."""
@@ -298,10 +280,3 @@ class StagedParams:
                     param.data = self._tensors[name]
                 else:  # a GPU may have no room for two
                     param.copy_(self._tensors[name])
-
-
-def _named_tensors(tensors_paths: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    for path in tensors_paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name)

@@ -20,7 +20,7 @@ from tba_searcher.evaluation.completions import Answers, OnProgress, answer_all,
 from tba_searcher.evaluation.perplexity import negative_log_likelihoods
 from tba_searcher.evaluation.results import EvaluationMetrics
 from tba_searcher.evaluation.scores import Scores, score_all, tasks_of
-from tba_searcher.service import prepare_torch
+from tba_searcher.service import check_device
 
 PRINT_EVERY_S = 2.0
 SEED = 0
@@ -34,7 +34,7 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
         TbaError: the model, the starting model or the embedding model cannot be used, the engine died, or the reward
             service stayed away. Only a complete evaluation is written to evaluation.json.
     """
-    prepare_torch(recipe)
+    check_device(recipe.searcher.device)
     on_progress = Progress()
     prompts = read_prompts(job.prompts)
     manifest = None if job.manifest is None else decode_manifest(job.manifest.read_bytes())

@@ -32,7 +32,6 @@ from tba.fields import is_bounded
 from tba.logs import get_logger
 from tba.versions import START
 from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id, storable_parts
-from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.evaluation_results import Embedder, failed_result, result_of
 from tba_searcher.generation.status import SearcherStatus
@@ -191,7 +190,10 @@ class Delivery:
                 response=text,
                 data=visit.lease.prompt.data,
                 finish_reason=completion.finish_reason,
-                response_tokens=self._tokens_for_scorer(visit, completion),
+                # only Python functions take tokens (as `completion_ids`)
+                response_tokens=completion.response_tokens.tolist()
+                if visit.lease.prompt.task in self._token_tasks
+                else None,
             )
             for visit, completion, text, rollout_id in zip(visit_of_completion, completions, texts, ids, strict=True)
         ]
@@ -248,10 +250,6 @@ class Delivery:
         for start in range(0, len(items), MAX_SCORE_ITEMS):
             scores += await self._request_scores(items[start : start + MAX_SCORE_ITEMS])
         return scores
-
-    def _tokens_for_scorer(self, visit: Visit, completion: Completion) -> list[int] | None:
-        # only Python functions take tokens (as `completion_ids`); other scorers would get them for nothing
-        return completion.response_tokens.tolist() if visit.lease.prompt.task in self._token_tasks else None
 
     async def _request_scores(self, items: list[ScoreItem]) -> Sequence[ScoreResult | str]:
         """Return one result per item, or one reason per item why it is not scored yet."""

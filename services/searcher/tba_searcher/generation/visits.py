@@ -229,26 +229,23 @@ class LeaseManager:
         Returns:
             The ids in `lease_ids` whose return the buffer has not acknowledged.
         """
-        self.num_returns_in_flight += 1
-        try:
-            return await self._return_leases(lease_ids, refused)
-        finally:
-            self.num_returns_in_flight -= 1
-
-    async def _return_leases(self, lease_ids: Sequence[str], refused: Sequence[str]) -> list[str]:
         name, unreturned = self._status.searcher_id, list[str]()
         bodies = [LeaseReturn(searcher_id=name, lease_ids=chunk) for chunk in _chunks(lease_ids)]
         bodies += [LeaseReturn(searcher_id=name, lease_ids=[], refused_lease_ids=chunk) for chunk in _chunks(refused)]
-        for body in bodies:
-            try:
-                async with asyncio.timeout(_CALL_TIMEOUT_S):
-                    await in_thread(lambda body=body: self._buffer.return_leases(body))
-            except (ServiceError, TimeoutError) as error:
-                num = len(body.lease_ids) + len(body.refused_lease_ids)
-                log.warning("leases not returned; they expire", num_leases=num, detail=str(error))
-                unreturned += body.lease_ids
-            else:
-                self._status.counts["leases_returned"] += len(body.lease_ids)
+        self.num_returns_in_flight += 1
+        try:
+            for body in bodies:
+                try:
+                    async with asyncio.timeout(_CALL_TIMEOUT_S):
+                        await in_thread(lambda body=body: self._buffer.return_leases(body))
+                except (ServiceError, TimeoutError) as error:
+                    num = len(body.lease_ids) + len(body.refused_lease_ids)
+                    log.warning("leases not returned; they expire", num_leases=num, detail=str(error))
+                    unreturned += body.lease_ids
+                else:
+                    self._status.counts["leases_returned"] += len(body.lease_ids)
+        finally:
+            self.num_returns_in_flight -= 1
         return unreturned
 
 

@@ -190,6 +190,7 @@ class VllmServer(ServiceClient):
         """
         sampling = request.sampling
         return self._complete(
+            timeout_s=REQUEST_TIMEOUT_S,
             request_id=sent_id,
             cache_salt=label,
             prompt=[*request.prompt_tokens, *before],
@@ -292,8 +293,8 @@ class VllmServer(ServiceClient):
                 f"it draws from, so training on them would be wrong; {_START_HINT}"
             )
 
-    def _complete(self, **body: Any) -> Piece:
-        choice = self._choice(**body)
+    def _complete(self, *, timeout_s: float = CONTROL_TIMEOUT_S, **body: Any) -> Piece:
+        choice = self._choice(timeout_s=timeout_s, **body)
         logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
         if len(logprobs) != len(choice.token_ids):
             raise BadReplyError(
@@ -302,7 +303,7 @@ class VllmServer(ServiceClient):
         completes_stop = choice.finish_reason == "stop" and isinstance(choice.stop_reason, str)
         return Piece(choice.token_ids, logprobs, completes_stop)
 
-    def _choice(self, **body: Any) -> _Choice:
+    def _choice(self, *, timeout_s: float = CONTROL_TIMEOUT_S, **body: Any) -> _Choice:
         # whatever the server's own defaults are, nothing but the body may shape the distribution
         fixed = {
             "logprobs": 0,
@@ -317,7 +318,7 @@ class VllmServer(ServiceClient):
         }
         defaults = {"top_p": 1.0, "top_k": 0}
         body = {**fixed, **defaults, **body}
-        return self._read(_Completions, "POST", "/v1/completions", body, timeout_s=REQUEST_TIMEOUT_S).choices[0]
+        return self._read(_Completions, "POST", "/v1/completions", body, timeout_s=timeout_s).choices[0]
 
     def _post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Reply:
         return self._call("POST", path, json=json.dumps(body).encode(), timeout_s=timeout_s)

@@ -46,7 +46,7 @@ from tba_searcher.engines.torch.exactness import (
     tried_length,
 )
 from tba_searcher.engines.weight_check import check_loaded, file_stamps, params_sha256
-from tba_searcher.engines.weight_loader import StagedParams, load_model, replace_params
+from tba_searcher.engines.weight_loader import StagedParams, load_model
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""
@@ -186,12 +186,11 @@ class EmbeddedEngine:
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Replace all parameters in flight (see `Engine.load_weights`)."""
-        staged = self._staged
-        if staged is not None and staged.stamps == file_stamps(tensors_paths):
-            self._staged = None
-            staged.put_into(self._model)
-        else:
-            replace_params(self._model, tensors_paths)
+        if self._staged is None or self._staged.stamps != file_stamps(tensors_paths):
+            self.stage_weights(tensors_paths)
+        staged, self._staged = self._staged, None
+        assert staged is not None
+        staged.put_into(self._model)
         self._version = version
         # of requests that begin from here on
         self._prefixes.clear()

@@ -71,20 +71,14 @@ class StartingModel:
         self, prompts: Sequence[Sequence[int] | NDArray[np.int32]], responses: Sequence[NDArray[np.int32]]
     ) -> list[float]:
         """Return the sum of log pi_start over each response (at least one token each), at the policy temperature."""
-        return [float(values.sum(dtype=np.float64)) for values in self.logprobs(prompts, responses)]
-
-    def logprobs(
-        self, prompts: Sequence[Sequence[int] | NDArray[np.int32]], responses: Sequence[NDArray[np.int32]]
-    ) -> list[NDArray[np.float32]]:
-        """Return log pi_start [R] of the tokens of each response (R >= 1), at the policy temperature."""
         pairs = [(np.asarray(p, np.int32), r) for p, r in zip(prompts, responses, strict=True)]
         lengths = [len(prompt) + len(response) - 1 for prompt, response in pairs]
-        found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(pairs)
+        found = [0.0] * len(pairs)
         for rows in _passes(lengths):
             chosen = [pairs[i] for i in rows]
             values = self._token_logprobs(chosen, self._temperature).cpu()
             for i, part in zip(rows, values.split([len(response) for _, response in chosen]), strict=True):
-                found[i] = part.numpy()
+                found[i] = float(part.double().sum())
         return found
 
     @torch.inference_mode()

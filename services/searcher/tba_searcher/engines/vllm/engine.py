@@ -38,6 +38,7 @@ from tba.versions import PolicyVersion
 from tba.wire import Manifest
 from tba.wire.weight_manifest import table_sha256
 from tba_searcher.engines.engine import (
+    ENGINE_TIMEOUT_S,
     Completion,
     EngineDiedError,
     EngineError,
@@ -77,8 +78,6 @@ class VllmSettings(EngineSettings):
     section: SearcherVllmSection = field(default_factory=SearcherVllmSection)
     tensor_parallel_size: int = 1
     """Ranks, each with a slice of every tensor."""
-    staging_timeout_s: float = 600.0
-    """Deadline of the wait `weight-staging`; the weights are then read in the pause of the update."""
 
 
 @dataclass(slots=True)
@@ -204,10 +203,10 @@ class VllmEngine:
         """Prepare weights beside generation (see `StagingEngine`).
 
         Raises:
-            EngineError: also where they are not ready within `staging_timeout_s`. Workers go on, and use them if they
+            EngineError: also where they are not ready within `ENGINE_TIMEOUT_S`. Workers go on, and use them if they
                 are in time for their load.
         """
-        doing, limit_s = "staging weights", self._settings.staging_timeout_s
+        doing, limit_s = "staging weights", ENGINE_TIMEOUT_S
         self._workers.call("tba_stage_weights", self._places(tensors_paths), doing=doing)
         until_s = time.monotonic() + limit_s
         while not all(staged := self._workers.call("tba_is_staged", doing=doing)):

@@ -12,7 +12,7 @@ from tba.config import Recipe
 from tba.errors import ConflictError
 from tba.server import Authenticator, create_app
 from tba.tokens import TokensFile
-from tba_buffer.api import rollouts, run, views
+from tba_buffer.api import rollouts, run
 from tba_buffer.monitoring.request_times import RequestTimes
 from tba_buffer.page.files import page_router
 from tba_buffer.service import Buffer
@@ -64,7 +64,7 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         run.settings_router,
         run.searchers_router,
         run.snapshots_router,
-        views.progress_router,
+        run.progress_router,
     ):
         app.include_router(router(buffer, auth), dependencies=guards)
     app.include_router(page_router())

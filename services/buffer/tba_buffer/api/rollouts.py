@@ -27,7 +27,6 @@ from tba.api import (
     LineageRequest,
     Name,
     PromptDetail,
-    PromptOrder,
     PromptPage,
     PromptUpload,
     PromptUploadReply,
@@ -35,26 +34,19 @@ from tba.api import (
     RescoreInfo,
     RescoreRequest,
     RolloutDetail,
-    RolloutOrder,
     RolloutPage,
     VersionReply,
     VersionRequest,
 )
-from tba.api.rollouts import RewardStatus
 from tba.api.run import SETTINGS_HEADER
-from tba.fields import MAX_NUMBER, Split, VersionText
 from tba.server import MSGPACK_BODY, Authenticator, MsgpackResponse, raw_body
 from tba.wire import decode_push
-from tba.wire.rollout import FinishReason
-from tba_buffer.rollouts.parquet import ExportResponse
+from tba_buffer.rollouts.parquet import ExportRequest, ExportResponse
 from tba_buffer.rollouts.prompt_queries import PromptsRequest
 from tba_buffer.rollouts.queries import PageRequest
-from tba_buffer.rollouts.selection import MAX_CURSOR_CHARS, RolloutFilter
 from tba_buffer.sampling.ledger import MAX_ENTRIES_PER_PAGE
 from tba_buffer.service import Buffer
 
-MAX_PER_PAGE = 100
-MAX_TEXT_CHARS_PER_ROLLOUT = 10_000
 PARQUET = {str(ExportResponse.media_type): {"schema": {"type": "string", "format": "binary"}}}
 
 
@@ -73,26 +65,9 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         return await buffer.catalog.upload(body.prompts)
 
     @api.get("/prompts", operation_id="list_prompts", dependencies=viewer)
-    async def list_prompts(
-        split: Split | None = None,
-        task: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
-        contains: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
-        order: PromptOrder = "upload",
-        limit: Annotated[int, Query(ge=1, le=MAX_PER_PAGE)] = 20,
-        after: Annotated[int, Query(ge=0, le=2**53)] = 0,
-        text_chars: Annotated[int, Query(ge=0, le=MAX_TEXT_CHARS_PER_ROLLOUT)] = 1000,
-    ) -> PromptPage:
+    async def list_prompts(request: Annotated[PromptsRequest, Query()]) -> PromptPage:
         """Return prompts that match, with the rewards of their stored rollouts; `contains` is looked for in id and
         text, whatever the case, and `after` is the number of prompts of this order that were seen already."""
-        request = PromptsRequest(
-            split=split,
-            task=task,
-            contains=contains,
-            order=order,
-            limit=limit,
-            after=after,
-            text_chars=text_chars,
-        )
         return await buffer.prompt_reader.page(request)
 
     # a path, since the id of a prompt may hold slashes
@@ -239,50 +214,13 @@ def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     return api
 
 
-def rollout_filter(
-    prompt_id: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
-    task: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
-    version: VersionText | None = None,
-    from_version: VersionText | None = None,
-    to_version: VersionText | None = None,
-    status: RewardStatus | None = None,
-    min_reward: Annotated[float | None, Query(ge=-MAX_NUMBER, le=MAX_NUMBER)] = None,
-    max_reward: Annotated[float | None, Query(ge=-MAX_NUMBER, le=MAX_NUMBER)] = None,
-    searcher_id: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
-    finish_reason: FinishReason | None = None,
-    contains: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
-) -> RolloutFilter:
-    """Return the filters of a query; the reader of rollouts knows nothing of HTTP."""
-    return RolloutFilter(
-        prompt_id=prompt_id,
-        task=task,
-        version=version,
-        from_version=from_version,
-        to_version=to_version,
-        status=status,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        searcher_id=searcher_id,
-        finish_reason=finish_reason,
-        contains=contains,
-    )
-
-
 def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints that read rollouts."""
     api = APIRouter(prefix="/v1", dependencies=[Depends(auth.require("viewer"))])
 
     @api.get("/rollouts", operation_id="list_rollouts")
-    async def list_rollouts(
-        wanted: Annotated[RolloutFilter, Depends(rollout_filter)],
-        order: RolloutOrder = "newest",
-        limit: Annotated[int, Query(ge=1, le=MAX_PER_PAGE)] = 20,
-        cursor: Annotated[str | None, Query(max_length=MAX_CURSOR_CHARS)] = None,
-        text_chars: Annotated[int, Query(ge=0, le=MAX_TEXT_CHARS_PER_ROLLOUT)] = 1000,
-    ) -> RolloutPage:
+    async def list_rollouts(request: Annotated[PageRequest, Query()]) -> RolloutPage:
         """Return stored rollouts: the best, worst, newest or oldest of those that match."""
-        # one value: the reader knows nothing of HTTP
-        request = PageRequest(wanted=wanted, order=order, limit=limit, cursor=cursor, text_chars=text_chars)
         return await buffer.reader.page(request)
 
     @api.get(
@@ -291,13 +229,11 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         response_class=Response,
         responses={200: {"description": "the file", "content": PARQUET}},
     )
-    async def export_rollouts(
-        wanted: Annotated[RolloutFilter, Depends(rollout_filter)], tokens: bool = True
-    ) -> Response:
+    async def export_rollouts(wanted: Annotated[ExportRequest, Query()]) -> Response:
         """Stream all stored rollouts that match as one Parquet file, oldest first; `tokens=false` leaves out the
         columns of tokens and log-probs. Its metadata has how many were evicted before they were read
         (`tba.num_evicted`). Needs the extra `parquet` of the service."""
-        content = await buffer.exports.parquet(wanted, tokens=tokens)
+        content = await buffer.exports.parquet(wanted)
         return ExportResponse(content)
 
     @api.get("/rollouts/{rollout_id}", operation_id="get_rollout")

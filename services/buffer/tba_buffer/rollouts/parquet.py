@@ -46,6 +46,13 @@ CHUNK_BYTES = 1 << 18
 log = get_logger("exports")
 
 
+class ExportRequest(RolloutFilter):
+    """The query of GET /v1/rollouts.parquet."""
+
+    tokens: bool = True
+    """Whether the file has columns of tokens and log-probs."""
+
+
 class RolloutExports:
     """Writes stored rollouts as Parquet.
 
@@ -59,12 +66,8 @@ class RolloutExports:
         self._catalog = catalog
         self._num_running = 0
 
-    async def parquet(self, wanted: RolloutFilter, *, tokens: bool) -> AsyncGenerator[bytes, None]:
+    async def parquet(self, wanted: ExportRequest) -> AsyncGenerator[bytes, None]:
         """Return the bytes of a file as an iterator; rollouts that are evicted meanwhile are left out, and counted.
-
-        Args:
-            wanted: the rollouts.
-            tokens: whether the file has columns of tokens and log-probs.
 
         Raises:
             BadRequestError, NotFoundError: as `RolloutReader.page`.
@@ -83,7 +86,7 @@ class RolloutExports:
         groups = await self._reader.groups(wanted, GROUP_ROLLOUTS, on_evicted=evicted.append)
         if self._num_running >= MAX_EXPORTS:
             raise BusyError(f"{MAX_EXPORTS} exports run already", retry_after_s=BUSY_RETRY_S, wait="exports")
-        pieces = self._write(groups, evicted, tokens=tokens)
+        pieces = self._write(groups, evicted, tokens=wanted.tokens)
         # begun here, so that it counts before the next request is looked at: it waits for nothing until then
         return _chained(await anext(pieces), pieces)
 

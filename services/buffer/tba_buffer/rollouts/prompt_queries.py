@@ -8,11 +8,11 @@ page     ->  the rollouts of its prompts alone
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from tba.api import PromptDetail, PromptInfo, PromptOrder, PromptPage, PromptVersion
 from tba.errors import NotFoundError
@@ -22,6 +22,7 @@ from tba_buffer.index.log import SCORED
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog, bounded_data
+from tba_buffer.rollouts.selection import MAX_PER_PAGE, MAX_TEXT_CHARS, Contains, Identifier
 
 Numbers = NDArray[np.int64]
 CHARS_PER_TURN = 2_000_000
@@ -29,18 +30,17 @@ CHARS_PER_TURN = 2_000_000
 PROMPTS_PER_TURN = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptsRequest:
+class PromptsRequest(BaseModel):
     """The query of GET /v1/prompts. None: any."""
 
     split: Split | None = None
-    task: str | None = None
-    contains: str | None = None
+    task: Identifier = None
+    contains: Contains = None
     order: PromptOrder = "upload"
-    limit: int = 20
-    after: int = 0
+    limit: int = Field(default=20, ge=1, le=MAX_PER_PAGE)
+    after: int = Field(default=0, ge=0, le=2**53)
     """Prompts of this order that were seen already."""
-    text_chars: int = 1000
+    text_chars: int = Field(default=1000, ge=0, le=MAX_TEXT_CHARS)
 
 
 class PromptReader:

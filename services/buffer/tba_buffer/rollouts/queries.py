@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from tba.api import (
     RefLogprobInfo,
@@ -33,7 +34,16 @@ from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Rows
 from tba_buffer.prompts.catalog import Catalog, bounded_data
 from tba_buffer.rollouts.lost_payloads import placeholders
-from tba_buffer.rollouts.selection import Cursor, PayloadFilter, RolloutFilter, Selection, select_rows
+from tba_buffer.rollouts.selection import (
+    MAX_CURSOR_CHARS,
+    MAX_PER_PAGE,
+    MAX_TEXT_CHARS,
+    Cursor,
+    PayloadFilter,
+    RolloutFilter,
+    Selection,
+    select_rows,
+)
 from tba_buffer.rollouts.token_texts import TokenTexts
 from tba_buffer.rollouts.trained_steps import TrainedSteps
 from tba_buffer.run.lineage import Lineages
@@ -51,15 +61,13 @@ CHUNK_BYTES = 32 * 1024 * 1024
 Positions = NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageRequest:
-    """The query of GET /v1/rollouts as it came in."""
+class PageRequest(RolloutFilter):
+    """The query of GET /v1/rollouts."""
 
-    wanted: RolloutFilter
-    order: RolloutOrder
-    limit: int
-    cursor: str | None
-    text_chars: int
+    order: RolloutOrder = "newest"
+    limit: int = Field(default=20, ge=1, le=MAX_PER_PAGE)
+    cursor: str | None = Field(default=None, max_length=MAX_CURSOR_CHARS)
+    text_chars: int = Field(default=1000, ge=0, le=MAX_TEXT_CHARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +127,8 @@ class RolloutReader:
             NotFoundError: no prompt has this id.
             UnavailableError: Redis did not answer.
         """
-        selection = Selection.of(request.wanted, self._catalog, order=request.order, cursor=request.cursor)
-        payload_filter = PayloadFilter(request.wanted, self._catalog)
+        selection = Selection.of(request, self._catalog, order=request.order, cursor=request.cursor)
+        payload_filter = PayloadFilter(request, self._catalog)
         async with self._scans if payload_filter.is_needed else nullcontext():
             return await self._page(request, selection, payload_filter)
 

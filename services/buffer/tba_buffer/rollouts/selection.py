@@ -11,14 +11,17 @@ import binascii
 import math
 import struct
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from tba.api import RolloutOrder
 from tba.api.rollouts import RewardStatus
 from tba.errors import BadRequestError, NotFoundError
+from tba.fields import MAX_NUMBER, VersionText
 from tba.versions import PolicyVersion
 from tba.wire.rollout import FinishReason
 from tba_buffer.index.log import SCORED, STATUS_CODES
@@ -28,27 +31,33 @@ from tba_buffer.prompts.catalog import Catalog
 ORDERS: tuple[RolloutOrder, ...] = ("best", "worst", "newest", "oldest")
 _FORMAT = struct.Struct("<BdQ")
 MAX_CURSOR_CHARS = 64
+MAX_PER_PAGE = 100
+MAX_TEXT_CHARS = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutFilter:
+Identifier = Annotated[str | None, Field(min_length=1, max_length=256)]
+Contains = Annotated[str | None, Field(min_length=1, max_length=200)]
+RewardBound = Annotated[float | None, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+
+
+class RolloutFilter(BaseModel):
     """The filters of GET /v1/rollouts as they came in; None: any. Bounds are inclusive.
 
     `min_reward` and `max_reward` select scored rollouts. `contains` is looked for in the response and in the prompt,
     whatever the case.
     """
 
-    prompt_id: str | None = None
-    task: str | None = None
-    version: str | None = None
-    from_version: str | None = None
-    to_version: str | None = None
+    prompt_id: Identifier = None
+    task: Identifier = None
+    version: VersionText | None = None
+    from_version: VersionText | None = None
+    to_version: VersionText | None = None
     status: RewardStatus | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    searcher_id: str | None = None
+    min_reward: RewardBound = None
+    max_reward: RewardBound = None
+    searcher_id: Identifier = None
     finish_reason: FinishReason | None = None
-    contains: str | None = None
+    contains: Contains = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,8 +130,6 @@ class BufferSection(StrictModel):
     max_log_events_since_checkpoint: int = Field(default=200_000, ge=100)
     """A restart replays the events of the log since its last checkpoint one by one; beyond this many (and half of the
     stored rollouts) a new checkpoint is written."""
-    score_max_rollouts: int = Field(default=256, ge=1, le=1024)
-    """Most rollouts in one request of the background scorer."""
     read_only: str | None = Field(default=None, min_length=1, max_length=1000)
     """Why this buffer only shows what Redis holds; none: it serves the run. With it nothing is scored, evicted, probed
     or scaled, the run is not taken from its buffer, every write is answered with 409 and this text, and GET /v1/run has

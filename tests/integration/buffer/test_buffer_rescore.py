@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tba_buffer.scoring.reward_service import SCORE_MAX_ROLLOUTS
 
 from tba.api import BatchRequest, RescoreInfo, RescoreRequest
 from tba.clients import BufferClient
@@ -47,7 +48,7 @@ def filled(serve_buffer: ServeBuffer, reward: RewardServer, num: int, **more: di
 def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_it(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
-    client = filled(serve_buffer, reward, 40, buffer={"score_max_rollouts": 16})
+    client = filled(serve_buffer, reward, 40, buffer={"SCORE_MAX_ROLLOUTS": 16})
     before = stored_rollouts(redis)
     with pytest.raises(NotFoundError):
         client.rescore()
@@ -188,7 +189,7 @@ def test_while_the_reward_service_is_away_the_job_waits_and_nothing_fails(
 
 
 def test_one_job_at_a_time(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
-    client = filled(serve_buffer, reward, 8, buffer={"score_max_rollouts": 4})
+    client = filled(serve_buffer, reward, 8, buffer={"SCORE_MAX_ROLLOUTS": 4})
     reward.refusal = lambda items: None if len(reward.requests) == 1 else (503, {"detail": "not now", "type": "x"})
     started = client.start_rescore(ALL)
     until("half is done", lambda: client.rescore().num_done == 4)
@@ -215,7 +216,7 @@ def test_a_job_that_would_lose_every_reward_is_refused(serve_buffer: ServeBuffer
 def test_rollouts_that_are_evicted_meanwhile_are_counted_as_gone_and_new_ones_are_left_alone(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
-    client = filled(serve_buffer, reward, 12, buffer={"max_rollouts": 12, "score_max_rollouts": 4})
+    client = filled(serve_buffer, reward, 12, buffer={"max_rollouts": 12, "SCORE_MAX_ROLLOUTS": 4})
     reward.gate.clear()
     client.start_rescore(ALL)
     until("the first four are asked", lambda: reward.requests)
@@ -232,7 +233,7 @@ def test_rollouts_that_are_evicted_meanwhile_are_counted_as_gone_and_new_ones_ar
 def test_pushes_and_late_copies_continue_while_everything_is_scored_again(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
-    buffer = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 8}))
+    buffer = serve_buffer(**sections(reward, buffer={"SCORE_MAX_ROLLOUTS": 8}))
     client = buffer.client()
     client.upload_prompts(make_prompts(4))
     old = make_many(200)
@@ -267,7 +268,7 @@ def test_pending_rollouts_that_become_scored_meanwhile_join_a_job_about_scored_o
     serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     reward.leave()
-    client = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 4})).client()
+    client = serve_buffer(**sections(reward, buffer={"SCORE_MAX_ROLLOUTS": 4})).client()
     client.upload_prompts(make_prompts(4))
     push(client, make_many(6))
     push(client, [make_rollout("train-0", reward=None) for _ in range(5)])
@@ -297,11 +298,13 @@ def test_a_job_about_pending_rollouts_counts_them(serve_buffer: ServeBuffer, rew
 def test_a_killed_buffer_or_redis_continues_where_it_was_and_every_rollout_counts_once(
     tmp_path: Path, reward: RewardServer, victim: str
 ) -> None:
-    stack = start_stack(tmp_path, reward={"url": reward.url}, buffer={"score_max_rollouts": 8})
+    num, stack = 10 * SCORE_MAX_ROLLOUTS, start_stack(tmp_path, reward={"url": reward.url})
     try:
         client = stack.client
         client.upload_prompts(make_prompts(4))
-        push(client, make_many(100))
+        rollouts = make_many(num)
+        for at in range(0, num, 512):
+            push(client, rollouts[at : at + 512])
         killing, release = threading.Event(), threading.Event()
 
         def hold_sometimes(items: list[Item]) -> None:
@@ -321,16 +324,16 @@ def test_a_killed_buffer_or_redis_continues_where_it_was_and_every_rollout_count
             release.clear()
         release.set()
         job = finished(client)
-        assert (job.state, job.num_total, job.num_done, job.num_gone) == ("done", 100, 100, 0)
-        assert (job.num_known_before, job.num_known_after, job.reward_versions) == (100, 100, {"addition-2": 100})
-        assert job.mean_reward_before == pytest.approx(49.5)
+        assert (job.state, job.num_total, job.num_done, job.num_gone) == ("done", num, num, 0)
+        assert (job.num_known_before, job.num_known_after, job.reward_versions) == (num, num, {"addition-2": num})
+        assert job.mean_reward_before == pytest.approx((num - 1) / 2)
         assert job.mean_reward_after == pytest.approx(10.0)
         stored = stored_rollouts(stack.redis)
         assert {(r.reward, r.reward_version) for r in stored.values()} == {(10.0, "addition-2")}
         asked = Counter(item["item_id"] for item in reward.asked)
-        assert sum(asked.values()) - len(asked) <= 3 * 8  # only what was not stored yet is asked again
-        assert counters(stack.redis)["rescored:scored"] == 100
-        assert client.stats().num_scored == 100
+        assert sum(asked.values()) - len(asked) <= 3 * SCORE_MAX_ROLLOUTS  # only what was not stored yet is asked again
+        assert counters(stack.redis)["rescored:scored"] == num
+        assert client.stats().num_scored == num
     finally:
         release.set()
         stack.stop()

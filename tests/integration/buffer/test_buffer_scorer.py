@@ -123,7 +123,7 @@ def test_an_item_that_times_out_once_is_asked_again_and_scored(serve_buffer: Ser
 
 def test_no_batch_ever_holds_a_rollout_without_a_reward(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     reward.score = lambda item: "exception" if item["response"] == "broken" else 3.0
-    client = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 4, "SCORE_EVERY_S": 0.01})).client()
+    client = serve_buffer(**sections(reward, buffer={"SCORE_MAX_ROLLOUTS": 4, "SCORE_EVERY_S": 0.01})).client()
     client.upload_prompts(make_prompts(4))
     lineage = start_lineage(client)
     client.push(make_payloads([f"train-{i}" for i in range(4)]))
@@ -174,7 +174,7 @@ def test_after_a_failed_attempt_requests_are_smaller_and_grow_again(
 ) -> None:
     away = (503, {"type": "urn:tba:unavailable", "title": "", "status": 503, "detail": "no"})
     reward.refusal = lambda items: away if len(items) > 4 else None
-    client = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 16})).client()
+    client = serve_buffer(**sections(reward, buffer={"SCORE_MAX_ROLLOUTS": 16})).client()
     client.upload_prompts(make_prompts(2))
     push(client, pending(40))
     until("all are scored", lambda: statuses(client) == (40, 0, 0))

@@ -29,7 +29,8 @@ NUM_ROLLOUTS = 60
 @pytest.fixture
 async def buffer(redis: RedisProcess, reward: RewardServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buffer]:
     monkeypatch.setattr("tba_buffer.scoring.worker.SCORE_EVERY_S", 0.01)
-    settings = {"redis_url": redis.url, "score_max_rollouts": 4}
+    monkeypatch.setattr("tba_buffer.scoring.reward_service.SCORE_MAX_ROLLOUTS", 4)
+    settings = {"redis_url": redis.url}
     started = Buffer(make_recipe(buffer=settings, reward={"url": reward.url}), CollectorRegistry())
     await started.context.redis.flushall()
     await started.start()

@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from tba.api import ComponentInfo, ScoreItem, WaitInfo
-from tba.api.scores import MAX_SCORE_ITEMS
 from tba.clients import RewardClient
 from tba.concurrency import in_thread
 from tba.config import Recipe
@@ -30,6 +29,8 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
 SLACK_S = 10.0
 """How long an attempt waits for the answer beyond the deadline that the reward service itself keeps."""
 QUICK_S = 5.0
+SCORE_MAX_ROLLOUTS = 256
+"""Most completions of one request."""
 PROBE_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 MAX_NOTE_CHARS = 2000
@@ -74,7 +75,7 @@ class RewardConnection:
             recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=self._attempt_s
         )
         self._quick = RewardClient(recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=QUICK_S)
-        self._max_request_size = self._request_size = min(recipe.buffer.score_max_rollouts, MAX_SCORE_ITEMS)
+        self._max_request_size = self._request_size = SCORE_MAX_ROLLOUTS
         self._pause_s = MIN_PAUSE_S
         self._held: HeldWait | None = None
         self._wait, self._scorer_wait = ExitStack(), ExitStack()

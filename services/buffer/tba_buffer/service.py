@@ -222,11 +222,7 @@ class Buffer:
         return problem or self._upkeep_problem
 
     async def run_info(self) -> RunInfo:
-        """Return the run, its components, waits and evaluations.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the run, its components, waits and evaluations."""
         fields = await self.run_state.read_fields()
         components, waits = await self.components.read()
         evals, best = await self.evaluations.all_and_best()
@@ -267,11 +263,7 @@ class Buffer:
         )
 
     async def run_with_summary(self) -> RunInfo:
-        """Return the run with its summary.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the run with its summary."""
         # at other temperatures than the policy's the effective sample size says nothing of old data
         hidden = {"ess"} if self.context.recipe.samples_at_other_temperatures else set[str]()
         names = ",".join(name for name in CURVE_NAMES if name not in hidden)

@@ -80,7 +80,6 @@ class Evictor:
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer.
         """
         await self._enforcement.run()
 

@@ -61,9 +61,6 @@ class NearDuplicateSearch:
         """Return the log positions of the rollouts that must go, ascending.
 
         The caller holds `Context.mutation_lock`, so nobody else changes or removes stored rollouts meanwhile.
-
-        Raises:
-            UnavailableError: Redis did not answer.
         """
         if index is not self._index:  # after a loss Redis gives the lost positions to other rollouts
             self._index, self._codes, self._compared = index, {}, set()

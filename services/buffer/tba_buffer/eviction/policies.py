@@ -46,11 +46,7 @@ class EvictionSettings:
 
 
 class EvictionPlanner:
-    """Plans evictions. It remembers what it has seen, so a plan costs what is new and what goes.
-
-    Args:
-        settings: the limits.
-    """
+    """Plans evictions. It remembers what it has seen, so a plan costs what is new and what goes."""
 
     def __init__(self, settings: EvictionSettings) -> None:
         self._settings = settings

@@ -65,11 +65,7 @@ class _Replayed:
 
 
 class IndexView:
-    """The index of this run; `catch_up` reads what the log has gained since.
-
-    Args:
-        context: Redis and settings.
-    """
+    """The index of this run; `catch_up` reads what the log has gained since."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -112,9 +108,6 @@ class IndexView:
 
         Returns:
             The problem; None when all is as it was.
-
-        Raises:
-            UnavailableError: Redis did not answer.
         """
         async with self._lock:
             # nothing was read before the restart, so there is nothing to compare

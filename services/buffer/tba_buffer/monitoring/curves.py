@@ -201,7 +201,6 @@ class CurvesReader:
 
         Raises:
             BadRequestError: a range of steps that ends before it begins, or too many names.
-            UnavailableError: Redis did not answer.
         """
         if from_step is not None and to_step is not None and from_step > to_step:
             raise BadRequestError(

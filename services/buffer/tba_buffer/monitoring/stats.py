@@ -231,11 +231,7 @@ class StatsReader:
         self._detail: Detail | None = None
 
     async def counters(self) -> Counters:
-        """Read everything that is cheap to know.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Read everything that is cheap to know."""
         # first the index: the counters that follow are then at least as new
         index, keys = await self._view.catch_up(), self._context.keys
         with redis_errors("read the counters"):
@@ -272,20 +268,12 @@ class StatsReader:
         }
 
     async def sample(self) -> None:
-        """Remember the counters, for the rates. The upkeep calls it every second.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Remember the counters, for the rates. The upkeep calls it every second."""
         counters = await self.counters()
         self._window.add(time.monotonic(), counters.rate_counts())
 
     async def read(self) -> Stats:
-        """Return all counts.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return all counts."""
         failed_reasons = await self._failures.reasons()
         counters = await self.counters()
         index, totals, slots = counters.index, counters.totals, counters.group("slots")

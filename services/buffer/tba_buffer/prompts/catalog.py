@@ -38,11 +38,7 @@ Ints = NDArray[np.int64]
 
 
 class Catalog:
-    """All prompts of the run, as Redis holds them.
-
-    Args:
-        context: Redis and settings.
-    """
+    """All prompts of the run, as Redis holds them."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -66,11 +62,7 @@ class Catalog:
         return np.array([number for number, prompt in self._by_id.values() if prompt.task == task], dtype=np.int64)
 
     async def load(self) -> None:
-        """Read the prompts that Redis has and this process does not know.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Read the prompts that Redis has and this process does not know."""
         redis, keys = self._context.redis, self._context.keys
         async with self._lock:  # two concurrent readers from the same number would add the same prompts twice
             with redis_errors("read the prompts"):
@@ -110,7 +102,6 @@ class Catalog:
         Raises:
             ConflictError: an id is taken by other content.
             SupersededError: this buffer process does not own the run.
-            UnavailableError: Redis did not answer.
         """
         by_id: dict[str, str] = {}
         for prompt in prompts:

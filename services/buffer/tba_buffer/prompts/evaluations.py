@@ -64,7 +64,6 @@ class Evaluations:
         Raises:
             FencedError: a newer lineage owns the run.
             ConflictError: there are no held-out prompts, or the version was never announced.
-            UnavailableError: Redis did not answer.
         """
         eval_id, _ = await self._open(request)
         return await self.get(eval_id)
@@ -108,7 +107,6 @@ class Evaluations:
 
         Raises:
             ConflictError: there are no held-out prompts, no version yet, or no such version.
-            UnavailableError: Redis did not answer.
         """
         run, section = await RunHash.read(self._context), self._context.recipe.eval
         version = request.version or run.latest_version
@@ -135,7 +133,6 @@ class Evaluations:
 
         Raises:
             NotFoundError: there is none with this id.
-            UnavailableError: Redis did not answer.
         """
         found = await self._read([eval_id])
         if not found:
@@ -143,11 +140,7 @@ class Evaluations:
         return found[0][0]
 
     async def all_and_best(self) -> tuple[list[EvalInfo], BestVersion | None]:
-        """Return every evaluation, oldest first, and the best version among the finished ones that are not abandoned.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return every evaluation, oldest first, and the best version of the finished ones that are not abandoned."""
         with redis_errors("read the evaluations"):
             ids = await self._context.redis.lrange(self._context.keys.eval_order, 0, -1)
         found = await self._read([eval_id.decode(errors="replace") for eval_id in ids])
@@ -156,11 +149,7 @@ class Evaluations:
         return [info for info, _ in found], best
 
     async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the stored documents of evaluations, at least one, without the damaged ones.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the stored documents of evaluations, at least one, without the damaged ones."""
         with redis_errors("read the evaluations"):
             texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
         found = {}
@@ -181,7 +170,6 @@ class Evaluations:
             NotFoundError: no such evaluation, or a lease that is not one of its leases.
             ForbiddenError: a lease was granted to another searcher.
             BadRequestError: the version is another one, or a number is not what was leased or can be.
-            UnavailableError: Redis did not answer.
         """
         document = (await self.documents([eval_id])).get(eval_id)
         if document is None:

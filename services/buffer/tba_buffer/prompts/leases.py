@@ -89,9 +89,6 @@ class Leases:
         Args:
             request: says how long it may wait here, and for what.
             is_gone: whether the client has hung up: nobody would work on leases that it is granted then.
-
-        Raises:
-            UnavailableError: Redis did not answer.
         """
         begin_s = time.monotonic()
         is_held = request.wait_s > 0 and len(self._held) < MAX_HELD
@@ -180,22 +177,14 @@ class Leases:
         return math.ceil(room / self._context.recipe.sampling.rollouts_per_visit)
 
     async def give_back(self, request: LeaseReturn) -> None:
-        """End leases of a searcher before their deadline. Owed rollouts are leased again; refused visits are not.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """End leases of a searcher before their deadline. Owed rollouts are leased again; refused visits are not."""
         returned, refused = request.lease_ids, request.refused_lease_ids
         args = [request.searcher_id, len(returned), *returned, *refused]
         await self._context.scripts.run("return", self._keys, args)
         self._context.leasable.notify()
 
     async def renew(self, request: LeaseRenewal) -> LeaseRenewalReply:
-        """Give leases of a searcher a new deadline. The reply names those that it does not hold any more.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Give leases of a searcher a new deadline. The reply names those that it does not hold any more."""
         keys, deadline_s = self._context.keys, self._context.clock() + self._context.recipe.buffer.lease_s
         args = [request.searcher_id, deadline_s, *request.lease_ids]
         names = [keys.leases, keys.lease_deadlines, keys.counters]

@@ -33,12 +33,7 @@ _GLANCES = msgspec.msgpack.Decoder(_Glance)
 
 
 class FailureReader:
-    """Reads the reasons, and keeps them for EVERY_S.
-
-    Args:
-        context: Redis.
-        view: the index.
-    """
+    """Reads the reasons, and keeps them for EVERY_S."""
 
     def __init__(self, context: Context, view: IndexView) -> None:
         self._context = context
@@ -48,11 +43,7 @@ class FailureReader:
         self._kept: list[FailedReason] = []
 
     async def reasons(self) -> list[FailedReason]:
-        """Return the reasons of the newest MAX_READ failed rollouts (MAX_BYTES of them), the commonest first.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the reasons of the newest MAX_READ failed rollouts (MAX_BYTES of them), the commonest first."""
         index = await self._view.catch_up()
         if not index.num_failed:
             return []

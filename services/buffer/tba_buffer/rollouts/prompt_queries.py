@@ -44,22 +44,13 @@ class PromptsRequest(BaseModel):
 
 
 class PromptReader:
-    """Reads prompts and what is stored of each.
-
-    Args:
-        catalog: the prompts.
-        view: the index.
-    """
+    """Reads prompts and what is stored of each."""
 
     def __init__(self, catalog: Catalog, view: IndexView) -> None:
         self._catalog, self._view = catalog, view
 
     async def page(self, request: PromptsRequest) -> PromptPage:
-        """Return one page. Pages are places in an order, which rewards and uploads change between two requests.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return one page. Pages are places in an order, which rewards and uploads change between two requests."""
         await self._view.catch_up()
         numbers = await self._matching(request)
         # now, since both may be read again during the pauses, when Redis was restored
@@ -79,7 +70,6 @@ class PromptReader:
 
         Raises:
             NotFoundError: no prompt has this id.
-            UnavailableError: Redis did not answer.
         """
         found = self._catalog.find(prompt_id)
         if found is None:

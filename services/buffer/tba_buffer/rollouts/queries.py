@@ -125,7 +125,6 @@ class RolloutReader:
             BadRequestError: the cursor cannot be used, bounds exclude each other, or an order by reward of rollouts
                 that have none.
             NotFoundError: no prompt has this id.
-            UnavailableError: Redis did not answer.
         """
         selection = Selection.of(request, self._catalog, order=request.order, cursor=request.cursor)
         payload_filter = PayloadFilter(request, self._catalog)
@@ -270,9 +269,6 @@ class RolloutReader:
 
         Args:
             text_chars: longer texts are cut; None: they are whole.
-
-        Raises:
-            UnavailableError: Redis did not answer.
         """
         trainer = await self._trainer()
         # in a thread: an export asks for a thousand at once
@@ -288,7 +284,6 @@ class RolloutReader:
 
         Raises:
             NotFoundError: it is not stored (now).
-            UnavailableError: Redis did not answer.
         """
         with redis_errors("read a rollout"):
             payload = await self._context.redis.hget(self._context.keys.payloads, bytes.fromhex(rollout_id))

@@ -34,11 +34,7 @@ log = get_logger("token_texts")
 
 
 class TokenTexts:
-    """Gives the texts of tokens, if the tokenizer of the run's model can be had.
-
-    Args:
-        context: Redis and settings.
-    """
+    """Gives the texts of tokens, if the tokenizer of the run's model can be had."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -75,11 +75,7 @@ class _Known:
 
 
 class Components:
-    """The components of the run.
-
-    Args:
-        context: Redis and settings.
-    """
+    """The components of the run."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -111,7 +107,6 @@ class Components:
             ConflictError: it belongs to another run.
             BusyError: as many components as are remembered are alive.
             ForbiddenError: a component of another kind has the id.
-            UnavailableError: Redis did not answer.
         """
         if beat.run != self._context.run:
             raise ConflictError(
@@ -147,11 +142,7 @@ class Components:
             await self.trainer_waits.count(beat)
 
     async def count_refused(self, error: TbaError) -> None:
-        """Count a refused heartbeat.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Count a refused heartbeat."""
         await self._context.count(f"heartbeats_refused:{REFUSALS.get(error.slug, error.slug)}")
 
     async def _read_known(self) -> dict[str, _Known]:
@@ -208,9 +199,6 @@ class Components:
 
         Components that have been silent for FORGET_AFTER_S are forgotten, but not by a read-only buffer: it shows those
         that were there at the end, as silent.
-
-        Raises:
-            UnavailableError: Redis did not answer.
         """
         key, now = self._context.keys.components, self._context.clock()
         with redis_errors("read the components"):
@@ -283,9 +271,6 @@ class TrainerWaits:
     Every heartbeat of a trainer says how long its process has waited so far (gauges `waited_s:<name>`) and when it
     started (`started_at_s`). count_waits.lua counts the differences, so the counter survives the death of trainer,
     buffer and Redis. Only what a killed trainer waited after its last heartbeat is not known.
-
-    Args:
-        context: Redis and settings.
     """
 
     def __init__(self, context: Context) -> None:
@@ -311,11 +296,7 @@ class TrainerWaits:
         )
 
     async def totals(self) -> dict[str, float]:
-        """Return name of the wait -> seconds, since the run began.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return name of the wait -> seconds, since the run began."""
         with redis_errors("read the waits of the trainers"):
             raw = await self._context.redis.hgetall(self._context.keys.trainer_waits)
         found: dict[str, float] = {}

@@ -51,11 +51,7 @@ class RunControl:
         self._state = state
 
     async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> RunChanges:
-        """Return at most `limit` changes of the state after one of them, oldest first.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return at most `limit` changes of the state after one of them, oldest first."""
         key, last = self._context.keys.run_changes, after + limit
         with redis_errors("read the audit of the run"):
             async with self._context.redis.pipeline(transaction=True) as pipe:
@@ -78,7 +74,6 @@ class RunControl:
             FencedError: done or fail without the active token; any command with another token.
             RollbackError: done, while a rollback waits for the trainer.
             ConflictError: the state does not allow it.
-            UnavailableError: Redis did not answer.
         """
         _, allowed_from, needs_token = COMMANDS[name]
         # a token that is sent is always checked, so that a trainer that was replaced cannot pause or stop the run
@@ -104,9 +99,6 @@ class RunControl:
         """Fail a running run because its rewards can never be known.
 
         In any other state, and before a trainer has started, nothing changes.
-
-        Raises:
-            UnavailableError: Redis did not answer.
         """
         # read first: a run without a trainer, or one that has ended, is left alone
         fields = await self._state.read_fields()

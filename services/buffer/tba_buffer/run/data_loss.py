@@ -56,11 +56,7 @@ class LossRecovery:
                 self._context.notify_all()
 
     async def check_claim(self, claim: str) -> None:
-        """Compare what a trainer heard last, perhaps from an earlier start of the buffer, with what Redis had.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Compare what a trainer heard last, perhaps from an earlier start of the buffer, with what Redis had."""
         if await self._context.losses.check_claim(claim):
             await self._context.durability.check()
 

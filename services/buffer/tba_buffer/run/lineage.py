@@ -49,11 +49,7 @@ def _parent(lineage: bytes, text: bytes) -> tuple[int, PolicyVersion]:
 
 
 class Lineages:
-    """The lineage table, and the acts that need the active token.
-
-    Args:
-        context: Redis and settings.
-    """
+    """The lineage table, and the acts that need the active token."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -61,11 +57,7 @@ class Lineages:
         self._active = self.history(START.lineage)
 
     async def load(self) -> None:
-        """Read the table.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Read the table."""
         with redis_errors("read the lineages"):
             raw = await self._context.redis.hgetall(self._context.keys.lineages)
         parents: dict[int, PolicyVersion] = {}
@@ -101,7 +93,6 @@ class Lineages:
                 again. Or no trainer made the parent version: it is not the start of its lineage, and was neither
                 acked nor announced nor checkpointed. Or the request id took a lineage with another parent.
             SupersededError: this buffer process does not own the run.
-            UnavailableError: Redis did not answer.
         """
         parent, token, keys = PolicyVersion.parse(request.parent), secrets.token_hex(16), self._context.keys
         now, trainer_id = self._context.clock(), request.trainer_id
@@ -171,7 +162,6 @@ class Lineages:
         Raises:
             FencedError: a newer lineage owns the run.
             ConflictError: the version is not in the history of the active lineage.
-            UnavailableError: Redis did not answer.
         """
         version, keys = PolicyVersion.parse(request.version), self._context.keys
         await self._check_history(version, request.token, f"the publication of version {version}")
@@ -192,7 +182,6 @@ class Lineages:
             FencedError: a newer lineage owns the run.
             RollbackError: a rollback waits. Trainers delete old checkpoints after this call, and its one must stay.
             ConflictError: the version is not in the history of the active lineage.
-            UnavailableError: Redis did not answer.
         """
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"
         await self._check_history(version, request.token, what)

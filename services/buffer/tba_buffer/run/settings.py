@@ -51,7 +51,6 @@ async def read_settings(redis: BytesRedis, keys: Keys, recipe: Recipe) -> Settin
 
     Raises:
         ConfigError: the live settings cannot be read, or do not go with the recipe.
-        UnavailableError: Redis did not answer.
     """
     with redis_errors("read the live settings"):
         raw = await redis.hgetall(keys.settings)
@@ -83,11 +82,7 @@ async def read_settings(redis: BytesRedis, keys: Keys, recipe: Recipe) -> Settin
 
 
 class Settings:
-    """Reads and changes the live settings.
-
-    Args:
-        context: Redis and settings.
-    """
+    """Reads and changes the live settings."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -104,7 +99,6 @@ class Settings:
 
         Raises:
             ConfigError: the live settings do not go with the recipe of this process.
-            UnavailableError: Redis did not answer.
         """
         async with self._reading:  # one at a time: a late answer would bring an older revision back
             self._current = await read_settings(self._context.redis, self._context.keys, self._context.recipe)
@@ -135,7 +129,6 @@ class Settings:
             ConflictError: the run is done, `request.revision` is not the newest one, or others keep changing the
                 settings.
             SupersededError: this buffer process does not own the run.
-            UnavailableError: Redis did not answer.
         """
         keys = self._context.keys
         given = {name: getattr(request.settings, name) for name in LIVE_NAMES}
@@ -181,11 +174,7 @@ class Settings:
         )
 
     async def info(self, *, after: int = 0, limit: int = MAX_CHANGES_PER_PAGE) -> SettingsInfo:
-        """Return the settings of now, and at most `limit` changes after a revision, oldest first.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the settings of now, and at most `limit` changes after a revision, oldest first."""
         keys, last = self._context.keys, after + limit
         current = await self.load()
         with redis_errors("read the audit of the live settings"):

@@ -203,13 +203,7 @@ class RunSnapshot:
 
 
 class RunStateReader:
-    """Reads the run; also voids batches past their deadline.
-
-    Args:
-        context: Redis and settings.
-        view: the index.
-        settings: the live ones.
-    """
+    """Reads the run; also voids batches past their deadline."""
 
     def __init__(self, context: Context, view: IndexView, settings: Settings) -> None:
         self._context = context
@@ -242,11 +236,7 @@ class RunStateReader:
         return self._last
 
     async def read_fields(self) -> RunHash:
-        """Return the run as Redis has it.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the run as Redis has it."""
         return (await RunHash.read(self._context)).parse_all()
 
     async def void(self, member: str | bytes) -> None:
@@ -254,7 +244,6 @@ class RunStateReader:
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer.
         """
         await self._context.scripts.run("read_run", self._keys, [self._context.clock(), member])
         # its rollouts may be gone because Redis lost them: the index is compared with the log again

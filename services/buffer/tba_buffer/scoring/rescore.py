@@ -66,7 +66,6 @@ class RescoreJobs:
 
         Raises:
             NotFoundError: there never was one.
-            UnavailableError: Redis did not answer.
         """
         job = await self._read()
         if job is None:
@@ -82,7 +81,6 @@ class RescoreJobs:
         Raises:
             BadRequestError: no prompt has this task.
             ConflictError: another job runs, or no reward scores the task of a rollout that would be scored again.
-            UnavailableError: Redis did not answer.
         """
         tasks = {self._task(prompt_id) for prompt_id in self._catalog.ids}
         if request.task is not None and request.task not in tasks:
@@ -118,11 +116,7 @@ class RescoreJobs:
         return await self.info()
 
     async def scores_pending(self) -> bool:
-        """Return whether the running job is about pending rollouts, which then only it scores.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return whether the running job is about pending rollouts, which then only it scores."""
         job = await self._read()
         return job is not None and job.state == "running" and job.only == "pending"
 
@@ -132,7 +126,6 @@ class RescoreJobs:
         Raises:
             RewardUnavailableError: the reward service could not be asked; nothing has changed.
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer.
         """
         job = await self._read()
         if job is None or job.state != "running":
@@ -168,7 +161,6 @@ class RescoreJobs:
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer.
         """
         job = await self._read()
         if job is None or job.state != "running":

@@ -45,11 +45,7 @@ class _Retry:
 
 
 class RetryQueue:
-    """The rollouts that wait for their scorer, by log position.
-
-    Args:
-        clock: Unix seconds.
-    """
+    """The rollouts that wait for their scorer, by log position."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -121,11 +117,7 @@ class RetryQueue:
 
 
 class DeadLetters:
-    """The parked rollouts, by log position.
-
-    Args:
-        clock: Unix seconds.
-    """
+    """The parked rollouts, by log position."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

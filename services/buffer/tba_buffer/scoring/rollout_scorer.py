@@ -117,7 +117,6 @@ class RolloutScorer:
 
         Raises:
             RewardUnavailableError: the reward service could not be asked.
-            UnavailableError: Redis did not answer.
         """
         found, before, failed = await self._load(positions)
         if not found:
@@ -153,7 +152,6 @@ class RolloutScorer:
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer.
         """
         # no eviction or re-scoring may come between the look at the index and the write
         async with self._context.mutation_lock:
@@ -231,11 +229,7 @@ class RolloutScorer:
             self._reward.end_wait()
 
     async def still_stored(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
-        """Return the rollouts that are still stored; the caller holds `context.mutation_lock` until it has stored them.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the rollouts that are still stored; the caller holds `context.mutation_lock` until it stores them."""
         index = await self._view.catch_up()
         rows = index.rows_at(np.array([item.position for item in scored], dtype=np.int64))
         found = [item for item, row in zip(scored, rows, strict=True) if row >= 0]
@@ -266,11 +260,7 @@ class RolloutScorer:
         self._context.notify_all()
 
     async def enforce_limits(self, scored: Sequence[ScoredRollout]) -> None:
-        """Evict what is over the limits because stored payloads grew; `context.mutation_lock` must not be held.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Evict what is over the limits because stored payloads grew; `context.mutation_lock` must not be held."""
         if self._evictor.record_added(0, sum(len(item.payload) - item.num_bytes_before for item in scored)):
             await self._evictor.enforce()
 

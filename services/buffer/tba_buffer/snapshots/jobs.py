@@ -80,11 +80,7 @@ class SnapshotJobs:
         return self._task is not None and not self._task.done()
 
     async def start(self) -> None:
-        """Continue a load that was interrupted, or begin the one that the recipe asks for.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Continue a load that was interrupted, or begin the one that the recipe asks for."""
         section, (origin, cursor, lineage) = self._context.recipe.run, await self._read()
         if origin is not None:
             # interrupted: the cursor in Redis says where to continue
@@ -128,7 +124,6 @@ class SnapshotJobs:
 
         Raises:
             ConflictError: the run began with something else, or another job runs.
-            UnavailableError: Redis did not answer.
         """
         origin, _, lineage = await self._read()
         is_loading = self._is_busy and self._load is not None and self._load[0] == request
@@ -172,11 +167,7 @@ class SnapshotJobs:
         )
 
     async def origin(self) -> OriginInfo | None:
-        """Return the snapshot that the run began with, or is to begin with; None when there is none.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the snapshot that the run began with, or is to begin with; None when there is none."""
         origin, cursor, _ = await self._read()
         if origin is not None and cursor >= origin.last:
             return OriginInfo(

@@ -4,6 +4,8 @@ Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a
 that is run again with the same arguments stores, leases, draws and counts nothing twice. Only a repeated push reports
 and counts its items as duplicates. Each file begins with its keys, arguments and replies.
 
+Whatever asks Redis raises UnavailableError while it does not answer. The docstrings of other rooms name further errors.
+
 RunHash has the one parser of each field of the `run` hash, which is read by itself or in a transaction with other keys.
 """
 

@@ -20,21 +20,13 @@ class DesiredSearchers:
 
 
 class ScaleRequests:
-    """Reads and changes the desired number.
-
-    Args:
-        context: Redis and settings.
-    """
+    """Reads and changes the desired number."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
 
     async def read(self) -> DesiredSearchers:
-        """Return the last request.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the last request."""
         with redis_errors("read how many searchers are desired"):
             revision, num = await self._context.redis.hmget(self._context.keys.scaling, "revision", "wanted")
         key = self._context.keys.scaling
@@ -51,7 +43,6 @@ class ScaleRequests:
 
         Raises:
             SupersededError: this buffer process does not own the run.
-            UnavailableError: Redis did not answer.
         """
         keys = self._context.keys
         reply = await self._context.scripts.run(
@@ -70,11 +61,7 @@ class ScaleRequests:
         return int(reply[1])
 
     async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> tuple[list[ScaleAudit], int | None]:
-        """Return at most `limit` changes after a revision, oldest first, and the revision to continue after, if any.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return at most `limit` changes after a revision, oldest first, and the revision to continue after, if any."""
         keys, last = self._context.keys, after + limit
         with redis_errors("read the audit of the searchers"):
             async with self._context.redis.pipeline(transaction=True) as pipe:

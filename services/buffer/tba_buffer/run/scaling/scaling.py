@@ -80,7 +80,6 @@ class Scaling:
             ConfigError: more than `scaling.max_searchers`, or more than one for one server.
             ConflictError: nothing of tba starts searchers here, or the run is offline.
             SupersededError: this buffer process does not own the run.
-            UnavailableError: Redis did not answer.
         """
         self._check(request.num_searchers)
         revision = await self._requests.change(request)
@@ -89,11 +88,7 @@ class Scaling:
         return await self.info(after=revision - 1, limit=1)
 
     async def info(self, *, after: int = 0, limit: int | None = None) -> ScalingInfo:
-        """Return the searchers, and the changes after a revision, oldest first.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the searchers, and the changes after a revision, oldest first."""
         desired, fields = await self._requests.read(), await self._run_state.read_fields()
         components, _ = await self._components.read()
         changes, more = await (
@@ -102,19 +97,11 @@ class Scaling:
         return ScalingInfo(searchers=self._shown(desired, fields.state, components), changes=changes, next=more)
 
     async def searchers(self, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
-        """Return the searchers, as GET /v1/run shows them.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the searchers, as GET /v1/run shows them."""
         return self._shown(await self._requests.read(), state, components)
 
     async def desired(self, state: RunState) -> int | None:
-        """Return the desired number of searchers; None: not known here.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
+        """Return the desired number of searchers; None: not known here."""
         return self._target(await self._requests.read(), state)[0]
 
     def _check(self, num: int | None) -> None:

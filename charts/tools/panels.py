@@ -299,12 +299,6 @@ STORED = Row(
             (_rate("tba_buffer_leases_total", "event"),),
         ),
         Panel(
-            "Stored, by length of the response",
-            "Number of response tokens, in buckets.",
-            (("sum by (length) (tba_buffer_rollouts_by_length{BUFFER})", "{{length}}"),),
-            style=STACKED,
-        ),
-        Panel(
             "Prompts",
             "Uploaded, and those that can fill a slot of a batch now.",
             (
@@ -331,19 +325,6 @@ DROPS = Row(
             "Rollouts per second that left the buffer (docs/operations.md, Bounds).",
             (_rate("tba_buffer_evicted_total", "reason"),),
             style=STACKED,
-        ),
-        Panel(
-            "Share dropped, by length",
-            "Evicted / (evicted + stored) of each bucket of response tokens. Growing with the length: a bias against "
-            "slow, long answers.",
-            (
-                (
-                    "sum by (length) (tba_buffer_evicted_total{BUFFER}) / (sum by (length) "
-                    "(tba_buffer_evicted_total{BUFFER}) + sum by (length) (tba_buffer_rollouts_by_length{BUFFER}))",
-                    "{{length}}",
-                ),
-            ),
-            unit="percentunit",
         ),
         Panel(
             "Refused pushes and void batches",

@@ -25,8 +25,7 @@ class Rates(StrictModel):
 class StoredStats(StrictModel):
     """The stored rollouts in detail, at `log_position`; for large buffers it may be seconds old.
 
-    Buckets are texts such as `0`, `1`, `3-4`, `17-32`: the numbers in the bucket, both ends included. Deciles are
-    eleven occurring values, from the smallest to the largest (nearest rank); none if nothing is stored.
+    Deciles are eleven occurring values, from the smallest to the largest (nearest rank); none if nothing is stored.
     """
 
     log_position: int
@@ -34,11 +33,6 @@ class StoredStats(StrictModel):
     """Policy version (the oldest of a rollout's) -> rollouts; the newest 50 versions."""
     num_of_older_versions: int
     """Rollouts of all versions that `by_version` leaves out."""
-    by_policy_age: dict[str, int]
-    """Bucket of the policy age, in steps of the active lineage, that a rollout would have if it were trained on now."""
-    policy_age_deciles: list[int] | None = Field(min_length=NUM_DECILES, max_length=NUM_DECILES)
-    by_length: dict[str, int]
-    """Bucket of the number of response tokens -> rollouts."""
     reward_deciles: list[float] | None = Field(min_length=NUM_DECILES, max_length=NUM_DECILES)
     """Of the scored rollouts."""
 
@@ -98,9 +92,6 @@ class Stats(StrictModel):
     refused: dict[str, int]
     evicted: dict[str, int]
     """Reason -> rollouts."""
-    evicted_by_length: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Reason -> bucket of response tokens -> rollouts; compared with `stored.by_length` it shows a bias against long
-    ones."""
     rescored: dict[str, int] = Field(default_factory=dict)
     leases: dict[str, int]
     rollouts_generated: int

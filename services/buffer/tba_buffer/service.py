@@ -90,7 +90,7 @@ class Buffer:
         self._wire_scoring(context, view)
         # a view has no reward service
         self.components.services += [self._component, *([] if self._view_of else [self.reward_probe.info])]
-        self.stats = StatsReader(context, catalog=self.catalog, view=view, lineages=self.lineages)
+        self.stats = StatsReader(context, catalog=self.catalog, view=view)
         self.weight_versions = WeightVersionReader(lambda: open_store(recipe.store), context.run)
         self.curves = CurvesReader(context, self.lineages)
         self.metrics = Metrics(

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from tba_buffer.eviction import evictor
-from tba_buffer.eviction.evictor import length_bucket
 from tba_buffer.eviction.policies import EvictionSettings
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.log_follower import Compactor
@@ -129,7 +128,6 @@ class Model:
                 self.rescored.discard(stored.rollout_id)
                 self.gone.add(stored.rollout_id)
                 self.evicted[reason] += 1
-                self.evicted[f"{reason}:{length_bucket(stored.num_tokens)}"] += 1
 
     def can_draw(self) -> bool:
         scored = [stored.prompt for stored in self.live if stored.status == "scored"]

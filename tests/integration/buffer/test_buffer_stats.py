@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tba_reward.metrics import Metrics as RewardMetrics
 
-from tba.api import AckRequest, BatchRequest, LeaseRequest, Stats, VersionRequest
+from tba.api import AckRequest, BatchRequest, LeaseRequest, Stats
 from tba.versions import PolicyVersion
 from tba.wire import Heartbeat, Wait, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
@@ -66,12 +66,8 @@ def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:
     assert (stats.num_rollouts, stats.num_scored, stats.num_pending, stats.num_failed) == (40, 34, 6, 0)
     assert stats.rollouts_generated == stats.num_rollouts + sum(stats.evicted.values())
     assert stats.evicted == {"max_rollouts": 6}
-    assert stats.evicted_by_length == {"max_rollouts": {"1-16": 6}}
     assert stats.stored is not None
-    assert stats.stored.by_length == {"1-16": 14, "17-32": 6, "65-128": 20}
     assert stats.stored.by_version == {"0-0": 40}
-    assert stats.stored.by_policy_age == {"3-4": 40}
-    assert stats.stored.policy_age_deciles == [3] * 11
     assert stats.stored.reward_deciles is not None
     assert (stats.stored.reward_deciles[0], stats.stored.reward_deciles[-1]) == (0.0, 3.0)
     assert stats.stored.log_position == stats.log_position
@@ -98,14 +94,6 @@ def test_versions_and_ages_follow_the_rollouts_and_the_trainer(serve_buffer: Ser
     stored = client.stats().stored
     assert stored is not None
     assert stored.by_version == {"1-9": 1, "1-5": 2, "1-0": 1}
-    assert stored.by_policy_age == {"0": 4}  # the trainer stands at step 0: nothing is old yet
-    client.announce_version(VersionRequest(version="1-5", token=lineage.token))
-    second = start_lineage(client, PolicyVersion(1, 5))
-    assert second.lineage == 2
-    stored = client.stats().stored
-    assert stored is not None
-    assert stored.by_policy_age == {"0": 3, "5-8": 1}  # 1-9 is beyond where the lineages parted
-    assert stored.policy_age_deciles == [0] * 8 + [5] * 3
 
 
 def test_a_restart_changes_no_count(serve_buffer: ServeBuffer) -> None:
@@ -134,12 +122,8 @@ def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:
         assert value(metrics, "tba_rollouts_total", outcome=outcome) == number
     for code, number in stats.refused.items():
         assert value(metrics, "tba_buffer_refused_total", reason=code) == number
-    for reason, lengths in stats.evicted_by_length.items():
-        for length, number in lengths.items():
-            assert value(metrics, "tba_buffer_evicted_total", reason=reason, length=length) == number
-    assert stats.stored is not None
-    for length, number in stats.stored.by_length.items():
-        assert value(metrics, "tba_buffer_rollouts_by_length", length=length) == number
+    for reason, number in stats.evicted.items():
+        assert value(metrics, "tba_buffer_evicted_total", reason=reason) == number
     assert value(metrics, "tba_buffer_payload_bytes") == stats.payload_bytes
     assert value(metrics, "tba_buffer_log_events_since_checkpoint") == stats.log_position - stats.checkpoint_position
     assert value(metrics, "tba_trained_rollouts_total") == stats.rollouts_trained
@@ -172,7 +156,7 @@ def test_the_detail_of_a_large_buffer_is_kept_until_it_is_due(
     client.push(make_payloads(["train-0"], per_prompt=4))
     stats = client.stats()
     assert stats.stored is not None
-    assert (stats.num_rollouts, sum(stats.stored.by_length.values())) == (12, described)
+    assert (stats.num_rollouts, sum(stats.stored.by_version.values())) == (12, described)
 
 
 def test_metrics_are_served_while_redis_is_away(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:

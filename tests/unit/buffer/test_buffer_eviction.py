@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from tba_buffer.eviction import near_duplicates
-from tba_buffer.eviction.evictor import count_by_length, length_bucket
 from tba_buffer.eviction.near_duplicates import Candidate, NearDuplicateSearch, find_losers, to_codes
 from tba_buffer.eviction.policies import MOST_SLACK_ROLLOUTS, SLACK, EvictionPlanner, EvictionSettings
 from tba_buffer.index.log import (
@@ -144,24 +143,6 @@ def test_every_plan_is_that_of_the_model(chosen: EvictionSettings, history: list
                 run.planner = EvictionPlanner(chosen)
         run.enforce(now)
         assert run.index.num_live == len(run.live)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "bucket"),
-    [
-        (0, "1-16"),
-        (1, "1-16"),
-        (16, "1-16"),
-        (17, "17-32"),
-        (32, "17-32"),
-        (33, "33-64"),
-        (4096, "2049-4096"),
-        (4097, "4097-8192"),
-    ],
-)
-def test_length_buckets_end_at_powers_of_two(num_tokens: int, bucket: str) -> None:
-    assert length_bucket(num_tokens) == bucket
-    assert count_by_length(np.array([num_tokens, num_tokens, 10**6])) == {bucket: 2, "524289-1048576": 1}
 
 
 def test_one_enforcement_of_a_large_cap_serves_many_pushes() -> None:

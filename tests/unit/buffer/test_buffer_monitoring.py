@@ -6,8 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tba_buffer.index.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
 from tba_buffer.index.rollout_index import Index, IndexSettings
 from tba_buffer.monitoring.metrics import OTHER_WAITS, WAITS_SHOWN, shown_waits
@@ -15,13 +13,10 @@ from tba_buffer.monitoring.stats import (
     VERSIONS_SHOWN,
     WINDOW_S,
     RateWindow,
-    age_bucket,
-    age_deciles,
-    by_length,
     stored_stats,
 )
 
-from tba.versions import START, LineageTree, PolicyVersion
+from tba.versions import START, PolicyVersion
 from tests.support.buffer import make_recipe
 
 # ---- Stored rollouts, in detail, against a count by hand ------------------------------------------------------------
@@ -48,62 +43,24 @@ def index_of(versions: list[PolicyVersion], *, rewards: list[float | None], num_
 
 def test_deciles_are_of_the_scored_rollouts_that_are_still_stored() -> None:
     index = index_of([START] * 12, rewards=[*(float(i) for i in range(11)), None])
-    detail = stored_stats(index, LineageTree(), START)
+    detail = stored_stats(index)
     assert detail.reward_deciles == [float(i) for i in range(11)]
     index.apply(Evicted(13, np.array([11], dtype=np.uint64), "max_rollouts"))
-    detail = stored_stats(index, LineageTree(), START)
+    detail = stored_stats(index)
     assert (detail.log_position, detail.reward_deciles and detail.reward_deciles[-1]) == (13, 9.0)
-    assert detail.by_length == {"17-32": 11}
-
-
-def test_ages_are_measured_along_the_active_lineage() -> None:
-    tree = LineageTree({1: START, 2: PolicyVersion(1, 10)})
-    versions = [PolicyVersion(1, 40), PolicyVersion(1, 5), PolicyVersion(2, 14), START]
-    detail = stored_stats(index_of(versions, rewards=[1.0] * 4), tree, PolicyVersion(2, 14))
-    assert detail.by_policy_age == {"0": 1, "3-4": 1, "9-16": 2}  # 0 of 2-14; 1-40 parted at 10: 4; 9 of 1-5; 14
-    assert detail.policy_age_deciles is not None
-    assert (detail.policy_age_deciles[0], detail.policy_age_deciles[-1]) == (0, 14)
-    assert list(detail.by_version) == ["2-14", "1-40", "1-5", "0-0"]
 
 
 def test_only_the_newest_versions_are_named_and_the_rest_is_counted() -> None:
     versions = [PolicyVersion(1, step) for step in range(1, VERSIONS_SHOWN + 31)]
-    detail = stored_stats(index_of(versions, rewards=[0.0] * len(versions)), LineageTree({1: START}), versions[-1])
+    detail = stored_stats(index_of(versions, rewards=[0.0] * len(versions)))
     assert len(detail.by_version) == VERSIONS_SHOWN
     assert detail.num_of_older_versions == 30
     assert next(iter(detail.by_version)) == str(versions[-1])
 
 
 def test_an_empty_buffer_has_no_deciles() -> None:
-    detail = stored_stats(Index(IndexSettings.of(make_recipe())), LineageTree(), START)
-    assert (detail.reward_deciles, detail.policy_age_deciles, detail.by_length) == (None, None, {})
-
-
-@given(st.integers(0, 10**6))
-def test_an_age_is_in_its_bucket(age: int) -> None:
-    first, _, last = age_bucket(age).partition("-")
-    assert int(first) <= age <= int(last or first)
-
-
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
-def test_age_deciles_are_nearest_ranks(ages: list[int]) -> None:
-    known = sorted(ages)
-    wanted = [known[max(0, -(-i * len(known) // 10) - 1)] for i in range(11)]
-    assert age_deciles(Counter(ages)) == wanted
-
-
-@given(st.lists(st.integers(1, 5000), max_size=60))
-def test_lengths_add_up_and_are_in_their_bucket(lengths: list[int]) -> None:
-    buckets = by_length(np.array(lengths, dtype=np.uint32))
-    assert sum(buckets.values()) == len(lengths)
-    for bucket, number in buckets.items():
-        first, last = map(int, bucket.split("-"))
-        assert number == sum(first <= length <= last for length in lengths)
-
-
-@pytest.mark.parametrize(("age", "bucket"), [(0, "0"), (1, "1"), (2, "2"), (3, "3-4"), (8, "5-8"), (9, "9-16")])
-def test_age_buckets_are_powers_of_two(age: int, bucket: str) -> None:
-    assert age_bucket(age) == bucket
+    detail = stored_stats(Index(IndexSettings.of(make_recipe())))
+    assert detail.reward_deciles is None
 
 
 # ---- Rates come from cumulative counts ------------------------------------------------------------------------------

@@ -24,10 +24,8 @@ from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 ROLLOUTS_PER_CALL = 500
-SHORTEST_BUCKET_TOKENS = 16
 Amount = NDArray[np.int64]
 """Rollouts and bytes. [2]"""
-_BUCKET_ENDS = SHORTEST_BUCKET_TOKENS << np.arange(29, dtype=np.int64)
 
 
 class Evictor:
@@ -158,19 +156,5 @@ def _arguments(index: Index, reason: str, rows: Rows, accepted_by: bytes) -> lis
     Args:
         accepted_by: the last acceptance of a loss when this was planned.
     """
-    num_tokens = index.column("num_tokens", rows)
     positions = index.column("position", rows).astype("<u8").tobytes()
-    by_length = (part for pair in count_by_length(num_tokens).items() for part in pair)
-    return [reason, b"".join(index.rollout_ids(rows)), positions, accepted_by, *by_length]
-
-
-def length_bucket(num_tokens: int) -> str:
-    """Return the range of response lengths, in tokens, that `num_tokens` counts under: "1-16", "17-32", "33-64", ..."""
-    high = max(SHORTEST_BUCKET_TOKENS, 1 << max(0, num_tokens - 1).bit_length())
-    return f"{1 if high == SHORTEST_BUCKET_TOKENS else high // 2 + 1}-{high}"
-
-
-def count_by_length(num_tokens: NDArray[np.integer]) -> dict[str, int]:
-    """Return length bucket -> how many of `num_tokens` [n] it holds."""
-    numbers, counts = np.unique(np.searchsorted(_BUCKET_ENDS, num_tokens), return_counts=True)
-    return {length_bucket(int(_BUCKET_ENDS[number])): int(count) for number, count in zip(numbers, counts, strict=True)}
+    return [reason, b"".join(index.rollout_ids(rows)), positions, accepted_by]

@@ -40,7 +40,6 @@ class Reading:
     """The values behind one answer of /metrics."""
 
     counters: Counters
-    by_length: Mapping[str, int]
     mean_reward_recent: float | None
     components: Sequence[ComponentInfo]
     waits: Sequence[WaitInfo]
@@ -100,7 +99,6 @@ class Metrics(Collector):
         fields = await self._run_state.read_fields()
         self._reading = Reading(
             counters=counters,
-            by_length=detail.stored.by_length,
             mean_reward_recent=detail.mean_reward_recent,
             components=infos,
             waits=waits,
@@ -152,15 +150,7 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
         "act",
         counters.group("foreign"),
     )
-    dropped = CounterMetricFamily(
-        "tba_buffer_evicted",
-        "Stored rollouts that were evicted, by reason and number of response tokens",
-        labels=["reason", "length"],
-    )
-    for reason, lengths in counters.evicted_by_length().items():
-        for length, number in lengths.items():
-            dropped.add_metric([reason, length], number)
-    yield dropped
+    yield _by("tba_buffer_evicted", "Stored rollouts that were evicted, by reason", "reason", counters.group("evicted"))
     for name, text in (
         ("heartbeats_refused", "Heartbeats that were not taken, by reason"),
         ("components_forgotten", "Components that were forgotten, by reason"),
@@ -214,8 +204,6 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
     counters, index = reading.counters, reading.counters.index
     stored = {"scored": index.num_scored, "pending": index.num_pending, "failed": index.num_failed}
     yield gauges_by("tba_buffer_rollouts", "Rollouts stored now, by reward status", "status", stored)
-    text = "Rollouts stored now, by number of response tokens"
-    yield gauges_by("tba_buffer_rollouts_by_length", text, "length", reading.by_length)
     # None is absent, not 0: that would be a reward
     text = "Mean reward of the recent part of the buffer"
     yield GaugeMetricFamily("tba_buffer_mean_reward_recent", text, value=reading.mean_reward_recent)

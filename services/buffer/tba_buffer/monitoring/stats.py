@@ -2,8 +2,8 @@
 
 Counters      cheap: one read of the counters, and the index. The upkeep asks for no more
 RateWindow    how fast the cumulative counters have grown over the last minute
-stored_stats  what is stored, by policy version, policy age, length and reward: O(live rollouts), so StatsReader keeps
-              the answer for large buffers
+stored_stats  what is stored, by policy version and reward: O(live rollouts), so StatsReader keeps the answer for large
+              buffers
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from tba.api import Rates, Stats, StoredStats, TokenTotals
 from tba.api.stats import NUM_DECILES
-from tba.versions import LineageTree, PolicyVersion
-from tba_buffer.eviction.evictor import length_bucket
+from tba.versions import PolicyVersion
 from tba_buffer.index.log import SCORED
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
@@ -27,7 +26,6 @@ from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.failures import FailureReader
 from tba_buffer.rollouts.trained_steps import DROPPED
 from tba_buffer.run.component_times import read_times
-from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context, RunHash, needed, parse_number
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -65,60 +63,16 @@ class RateWindow:
 VERSIONS_SHOWN = 50
 
 
-def stored_stats(index: Index, tree: LineageTree, trainer: PolicyVersion) -> StoredStats:
-    """Return the detail of what `index` holds. O(live rollouts): about 40 ms for a million.
-
-    Args:
-        tree, trainer: what policy age is measured along, and the last step of the active lineage.
-    """
-    # ages are counted per version, not per rollout: there are far fewer versions
-    versions = sorted(index.versions().items(), reverse=True)
-    ages: dict[int, int] = {}
-    for version, number in versions:
-        age = tree.policy_age(version, trainer)
-        ages[age] = ages.get(age, 0) + number
-    rows = index.live_rows()
+def stored_stats(index: Index) -> StoredStats:
+    """Return the detail of what `index` holds. O(live rollouts): about 40 ms for a million."""
+    versions, rows = sorted(index.versions().items(), reverse=True), index.live_rows()
     rewards = index.column("reward", rows)[index.column("status", rows) == SCORED]
     return StoredStats(
         log_position=index.position,
         by_version={str(version): number for version, number in versions[:VERSIONS_SHOWN]},
         num_of_older_versions=sum(number for _, number in versions[VERSIONS_SHOWN:]),
-        by_policy_age=_by_age(ages),
-        policy_age_deciles=age_deciles(ages),
-        by_length=by_length(index.column("num_tokens", rows)),
         reward_deciles=_reward_deciles(rewards),
     )
-
-
-def age_bucket(age: int) -> str:
-    """Return the bucket of a policy age: `0`, `1`, `2`, `3-4`, `5-8`, ..."""
-    if age == 0:
-        return "0"
-    last = 1 << (age - 1).bit_length()
-    return str(last) if last <= 2 else f"{last // 2 + 1}-{last}"
-
-
-def age_deciles(ages: Mapping[int, int]) -> list[int] | None:
-    """Return eleven ages that occur, from the smallest to the largest (nearest rank); None without any.
-
-    Args:
-        ages: age -> rollouts, at least one each.
-    """
-    if not ages:
-        return None
-    known = sorted(ages)
-    up_to = np.cumsum([ages[age] for age in known])
-    return [known[i] for i in np.searchsorted(up_to, _decile_ranks(int(up_to[-1])) + 1)]
-
-
-def by_length(num_tokens: NDArray[np.integer]) -> dict[str, int]:
-    """Return bucket of the number of response tokens -> rollouts, shortest first. num_tokens: [N]."""
-    per_length = np.bincount(num_tokens.astype(np.int64))
-    buckets: dict[str, int] = {}
-    for length in np.flatnonzero(per_length).tolist():
-        bucket = length_bucket(length)
-        buckets[bucket] = buckets.get(bucket, 0) + int(per_length[length])
-    return buckets
 
 
 def _reward_deciles(rewards: NDArray[np.float64]) -> list[float] | None:
@@ -134,13 +88,6 @@ def _reward_deciles(rewards: NDArray[np.float64]) -> list[float] | None:
 def _decile_ranks(num: int) -> NDArray[np.int64]:
     """Return where in `num` sorted values the deciles are (nearest rank, in whole numbers). [11]"""
     return np.maximum(0, -(-np.arange(NUM_DECILES) * num // (NUM_DECILES - 1)) - 1)
-
-
-def _by_age(ages: Mapping[int, int]) -> dict[str, int]:
-    buckets: dict[str, int] = {}
-    for age in sorted(ages):
-        buckets[age_bucket(age)] = buckets.get(age_bucket(age), 0) + ages[age]
-    return buckets
 
 
 LEASE_EVENTS = ("granted", "fulfilled", "expired", "returned", "refused")
@@ -174,15 +121,6 @@ class Counters:
         parts = ((key.split(":"), value) for key, value in sorted(self.totals.items()))
         return {key[1]: value for key, value in parts if key[0] == name and len(key) == 2}
 
-    def evicted_by_length(self) -> dict[str, dict[str, int]]:
-        """Return reason -> length bucket -> rollouts evicted, ever."""
-        found: dict[str, dict[str, int]] = {}
-        for key, value in sorted(self.totals.items()):
-            parts = key.split(":")
-            if parts[0] == "evicted" and len(parts) == 3:
-                found.setdefault(parts[1], {})[parts[2]] = value
-        return found
-
     def tokens(self) -> TokenTotals:
         """Return the completion tokens."""
         return TokenTotals(
@@ -206,7 +144,6 @@ class Detail:
     """Statistics over every stored rollout. Out of date, they are computed again from `due_s` on (monotonic)."""
 
     due_s: float
-    trainer: PolicyVersion
     mean_reward_recent: float | None
     stored: StoredStats
 
@@ -218,14 +155,12 @@ class StatsReader:
         context: Redis and settings.
         catalog: the prompts.
         view: the index.
-        lineages: what policy age is measured along.
     """
 
-    def __init__(self, context: Context, *, catalog: Catalog, view: IndexView, lineages: Lineages) -> None:
+    def __init__(self, context: Context, *, catalog: Catalog, view: IndexView) -> None:
         self._context = context
         self._catalog = catalog
         self._view = view
-        self._lineages = lineages
         self._failures = FailureReader(context, view)
         self._window = RateWindow()
         self._detail: Detail | None = None
@@ -300,7 +235,6 @@ class StatsReader:
             pushed={name: totals.get(f"pushed:{name}", 0) for name in PUSH_OUTCOMES},
             refused=counters.group("refused"),
             evicted=counters.group("evicted"),
-            evicted_by_length=counters.evicted_by_length(),
             rescored=counters.group("rescored"),
             leases={"open": counters.num_open_leases, **{name: leases.get(name, 0) for name in LEASE_EVENTS}},
             rollouts_generated=generated,
@@ -327,18 +261,18 @@ class StatsReader:
         """Return the detail of what is stored; kept until out of date and, for large buffers, until due."""
         kept, index, now_s = self._detail, counters.index, time.monotonic()
         if kept is not None:
-            if (kept.stored.log_position, kept.trainer) == (index.position, counters.trainer):
+            if kept.stored.log_position == index.position:
                 return kept
             # a small buffer is looked through at once; for a large one an older answer is good enough
             if index.num_live > ALWAYS_FRESH_ROLLOUTS and now_s < kept.due_s:
                 return kept
         recent = index.recent_rows()
         mean_reward = float(index.column("reward", recent).mean()) if len(recent) else None
-        stored = stored_stats(index, self._lineages.tree, counters.trainer)
+        stored = stored_stats(index)
         done_s = time.monotonic()
         # it takes at most DETAIL_SHARE of the time of the process
         due_s = done_s + max(DETAIL_EVERY_S, (done_s - now_s) / DETAIL_SHARE)
-        self._detail = Detail(due_s, counters.trainer, mean_reward, stored)
+        self._detail = Detail(due_s, mean_reward, stored)
         return self._detail
 
 

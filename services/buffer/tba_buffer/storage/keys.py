@@ -93,7 +93,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 Counters: acknowledged (changes that somebody was told are stored: losses.py); log_position (of the last event);
 draw_position (of the last draw);
 evicted_number (of the last eviction); generated, loaded (from a snapshot), scored_total, pushed:<outcome>,
-refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
+refused:<code>, evicted:<reason>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;
 skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); trained_steps:dropped (records that were
 trimmed from `trained`); tokens:generated, tokens:trained (completion tokens); heartbeats_refused:<reason>;

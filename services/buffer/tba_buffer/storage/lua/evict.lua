@@ -2,8 +2,7 @@
 -- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 epoch, 6 gone, 7 gone_before, 8 run
 -- ARGV: 1 epoch, 2 number of this eviction: larger than that of every eviction before it, 3 reason,
 --       4 rollout ids (16 bytes each), 5 their positions (8 bytes each, little-endian),
---       6 request id of the last acceptance of a loss before they were planned, '' if none,
---       then pairs of length bucket, rollouts
+--       6 request id of the last acceptance of a loss before they were planned, '' if none
 -- Returns 'superseded' (also when a loss was accepted since then: the positions may belong to other rollouts), or the
 -- number of rollouts.
 -- At most a few thousand ids, so that the unpack below stays far from Lua's limit of some 8000 values.
@@ -28,5 +27,4 @@ local position = string.format('%.0f', tonumber(redis.call('HGET', KEYS[3], 'log
 redis.call('XADD', KEYS[2], position .. '-0', 'e', ARGV[5], 'w', ARGV[3])
 redis.call('HSET', KEYS[3], 'log_position', position, 'evicted_number', ARGV[2])
 redis.pcall('HINCRBY', KEYS[3], 'evicted:' .. ARGV[3], num) -- pcall: damaged counts must not end this half way
-for i = 7, #ARGV, 2 do redis.pcall('HINCRBY', KEYS[3], 'evicted:' .. ARGV[3] .. ':' .. ARGV[i], ARGV[i + 1]) end
 return num

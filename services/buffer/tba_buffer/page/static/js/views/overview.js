@@ -123,8 +123,6 @@ function composition(run, stats) {
     panel("Buffer by reward", "The rewards that are stored, from the lowest to the highest in ten equal parts. All equal: nothing can be learned.",
       stored?.reward_deciles ? facts(stored.reward_deciles.map((value, at) => [DECILES[at], number(value, 2)]))
         : emptyText(awaited("The first scored rollout is awaited."))),
-    panel("Buffer by length", "Stored rollouts by the number of response tokens.",
-      bars("Stored rollouts by length", stored ? Object.entries(stored.by_length) : [], awaited("The first rollout is awaited."))),
     panel("Dropped, by reason", "Nothing is dropped without a count. Many of one reason: look it up in docs/operations.md.",
       bars("Dropped rollouts by reason", dropped, "Nothing has been dropped.")),
   ];

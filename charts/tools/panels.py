@@ -334,14 +334,6 @@ DROPS = Row(
                 _per_s("tba_void_rollouts_total", "in void batches"),
             ),
         ),
-        Panel(
-            "Refused heartbeats",
-            "Per second, by reason, and components that were forgotten. `too-many`: more are alive than remembered.",
-            (
-                _rate("tba_heartbeats_refused_total", "reason"),
-                _rate("tba_components_forgotten_total", "reason"),
-            ),
-        ),
     ),
 )
 

@@ -106,10 +106,6 @@ class Stats(StrictModel):
     """Steps of which is known what became of each rollout: kept now, and dropped."""
     samples_per_insert: float | None
     """Trained per generated rollout."""
-    heartbeats_refused: dict[str, int] = Field(default_factory=dict)
-    """Reason -> refused heartbeats."""
-    components_forgotten: dict[str, int] = Field(default_factory=dict)
-    """Reason -> components: an hour of silence, or another one needed the place."""
     slots: dict[str, int]
     """Slots of drawn batches: total, recent, replay and fallback; and their rollouts, distinct_rollouts."""
     unique_ratio: float | None = None

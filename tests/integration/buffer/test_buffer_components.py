@@ -364,7 +364,7 @@ def shown(client: BufferClient) -> set[str]:
     return {item.component_id for item in client.run().components if item.kind == "searcher"}
 
 
-def test_searchers_beyond_the_bound_are_refused_with_what_to_do_and_counted(serve_buffer: ServeBuffer) -> None:
+def test_searchers_beyond_the_bound_are_refused_with_what_to_do(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"MAX_SEARCHERS_SHOWN": 3, "HEARTBEAT_TIMEOUT_S": 1000.0})
     client = buffer.client()
     assert [raw_beat(buffer, f"s-{i}")[0] for i in range(3)] == [204] * 3
@@ -380,9 +380,6 @@ def test_searchers_beyond_the_bound_are_refused_with_what_to_do_and_counted(serv
     later(again.client(), 1001.0)
     assert raw_beat(again, "s-3")[0] == 204, "it takes the place of one that is silent"
     assert len(shown(again.client())) == 3
-    stats = again.client().stats()
-    assert (stats.heartbeats_refused, stats.components_forgotten) == ({"too-many": 2}, {"replaced": 1})
-    assert values(again.url, "tba_heartbeats_refused_total") == {("too-many",): 2.0}
 
 
 def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuffer) -> None:
@@ -398,10 +395,8 @@ def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuff
 
 def test_a_flood_of_large_heartbeats_leaves_the_run_readable(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"HEARTBEAT_TIMEOUT_S": 1000.0, "MAX_SEARCHERS_SHOWN": 100})
-    client = buffer.client()
     assert raw_beat(buffer, "large", num_gauges=255)[0] == 413
     assert raw_beat(buffer, "t", kind="trainer", num_gauges=255)[0] == 204, "a trainer has its metrics among its gauges"
     answers = [raw_beat(buffer, f"s-{i}", num_gauges=90)[0] for i in range(150)]
     assert (answers.count(204), answers.count(429)) == (100, 50)
     assert len(ask(buffer.url, "/v1/run")[1]) < 100 * MAX_HEARTBEAT_BYTES * 1.5
-    assert client.stats().heartbeats_refused == {"too-large": 1, "too-many": 50}

@@ -28,7 +28,7 @@ from tba.api import (
     WeightVersionList,
 )
 from tba.api.run import SETTINGS_HEADER, CommandName, Role
-from tba.errors import BusyError, ConflictError, ForbiddenError, WireError
+from tba.errors import ForbiddenError
 from tba.fields import MAX_STEP
 from tba.server import MSGPACK_BODY, Authenticator, raw_body
 from tba.wire import decode_heartbeat
@@ -106,21 +106,15 @@ def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
     ) -> None:
         """Record a heartbeat (msgpack `tba.wire.encode_heartbeat`). A trainer sends the last header
         `tba-acknowledged` that it received, so that a restarted buffer finds out what Redis has lost meanwhile."""
-        body = await raw_body(request)
-        try:
-            beat = decode_heartbeat(body)
-            role = auth.role_of(request.headers.get("authorization", ""))
-            # operators, and callers where no tokens are checked, may send every kind
-            if role in _KINDS and beat.kind not in _KINDS[role]:
-                raise ForbiddenError(f"role {role!r} sends heartbeats of kind {_KINDS[role][0]!r}, not {beat.kind!r}")
-            await buffer.components.beat(beat)
-            # trainers only, since a false claim would stop the run; `beat` has refused those of another run
-            if heard and beat.kind == "trainer":
-                await buffer.recovery.check_claim(heard)
-        # counted: a component that is refused all the time is not shown among the components
-        except (WireError, ForbiddenError, ConflictError, BusyError) as error:
-            await buffer.components.count_refused(error)
-            raise
+        beat = decode_heartbeat(await raw_body(request))
+        role = auth.role_of(request.headers.get("authorization", ""))
+        # operators, and callers where no tokens are checked, may send every kind
+        if role in _KINDS and beat.kind not in _KINDS[role]:
+            raise ForbiddenError(f"role {role!r} sends heartbeats of kind {_KINDS[role][0]!r}, not {beat.kind!r}")
+        await buffer.components.beat(beat)
+        # trainers only, since a false claim would stop the run; `beat` has refused those of another run
+        if heard and beat.kind == "trainer":
+            await buffer.recovery.check_claim(heard)
         # the trainer keeps it and sends it with its next heartbeat, perhaps to the next start of the buffer
         if (acknowledged := buffer.context.losses.claim) is not None:
             response.headers[ACKNOWLEDGED_HEADER] = acknowledged

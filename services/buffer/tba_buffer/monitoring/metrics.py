@@ -151,11 +151,6 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
         counters.group("foreign"),
     )
     yield _by("tba_buffer_evicted", "Stored rollouts that were evicted, by reason", "reason", counters.group("evicted"))
-    for name, text in (
-        ("heartbeats_refused", "Heartbeats that were not taken, by reason"),
-        ("components_forgotten", "Components that were forgotten, by reason"),
-    ):
-        yield _by(f"tba_{name}", text, "reason", counters.group(name))
     yield _by("tba_buffer_rescored", "Rollouts scored after they were stored", "outcome", counters.group("rescored"))
     for name, counted, text in (
         ("tba_drawn_rollouts", "drawn", "Rollouts drawn for batches"),

@@ -244,8 +244,6 @@ class StatsReader:
             batches_skipped=counters.group("skipped"),
             trained_steps={"kept": counters.num_trained_steps, "dropped": totals.get(DROPPED, 0)},
             samples_per_insert=trained / generated if generated else None,
-            heartbeats_refused=counters.group("heartbeats_refused"),
-            components_forgotten=counters.group("components_forgotten"),
             slots=slots,
             unique_ratio=_ratio(slots, "distinct_rollouts", "rollouts"),
             realised_most_on_policy=_ratio(slots, "recent", "total"),

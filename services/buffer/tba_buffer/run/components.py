@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tba.api import ENDED, ComponentInfo, ComponentWait, RunState, WaitInfo
-from tba.errors import BusyError, ConflictError, ForbiddenError, TbaError
+from tba.errors import BusyError, ConflictError, ForbiddenError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat
 from tba_buffer.run.component_times import HEARTBEAT_TIMEOUT_S, ComponentTimes
 from tba_buffer.storage.context import Context, needed
@@ -38,8 +38,6 @@ MAX_SEARCHERS_SHOWN = 1024
 Where all are alive its heartbeats are refused (429, wait `component-slots`), and it works without being shown."""
 MAX_OTHERS = 64
 """Most trainers, and most components of any other kind but searchers, that are remembered."""
-REFUSALS = {"busy": "too-many", "conflict": "wrong-run", "forbidden": "wrong-kind"}
-"""Slug of the error -> the word that a refused heartbeat is counted under, where it is another one."""
 
 
 @dataclass(slots=True)
@@ -136,14 +134,9 @@ class Components:
             if gone is not None:
                 self.times.forget([gone])
                 await self._context.redis.hdel(self._context.keys.components, gone)
-                await self._context.count("components_forgotten:replaced")
         # of trainers only: an autoscaler reads how long they have waited
         if beat.kind == "trainer":
             await self.trainer_waits.count(beat)
-
-    async def count_refused(self, error: TbaError) -> None:
-        """Count a refused heartbeat."""
-        await self._context.count(f"heartbeats_refused:{REFUSALS.get(error.slug, error.slug)}")
 
     async def _read_known(self) -> dict[str, _Known]:
         # after a start, many heartbeats come at once: one read serves them all
@@ -221,12 +214,10 @@ class Components:
             for info in infos
             if info.wait is not None
         ]
-        # counted, so that a component that disappears from GET /v1/run leaves a trace
         if forgotten:
             self.times.forget(name.decode(errors="replace") for name in forgotten)
             with redis_errors("forget silent components"):
                 await self._context.redis.hdel(key, *forgotten)
-            await self._context.count("components_forgotten:silent", len(forgotten))
         return [*infos, *(describe() for describe in self.services)], waits
 
     def _info(self, component_id: str, text: bytes) -> ComponentInfo:

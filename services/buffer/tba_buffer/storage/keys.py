@@ -91,16 +91,14 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
 Counters: acknowledged (changes that somebody was told are stored: losses.py); log_position (of the last event);
-draw_position (of the last draw);
-evicted_number (of the last eviction); generated, loaded (from a snapshot), scored_total, pushed:<outcome>,
-refused:<code>, evicted:<reason>, rescored:<outcome> (ever); inflight (rollouts that
+draw_position (of the last draw); evicted_number (of the last eviction); generated, loaded (from a snapshot),
+scored_total, pushed:<outcome>, refused:<code>, evicted:<reason>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;
 skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); trained_steps:dropped (records that were
-trimmed from `trained`); tokens:generated, tokens:trained (completion tokens); heartbeats_refused:<reason>;
-components_forgotten:<reason>; foreign:<what> (writes to what belongs to another component);
-scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks (publications);
-scored_at_mark (scored_total at the last publication). The rollouts that are stored now (live, by status, bytes) are not
-counted, because the index knows them.
+trimmed from `trained`); tokens:generated, tokens:trained (completion tokens); foreign:<what> (writes to what belongs
+to another component); scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks
+(publications); scored_at_mark (scored_total at the last publication). The rollouts that are stored now (live, by
+status, bytes) are not counted, because the index knows them.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ from tba.api.prompts import (
 )
 from tba.api.rollouts import (
     EVICTED_KEY,
-    PushOutcome,
     PushReply,
     RefLogprobInfo,
     RewardPart,
@@ -65,7 +64,6 @@ from tba.api.run import (
     ScaleRequest,
     ScalingInfo,
     SearchersInfo,
-    SettingChange,
     SettingsAudit,
     SettingsInfo,
     SettingsRequest,

@@ -5,6 +5,5 @@ from tba.config.objective import ObjectiveSection
 from tba.config.recipe import Recipe
 from tba.config.recipe_file import load_recipe, parse_recipe
 from tba.config.schedules import Schedule
-from tba.config.sections import SamplingSection
 from tba.config.trainer import TrainerSection
 from tba.fields import StrictModel

@@ -36,7 +36,7 @@ UNKNOWN = {"unknown-prompt", "unknown-lineage"}
 
 
 class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of one item; damaged items have no id. The JSON is `tba.api.PushOutcome`."""
+    """The outcome of one item; damaged items have no id. The JSON is `tba.api.rollouts.PushOutcome`."""
 
     rollout_id: str | None
     outcome: str

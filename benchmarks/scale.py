@@ -26,6 +26,8 @@ from benchmarks.scale_bench.verdict import figures, violations
 
 MAX_PUSH_P99_MS = 1000.0
 MIN_FAIRNESS = 0.9
+NUM_HOSTS, NUM_SLOTS = 2, 4
+"""Processes that the searchers share; slots of each searcher."""
 
 
 def main() -> int:
@@ -33,24 +35,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--searchers", type=int, default=256, help="searchers at once")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long they work, before all drain")
-    parser.add_argument("--slots", type=int, default=4, help="slots of each searcher")
-    parser.add_argument("--hosts", type=int, default=2, help="processes that the searchers share")
-    parser.add_argument("--leave", type=float, default=0.1, help="share that drains and is replaced")
-    parser.add_argument("--vanish", type=float, default=0.1, help="share that is killed and replaced")
-    parser.add_argument("--seed", type=int, default=0, help="of the timetable")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
-    plan = Plan(
-        num_searchers=args.searchers,
-        duration_s=args.seconds,
-        leave_share=args.leave,
-        vanish_share=args.vanish,
-        seed=args.seed,
-    )
+    plan = Plan(num_searchers=args.searchers, duration_s=args.seconds)
     folder = Path(tempfile.mkdtemp(prefix="tba-scale-"))
     try:
-        evidence = run_searchers(folder, plan, num_hosts=args.hosts, recipe=sections(num_slots=args.slots))
+        evidence = run_searchers(folder, plan, num_hosts=NUM_HOSTS, recipe=sections(num_slots=NUM_SLOTS))
         wrong, numbers = violations(evidence), figures(evidence)
     finally:
         if args.keep:

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-import tba_buffer.monitoring.component_metrics
+import tba_buffer.monitoring.metrics
 import tba_buffer.run.components
 import tba_buffer.scoring.reward_service
 from redis import Redis
@@ -317,7 +317,7 @@ def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:
     assert values(buffer.url, "tba_searcher_gauge") == {("tokens_per_s",): 150.0, ("unpushed",): 1.0}
     assert values(buffer.url, "tba_trainer_gauge") == {("loss",): 0.5}
     beat(client, "t-2", "trainer", gauges={f"g{i}": 1.0 for i in range(200)})
-    assert len(values(buffer.url, "tba_trainer_gauge")) == tba_buffer.monitoring.component_metrics.MAX_NAMES
+    assert len(values(buffer.url, "tba_trainer_gauge")) == tba_buffer.monitoring.metrics.MAX_NAMES
 
 
 def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays_counted(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from tba_buffer import service as buffer_module
 from tba_buffer.index.log_follower import Compactor
 from tba_buffer.run.rollback import Rollbacks
-from tba_buffer.run.scaling.requests import ScaleRequests
+from tba_buffer.run.scaling.scaling import ScaleRequests
 from tba_buffer.service import Buffer
 from tba_buffer.snapshots.load import SnapshotLoad
 from tba_buffer.snapshots.save import SnapshotSave

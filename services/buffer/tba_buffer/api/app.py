@@ -13,7 +13,7 @@ from tba.errors import ConflictError
 from tba.server import Authenticator, create_app
 from tba.tokens import TokensFile
 from tba_buffer.api import rollouts, run
-from tba_buffer.monitoring.request_times import RequestTimes
+from tba_buffer.monitoring.metrics import RequestTimes
 from tba_buffer.page.files import page_router
 from tba_buffer.service import Buffer
 

@@ -7,19 +7,21 @@ docs/operations.md lists the metrics; a test compares the two.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from prometheus_client import CollectorRegistry
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tba.api import ComponentInfo, RunState, WaitInfo
+from tba.api import ENDED, ComponentInfo, RunState, WaitInfo
 from tba.versions import PolicyVersion
-from tba_buffer.monitoring.component_metrics import component_families, gauge_families, gauges_by
-from tba_buffer.monitoring.request_times import RequestMetrics
+from tba.wire import STARTED_AT_S, WAITED_S
 from tba_buffer.monitoring.stats import LEASE_EVENTS, PUSH_OUTCOMES, Counters, StatsReader
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.components import Components
@@ -33,6 +35,15 @@ BATCH_WAIT = "batch"
 OTHER_WAITS = "other"
 DATA_WAITS = (BATCH_WAIT, *WAIT_SENTENCES)
 """The waits of a trainer for a batch."""
+
+
+KINDS: tuple[str, ...] = ("searcher", "trainer", "buffer", "reward")
+"""Kinds that are shown even when there is no such component."""
+LONGEST_SHOWN = 64
+MAX_NAMES = 64
+"""Gauges per kind of component, since labels must stay few. GET /v1/run shows all."""
+TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TIMED = {("POST", "/v1/rollouts"): "push", ("POST", "/v1/batches"): "draw_batch", ("POST", "/v1/leases"): "lease"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +254,73 @@ def _run_families(reading: Reading) -> Iterator[Metric]:
     yield _by("tba_scaling_failures", "Attempts to change the number of searchers that failed", "reason", failures)
 
 
+def component_families(components: Sequence[ComponentInfo], waits: Sequence[WaitInfo]) -> Iterator[Metric]:
+    """Yield the metrics of components and waits."""
+    # kinds without a component are shown as 0: alerts compare with that
+    none = dict.fromkeys(KINDS, 0)
+    text = "Components with a recent sign of life, by kind"
+    alive = Counter(item.kind for item in components if item.alive)
+    yield gauges_by("tba_components_alive", text, "kind", {**none, **alive})
+    text = "Components without a recent sign of life that did not announce their end, by kind"
+    silent = Counter(item.kind for item in components if not item.alive and item.state not in ENDED)
+    yield gauges_by("tba_components_silent", text, "kind", {**none, **silent})
+    ages_s: dict[str, float] = {}
+    for item in components:
+        ages_s[item.kind] = min(item.heartbeat_age_s, ages_s.get(item.kind, item.heartbeat_age_s))
+    text = "Age of the newest sign of life, by kind"
+    yield gauges_by("tba_component_heartbeat_age_seconds", text, "kind", ages_s)
+    yield _longest(waits)
+    late_s = dict.fromkeys(KINDS, 0.0)
+    for wait in waits:
+        kind = wait.kind or "buffer"
+        late_s[kind] = max(late_s.get(kind, 0.0), -wait.deadline_in_s)
+    text = "How long the most overdue wait is past its own deadline, by kind"
+    yield gauges_by("tba_component_wait_overdue_seconds", text, "kind", late_s)
+
+
+def _longest(waits: Sequence[WaitInfo]) -> GaugeMetricFamily:
+    """Return the longest wait by kind and name."""
+    # names come from heartbeats and labels must stay few: all but the longest waits share one name
+    longest_s: dict[tuple[str, str], float] = {}
+    for wait in sorted(waits, key=lambda wait: -wait.for_s):
+        kind = wait.kind or "buffer"
+        is_shown = len(longest_s) < LONGEST_SHOWN or (kind, wait.name) in longest_s
+        longest_s.setdefault((kind, wait.name if is_shown else OTHER_WAITS), wait.for_s)
+    family = GaugeMetricFamily(
+        "tba_component_wait_seconds", "The longest wait now, by kind and name", labels=["kind", "name"]
+    )
+    for labels, for_s in longest_s.items():
+        family.add_metric(labels, for_s)
+    return family
+
+
+def gauge_families(components: Sequence[ComponentInfo]) -> Iterator[Metric]:
+    """Yield the gauges of the trainer that was heard of last, and the sums over all searchers that are alive."""
+    alive = [item for item in components if item.alive]
+    # while one trainer takes over from another, both are alive: the one that was heard of last counts
+    trainers = sorted((item for item in alive if item.kind == "trainer"), key=lambda item: item.heartbeat_age_s)
+    yield _family("tba_trainer_gauge", "Gauges of the trainer", trainers[0].gauges if trainers else {})
+    sums: Counter[str] = Counter()
+    for item in alive:
+        if item.kind == "searcher":
+            for name, value in item.gauges.items():
+                sums[name] += value  # pyright: ignore[reportArgumentType]
+    yield _family("tba_searcher_gauge", "Gauges of the searchers, summed over those alive", sums)
+
+
+def _family(name: str, text: str, gauges: Mapping[str, float]) -> GaugeMetricFamily:
+    shown = sorted(name for name in gauges if name != STARTED_AT_S and not name.startswith(WAITED_S))
+    return gauges_by(name, f"{text}, by name", "name", {gauge: gauges[gauge] for gauge in shown[:MAX_NAMES]})
+
+
+def gauges_by(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    """Return a gauge for each value of a label."""
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family
+
+
 def _by(name: str, text: str, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=[label])
     for value, number in counts.items():
@@ -260,3 +338,57 @@ def shown_waits(waits: Counter[str]) -> dict[str, int]:
     shown = dict(waits.most_common(WAITS_SHOWN))
     rest = waits.total() - sum(shown.values())
     return {**shown, OTHER_WAITS: shown.get(OTHER_WAITS, 0) + rest} if rest else shown
+
+
+class RequestMetrics:
+    """Times and results of the requests in TIMED, by operation. A draw's time includes its long poll.
+
+    Args:
+        registry: where they are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "tba_request_seconds",
+            "Time from the first byte of a request to the last of its answer",
+            ["operation"],
+            buckets=TIME_BUCKETS,
+            registry=registry,
+        )
+        self.answered = prometheus_client.Counter(
+            "tba_requests", "Requests answered", ["operation", "status"], registry=registry
+        )
+        self.in_flight = Gauge("tba_requests_in_flight", "Requests being served", ["operation"], registry=registry)
+
+
+class RequestTimes:
+    """ASGI middleware that fills RequestMetrics."""
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        operation = TIMED.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if operation is None:
+            await self.app(scope, receive, send)
+            return
+        # status "none": the connection ended before an answer began
+        metrics, status, began_s = self._metrics, "none", time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        # a gauge of its own: a long poll that is held shows in no count of answers
+        in_flight = metrics.in_flight.labels(operation)
+        in_flight.inc()
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            in_flight.dec()
+            metrics.seconds.labels(operation).observe(time.perf_counter() - began_s)
+            metrics.answered.labels(operation, status).inc()

@@ -37,31 +37,8 @@ T = TypeVar("T")
 DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """The errors that parsing damaged bytes can raise."""
 MAX_DETAIL_CHARS = 300
-SCRIPT_NAMES = (
-    "push",
-    "evict",
-    "compact",
-    "score",
-    "publish",
-    "lease",
-    "return",
-    "renew",
-    "upload",
-    "eval_request",
-    "eval_results",
-    "start_lineage",
-    "register_checkpoint",
-    "command",
-    "rollback",
-    "read_run",
-    "draw",
-    "ack",
-    "load_snapshot",
-    "settings",
-    "scale",
-    "count_waits",
-    "accept_loss",
-)
+_FOLDER = files("tba_buffer.storage") / "lua"
+SCRIPT_NAMES = tuple(sorted(path.name.removesuffix(".lua") for path in _FOLDER.iterdir() if path.is_file()))
 ACKNOWLEDGING = {
     "push",
     "score",
@@ -96,9 +73,8 @@ PRELUDES = {
 
 def script_text(name: str) -> str:
     """Return a script. Scripts cannot import: the functions that they share are put in front of them."""
-    folder = files("tba_buffer.storage") / "lua"
     parts = [*(f"preludes/{each}" for each in PRELUDES.get(name, ())), name]
-    return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    return "\n".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
 
 
 class Scripts:

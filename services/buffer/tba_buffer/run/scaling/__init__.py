@@ -1,6 +1,5 @@
 """The desired number of searchers, and how it is reached.
 
-requests    how many an operator asked for, in Redis, with an audit
 tba run     reads the desired number with the state of the run, and starts and stops searchers (tba_cli/local/)
 kubernetes  reads and sets the replicas of one Deployment through the Kubernetes API
 scaling     all of it, and the task that sets these replicas to the desired number every few seconds

@@ -106,14 +106,6 @@ def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:
         assert read_all(sock).startswith(b"HTTP/1.1 200 ")
 
 
-def test_pipelined_requests_are_answered(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer()
-    ask = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n"
-    with connect(buffer) as sock:
-        sock.sendall((ask + b"\r\n") * 31 + ask + b"connection: close\r\n\r\n")
-        assert read_all(sock).count(b"HTTP/1.1 200 ") == 32
-
-
 @pytest.mark.parametrize("path", ["/v1/leases", "/v1/rollouts"])
 def test_without_a_token_no_body_is_waited_for(serve_buffer: ServeBuffer, path: str) -> None:
     buffer = serve_buffer(tokens=TOKENS)

@@ -128,19 +128,6 @@ def test_the_newest_steps_are_kept_and_the_others_counted(serve_buffer: ServeBuf
     ]
 
 
-def test_with_0_none_is_kept_and_what_was_kept_goes(serve_buffer: ServeBuffer) -> None:
-    first = serve_buffer()
-    client = first.client()
-    lineage = filled(client)
-    ids = [make_step(client, lineage, step) for step in (1, 2)][-1]
-    first.stop()
-    client = serve_buffer(buffer={"MAX_TRAINED_STEPS": 0}).client()
-    assert versions(client.get_rollout(ids[0])) == ["1-1", "1-2"]
-    make_step(client, lineage, 3)
-    detail = client.get_rollout(ids[0])
-    assert (detail.trained, detail.trained_since, trained_steps(client)) == ([], None, (0, 3))
-
-
 def test_acks_of_older_trainers_keep_none(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     lineage = filled(client)

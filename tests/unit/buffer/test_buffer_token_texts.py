@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from itertools import pairwise
 from os.path import commonprefix
 from pathlib import Path
-from time import process_time
 
 import pytest
 from hypothesis import given
@@ -103,24 +101,6 @@ def test_special_tokens_have_their_text_and_unknown_ones_none() -> None:
     tokens = [tokenizer.token_to_id("<s>"), 10**6, *hello, 10**6]
     texts = texts_of(tokenizer, tokens)
     assert (texts[0], texts[1], texts[-1], "".join(texts)) == ("<s>", "", "", "<s>hello")
-
-
-@pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
-def test_the_time_grows_with_the_number_of_tokens_and_no_faster(name: str) -> None:
-    """Also of tokens that are no text, and of those that no tokenizer knows."""
-    tokenizer, rng = TOKENIZERS[name], random.Random(0)
-    size = tokenizer.get_vocab_size()
-
-    def seconds(num: int) -> float:
-        texts = tokenizer.encode("".join(rng.choices(PIECES, k=num))).ids[:num]
-        noise = [rng.randrange(size) for _ in range(num)]
-        began_s = process_time()
-        for tokens in (texts, noise, [size + 5] * num, [noise[0]] * num, [2 + 0xE4] * num):
-            assert len(texts_of(tokenizer, tokens)) == num
-        return process_time() - began_s
-
-    # quadratic would be 100 times as long
-    assert seconds(30_000) < 30 * max(seconds(3000), 0.01)
 
 
 def test_the_tokenizer_of_the_quickstart_has_one_character_per_token(tmp_path: Path) -> None:

@@ -75,3 +75,20 @@ def index_of(rewards: Sequence[Sequence[float]], **settings: Any) -> Index:
     """An index whose prompt p has rollouts with rewards[p]; one prompt after the other."""
     items = [Item(prompt=prompt, reward=reward) for prompt, group in enumerate(rewards) for reward in group]
     return make_index(make_added(1, items), **settings)
+
+
+def fingerprint(index: Index) -> tuple[object, ...]:
+    """Everything that an index knows, comparable between two that read the same log."""
+    state = index.checkpoint()
+    prompts = np.flatnonzero(index.live_counts).tolist()
+    return (
+        state.position,
+        state.publications,
+        state.records.tobytes(),
+        (index._num_of.tolist(), index.payload_bytes, index.num_used_up),
+        ([pool.num for pool in (*index.drawable, *index.due)], state.draws),
+        [index._per_prompt[:, prompt].tolist() for prompt in prompts],
+        [index.columns.get("position", index.prompt_rows(prompt)).tolist() for prompt in prompts],
+        index.columns.get("position", index.recent_rows()).tolist(),
+        index.versions(),
+    )

@@ -19,6 +19,7 @@ from tba.api import LineageRequest, VersionRequest
 from tba.errors import UnavailableError
 from tests.support.buffer import make_payloads, make_prompts, make_recipe
 from tests.support.buffer_fixtures import copy_of, go_back
+from tests.support.index_values import fingerprint
 from tests.support.redis_process import RedisProcess, start_redis
 
 NUM_PIECES = 7
@@ -63,7 +64,7 @@ async def fingerprint_of_restart(redis: RedisProcess) -> tuple[object, ...]:
     """Return the state that a starting buffer reads; this buffer is not started and owns nothing."""
     other = new_buffer(redis)
     try:
-        return (await other.view.catch_up()).fingerprint()
+        return fingerprint(await other.view.catch_up())
     finally:
         await other.stop()
 
@@ -89,9 +90,9 @@ async def test_a_checkpoint_replaces_the_log_and_the_checkpoint_before(buffer: B
         assert head.publications == tuple(index.publications)
         assert len(head.publications) == 1
         assert await buffer.context.redis.xlen(log_key) == 1
-        assert await fingerprint_of_restart(redis) == index.fingerprint()
+        assert await fingerprint_of_restart(redis) == fingerprint(index)
         await push(buffer, num=2)
-        assert await fingerprint_of_restart(redis) == (await buffer.view.catch_up()).fingerprint()
+        assert await fingerprint_of_restart(redis) == fingerprint(await buffer.view.catch_up())
 
 
 async def test_a_short_tail_is_left_alone(buffer: Buffer) -> None:
@@ -121,7 +122,7 @@ async def test_a_crash_between_the_pieces_changes_nothing(
 ) -> None:
     await new_writer(buffer).keep_up(await buffer.view.catch_up())
     await push(buffer)
-    before = (await buffer.view.catch_up()).fingerprint()
+    before = fingerprint(await buffer.view.catch_up())
     fail_after(buffer, num_written)
     with pytest.raises(UnavailableError, match="crash"):
         await new_writer(buffer).keep_up(buffer.view.index)
@@ -188,7 +189,7 @@ async def test_what_changes_while_the_pieces_are_written_is_right(buffer: Buffer
     await new_writer(buffer).keep_up(index)
     head = await read_head(buffer.context)
     assert (head.generation, head.position) == (1, position)
-    assert await fingerprint_of_restart(redis) == (await buffer.view.catch_up()).fingerprint()
+    assert await fingerprint_of_restart(redis) == fingerprint(await buffer.view.catch_up())
 
 
 async def test_a_checkpoint_whose_pieces_are_gone_is_not_switched_to(buffer: Buffer, redis: RedisProcess) -> None:
@@ -201,7 +202,7 @@ async def test_a_checkpoint_whose_pieces_are_gone_is_not_switched_to(buffer: Buf
     buffer.context.scripts.run = lose_a_piece  # type: ignore[method-assign]
     await new_writer(buffer).keep_up(index)
     assert (await read_head(buffer.context)).generation == 0
-    assert await fingerprint_of_restart(redis) == index.fingerprint()
+    assert await fingerprint_of_restart(redis) == fingerprint(index)
 
 
 async def test_redis_killed_right_after_the_switch_has_the_checkpoint(buffer: Buffer, redis: RedisProcess) -> None:
@@ -210,7 +211,7 @@ async def test_redis_killed_right_after_the_switch_has_the_checkpoint(buffer: Bu
     redis.kill()
     redis.start()
     assert await pieces(buffer) == expected_pieces(1)
-    assert await fingerprint_of_restart(redis) == index.fingerprint()
+    assert await fingerprint_of_restart(redis) == fingerprint(index)
 
 
 async def test_a_reader_starts_over_when_another_checkpoint_is_switched_to(
@@ -228,7 +229,7 @@ async def test_a_reader_starts_over_when_another_checkpoint_is_switched_to(
         return heads[-1]
 
     monkeypatch.setattr(log_follower, "read_head", read_head_then_switch)
-    assert await fingerprint_of_restart(redis) == (await buffer.view.catch_up()).fingerprint()
+    assert await fingerprint_of_restart(redis) == fingerprint(await buffer.view.catch_up())
     assert [head.generation for head in heads] == [1, 1, 2], "read, read by the compactor, read again"
 
 

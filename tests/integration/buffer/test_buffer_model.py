@@ -27,6 +27,7 @@ from tba.wire import Batch, Rollout, VersionSpan, decode_batch, encode_rollout
 from tests.support import bounds_model
 from tests.support.bounds_model import Stored
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
+from tests.support.index_values import fingerprint
 from tests.support.redis_process import RedisProcess
 
 MIN_SIZE, ROLLOUTS_PER_CALL, NUM_PROMPTS = 8, 3, 4
@@ -200,11 +201,11 @@ class History:
         )
 
     async def restart(self) -> None:
-        before = (await self.buffer.view.catch_up()).fingerprint()
+        before = fingerprint(await self.buffer.view.catch_up())
         await self.buffer.stop()
         self.buffer = Buffer(self.recipe, CollectorRegistry())
         await self.buffer.start()
-        assert self.buffer.view.index.fingerprint() == before
+        assert fingerprint(self.buffer.view.index) == before
 
     async def push(self, rollouts: list[Rollout]) -> None:
         if not rollouts:

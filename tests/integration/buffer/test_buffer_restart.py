@@ -37,6 +37,7 @@ from tests.support.buffer import (
     start_stack,
     write_recipe,
 )
+from tests.support.index_values import fingerprint
 from tests.support.leases import lease
 from tests.support.redis_process import DURABLE, start_redis
 from tests.support.waits import DEADLINE_S, until
@@ -49,13 +50,13 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     started.stop()
 
 
-def fingerprint(stack: Stack) -> tuple[object, ...]:
+def fingerprint_of_redis(stack: Stack) -> tuple[object, ...]:
     """Return the state of an index built from Redis alone; its buffer is not started and owns nothing."""
 
     async def build() -> tuple[object, ...]:
         buffer = Buffer(stack.recipe, CollectorRegistry())
         try:
-            return (await buffer.view.catch_up()).fingerprint()
+            return fingerprint(await buffer.view.catch_up())
         finally:
             await buffer.stop()
 
@@ -144,11 +145,11 @@ def test_a_restarted_buffer_continues_exactly_where_it_was(stack: Stack) -> None
     client.push(make_payloads([f"train-{i}" for i in range(8)]))
     request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
     batch = client.draw_batch(request)
-    before, index = counts(client.stats()), fingerprint(stack)
+    before, index = counts(client.stats()), fingerprint_of_redis(stack)
     stack.buffer.kill()
     stack.buffer.start()
     assert counts(client.stats()) == before
-    assert fingerprint(stack) == index
+    assert fingerprint_of_redis(stack) == index
     again = client.draw_batch(request)
     assert (again.batch_id, again.seed) == (batch.batch_id, batch.seed)
     assert [r.rollout_id for r in again.rollouts] == [r.rollout_id for r in batch.rollouts]
@@ -207,7 +208,7 @@ def test_a_start_over_a_damaged_prompt_is_refused_with_its_key_and_changes_nothi
     stack.client.upload_prompts(make_prompts(2))
     start_lineage(stack.client)
     stack.client.push(make_payloads(["train-0", "train-1"]))
-    before = fingerprint(stack)
+    before = fingerprint_of_redis(stack)
     stack.buffer.kill()
     with Client.from_url(stack.redis.url) as admin:
         whole = admin.hget("tba:test:prompts", "train-1")
@@ -223,7 +224,7 @@ def test_a_start_over_a_damaged_prompt_is_refused_with_its_key_and_changes_nothi
             assert "Traceback" not in ended.stderr
         admin.hset("tba:test:prompts", "train-1", whole)  # pyright: ignore[reportArgumentType]
     stack.buffer.start()
-    assert fingerprint(stack) == before
+    assert fingerprint_of_redis(stack) == before
     assert {item.prompt.prompt_id for item in lease(stack.client, 2).leases} == {"train-0", "train-1"}
 
 

@@ -23,6 +23,7 @@ from tba_buffer.index.log import (
 from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
 
 from tba.versions import PolicyVersion
+from tests.support.index_values import fingerprint
 
 # ---- Entries of the log come back as what was written ---------------------------------------------------------------
 
@@ -100,7 +101,7 @@ def test_entries_together_are_what_they_are_one_by_one(kinds: list[tuple[str, in
     together.apply_many(parse_entries(entries))
     for entry in entries:
         single.apply(parse_entry(*entry))
-    assert together.fingerprint() == single.fingerprint()
+    assert fingerprint(together) == fingerprint(single)
 
 
 def test_pushes_that_follow_each_other_are_one_event() -> None:

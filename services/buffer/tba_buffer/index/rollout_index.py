@@ -519,22 +519,6 @@ class Index:
         parts = (self.columns, self.rows_by_prompt, self.trees, self.draws, *self.drawable, *self.due)
         return sum(part.num_bytes for part in parts) + self._per_prompt.nbytes
 
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return everything the view knows, comparable between two processes that read the same log."""
-        state, positions = self.checkpoint(), self.columns
-        prompts = np.flatnonzero(self.live_counts).tolist()
-        return (
-            state.position,
-            state.publications,
-            state.records.tobytes(),
-            (self._num_of.tolist(), self._payload_bytes, self._num_used_up),
-            ([pool.num for pool in (*self.drawable, *self.due)], state.draws),
-            [self._per_prompt[:, prompt].tolist() for prompt in prompts],
-            [positions.get("position", self.prompt_rows(prompt)).tolist() for prompt in prompts],
-            positions.get("position", self.recent_rows()).tolist(),
-            self.versions(),
-        )
-
 
 def _is_unusable(records: NDArray[np.void]) -> NDArray[np.bool_]:
     """Return which records or changes [n] count as scored without a bounded reward. [n]"""

@@ -254,27 +254,6 @@ def test_buttons_act_and_leave_their_reason_in_the_audit(
     assert all("422" in error or "400" in error for error in watched.errors)
 
 
-def test_another_run_is_compared_without_what_its_resume_abandoned(
-    trained: BufferThread, open_page: Open, tmp_path: Path
-) -> None:
-    page, watched = open_page(trained)
-    page.wait_for_selector(".uplot canvas")
-    start = {"kind": "start", "run": "other", "lineage": 1, "step": 0, "parent": "0-0"}
-    steps = [
-        {"kind": "step", "run": "other", "lineage": 1, "step": step, "metrics": {"loss": step}} for step in (1, 2, 3)
-    ]
-    again = {**steps[1], "lineage": 2, "metrics": {"loss": 20}}
-    lines = [start, *steps, {**start, "lineage": 2, "step": 1, "parent": "1-1"}, again]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "bad.json").write_text('{"steps": [1], "values": {"loss": 5}}')
-    page.set_input_files("#compare", [tmp_path / "bad.json", tmp_path / "metrics.jsonl"])
-    chart = page.locator("section", has=page.get_by_role("heading", name="Loss", exact=True)).locator(".plot")
-    until(page, "document.body.innerText.includes('other')")
-    assert "loss: other: 2 values" in (chart.get_attribute("aria-label") or "")
-    assert "highest 20" in (chart.get_attribute("aria-label") or "")
-    assert watched.errors == []
-
-
 def test_empty_states_say_what_is_awaited(serve_buffer: ServeBuffer, open_page: Open) -> None:
     served = serve_buffer()
     page, watched = open_page(served)

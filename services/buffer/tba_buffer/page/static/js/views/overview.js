@@ -1,9 +1,8 @@
 // How the run learns, what its data is like, and where its time goes.
 
 import { align, Chart } from "../charts.js";
-import { bars, download, emptyText, facts, fillIfChanged, h, panel } from "../dom.js";
+import { bars, emptyText, facts, fillIfChanged, h, panel } from "../dom.js";
 import { duration, number, percent, stepOf, time } from "../format.js";
-import { comparedRuns, compareControls } from "../compare.js";
 import { awaited, state, subscribe } from "../state.js";
 
 /** title, how to read it, [[metric, label]], fixed range, what it says empty unless the first step is awaited. */
@@ -34,9 +33,8 @@ const DECILES = ["lowest", "10 %", "20 %", "30 %", "40 %", "median", "60 %", "70
 export function overview(place) {
   const charts = CHARTS.map(([title, howToRead, metrics, range, empty]) =>
     [new Chart({ title, howToRead, range }), metrics, empty]);
-  const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid" }), compare = h("div");
-  place.append(numbers, compare, h("div", { class: "grid" }, charts.map(([chart]) => chart.element)), data);
-  compare.append(compareControls(() => draw(state), h("button", { onclick: exportCurves }, "Export the curves")));
+  const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid" });
+  place.append(numbers, h("div", { class: "grid" }, charts.map(([chart]) => chart.element)), data);
   const draw = ({ run, stats, curves }) => {
     if (run === null || stats === null) return;
     fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => [throughput(run, stats, curves), tokensAndTime(stats)]);
@@ -54,10 +52,7 @@ function drawChart(chart, metrics, empty, run, curves) {
     label, steps: curves.steps, values: curves.values[name] ?? [], dash: name === "grad_norm_limit" ? [6, 4] : undefined,
   }));
   if (chart.options.title === "Reward") own.push(...evaluationSeries(run.evals));
-  const others = comparedRuns().flatMap((other) => metrics.slice(0, 1).map(([name, label]) => ({
-    label: `${label}: ${other.name}`, steps: other.steps, values: other.values[name] ?? [], dash: [2, 3],
-  })));
-  chart.draw(...align([...own, ...others].filter((one) => one.values.length)),
+  chart.draw(...align(own.filter((one) => one.values.length)),
     empty ?? awaited("The first optimizer step is awaited."));
 }
 
@@ -146,9 +141,4 @@ function folded(ages, limit) {
     const last = power < 3 ? power : 2 ** (power - 1), first = power < 3 ? power : last / 2 + 1;
     return [first === last ? `${first}` : `${first}-${last}`, number, limit && first > limit ? "bad" : null];
   });
-}
-
-function exportCurves() {
-  const { run, curves } = state;
-  if (curves !== null) download(`${run.run}-curves.json`, JSON.stringify({ run: run.run, ...curves }), "application/json");
 }

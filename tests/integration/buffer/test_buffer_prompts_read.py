@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-
 import httpx2
 import pytest
 from tba_buffer.storage.keys import Keys
@@ -14,7 +11,6 @@ from tba.clients import BufferClient
 from tba.errors import NotFoundError
 from tba.versions import PolicyVersion
 from tba.wire import encode_rollout
-from tba_cli.main import main
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 
@@ -93,35 +89,6 @@ def test_one_prompt_is_shown_whole_and_by_version(buffer: BufferThread) -> None:
         {"version": "1-2", "num_rollouts": 2, "num_scored": 1, "reward_mean": 1.0},
     ]
     assert buffer.client().get_prompt("train-3").by_version == []
-
-
-def test_the_commands_show_the_same(buffer: BufferThread, capsys: pytest.CaptureFixture[str]) -> None:
-    buffer.client().upload_prompts([Prompt(prompt_id="a b", task="math", text="\x1b[2J\n?", split="train")])
-    url = ["--url", buffer.url]
-
-    def said(*words: str, code: int = 0) -> str:
-        assert main(["prompts", *words, *url]) == code
-        # the buffer in this process logs there too
-        return re.sub(r"(?m)^20\d\d-\d\d-\d\d .*\n", "", capsys.readouterr().out)
-
-    lines = said("list", "--order", "worst", "--split", "train", "--limit", "2", "--text-chars", "3").splitlines()
-    assert [line.split() for line in lines] == [
-        ["prompt", "split", "rollouts", "mean", "lowest", "highest", "text"],
-        ["train-0", "train", "3", "0.5", "0", "1", "'0+0'", "..."],
-        ["train-1", "train", "1", "0.75", "0.75", "0.75", "'1+1'", "..."],
-        ["2", "of", "5", "prompts", "that", "match;", "there", "are", "more:", "--after", "2"],
-    ]
-    assert "a b" in said("list", "--contains", "?", "--task", "math", "--after", "1", "--order", "most")
-    document = json.loads(said("list", "--contains", "OTHER", "--json"))
-    assert [prompt["prompt_id"] for prompt in document["prompts"]] == ["Other"]
-    shown = said("list", "--id", "train-0")
-    assert "3 stored rollouts, 2 scored; rewards 0.5 on average, 0 to 1" in shown
-    assert "by 1-2: 2 rollouts, mean reward 1" in shown
-    assert "gold data: {'answer': 0}" in shown
-    odd = said("list", "--id", "a b") + said("list", "--contains", "a b")
-    assert "\x1b" not in odd
-    assert json.loads(said("list", "--id", "a b", "--json"))["text"] == "\x1b[2J\n?"
-    assert said("list", "--id", "nobody", code=2) == ""
 
 
 ODD_IDS = ["a/b", "/", "a//b/", "..", "../run", ".", "a b", "a?b=c", "a#b", "a%2Fb", "ü/ﬁ€😀", "x" * 256]

@@ -57,5 +57,5 @@ def test_more_prompts_than_there_are_is_one_sentence():
 
 
 def test_an_unknown_generator_names_those_that_exist():
-    with pytest.raises(ConfigError, match=r"^data.generator 'adition' is not known here \(known are addition; "):
+    with pytest.raises(ConfigError, match=r"^data.generator 'adition' is not known \(known are addition\)"):
         load_prompt_source("adition")

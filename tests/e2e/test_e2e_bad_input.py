@@ -38,7 +38,7 @@ def test_what_only_a_service_can_refuse_ends_the_run_with_its_sentence(
     ("words", "sentence"),
     [
         (["--set", "data.num_heldout=100000"], "task 'addition' has"),
-        (["--set", "data.generator=nonsense"], "data.generator 'nonsense' is not known here"),
+        (["--set", "data.generator=nonsense"], "data.generator 'nonsense' is not known ("),
         (["--set", "auth.tokens_file=nowhere.json"], "nowhere.json cannot be read"),
         (["--set", "store.url=ftp://x"], "store.url 'ftp://x' is not a store"),
         (["--set", "store.url=file:///proc/x"], "correct store.url"),

@@ -28,7 +28,7 @@ from tba_buffer.index.log import RECORD_DTYPE, Publication, RolloutsAdded, pack_
 from tba_buffer.index.rollout_index import Index, IndexSettings
 from tba_buffer.sampling.mop import DrawSettings, draw_slots, drawn_event
 from tba_reward.scorer import Item
-from tba_reward.scorers.exact import score_text
+from tba_reward.scorers.exact import score
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.tokenizer import open_codec
@@ -133,7 +133,7 @@ class Searcher:
             sampling=completion.sampling,
             sampler_logprobs=completion.sampler_logprobs,  # log pi_searcher: TBA' and importance weights read it
             ref_logprob=None,  # log pi_ref: the learner computes it once, when the rollout is first drawn
-            reward=score_text(Item(prompt=prompt.text, response=text, data=prompt.data), {"field": "answer"}),
+            reward=score(Item(prompt=prompt.text, response=text, data=prompt.data), {"field": "answer"}),
             reward_status="scored",
             reward_reason=None,
             reward_version=None,

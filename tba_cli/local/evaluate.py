@@ -9,6 +9,7 @@ evaluations/NAME/WHAT/evaluation.json    every number; there when the evaluation
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from tba.api import Prompt
@@ -17,7 +18,7 @@ from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError, WaitTimeoutError
 from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport, load_report, read_prompts
 from tba.tokens import role_token
-from tba_cli.console import Console
+from tba_cli.console import Console, Loudness
 from tba_cli.local.processes import ProcessManager, run_with_processes
 from tba_cli.local.services import Services, wait_for_reward
 from tba_cli.ports import PortRequest, choose_ports
@@ -27,14 +28,21 @@ from tba_cli.run_folder import RunFolder
 CONFIG_NAME, JOB_NAME, PROMPTS_NAME = "config.json", "job.json", "prompts.jsonl"
 LOOPBACK = "127.0.0.1"
 ASK_TIMEOUT_S = 5.0
+SILENCE_S = 600.0
+"""The evaluator is killed after so long without a report of its progress; loading a model is the longest silence."""
 
 
 class EvaluationConsole(Console):
-    """Shows the progress of the evaluator among the lines of `tba evaluate`."""
+    """Shows the progress of the evaluator among the lines of `tba evaluate`, and remembers when it came last."""
+
+    def __init__(self, loudness: Loudness) -> None:
+        super().__init__(loudness)
+        self.progress_at_s = time.monotonic()
 
     def child_line(self, name: str, line: str) -> None:
         """Print a line of a child's output; a line of progress without the name in front."""
         if line.startswith(PROGRESS):
+            self.progress_at_s = time.monotonic()
             self.info(line.removeprefix(PROGRESS))
         else:
             super().child_line(name, line)
@@ -47,7 +55,7 @@ def evaluate_here(
     folder: RunFolder,
     lock_fd: int,
     reward_url: str | None,
-    console: Console,
+    console: EvaluationConsole,
 ) -> EvaluationReport:
     """Run the evaluation and return its report; whatever happens, no child is left.
 
@@ -59,7 +67,8 @@ def evaluate_here(
     Raises:
         ConfigError: the reward service does not know a task, or none answers at `reward_url`.
         ChildError: a child could not start, or died; says why.
-        WaitTimeoutError: the reward service did not become ready within `local.start_timeout_s`.
+        WaitTimeoutError: the reward service did not become ready within `local.start_timeout_s`, or the evaluator
+            was silent for `SILENCE_S`.
     """
     tasks = tasks_of(recipe, read_prompts(job.prompts))
     config = with_reward(recipe, reward_url)
@@ -75,7 +84,13 @@ def evaluate_here(
         services = Services(config, folder)
         child = await processes.start(services.spec("evaluator", words=["--job", str(folder.path / JOB_NAME)]))
         assert child.exit_code is not None
-        if await child.exit_code:
+        console.progress_at_s = time.monotonic()
+        # each line of progress moves the deadline: an evaluation may take hours, a step of it may not
+        while not child.exit_code.done():
+            if (left_s := console.progress_at_s + SILENCE_S - time.monotonic()) <= 0:
+                raise WaitTimeoutError(f"wait 'evaluator': it reported nothing for {SILENCE_S:g} s; see its log")
+            await asyncio.wait({child.exit_code}, timeout=left_s)
+        if child.exit_code.result():
             await asyncio.Event().wait()  # the watch of the manager explains the end of the child, and cancels this
 
     asyncio.run(run_with_processes(work, folder, console, lock_fd, recipe.local.stop_timeout_s))

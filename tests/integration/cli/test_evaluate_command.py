@@ -16,6 +16,7 @@ from tba.evaluation.evaluation_job import load_report
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
+from tba_cli.local import evaluate as local_evaluate
 from tba_cli.main import main
 from tba_cli.reports.answers import AnswerComparison
 from tba_cli.run_folder import RunFolder
@@ -238,7 +239,15 @@ def test_a_damaged_version_is_not_evaluated(
         assert main(["evaluate", "demo", "--reward-url", rewards.url]) == 2
     finally:
         store.put(key, whole)
-    assert "damaged" in capsys.readouterr().err
+    assert "weights/1-8/model.safetensors" in capsys.readouterr().err
+
+
+def test_an_evaluator_that_says_nothing_is_killed(
+    rewards: RewardServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_evaluate, "SILENCE_S", 0.01)
+    assert main(["evaluate", "demo", "--reward-url", rewards.url]) == 2
+    assert "wait 'evaluator': it reported nothing for 0.01 s" in capsys.readouterr().err
 
 
 def _prompts(folder: Path) -> list[dict[str, Any]]:

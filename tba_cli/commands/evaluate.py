@@ -19,7 +19,6 @@ from tba.wire.weight_manifest import encode_manifest
 from tba_cli.artifacts.prepared import check_prepared
 from tba_cli.commands.export import choose, source_of
 from tba_cli.commands.run import loudness_of
-from tba_cli.console import Console
 from tba_cli.local.evaluate import PROMPTS_NAME, EvaluationConsole, evaluate_here
 from tba_cli.prompts.reader import heldout_prompts
 from tba_cli.reports.answers import compare, comparison_lines
@@ -66,7 +65,7 @@ def evaluate_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare_command(args: argparse.Namespace, console: Console) -> int:
+def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> int:
     """Evaluate two versions of a run on the same prompts, and print both answers to each."""
     if args.source.endswith(RECIPE_SUFFIXES) or args.model is not None or args.version is not None:
         raise ConfigError(
@@ -126,7 +125,7 @@ def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
 
 
 def _evaluate(
-    subject: Subject, prompts: list[Prompt], out: Path, args: argparse.Namespace, console: Console
+    subject: Subject, prompts: list[Prompt], out: Path, args: argparse.Namespace, console: EvaluationConsole
 ) -> EvaluationReport:
     """Fetch one model, and evaluate it in the folder `out`.
 

@@ -105,7 +105,7 @@ from __future__ import annotations
 
 from tba import __version__
 
-FORMAT = 3
+FORMAT = 4
 """The storage format that is described here. A change of content or meaning takes another number; tba 0.1 had none, 0.2
 had 2."""
 FORMAT_TEXT = f"{FORMAT} {__version__}"

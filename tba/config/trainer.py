@@ -162,10 +162,6 @@ class TrackingSection(StrictModel):
     """Trackers of your own: MODULE:NAME (docs/extending.md)."""
 
 
-STAGING_FREE_SHARE = 0.75
-"""Of the free memory, what copies of a checkpoint may take: the rest is for versions, and for what begins meanwhile."""
-
-
 class TrainerSection(StrictModel):
     """The training loop."""
 

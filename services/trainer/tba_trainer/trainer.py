@@ -26,7 +26,7 @@ from tba.versions import START
 from tba.weights import DeltaSettings, WeightVersions, check_lineage, sha256_of_file
 from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
-from tba_trainer.distributed.checkpoints import TeamCheckpoints, staging_of
+from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
 from tba_trainer.distributed.process_group import Team
@@ -180,7 +180,6 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         max_bytes=weight_files.FILE_BYTES,
         team=context.team,
         layout=learner.layout(),
-        staging=staging_of(context.team),
         retry_s=limits.RETRY_S,
         named_wait=context.status.named_wait,
     )

@@ -92,7 +92,7 @@ def save(folder: Path, sections: Sections, version: str, num: int = 1, known: st
         store = store_of(folder, layout)
         reused = {} if known is None else store.known_objects(PolicyVersion.parse(known))
         part = store.begin_part(
-            PolicyVersion.parse(version), rows_of(sections, layout), known=reused, staged=index % 2 == 0
+            PolicyVersion.parse(version), rows_of(sections, layout), known=reused, in_background=index % 2 == 0
         )
         part.upload()
         objects += part.objects

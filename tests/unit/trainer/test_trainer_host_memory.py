@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from tba_trainer.checkpoints import parts
-from tba_trainer.checkpoints.parts import PartStaging, Staging
+from tba_trainer.checkpoints.checkpoint import CheckpointStore
+from tba_trainer.checkpoints.parts import Part
 from tba_trainer.model import parameters
 from tba_trainer.model.host_memory import HostMemoryError, counts, free_bytes, host_copy, host_copy_bytes
 from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_bytes, written_slices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba.store import FileStore
+from tba.versions import PolicyVersion
 
 MIB = 1024**2
 
@@ -29,9 +31,9 @@ class OnGpu(torch.Tensor):
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A machine with 100 MiB available, and the process in group /pod/container of either version."""
+    """A machine with 100 MiB available, and the process in group /pod/container."""
     write(tmp_path / "proc" / "meminfo", "MemTotal:  999999 kB\nMemAvailable:  102400 kB\nBuffers:  7 kB\n")
-    write(tmp_path / "proc" / "self" / "cgroup", "5:cpu,cpuacct:/\n4:memory:/pod/container\n0::/pod/container\n")
+    write(tmp_path / "proc" / "self" / "cgroup", "5:cpu,cpuacct:/\n0::/pod/container\n")
     return tmp_path
 
 
@@ -40,16 +42,13 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def group(
-    folder: Path, *, limit: str, used_mib: int, files_mib: int, old: bool = False, high: str | None = None
-) -> None:
+def group(folder: Path, *, limit: str, used_mib: int, files_mib: int, high: str | None = None) -> None:
     """Write what Linux says of a control group."""
     if high is not None:
         write(folder / "memory.high", f"{high}\n")
-    write(folder / ("memory.limit_in_bytes" if old else "memory.max"), f"{limit}\n")
-    write(folder / ("memory.usage_in_bytes" if old else "memory.current"), f"{used_mib * MIB}\n")
-    name = "total_inactive_file" if old else "inactive_file"
-    write(folder / "memory.stat", f"anon 5\n{name} {files_mib * MIB}\nshmem 0\n")
+    write(folder / "memory.max", f"{limit}\n")
+    write(folder / "memory.current", f"{used_mib * MIB}\n")
+    write(folder / "memory.stat", f"anon 5\ninactive_file {files_mib * MIB}\nshmem 0\n")
 
 
 def free_mib(machine: Path) -> float:
@@ -69,8 +68,6 @@ def test_free_memory_is_the_least_of_the_machine_s_and_its_groups(machine: Path)
     assert free_mib(machine) == 25
     group(groups / "pod", limit=str(80 * MIB), used_mib=70, files_mib=20, high="max")
     assert free_mib(machine) == 30
-    group(groups / "memory" / "pod" / "container", limit=str(50 * MIB), used_mib=40, files_mib=5, old=True)
-    assert free_mib(machine) == 15
     group(groups / "pod" / "container", limit=str(8 * MIB), used_mib=9, files_mib=0)
     assert free_mib(machine) == 0
 
@@ -146,51 +143,48 @@ def test_pinned_copies_are_counted_as_torch_rounds_them() -> None:
     assert written_bytes({"a": tensor}, Layout(index=1, num=2)) == 0  # the first process writes it
 
 
+def part_of(folder: Path, rows: Rows, *, num_sharers: int = 1) -> Part:
+    """Begin a part in the background."""
+    store = CheckpointStore(FileStore(folder / "store"), "demo", folder=folder, max_bytes=16, num_sharers=num_sharers)
+    return store.begin_part(PolicyVersion(1, 4), rows, known={}, in_background=True)
+
+
 @pytest.mark.parametrize(
-    ("place", "free", "num_sharers", "expected"),
-    [
-        ("auto", 400, 1, "memory"),
-        ("auto", 399, 1, "disk"),
-        ("auto", 800, 2, "memory"),
-        ("auto", 799, 2, "disk"),
-        ("auto", None, 1, "disk"),
-        ("memory", 0, 1, "memory"),
-        ("disk", 10**9, 1, "disk"),
-    ],
+    ("free", "num_sharers", "is_staged"),
+    [(400, 1, True), (399, 1, False), (800, 2, True), (799, 2, False), (None, 1, False)],
 )
 def test_a_checkpoint_is_copied_to_memory_where_three_quarters_of_what_is_free_hold_it(
-    monkeypatch: pytest.MonkeyPatch, place: str, free: int | None, num_sharers: int, expected: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int | None, num_sharers: int, is_staged: bool
 ) -> None:
     monkeypatch.setattr(parts, "free_bytes", lambda: free)
-    assert Staging(place=place, num_sharers=num_sharers).choose(300) == expected  # type: ignore[arg-type]
+    monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 0)
+    part = part_of(tmp_path, Rows(lambda: iter(()), 300), num_sharers=num_sharers)
+    assert part.is_staged is is_staged
 
 
 def test_memory_that_is_kept_pinned_for_a_checkpoint_is_not_shared_with_other_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    staging = Staging(place="auto", num_sharers=4)
     monkeypatch.setattr(parts, "free_bytes", lambda: 600)
     monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 0)
     monkeypatch.setitem(counts, "checkpoint_bytes", 0)
-    rows = Rows(lambda: iter(()), 100)
-    stages = PartStaging(FileStore(tmp_path), folder=tmp_path, max_bytes=16, layout=Layout(), staging=staging)
 
-    def place() -> str | None:
-        return stages.begin(rows, key="runs/demo/checkpoints/1-4", lineage=1, known={}, staged=True).place
+    def is_staged() -> bool:
+        return part_of(tmp_path, Rows(lambda: iter(()), 100), num_sharers=4).is_staged
 
-    assert place() == "memory"
+    assert is_staged()
     # each of the four has taken its 100 of the 600, and torch keeps them
     monkeypatch.setattr(parts, "free_bytes", lambda: 200)
     monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 100)
-    assert place() == "memory"
+    assert is_staged()
     monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 60)
-    assert place() == "disk"
+    assert not is_staged()
     monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 100)  # not of a checkpoint, but of snapshots
     monkeypatch.setitem(counts, "checkpoint_bytes", 0)
-    assert place() == "disk"
+    assert not is_staged()
 
 
-def test_where_memory_ends_amid_the_copies_the_disk_takes_them_all(tmp_path: Path) -> None:
+def test_where_memory_ends_amid_the_copies_all_are_read_again_while_they_are_uploaded(tmp_path: Path) -> None:
     tensors = {name: torch.full((4,), float(i)) for i, name in enumerate("abc")}
     tries: list[int] = []
 
@@ -201,12 +195,9 @@ def test_where_memory_ends_amid_the_copies_the_disk_takes_them_all(tmp_path: Pat
                 raise HostMemoryError("no memory for c")
             yield "model", name, rows
 
-    store, before = FileStore(tmp_path / "store"), counts["checkpoint_on_disk"]
-    staging = PartStaging(store, folder=tmp_path, max_bytes=16, layout=Layout(), staging=Staging(place="memory"))
-    part = staging.begin(Rows(copies, 48), key="runs/demo/checkpoints/1-4", lineage=1, known={}, staged=True)
-    assert part.place == "disk"
-    assert counts["checkpoint_on_disk"] == before + 1
-    assert len(list(tmp_path.glob("1-4-*/*.safetensors"))) == 3  # before the next step
+    before = counts["checkpoint_not_staged"]
+    part = part_of(tmp_path, Rows(copies, 48))
+    assert (part.is_staged, counts["checkpoint_not_staged"]) == (False, before + 1)
     part.upload()
     assert [name for each in part.objects for name in each.slices] == ["a", "b", "c"]
     assert len(tries) == 2
@@ -223,10 +214,9 @@ def test_a_part_in_memory_is_in_no_file_before_it_is_uploaded_and_leaves_memory_
             copied.append(weakref.ref(tensor))
             yield "model", name, TensorSlice(tensor, 0, (4,))
 
-    store, num_held = FileStore(tmp_path / "store"), []
-    staging = PartStaging(store, folder=tmp_path, max_bytes=16, layout=Layout(), staging=Staging(place="memory"))
-    part = staging.begin(Rows(copies, 48), key="runs/demo/checkpoints/1-4", lineage=1, known={}, staged=True)
-    assert part.place == "memory"
+    num_held: list[int] = []
+    part = part_of(tmp_path, Rows(copies, 48))
+    assert part.is_staged
     assert len(copied) == 3
     assert not list(tmp_path.glob("1-4-*/*.safetensors"))
     digest_of_file = parts.digest_of_file

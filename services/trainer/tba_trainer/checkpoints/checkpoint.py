@@ -40,7 +40,7 @@ from tba.wire.checkpoint_manifest import (
     object_name,
 )
 from tba.wire.weight_manifest import sha256_hex
-from tba_trainer.checkpoints.parts import ON_DISK, Part, PartStaging, SliceFiles, Staging, fetch_objects
+from tba_trainer.checkpoints.parts import Part, SliceFiles, fetch_objects, staged, write_part_files
 from tba_trainer.learner.learner import MODEL, SHARDED_SECTIONS, TrainerState
 from tba_trainer.model.slices import Layout, Rows
 
@@ -69,7 +69,7 @@ class CheckpointStore:
         folder: for files on their way to and from the store.
         max_bytes: of tensors in one file.
         layout: which rows this process holds; None: all.
-        staging: where what is uploaded beside training is copied to first.
+        num_sharers: processes of the trainer on this machine.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CheckpointStore:
         folder: Path,
         max_bytes: int,
         layout: Layout | None = None,
-        staging: Staging = ON_DISK,
+        num_sharers: int = 1,
     ) -> None:
         self._store, self._run = store, run
         self.folder, self._max_bytes = folder, max_bytes
@@ -88,26 +88,36 @@ class CheckpointStore:
         self._prefix = checkpoint_prefix(run)
         self._committed: tuple[PolicyVersion, dict[str, int]] | None = None
         """The last checkpoint that was made here, and its objects."""
-        self.staging = staging
-        self._staging = PartStaging(store, folder=folder, max_bytes=max_bytes, layout=self._layout, staging=staging)
+        self._num_sharers = num_sharers
 
     def key(self, version: PolicyVersion) -> str:
         """Return the key of the checkpoint of a version, whether there is one or not."""
         return f"{self._prefix}{version}"
 
-    def begin_part(self, version: PolicyVersion, rows: Rows, *, known: Mapping[str, int], staged: bool) -> Part:
+    def begin_part(self, version: PolicyVersion, rows: Rows, *, known: Mapping[str, int], in_background: bool) -> Part:
         """Return this process's part of a new checkpoint, which the caller uploads.
 
         Args:
             version: the name of the weights.
             rows: what this process writes (`Learner.capture`).
             known: digest -> lineage of the objects that need not be written again (`known_objects`).
-            staged: copy all rows off the device now; otherwise they are read while the part is uploaded.
+            in_background: copy all rows to memory now, if it has room; otherwise they are read as they are uploaded.
 
         Raises:
             OSError: the local disk is full.
         """
-        return self._staging.begin(rows, key=self.key(version), lineage=version.lineage, known=known, staged=staged)
+        copies = staged(rows, num_sharers=self._num_sharers) if in_background else None
+        folder = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self.folder))
+        files = write_part_files(copies or rows, folder, max_bytes=self._max_bytes, layout=self._layout)
+        return Part(
+            self._store,
+            files,
+            folder,
+            key=self.key(version),
+            lineage=version.lineage,
+            known=known,
+            is_staged=copies is not None,
+        )
 
     def known_objects(self, version: PolicyVersion) -> dict[str, int]:
         """Return digest -> lineage of the objects of a checkpoint that stays until the next one is registered.

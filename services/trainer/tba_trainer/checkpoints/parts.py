@@ -1,9 +1,10 @@
 """The part of a checkpoint that one process writes, and the rows of one that it reads.
 
-    rows on the device --copy--> memory --> files on the local disk --digest--> objects in the store, if they are
-                                            not there
+    rows on the device --> memory, if staged --> a file on the local disk --digest--> an object in the store, if it is
+                                                                                      not there
 
-Before the next step a part is copied to memory of the host where enough is free, else to the files (`Staging`).
+Before the next step a part is copied to memory of the host, and uploaded beside training. Where not enough is free, it
+is uploaded before the next step.
 
 Files hold the rows of one section, at most `FILE_BYTES` of them. What other processes need as well, or what
 changes at another time, has files of its own: scalars of a sharded model, and each copy of the old policy.
@@ -12,19 +13,16 @@ changes at another time, has files of its own: scalars of a sharded model, and e
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import safe_open
 
-from tba.config.trainer import STAGING_FREE_SHARE
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError
 from tba.logs import get_logger
 from tba.store import ObjectStore
@@ -35,7 +33,8 @@ from tba_trainer.model import host_memory
 from tba_trainer.model.host_memory import HostMemoryError, free_bytes, kept_pinned_bytes
 from tba_trainer.model.slices import Layout, Rows, TensorSlice
 
-Place = Literal["memory", "disk"]
+STAGING_FREE_SHARE = 0.75
+"""Of the free memory, what copies of a checkpoint may take: the rest is for versions, and for what begins meanwhile."""
 log = get_logger("checkpoint")
 
 
@@ -89,12 +88,12 @@ class Part:
     """The part of one process on its way to the store.
 
     Args:
-        files: on the local disk, or written as they are asked for; each is deleted once it is stored.
+        files: written as they are asked for; each is deleted once it is stored.
         folder: of the files; deleted at the end.
         key: of the checkpoint.
         lineage: of this trainer.
         known: digest -> lineage of the objects that the checkpoint before this one has in the store.
-        place: where all of it was copied to; None: nowhere yet.
+        is_staged: all rows were copied to memory.
     """
 
     def __init__(
@@ -106,9 +105,9 @@ class Part:
         key: str,
         lineage: int,
         known: Mapping[str, int],
-        place: Place | None = None,
+        is_staged: bool,
     ) -> None:
-        self.place: Place | None = place
+        self.is_staged = is_staged
         self.objects: list[CheckpointObject] = []
         """Those that are in the store."""
         self._store, self._files, self._folder = store, files, folder
@@ -136,7 +135,7 @@ class Part:
                 if self.is_given_up:
                     return
                 self.objects.append(self._put(file))
-                file.path.unlink()  # where files are made as they are asked for, one at a time is on the disk
+                file.path.unlink()  # one at a time is on the disk
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -157,81 +156,26 @@ class Part:
         return stored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
-    """Where parts that are uploaded beside training are copied to first."""
-
-    place: Literal["auto", "memory", "disk"] = "disk"
-    """`auto`: memory where STAGING_FREE_SHARE of what is free, within the limit of the container, holds the copies."""
-    num_sharers: int = 1
-    """Processes of the trainer on this machine: they copy at the same time."""
-
-    def choose(self, num_bytes: int) -> Place:
-        """Return where copies of so many bytes go now."""
-        if self.place != "auto":
-            return self.place
-        # What torch keeps pinned from the checkpoint before is this process's own, and takes nothing from the others.
-        # Of more than that checkpoint had, a snapshot's say, the pieces may have other sizes.
-        kept = min(kept_pinned_bytes(), host_memory.counts["checkpoint_bytes"])
-        free, needed = free_bytes(), max(0, num_bytes - kept)
-        place: Place = "disk" if free is None or needed > STAGING_FREE_SHARE * free / self.num_sharers else "memory"
-        log.info(
-            "checkpoint_staging",
-            place=place,
-            num_bytes=num_bytes,
-            kept_bytes=kept,
-            free_bytes=free,
-            num_processes=self.num_sharers,
-        )
-        return place
-
-
-ON_DISK = Staging()
-
-
-class PartStaging:
-    """Makes the parts of one process.
+def staged(rows: Rows, *, num_sharers: int) -> Iterator[tuple[str, str, TensorSlice]] | None:
+    """Copy rows to memory of the host; None: it has no room for them.
 
     Args:
-        folder: for files on their way.
-        max_bytes: of rows in one file.
-        layout: of the model.
+        num_sharers: processes of the trainer on this machine: they copy at the same time.
     """
-
-    def __init__(self, store: ObjectStore, *, folder: Path, max_bytes: int, layout: Layout, staging: Staging) -> None:
-        self._store, self._folder, self._max_bytes, self._layout = store, folder, max_bytes, layout
-        self._staging = staging
-
-    def begin(self, rows: Rows, *, key: str, lineage: int, known: Mapping[str, int], staged: bool) -> Part:
-        """Return the part that the rows are.
-
-        Args:
-            staged: copy all rows off the device now; otherwise they are read when `Part.upload` comes to them.
-            key, lineage, known: as of `Part`.
-
-        Raises:
-            OSError: the local disk is full.
-        """
-        place = self._staging.choose(rows.num_bytes) if staged else None
-        copies: Iterable[tuple[str, str, TensorSlice]] = rows
-        if place == "memory":
-            try:
-                copies = _emptied(deque(rows))
-                largest = host_memory.counts["checkpoint_bytes"]
-                host_memory.counts["checkpoint_bytes"] = max(largest, rows.num_bytes)
-            except HostMemoryError as error:
-                host_memory.counts["checkpoint_on_disk"] += 1
-                log.warning("checkpoint_staged_on_disk", num_bytes=rows.num_bytes, error=str(error))
-                place = "disk"
-        folder = Path(tempfile.mkdtemp(prefix=f"{key.rpartition('/')[2]}-", dir=self._folder))
-        files: Iterable[PartFile] = write_part_files(copies, folder, max_bytes=self._max_bytes, layout=self._layout)
-        try:
-            if place == "disk":
-                files = list(files)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return Part(self._store, files, folder, key=key, lineage=lineage, known=known, place=place)
+    # What torch keeps pinned from the checkpoint before is this process's own, and takes nothing from the others. Of
+    # more than that checkpoint had, a snapshot's say, the pieces may have other sizes.
+    kept = min(kept_pinned_bytes(), host_memory.counts["checkpoint_bytes"])
+    free, needed = free_bytes(), max(0, rows.num_bytes - kept)
+    try:
+        if free is None or needed > STAGING_FREE_SHARE * free / num_sharers:
+            raise HostMemoryError(f"{needed} bytes are needed, and {free} are free for {num_sharers} processes")
+        copies = deque(rows)
+    except HostMemoryError as error:
+        host_memory.counts["checkpoint_not_staged"] += 1
+        log.warning("checkpoint_not_staged", num_bytes=rows.num_bytes, reason=str(error))
+        return None
+    host_memory.counts["checkpoint_bytes"] = max(host_memory.counts["checkpoint_bytes"], rows.num_bytes)
+    return _emptied(copies)
 
 
 def _emptied(rows: deque[tuple[str, str, TensorSlice]]) -> Iterator[tuple[str, str, TensorSlice]]:

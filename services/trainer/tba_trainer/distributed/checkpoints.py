@@ -22,12 +22,11 @@ from tba.config import Recipe
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
-from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
 from tba.wire.checkpoint_manifest import CheckpointObject, object_key
 from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from tba_trainer.checkpoints.parts import ON_DISK, Part, Place, Staging
+from tba_trainer.checkpoints.parts import Part
 from tba_trainer.distributed.jobs import Job, Reply, failure_of, give_reply, note_replies
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.learner import Learner, TrainerState
@@ -41,17 +40,12 @@ _KINDS = (ObjectNotFoundError, DigestError, MalformedError)
 log = get_logger("checkpoint")
 
 
-def staging_of(team: Team) -> Staging:
-    """Return where checkpoints are copied to first: the processes of a machine share its memory."""
-    return Staging(place="auto", num_sharers=team.num_local_ranks)
-
-
 class TeamCheckpoints(CheckpointStore):
     """The checkpoints of one run, of all processes of a team (leader only).
 
     Args:
         team: tells the followers.
-        store, run, folder, max_bytes, layout, staging: as of `CheckpointStore`.
+        store, run, folder, max_bytes, layout: as of `CheckpointStore`.
         retry_s: how much longer than this process a follower may take to fetch its part.
         named_wait: reports a wait (`Status.named_wait`).
     """
@@ -65,11 +59,12 @@ class TeamCheckpoints(CheckpointStore):
         max_bytes: int,
         team: Team,
         layout: Layout,
-        staging: Staging = ON_DISK,
         retry_s: float = 120.0,
         named_wait: NamedWait = lambda _name, _deadline_s: nullcontext(),
     ) -> None:
-        super().__init__(store, run, folder=folder, max_bytes=max_bytes, layout=layout, staging=staging)
+        super().__init__(
+            store, run, folder=folder, max_bytes=max_bytes, layout=layout, num_sharers=team.num_local_ranks
+        )
         self.team, self._retry_s, self._named_wait = team, retry_s, named_wait
 
     def of_run(self, run: str) -> TeamCheckpoints:
@@ -81,7 +76,6 @@ class TeamCheckpoints(CheckpointStore):
             max_bytes=self._max_bytes,
             team=self.team,
             layout=self._layout,
-            staging=self.staging,
             retry_s=self._retry_s,
             named_wait=self._named_wait,
         )
@@ -93,22 +87,22 @@ class TeamCheckpoints(CheckpointStore):
             state: names the version, hence the key.
             rows: of this process (`Learner.capture`).
             known: `known_objects` of a checkpoint that stays until this one is registered.
-            in_background: copy everything off the devices and return; otherwise this process's part is stored, or
-                has failed, on return.
+            in_background: copy everything to memory and return; otherwise, or without room there, this process's part
+                is stored, or has failed, on return.
 
         Raises:
-            OSError: the local disk is full, and `in_background`; the followers have been told to stop.
+            OSError: the local disk is full; the followers have been told to stop.
             TeamError: a follower is gone.
         """
         version = PolicyVersion.parse(state.version)
         try:
             # all copy at the same time
-            with self.team.lead("write_part", version=str(version), known=dict(known), staged=in_background):
-                part = self.begin_part(version, rows, known=known, staged=in_background)
+            with self.team.lead("write_part", version=str(version), known=dict(known), in_background=in_background):
+                part = self.begin_part(version, rows, known=known, in_background=in_background)
         except OSError:
             self.drop(str(version))
             raise
-        return Upload(self, state, part, in_background=in_background)
+        return Upload(self, state, part)
 
     def save(self, state: TrainerState, rows: Rows) -> str:
         """Write a checkpoint, all of it, and return its key.
@@ -214,11 +208,10 @@ class Upload:
     """A checkpoint on its way to the store; the parts in threads of their processes, the manifest in one of this.
 
     Args:
-        part: of this process.
-        in_background: upload it in the thread, too; otherwise before this returns.
+        part: of this process; one that is not staged is uploaded before this returns.
     """
 
-    def __init__(self, checkpoints: TeamCheckpoints, state: TrainerState, part: Part, *, in_background: bool) -> None:
+    def __init__(self, checkpoints: TeamCheckpoints, state: TrainerState, part: Part) -> None:
         self.version = PolicyVersion.parse(state.version)
         self.key: str | None = None
         self.error: Exception | None = None
@@ -230,9 +223,9 @@ class Upload:
         self._commits = threading.Lock()
         if checkpoints.team.num_ranks == 1:
             self._all_ended.set()
-        if not in_background:
+        if not part.is_staged:
             self._try(part.upload)
-        steps = [part.upload, self._commit] if in_background else [self._commit]
+        steps = [part.upload, self._commit] if part.is_staged else [self._commit]
         self._thread = threading.Thread(target=self._run, args=(steps,), name="checkpoint-upload", daemon=True)
         self._thread.start()
 
@@ -255,11 +248,6 @@ class Upload:
                 return True
             if time.monotonic() >= deadline:
                 return False
-
-    @property
-    def place(self) -> Place | None:
-        """Where the part of this process was copied to."""
-        return self._part.place
 
     def missing(self) -> str:
         """Return who has not stored its part, for a message."""
@@ -324,35 +312,23 @@ class FollowerCheckpoints:
         self._jobs: dict[str, Job] = {}
         self._fetched: Checkpoint | None = None
 
-    def write(self, *, version: str, known: Mapping[str, int], staged: bool) -> None:
-        """Begin this process's part; where there is no room to copy it, it is stored on return."""
-
-        def begin(staged: bool) -> Part:
-            return self._checkpoints().begin_part(
-                PolicyVersion.parse(version), self._learner.capture(), known=known, staged=staged
-            )
-
+    def write(self, *, version: str, known: Mapping[str, int], in_background: bool) -> None:
+        """Begin this process's part; where memory has no room for it, it is stored on return."""
         job = self._jobs[version] = Job("checkpoint-part")
-        has_room = True
         try:
-            try:
-                part = begin(staged)
-            except OSError as error:
-                if (full := explain_full_disk(error, self._folder)) is None:
-                    raise
-                log.warning("checkpoint_not_staged", reason=full)
-                part, has_room = begin(False), False
+            part = job.part = self._checkpoints().begin_part(
+                PolicyVersion.parse(version), self._learner.capture(), known=known, in_background=in_background
+            )
         except (TbaError, OSError) as error:
             job.fail(error)
             return
-        job.part = part
 
         def upload() -> Reply:
             part.upload()
             return {"objects": [each.model_dump() for each in part.objects]}
 
-        # without room file by file, which needs room for one, before the weights change
-        (job.start if has_room else job.run)(upload)
+        # what is not in memory must be stored before the weights change
+        (job.start if part.is_staged or not in_background else job.run)(upload)
 
     def fetch(self, *, key: str, manifest: bytes) -> None:
         """Begin to fetch this process's rows."""
@@ -400,6 +376,6 @@ class FollowerCheckpoints:
                 folder=self._folder,
                 max_bytes=weight_files.FILE_BYTES,
                 layout=self._learner.layout(),
-                staging=staging_of(self._team),
+                num_sharers=self._team.num_local_ranks,
             )
         return self._store

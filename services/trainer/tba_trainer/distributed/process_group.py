@@ -193,25 +193,6 @@ class Team:
             with self._exchange(command):
                 yield command, arguments
 
-    @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Run a block that every process runs of its own accord, with the same exchanges: nobody is told anything.
-
-        After an error in it the team is broken: the others may wait in any exchange.
-
-        Raises:
-            TeamError: another process is gone or does not answer.
-        """
-        if self.num_ranks == 1:
-            yield
-            return
-        with self._exchange(what):
-            try:
-                yield
-            except (TbaError, OSError):
-                self._broken = True
-                raise
-
     def share(self, tensor: Tensor | None) -> Tensor:
         """Return the leader's tensor in every process, on the CPU.
 

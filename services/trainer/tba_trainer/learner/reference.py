@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tba.config import Recipe
-from tba.errors import ConfigError, MalformedError
+from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import Policy, Ranks
@@ -81,22 +81,9 @@ class CarriedReference(Reference):
     """A reference whose log-probs searchers compute, under the starting model; rollouts carry them."""
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the values that the rollouts carry.
-
-        Raises:
-            MalformedError: one carries none of the starting model; `filter_batch` refuses such a rollout before.
-        """
-        values = []
-        for rollout in rollouts:
-            carried = rollout.ref_logprob
-            if carried is None or carried.version != START:
-                what = f"rollout {rollout.rollout_id.hex()} of prompt {rollout.prompt_id!r}"
-                raise MalformedError(
-                    f"{what} carries no ref log-prob of the starting model, and objective.reference_placement is "
-                    '"searcher"'
-                )
-            values.append(carried.value)
-        return values
+        """Return the values that the rollouts carry; `filter_batch` has refused those without one."""
+        carried = [rollout.ref_logprob for rollout in rollouts]
+        return [each.value for each in carried if each is not None]
 
     def load(self, tensors: Mapping[str, TensorSlice], version: PolicyVersion) -> None:
         """Refuse: searchers know only the starting model."""
@@ -217,37 +204,8 @@ def make_reference(
     )
 
 
-class ReferenceWeights(Protocol):
-    """Weights of the reference, and the model that computes log-probs under them."""
-
-    @property
-    def policy(self) -> Policy:
-        """The model; it has the reference's weights only while `active` is open."""
-        ...
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Make `policy` the reference while the context is open."""
-        ...
-
-    def reset_to_theta(self) -> None:
-        """Make the current theta the reference."""
-        ...
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return what `load` takes, sharded as theta is."""
-        ...
-
-    def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
-        """Load the rows of this process of what `tensors` returned.
-
-        Raises:
-            TbaError: they are not those of this model.
-        """
-        ...
-
-
 class FrozenCopyWeights:
-    """Weights in a second model beside theta.
+    """Weights of the reference in a second model beside theta.
 
     Args:
         theta: the model that is trained.
@@ -347,3 +305,7 @@ class AdapterWeights:
         finally:
             for layer in self._layers:
                 layer._disable_adapters = False
+
+
+ReferenceWeights = FrozenCopyWeights | AdapterWeights
+"""Weights of the reference, and `policy`, the model that computes log-probs under them while `active` is open."""

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from tba.api import BatchRequest
 from tba.clients import BufferClient
 from tba.config import Recipe
@@ -274,8 +272,6 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
         trainer: the current weights; a rollout of a later version cannot exist.
     """
     parents, groups, refused = lineages.parents, [], list(batch.refused)
-    if _is_good(batch, required) and not any(_check_versions(r, parents, trainer) for r in _one_of_each_version(batch)):
-        return batch
     for group in batch.groups:
         rejections = [
             _check(r, group.prompt_id, required) or _check_versions(r, parents, trainer) for r in group.rollouts
@@ -299,30 +295,6 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
         if good:
             groups.append(replace(group, rollouts=tuple(good)))
     return replace(batch, groups=tuple(groups), refused=tuple(refused))
-
-
-def _is_good(batch: Batch, required: Requirements) -> bool:
-    """Return whether every rollout of the batch can be trained on, as `_check` would find one by one."""
-    rollouts = batch.rollouts
-    if not rollouts or required.ref_logprobs or min(len(group.rollouts) for group in batch.groups) < required.min_group:
-        return False
-    if any(r.prompt_id != group.prompt_id or r.reward is None for group in batch.groups for r in group.rollouts):
-        return False
-    rewards = np.array([r.reward for r in rollouts])
-    tokens = np.concatenate([part for r in rollouts for part in (r.prompt_tokens, r.response_tokens)])
-    lowest = np.concatenate([r.sampler_logprobs for r in rollouts]).min()
-    longest = max(len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts)
-    return bool(
-        (np.abs(rewards) <= MAX_ABS_REWARD).all()  # false for NaN
-        and tokens.max() < required.vocab_size
-        and lowest >= MIN_SAMPLER_LOGPROB
-        and (required.max_tokens is None or longest <= required.max_tokens)
-    )
-
-
-def _one_of_each_version(batch: Batch) -> Iterable[Rollout]:
-    """Return a rollout for each set of versions that made the rollouts of a batch."""
-    return {tuple(span.version for span in r.version_spans): r for r in batch.rollouts}.values()
 
 
 def count_reasons(refused: Iterable[RefusedRollout]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Write checkpoints of one lineage to the store, and tell the buffer from which one a resume starts.
 
     small    loop     write    copy, upload, register
-    large    loop     write    copy to memory, or to the local disk (`checkpoints/parts.py`)
+    large    loop     write    copy to memory; without room there, upload (`checkpoints/parts.py`)
              thread            upload, manifest last
              loop     settle   after a later step: register it, delete old ones
 
@@ -20,7 +20,6 @@ from typing import Any
 from tba.api import CheckpointRequest
 from tba.errors import StoreUnavailableError
 from tba.logs import get_logger
-from tba.store.file import explain_full_disk
 from tba.store.open import TIMEOUT_S as STORE_TIMEOUT_S
 from tba.versions import START, PolicyVersion
 from tba_trainer.checkpoints.choice import before_suspect
@@ -130,15 +129,8 @@ class CheckpointWriter:
         """Copy a checkpoint of the current weights off the device, and upload it beside training."""
         if self._progress.step == self.saved.step:
             return
-        try:
-            self._upload = self._new(in_background=True)
-        except OSError as error:
-            if (full := explain_full_disk(error, self._context.checkpoints.folder)) is None:
-                raise
-            log.warning("checkpoint_not_staged", reason=full)
-            self.save()  # file by file, which needs room for one
-            return
-        log.info("checkpoint_staged", version=str(self._upload.version), place=self._upload.place)
+        self._upload = self._new(in_background=True)
+        log.info("checkpoint_begun", version=str(self._upload.version))
 
     def settle(self) -> None:
         """Register the checkpoint whose upload has ended since the last call, if one has.

@@ -38,8 +38,6 @@ from tba_trainer.loop.status import Session
 from tba_trainer.loop.trainer_context import TrainerContext
 
 _POLL_S = 0.5
-_MOST_CHOICES = 5
-"""Rollbacks that may be asked for and withdrawn, one after the other, while a start chooses its parent."""
 log = get_logger("startup")
 
 
@@ -101,26 +99,25 @@ def _take_lineage(
     model_config_sha256: str,
     rollback: Rollback | None,
 ) -> tuple[RunInfo, _Parent, LineageReply]:
-    """Choose a parent and take the lineage; return the run as it was before, both. Arguments as of `start_lineage`.
-
-    The choice may take minutes. Where an operator's rollback was withdrawn meanwhile, the parent is chosen again.
-    """
-    for _ in range(_MOST_CHOICES):
-        info = context.buffer.run()
-        # a new lineage would make the run active again, and its searchers would start to generate
-        if info.state == "done":
-            raise ConflictError(
-                f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
-                "choose another run.name, or let it continue (`tba resume`) where the recipe asks for more steps"
-            )
-        # An alarm's rollback comes first. Where it goes back as far, it does what was asked for too; else the request
-        # waits on, and the new lineage does it at its first draw.
-        asked = info.rollback if rollback is None or rollback.is_asked_for else None
-        if asked is None:
-            parent = _resume_parent(context, info, checkpoints, learner, model_config_sha256, rollback)
-        else:
-            parent = _asked_parent(context, info, checkpoints, model_config_sha256, asked)
-        request = LineageRequest(
+    """Choose a parent and take the lineage; return the run as it was before, both. Arguments as of `start_lineage`."""
+    info = context.buffer.run()
+    # a new lineage would make the run active again, and its searchers would start to generate
+    if info.state == "done":
+        raise ConflictError(
+            f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
+            "choose another run.name, or let it continue (`tba resume`) where the recipe asks for more steps"
+        )
+    # An alarm's rollback comes first. Where it goes back as far, it does what was asked for too; else the request
+    # waits on, and the new lineage does it at its first draw.
+    asked = info.rollback if rollback is None or rollback.is_asked_for else None
+    if asked is None:
+        parent = _resume_parent(context, info, checkpoints, learner, model_config_sha256, rollback)
+    else:
+        parent = _asked_parent(context, info, checkpoints, model_config_sha256, asked)
+    # From this call on a resume starts from the parent too, and never again from a suspect checkpoint. It is refused
+    # where the rollback was withdrawn meanwhile.
+    reply = context.buffer.new_lineage(
+        LineageRequest(
             trainer_id=context.status.trainer_id,
             parent=str(parent.version),
             checkpoint_key=parent.checkpoint_key,
@@ -129,26 +126,14 @@ def _take_lineage(
             fails=parent.fails,
             in_process=rollback is not None,
         )
-        try:
-            # from this call on a resume starts from the parent too, and never again from a suspect checkpoint
-            reply = context.buffer.new_lineage(request)
-        except ConflictError:
-            if asked is None or context.buffer.run().rollback == asked:
-                raise
-            log.warning("rollback_withdrawn", asked_for=asked.version, parent=str(parent.version))
-            if parent.checkpoint is not None:
-                parent.checkpoint.close()
-            continue
-        if parent.fails is not None:
-            raise GuardError(parent.fails)
-        if asked is not None:
-            log.warning(
-                "rolled_back_for_operator", asked_for=asked.version, parent=str(parent.version), reason=asked.reason
-            )
-        return info, parent, reply
-    raise ConflictError(
-        f"a rollback was asked for and withdrawn {_MOST_CHOICES} times while this trainer started; start it again"
     )
+    if parent.fails is not None:
+        raise GuardError(parent.fails)
+    if asked is not None:
+        log.warning(
+            "rolled_back_for_operator", asked_for=asked.version, parent=str(parent.version), reason=asked.reason
+        )
+    return info, parent, reply
 
 
 def _asked_parent(

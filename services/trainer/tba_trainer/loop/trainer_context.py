@@ -58,7 +58,7 @@ class LineageContext(TrainerContext):
             **self.publisher.gauges(),
             "num_damaged_batches": float(self.prefetcher.num_damaged),
             "unpinned_copies_total": float(host_memory.counts["unpinned"]),
-            "checkpoints_on_disk_total": float(host_memory.counts["checkpoint_on_disk"]),
+            "checkpoints_not_staged_total": float(host_memory.counts["checkpoint_not_staged"]),
             **self.progress.guards.gauges(),
             **self.trackers.gauges(),
         }

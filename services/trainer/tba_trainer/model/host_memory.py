@@ -15,8 +15,8 @@ from tba.errors import TbaError
 from tba.logs import get_logger
 
 counts: Counter[str] = Counter()
-"""Of this process. `unpinned`: copies of a GPU's tensors for which there was no pinned memory; `checkpoint_on_disk`:
-checkpoints for which memory did not last; `checkpoint_bytes`: of the largest checkpoint that was copied to memory."""
+"""Of this process. `unpinned`: copies of a GPU's tensors for which there was no pinned memory; `checkpoint_not_staged`:
+checkpoints for which memory had no room; `checkpoint_bytes`: of the largest checkpoint that was copied to memory."""
 log = get_logger("host_memory")
 
 
@@ -88,33 +88,27 @@ def kept_pinned_bytes() -> int:
 
 
 def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yield what is left to each control group with a limit that this process is in, of either version."""
+    """Yield what is left to each control group with a limit that this process is in (version 2)."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            # past "high" the kernel kills nobody, and lets the group crawl
-            base, limits, names = cgroups, ("memory.max", "memory.high"), ("memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, limits = cgroups / "memory", ("memory.limit_in_bytes",)
-            names = "memory.usage_in_bytes", "total_inactive_file"
-        else:
+        if controllers:  # of version 1
             continue
-        folder = base / path.lstrip("/")
-        # those above have limits, too; in a container only the own one may be there, as `base`
+        folder = cgroups / path.lstrip("/")
+        # those above have limits, too; in a container only the own one may be there, as `cgroups`
         for each in (folder, *folder.parents):
-            if not each.is_relative_to(base):
+            if not each.is_relative_to(cgroups):
                 break
             with suppress(OSError):  # no such group here
-                used = int((each / names[0]).read_text(encoding="utf-8"))
+                used = int((each / "memory.current").read_text(encoding="utf-8"))
                 # files that were read or written fill a group to its limit, and go when memory is needed
-                files = re.search(
-                    rf"^{names[1]} (\d+)$", (each / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE
-                )
-                for limit in limits:
+                stat = (each / "memory.stat").read_text(encoding="utf-8")
+                files = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)
+                # past "high" the kernel kills nobody, and lets the group crawl
+                for limit in ("memory.max", "memory.high"):
                     with suppress(OSError, ValueError):  # "max": no limit
                         yield int((each / limit).read_text(encoding="utf-8")) - used + (int(files[1]) if files else 0)
 

@@ -37,65 +37,30 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
             adapter does not fit the model, or gradient checkpointing is on and the model is random in train mode.
     """
     from transformers import AutoModelForCausalLM
-
-    folder = _model_folder(section)
-    trust = section.trust_remote_code
-    model = load_weights(AutoModelForCausalLM, folder, key="model.path", trust_remote_code=trust)
-    model = prepare(to_device(model, device, key="trainer.device"), section.lora, gradient_checkpointing)
-    if gradient_checkpointing:  # only then the model is in train mode
-        check_train_mode(model, section.path, key="trainer.gradient_checkpointing")
-    return model
-
-
-def load_weights(
-    auto: Any, folder: Path, *, key: str, trust_remote_code: bool = False, new_head: bool = False, **config: Any
-) -> Any:
-    """Load a model in float32 on the CPU.
-
-    Args:
-        auto: Auto class of transformers.
-        key: of the recipe that names the folder, for errors.
-        new_head: whether weights outside the body of the model may be missing; they are random numbers then.
-        config: values that replace those of config.json.
-
-    Raises:
-        ConfigError: the folder is not such a model, or lacks weights of it.
-    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
-        model, report = auto.from_pretrained(
-            folder,
+        model, report = AutoModelForCausalLM.from_pretrained(
+            _model_folder(section),
             dtype=torch.float32,
             use_safetensors=True,  # never a pickle: loading one runs its code
             local_files_only=True,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=section.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report names them
-            **config,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _unloadable(folder, key, error) from None
-    within = f"{model.base_model_prefix}." if new_head else ""
-    check_load_report(report, model, where=f"{key} {str(folder)!r}", is_needed=lambda name: name.startswith(within))
-    return model
-
-
-def to_device(model: Any, device: str, *, key: str) -> Any:
-    """Move a model to a device.
-
-    Args:
-        key: of the recipe that names the device, for errors.
-
-    Raises:
-        ConfigError: the device cannot be used.
-    """
+        raise _unloadable(section, error) from None
+    check_load_report(report, model, where=f"model.path {section.path!r}")
     try:
-        return model.to(device)
+        model = model.to(device)
     except (RuntimeError, AssertionError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{key} {device!r} cannot be used: {first_line}") from None
+        raise ConfigError(f"trainer.device {device!r} cannot be used: {_first_line(error)}") from None
+    model = prepare(model, section.lora, gradient_checkpointing)
+    if gradient_checkpointing:  # only then the model is in train mode
+        check_train_mode(model, section.path)
+    return model
 
 
 def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
@@ -104,33 +69,24 @@ def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
     Raises:
         ConfigError: the folder is missing or holds no config of a model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder, trust = _model_folder(section), section.trust_remote_code
-    model = empty_weights(AutoModelForCausalLM, folder, key="model.path", trust_remote_code=trust)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unloadable(section, error) from None
     return prepare(model, section.lora, gradient_checkpointing)
 
 
-def empty_weights(auto: Any, folder: Path, *, key: str, trust_remote_code: bool = False) -> Any:
-    """Return the model of `load_weights` without its weights, on the meta device.
-
-    Raises:
-        ConfigError: the folder holds no config of a model.
-    """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unloadable(folder, key, error) from None
+def _unloadable(section: ModelSection, error: Exception) -> ConfigError:
+    return ConfigError(f"model.path {section.path!r} cannot be loaded: {_first_line(error)}{trust_hint(error)}")
 
 
-def _unloadable(folder: Path, key: str, error: Exception) -> ConfigError:
-    first_line = str(error).strip().partition("\n")[0]
-    hint = trust_hint(error) if key == "model.path" else ""  # models of other keys never run code of their own
-    return ConfigError(f"{key} {str(folder)!r} cannot be loaded: {first_line}{hint}")
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _model_folder(section: ModelSection) -> Path:
@@ -180,12 +136,11 @@ def disable_dropout(model: Any) -> None:
 
 
 @torch.no_grad()
-def check_train_mode(model: Any, path: str, *, key: str) -> None:
+def check_train_mode(model: Any, path: str) -> None:
     """Check that two passes in train mode give the logits of eval mode.
 
     Args:
         path: of the model, for errors.
-        key: of the recipe that puts the model into train mode, for errors.
 
     Raises:
         ConfigError: something random is left, such as a dropout that `disable_dropout` does not know.
@@ -202,9 +157,9 @@ def check_train_mode(model: Any, path: str, *, key: str) -> None:
     gap = max(float((other - logits[0]).abs().max()) for other in logits[1:])
     if gap > TRAIN_MODE_MAX_GAP * float(logits[0].abs().max()):
         raise ConfigError(
-            f"{key} = true puts the model into train mode, and there {path!r} gives different "
+            f"trainer.gradient_checkpointing = true puts the model into train mode, and there {path!r} gives different "
             f"logits (by up to {gap:.2g}), so it has a dropout, or something similar, that cannot be switched off; set "
-            f"{key} = false"
+            "it to false"
         )
 
 
@@ -244,16 +199,13 @@ def load_tensors(
         assign(parameter, tensor)
 
 
-def side_files(folder: str | Path, *, trust_remote_code: bool, key: str = "model.path") -> dict[str, Path]:
+def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path]:
     """Return the config and tokenizer files of a model folder by name; Python files only where the recipe trusts them.
-
-    Args:
-        key: of the recipe that names the folder, for errors.
 
     Raises:
         ConfigError: there is no tokenizer.
     """
-    check_tokenizer(folder, key=key)
+    check_tokenizer(folder)
     suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
     # an index names the shards of the starting model, and the published files have other names
     return {

@@ -19,7 +19,7 @@ from tba.fields import StrictModel
 Kind = Literal["trajectory_balance", "group", "group_std", "leave_one_out", "batch_std", "batch", "best_worst", "best"]
 """The formula of the advantage A_j."""
 Anchor = Literal["fixed", "reset", "behaviour"]
-Centre = Literal["theta", "behaviour", "log_z", "none"]
+Centre = Literal["theta", "behaviour", "none"]
 RewardBaseline = Literal["mean", "log_mean_exp"]
 ImportanceWeight = Literal[
     "none", "clamp", "mask", "token_clip", "sequence_clip", "sequence_mean_clip", "second_moment"
@@ -65,7 +65,6 @@ PRESETS = MappingProxyType(
     {
         # the family
         "tb": Parts(anchor="fixed", centre="theta"),  # arXiv 2503.18929, Eq. 5
-        "tb_log_z": Parts(anchor="fixed", centre="log_z"),  # Trajectory Balance, arXiv 2201.13259
         "tba_prime": Parts(anchor="reset", centre="behaviour", importance_weight="clamp"),
         "tba_prime_clip": Parts(anchor="reset", centre="behaviour", importance_weight="token_clip"),
         "tba_prime_unweighted": Parts(anchor="reset", centre="behaviour"),
@@ -150,7 +149,7 @@ class ObjectiveSection(StrictModel):
     mask_tied: bool = False
     """Rollouts of a group whose rewards are all equal teach nothing, not even by their KL. They count in the divisors.
     No pass is made for them where no other group reads their log-probs: a step costs what the other groups cost. Not
-    with `reinforce` or the centre `log_z`, which learn from such groups too."""
+    with `reinforce`, which learns from such groups too."""
     old_policy_versions: int = Field(default=4, ge=1)
     """With `tba_prime_published`: the published versions whose weights the trainer keeps, on its device and in its
     checkpoints, each a float32 copy of what is trained. As many as the oldest rollouts need (policy age over
@@ -183,14 +182,11 @@ class ObjectiveSection(StrictModel):
 
     def _check_mask_tied(self) -> None:
         parts = self.parts
-        if not self.mask_tied or parts is None:
-            return
-        # their A_j has the reward in a tied group too; without such groups what is left is not centred
-        if parts.kind == "batch" or parts.centre == "log_z":
-            compared = "the batch" if parts.kind == "batch" else "the log Z of the prompt"
+        # its A_j has the reward in a tied group too; without such groups what is left is not centred
+        if self.mask_tied and parts is not None and parts.kind == "batch":
             raise ValueError(
                 f"mask_tied = true leaves groups out whose rewards are all equal, and {self.preset} compares rewards "
-                f"with {compared}, so it learns from such groups too; set mask_tied = false"
+                "with the batch, so it learns from such groups too; set mask_tied = false"
             )
 
     def _check_anchor(self) -> None:
@@ -199,11 +195,6 @@ class ObjectiveSection(StrictModel):
             raise ValueError(
                 f"{self.preset} divides the log-ratio to the behaviour policy by the age, but the anchor is {anchor}; "
                 'set anchor = "behaviour"'
-            )
-        if parts is not None and parts.centre == "log_z" and anchor != "fixed":
-            raise ValueError(
-                f"{self.preset} keeps a log Z for each prompt, which is that of the starting model, but the anchor is "
-                f'{anchor}; set anchor = "fixed"'
             )
         # a setting without effect is a misunderstanding: better refused at the start than found after the run
         if anchor != "reset" and self.reference_reset_steps is not None:

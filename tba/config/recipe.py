@@ -87,11 +87,6 @@ class Recipe(StrictModel):
             )
         self._check_lag()
         self._check_unused()
-        if self.trainer.num_processes % self.trainer.context:
-            raise ValueError(
-                f"trainer.sharding.context is {self.trainer.context}, and trainer.num_processes is "
-                f"{self.trainer.num_processes}, which is no multiple of it: they are dealt to groups of that size"
-            )
         if self.trainer.num_processes > 1 and ":" in self.trainer.device:
             raise ValueError(
                 f"trainer.device is {self.trainer.device!r}, a single device, and trainer.num_processes is "

@@ -59,7 +59,6 @@ class Problem:
     """What the trainer computes again for the policy that sampled, per token."""
     ref_tokens: tuple[Tensor, ...]
     """Log-probs of the reference per token, where they matter; `ref` has their sums."""
-    log_z: Tensor | None = None
 
     @property
     def num_rollouts(self) -> int:
@@ -121,7 +120,6 @@ class Problem:
             sampler_logprob=sampler_logprob,
             ref_log_ratio=ref_log_ratio,
             sampler_ref_log_ratio=sampler_ref_log_ratio,
-            log_z=self.log_z,
             reward=self.reward,
             policy_age=self.age,
             group=self.group,
@@ -137,7 +135,6 @@ class Problem:
             sampler=tuple(self.sampler[row] for row in rows),
             recomputed=tuple(self.recomputed[row] for row in rows),
             ref_tokens=tuple(self.ref_tokens[row] for row in rows),
-            log_z=None if self.log_z is None else self.log_z[index],
             **{name: getattr(self, name)[index] for name in ("ref", "reward", "age", "group", "prompt_lengths")},
         )
 

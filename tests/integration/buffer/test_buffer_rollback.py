@@ -97,7 +97,7 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
     served.stop()  # nothing of it lives in the process
     client = serve(serve_buffer, tmp_path).client()
     assert client.run().rollback == waiting
-    with pytest.raises(ConflictError, match="the rollback that it obeys does not wait any more; start it again"):
+    with pytest.raises(ConflictError, match="the rollback that it obeys does not wait any more; read the run again"):
         client.new_lineage(LineageRequest(trainer_id="t", parent="1-2", obeys="another request"))
     assert (client.run().rollback, client.run().lineage) == (waiting, 1)
     client.new_lineage(LineageRequest(trainer_id="t", parent="1-4"))  # it read the run before the request came

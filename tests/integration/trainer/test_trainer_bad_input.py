@@ -20,10 +20,10 @@ from redis import Redis
 from safetensors.torch import load_file
 from tba_trainer.trainer import train
 
-from tba.api import AckRequest, BatchRequest, LedgerEntry, RunCommand
+from tba.api import AckRequest, BatchRequest, LedgerEntry
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.errors import BadRequestError, FencedError
+from tba.errors import BadRequestError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
@@ -34,7 +34,6 @@ from tba_cli.parser import parse_arguments
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
-from tests.support.guards import make_guards
 from tests.support.redis_process import RedisProcess
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import VOCAB_SIZE, make_rollout
@@ -140,28 +139,6 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
     assert all(torch.isfinite(tensor).all() for path in paths for tensor in load_file(path).values())
 
 
-def test_batches_of_nothing_but_bad_rollouts_are_skipped_and_then_fail_the_run(
-    buffer: BufferThread, redis: RedisProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client = buffer.client()
-    bad = damages(make_rollout(np.random.default_rng(1), run="test"))["vocabulary"]
-    with Redis.from_url(redis.url) as connection:
-        fill(client, connection, [(bad, 4)] * 8)
-    recipe = settings_of(buffer, tmp_path, guards=make_guards(max_skipped_in_row=2))
-    with pytest.raises(Exception, match="3 batches in a row were skipped, the last one because of 'refused'"):
-        train(recipe, buffer=client, store=FileStore(tmp_path / "store"), stop=threading.Event())
-    info, stats = client.run(), client.stats()
-    assert (info.state, info.step) == ("failed", 3)
-    assert [(line.step, line.skipped, line.refused) for line in entries(client)] == [
-        (step, "refused", {"vocabulary": 32}) for step in (1, 2, 3)
-    ]
-    assert stats.batches_skipped == {"refused": 3}
-    assert (stats.rollouts_trained, stats.policy_age_histogram) == (0, {})
-    assert "  batches skipped by the trainer: refused 3" in status_lines(info, stats, client.settings())
-    assert check_command(parse_arguments(["ledger", "check", "--url", buffer.url])) == 0
-    assert "3 batches, 0 of them abandoned, 3 skipped" in capsys.readouterr().out
-
-
 def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the_batch(
     serve_buffer: ServeBuffer,
 ) -> None:
@@ -198,15 +175,3 @@ def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the
     assert stats.rollouts_refused_by_trainer == {"too-long": 17, "vocabulary": 1}
     assert Counter(line.skipped for line in entries(client)) == {None: 1, "non_finite": 1, "refused": 1}
     assert entries(client)[0].refused == {"too-long": 1, "vocabulary": 1}
-
-
-def test_a_trainer_pauses_the_run_with_its_token_and_a_fenced_one_cannot(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    old, active = start_lineage(client), start_lineage(client)
-    with pytest.raises(FencedError):
-        client.command("pause", RunCommand(reason="ess_collapse", token=old.token))
-    assert client.run().state == "running"
-    info = client.command("pause", RunCommand(reason="ess_collapse", token=active.token))
-    assert (info.state, info.state_reason) == ("paused", "ess_collapse")
-    assert client.command("pause", RunCommand(reason="again", token=active.token)).state_reason == "ess_collapse"
-    assert client.command("resume", RunCommand()).state == "running"

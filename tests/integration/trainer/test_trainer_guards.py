@@ -415,22 +415,6 @@ def test_a_run_that_fails_by_skipping_continues_from_the_checkpoint_that_a_good_
     assert checkpoints(world) == ["2-7", "2-8"]
 
 
-def test_weights_that_a_step_broke_are_not_what_a_failed_run_continues_from(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step 3 writes a checkpoint of weights that are too far away, and nothing finite comes of them. The next start
-    trains to the end."""
-    throw_weights_away(monkeypatch, at_step=3)
-    guards = {"max_skipped_in_row": 2}
-    with pytest.raises(GuardError, match="non_finite"):
-        world.train(recipe(model, guards, num_steps=20, checkpoint_interval=1))
-    assert world.buffer.reason is not None
-    assert "continues from checkpoint 1-2: no good step followed 1-3; consider a lower" in world.buffer.reason
-    world.train(recipe(model, guards, num_steps=6, checkpoint_interval=1))
-    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
-    assert world.buffer.state == "done"
-
-
 def test_a_failed_run_says_so_where_its_only_checkpoint_is_suspect(
     world: World, model: Path, measured: Callable[[Change], None]
 ) -> None:

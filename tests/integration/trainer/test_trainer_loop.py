@@ -82,7 +82,7 @@ def test_metrics_of_every_step_reach_the_ledger(world: World, model: Path) -> No
     assert [ack.metrics["logprob_gap_on_policy"] is None for _, _, ack in world.buffer.acks] == [False, True]
 
 
-@pytest.mark.parametrize("preset", ["tb", "tba_prime", "tb_log_z", "tba_prime_published"])
+@pytest.mark.parametrize("preset", ["tb", "tba_prime", "tba_prime_published"])
 def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: Path, model: Path, preset: str) -> None:
     """Batches repeat rollouts, so that the reference cache matters; the reference is reset on the way."""
     recipe = make_recipe(

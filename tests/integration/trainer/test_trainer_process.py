@@ -19,7 +19,7 @@ import pytest
 from tba_trainer.learner.learner import Learner
 from tba_trainer.trainer import train
 
-from tba.api import LedgerEntry, LineageRequest, RunCommand, RunInfo
+from tba.api import LedgerEntry, LineageRequest, RunInfo
 from tba.clients import BufferClient
 from tba.config import load_recipe
 from tba.store import FileStore, open_store
@@ -182,20 +182,6 @@ def test_a_second_trainer_fences_the_first_which_exits_with_code_3(run: Run) -> 
     assert all(entry.abandoned for entry in run.ledger())
 
 
-def test_a_stopped_run_ends_as_done_with_an_export(run: Run) -> None:
-    thread = run.train_here(num_steps=100000)
-    run.until(lambda: step_of(run.client) >= 3)
-    run.client.command("stop", RunCommand(reason="enough"))
-    thread.join(timeout=DEADLINE_S)
-    info = run.client.run()
-    assert info.state == "done"
-    assert info.latest_version == info.checkpoint == f"1-{info.step}"
-    assert FileStore(run.folder / "store").list("runs/test/export/")
-    trainer = next(c for c in info.components if c.kind == "trainer")
-    assert trainer.state == "done"
-    assert trainer.gauges["step"] == info.step
-
-
 def test_a_failed_run_continues_from_its_last_checkpoint_in_a_new_lineage(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,22 +203,6 @@ def test_a_failed_run_continues_from_its_last_checkpoint_in_a_new_lineage(
     assert (done.state, done.parents) == ("done", {1: "0-0", 2: "1-5"})
     active = [entry for entry in run.ledger() if not entry.abandoned]
     assert [(entry.step, entry.skipped) for entry in active] == [(step, None) for step in range(1, NUM_STEPS + 1)]
-
-
-def test_a_trainer_that_is_stopped_in_its_final_evaluation_can_be_resumed_to_the_end(run: Run) -> None:
-    """No searcher evaluates here, so the evaluation is never done before its deadline."""
-    first = run.start("eval.timeout_s=600", "trainer.num_steps=6")
-    run.until(lambda: any(wait.name == "final-evaluation" for wait in run.client.run().waits))
-    first.terminate()
-    assert first.wait(timeout=DEADLINE_S) == 143, run.log(0)
-    stopped = run.client.run()
-    assert (stopped.state, stopped.checkpoint) == ("running", "1-6")
-    second = run.start("trainer.num_steps=6")
-    assert second.wait(timeout=DEADLINE_S) == 0, run.log(1)
-    done = run.client.run()
-    assert (done.state, done.lineage, done.step, done.latest_version) == ("done", 2, 6, "2-6")
-    assert "2-6" in {evaluation.version for evaluation in done.evals}
-    assert [entry.step for entry in run.ledger()] == list(range(1, 7))
 
 
 def test_the_buffer_may_be_killed_and_restarted_under_a_training_run(run: Run) -> None:
@@ -258,16 +228,6 @@ def test_an_error_is_one_sentence_and_torch_is_not_imported_for_a_bad_recipe(tmp
     assert done.returncode == 2
     assert "unknown key 'trainer.step'" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_wait_of_a_paused_run_shows_in_the_run_and_ends_when_the_trainer_is_told_to_stop(run: Run) -> None:
-    run.client.command("pause", RunCommand(reason="nobody works"))
-    thread = run.train_here(batch_wait_s=500)
-    run.until(lambda: any(wait.name == "run-paused" for wait in run.client.run().waits))
-    run.stop.set()
-    thread.join(timeout=DEADLINE_S)
-    assert not thread.is_alive()
-    assert run.client.run().state == "paused"
 
 
 # ---- A trainer that gets SIGTERM before it has anything to keep -----------------------------------------------------

@@ -50,9 +50,9 @@ def test_no_loss_of_the_router_is_trained() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-@pytest.mark.parametrize(("recomputed", "autocast_dtype"), [(True, torch.bfloat16), (1, None)])
+@pytest.mark.parametrize(("recomputed", "autocast_dtype"), [(True, torch.bfloat16), (True, None)])
 def test_layers_with_experts_are_compiled_and_computed_again(
-    recomputed: bool | int, autocast_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    recomputed: bool, autocast_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their products are those of layers that are not compiled: a layer that is computed again has the same."""
     model = make_family_model("qwen3_moe")

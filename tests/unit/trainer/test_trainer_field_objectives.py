@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -204,38 +203,6 @@ def test_raft_imitates_the_best_of_each_group() -> None:
     # two share the best of the first group; the rewards of the last are equal, so nothing is known to be better
     literal = -((problem.logprobs(0).sum() + problem.logprobs(2).sum()) / 2 + problem.logprobs(4).sum()) / 3
     assert_same(problem.gradient(objective_of("raft"), beta=0.0), problem.gradient_of(literal))
-
-
-# ---- Trajectory Balance with log Z ----------------------------------------------------------------------------------
-
-LOG_Z = objective_of("tb_log_z")
-
-
-@SEEDS
-def test_with_a_log_z_the_gradient_is_that_of_trajectory_balance(seed: int) -> None:
-    """(log Z + log pi - log pi_ref - r / beta)^2, arXiv 2201.13259, times beta / 2; log Z given per prompt."""
-    problem = make_problem(seed, sizes=SIZES)
-    log_z = torch.tensor([0.4, -1.0, 2.0])[problem.group].double()
-    residual = log_z + (problem.logprob() - problem.ref) - problem.reward / BETA
-    expected = problem.gradient_of(residual.square().mean() * BETA / 2)
-    assert_same(replace(problem, log_z=BETA * log_z).gradient(LOG_Z, beta=BETA), expected)
-
-
-def test_an_unknown_log_z_is_vargrads() -> None:
-    problem = make_problem(3, sizes=SIZES)
-    expected = problem.gradient(objective_of("tb"), beta=BETA)
-    unknown = torch.full((12,), float("nan"), dtype=torch.float64)
-    assert_same(replace(problem, log_z=unknown).gradient(LOG_Z, beta=BETA), expected)
-    assert_same(problem.gradient(LOG_Z, beta=BETA), expected)
-
-
-def test_a_log_z_sees_the_drift_that_vargrad_does_not() -> None:
-    problem = make_problem(4, sizes=SIZES)
-    known = replace(problem, log_z=torch.zeros(12, dtype=torch.float64))
-    drifted = replace(known, ref=known.ref - 5.0)
-    vargrad = objective_of("tb")
-    assert_same(drifted.gradient(vargrad, beta=BETA), known.gradient(vargrad, beta=BETA))
-    assert not torch.allclose(drifted.gradient(LOG_Z, beta=BETA), known.gradient(LOG_Z, beta=BETA))
 
 
 # ---- The second moment ----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from tba_trainer.learner.forward_backward import (
     Ranks,
 )
 from tba_trainer.learner.micro_batches import MicroBatch, Plan, plan_micro_batches
-from tba_trainer.model.context import Context, set_context
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import Objective, resolve
@@ -79,16 +77,13 @@ def passes(
 
 
 def given_of(batch: Batch, objective: Objective, rng: np.random.Generator) -> Given:
-    """What the objective asks for; one prompt's log Z is not known yet."""
+    """What the objective asks for."""
     ref = [-2 * rng.random(len(rollout.response_tokens)) for rollout in batch.rollouts]
     recomputed = [r.sampler_logprobs + 0.1 * rng.random(len(r.response_tokens)) for r in batch.rollouts]
-    first = min(rollout.prompt_id for rollout in batch.rollouts)
-    log_z = [math.nan if rollout.prompt_id == first else 0.3 for rollout in batch.rollouts]
     return Given(
         ref_logprobs=[float(values.sum()) for values in ref],
         ref_token_logprobs=ref if objective.clamps_tokens else None,
         trainer_logprobs=recomputed if objective.parts.old_policy == "trainer" else None,
-        log_z=None if objective.log_z_rate is None else log_z,
     )
 
 
@@ -105,7 +100,6 @@ def run(
     rewards: np.ndarray | None = None,
     known: Given | None = None,
     ages: list[int] = AGES,
-    context: Context | None = None,
 ) -> Result:
     num_passes = 0
 
@@ -116,7 +110,6 @@ def run(
             return super()._token_logprobs(sequences, with_entropy)
 
     model = copy.deepcopy(model)
-    set_context(model, context)
     work = passes(
         Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks(), rewards, known, ages
     )
@@ -320,7 +313,7 @@ def test_tied_groups_have_their_pass_where_more_than_rewards_decide(model: Any, 
     assert metrics["num_rollouts_without_gradient"] == 0
 
 
-MASKABLE = [name for name in FAMILY if PRESETS[name].centre != "log_z"]
+MASKABLE = FAMILY
 
 
 @pytest.mark.parametrize("preset", MASKABLE)

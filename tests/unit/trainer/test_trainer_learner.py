@@ -23,7 +23,6 @@ from tba_trainer.model.policy import frozen_copy, load_policy
 from transformers import AutoModelForCausalLM
 
 from tba.config import TrainerSection
-from tba.config.objective import PRESETS
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import Batch, Rollout, VersionSpan
@@ -86,14 +85,6 @@ def test_theta_and_reference_use_the_policy_temperature_and_never_that_of_the_ro
     assert measured == pytest.approx(expected, abs=1e-4)
 
 
-def test_schedules_are_read_at_the_step(folder: Path) -> None:
-    schedule = {"kind": "linear", "value": 1.0, "final": 0.0, "steps": 10}
-    learner = make_learner(folder, trainer={"learning_rate": schedule}, objective={"beta": schedule})
-    for step, value in ((1, 1.0), (6, 0.5), (11, 0.0)):
-        metrics = learner.gradients(make_batch(0), step=step, policy_ages=[0] * 12)
-        assert metrics["learning_rate"] == metrics["beta"] == pytest.approx(value)
-
-
 def test_adamw_steps_like_torch_with_clipped_gradients(folder: Path) -> None:
     batch = make_batch(0)
     learner = make_learner(folder, trainer={"learning_rate": {"value": 1e-2}, "max_grad_norm": 0.5})
@@ -121,16 +112,6 @@ def test_an_infinite_gradient_is_reported_and_the_weights_are_not_touched(folder
     learner.skip(step=7, lineage=1)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
     assert all(p.grad is None for p in learner.model.parameters())
-
-
-def test_shuffled_rewards_are_the_same_rewards_in_another_order(folder: Path) -> None:
-    batch = make_batch(0)
-    plain = make_learner(folder).gradients(batch, step=1, policy_ages=[0] * 12)
-    first, second = (make_learner(folder, trainer={"shuffle_rewards": True}) for _ in range(2))
-    shuffled = first.gradients(batch, step=1, policy_ages=[0] * 12)
-    assert shuffled["reward_mean"] == plain["reward_mean"]
-    assert shuffled["grad_norm"] != plain["grad_norm"]
-    assert shuffled == second.gradients(batch, step=1, policy_ages=[0] * 12)
 
 
 def test_shuffled_rewards_that_reach_the_passes_are_permuted_over_the_whole_batch(
@@ -232,18 +213,6 @@ def test_optimizer_state_of_another_model_is_refused(folder: Path) -> None:
         learner.optimizer.load_state_tensors({"exp_avg.nothing": torch.zeros(1)})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-def test_a_step_on_cuda_in_bfloat16_is_close_to_the_step_on_the_cpu(folder: Path) -> None:
-    trainer = {"device": "cuda", "compute_dtype": "bfloat16", "gradient_checkpointing": True}
-    recipe = make_recipe(folder, trainer=trainer)
-    model = load_policy(recipe.model, device="cuda", gradient_checkpointing=True)
-    learner = Learner(model, recipe, np.random.default_rng(0))
-    found = gradient(learner, make_batch(0)).cpu()
-    learner.apply(step=1, lineage=1)
-    expected = gradient(make_learner(folder), make_batch(0))
-    assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.95
-
-
 # ---- Every objective through the learner ----------------------------------------------------------------------------
 
 
@@ -276,18 +245,6 @@ def step(one_layer: Path, preset: str, micro_batch_tokens: int) -> tuple[torch.T
     ages = [0, 40, 3] * (NUM_GROUPS * GROUP_SIZE // 3)
     metrics = learner.gradients(batch_of_different_rewards(), step=1, policy_ages=ages)
     return torch.cat([p.grad.flatten() for p in model.parameters()]), metrics
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_gradient_does_not_depend_on_micro_batching(one_layer: Path, preset: str) -> None:
-    """4096 tokens: one pass for all. 60: groups whole in several passes. 15: groups span micro-batches."""
-    whole, metrics = step(one_layer, preset, 4096)
-    assert whole.norm() > 1e-5
-    for micro_batch_tokens in (60, 15):
-        found, cut = step(one_layer, preset, micro_batch_tokens)
-        assert float((found - whole).norm() / whole.norm()) < 1e-4
-        for name in ("loss", "advantage_abs_mean", "clipped_share", "tied_group_share"):
-            assert cut[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
 
 
 # ---- Metrics of a batch, whole and per policy age -------------------------------------------------------------------

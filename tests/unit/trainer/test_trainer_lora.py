@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_trainer.checkpoints.checkpoint import _read_state
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
-from tba_trainer.learner.learner import TrainerState
 from tba_trainer.learner.reference import AdapterWeights
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import PackedSequences, pack_sequences
@@ -28,7 +25,7 @@ from tba_trainer.model.parameters import (
 from tba_trainer.model.policy import add_adapter, disable_dropout, frozen_copy
 
 from tba.config.trainer import LoraSection
-from tba.errors import ConfigError, MalformedError, TbaError
+from tba.errors import ConfigError, TbaError
 from tba.versions import START, PolicyVersion
 from tba.weights.adapter import merged_blocks, read_adapter
 from tba.weights.digest import open_tensors
@@ -114,24 +111,6 @@ def test_an_adapter_of_weights_of_both_orders_is_refused() -> None:
     assert list(map(has_transposed_weights, models)) == [True, False]
     with pytest.raises(ConfigError, match=r"name layers of one order in model\.lora\.target_modules"):
         has_transposed_weights(torch.nn.ModuleList(models))
-
-
-def test_a_checkpoint_of_a_release_whose_adapters_had_more_keys_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    path, texts = tmp_path / "state.json", ("run", "version", "reference_version", "torch_rng")
-    state = TrainerState.model_validate(
-        dict.fromkeys((*texts, "config_sha256", "model_config_sha256"), "")
-        | {"train_s": 0, "num_rollouts_trained": 0, "rng": {}, "policy_temperature": 1, "lora": SECTION}
-    )
-    path.write_text(state.model_dump_json())
-    assert _read_state(path) == state
-    document = json.loads(path.read_text())
-    document["lora"]["dropout"] = 0.0
-    path.write_text(json.dumps(document))
-    with pytest.raises(MalformedError) as refused:
-        _read_state(path)
-    assert str(refused.value) == (
-        "the checkpoint's state.json is not of this release: lora.dropout: Extra inputs are not permitted"
-    )
 
 
 def test_a_new_adapter_adds_exactly_nothing() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tba_trainer.learner.learner import LOG_Z, OLD_LOGPROBS, OLD_POLICY, Learner
-from tba_trainer.learner.log_z import RunningLogZ
+from tba_trainer.learner.learner import OLD_LOGPROBS, OLD_POLICY, Learner
 from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
@@ -139,50 +137,6 @@ def test_a_checkpoint_keeps_the_weights_of_published_versions_and_their_log_prob
 
 
 # ---- log Z ----------------------------------------------------------------------------------------------------------
-
-
-def test_log_z_is_a_running_mean_by_prompt_of_batches_that_were_applied() -> None:
-    rng = np.random.default_rng(0)
-    rollouts = [make_rollout(rng, prompt_id=prompt) for prompt in ("a", "a", "b")]
-    log_z = RunningLogZ(0.25)
-    assert all(math.isnan(value) for value in log_z.values(rollouts))
-    log_z.propose(rollouts, [1.0, 3.0, 5.0])
-    log_z.commit()
-    assert log_z.values(rollouts) == [2.0, 2.0, 5.0]  # two slots of a prompt: their mean
-    log_z.propose(rollouts[:1], [6.0])
-    log_z.discard()
-    log_z.commit()
-    assert log_z.values(rollouts) == [2.0, 2.0, 5.0]
-    log_z.propose(rollouts[:1], [6.0])
-    log_z.commit()
-    assert log_z.values(rollouts) == [3.0, 3.0, 5.0]
-
-
-@pytest.mark.parametrize("prompts", [(), ("q-1", "zwölf", "三")])
-def test_log_z_comes_back_from_a_checkpoint(prompts: tuple[str, ...]) -> None:
-    rng, log_z, again = np.random.default_rng(0), RunningLogZ(0.2), RunningLogZ(0.2)
-    rollouts = [make_rollout(rng, prompt_id=prompt) for prompt in prompts]
-    log_z.propose(rollouts, [float(i) for i in range(len(prompts))])
-    log_z.commit()
-    again.load(log_z.tensors())
-    assert again.values(rollouts) == [float(i) for i in range(len(prompts))]
-
-
-def test_the_learner_moves_log_z_with_the_weights_and_keeps_it(folder: Path) -> None:
-    sections = {"objective": {"preset": "tb_log_z", "beta": 0.3}}
-    learner, batch = move(make_learner(folder, **sections)), make_batch(0)
-    vargrad = gradient(move(make_learner(folder, objective={"preset": "tb", "beta": 0.3})), batch)
-    torch.testing.assert_close(gradient(learner, batch), vargrad)  # the first batch of a prompt
-    learner.skip(step=1, lineage=1)
-    torch.testing.assert_close(gradient(learner, batch), vargrad)  # a skipped one leaves no trace
-    learner.apply(step=1, lineage=1)
-    move(learner, seed=3)
-    moved = gradient(learner, batch)
-    other = move(make_learner(folder, objective={"preset": "tb", "beta": 0.3}), seed=1)
-    for mine, theirs in zip(other.model.parameters(), learner.model.parameters(), strict=True):
-        mine.data.copy_(theirs)
-    assert not torch.allclose(moved, gradient(other, batch), rtol=1e-3)
-    assert LOG_Z in {section for section, _, _ in learner.capture()}
 
 
 # ---- The clip -------------------------------------------------------------------------------------------------------

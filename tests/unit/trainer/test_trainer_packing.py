@@ -94,12 +94,10 @@ def test_a_mask_begins_where_a_card_can_read_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", note)
     monkeypatch.setattr(packing, "WINDOW_BLOCK", 8)
     module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True, training=False)
-    for num_queries, num_keys, window in itertools.product((1, 7, 20, 41), (41, 43), (3, 13, 100)):
-        query, key, value = (
-            torch.randn(1, 2, num, 4, dtype=torch.bfloat16) for num in (num_queries, num_keys, num_keys)
-        )
-        packing.attend_in_window(module, (query, key, value), None, window)
-    assert len(masks) > 50
+    for length, window in itertools.product((20, 41, 43), (3, 13, 16, 100)):
+        rows = [torch.randn(1, 2, length, 4, dtype=torch.bfloat16) for _ in range(3)]
+        packing.attend_in_window(module, rows, None, window)
+    assert len(masks) > 30
     assert {mask.data_ptr() % 16 for mask in masks if mask is not None} == {0}
     assert {mask.stride(-2) % 8 for mask in masks if mask is not None} == {0}
 
@@ -107,11 +105,11 @@ def test_a_mask_begins_where_a_card_can_read_it(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("window", [1, 3, 8, 13, 100])
 def test_queries_see_the_newest_keys_within_their_window(window: int) -> None:
     module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True, training=False)
-    for num_queries, num_keys in ((1, 9), (7, 20), (23, 23), (20, 41)):
-        query, key, value = (torch.randn(1, 2, num, 4) for num in (num_queries, num_keys, num_keys))
+    for length in (9, 20, 23, 41):
+        query, key, value = (torch.randn(1, 2, length, 4) for _ in range(3))
         found = packing.attend_in_window(module, (query, key, value), None, window)
-        at = torch.arange(num_keys)
-        distance = at[num_keys - num_queries :, None] - at
+        at = torch.arange(length)
+        distance = at[:, None] - at
         hidden = (distance < 0) | (distance >= window)
         scores = (query @ key.transpose(2, 3) / 2).masked_fill(hidden, -torch.inf)
         torch.testing.assert_close(found, (scores.softmax(-1) @ value).transpose(1, 2), atol=1e-5, rtol=1e-5)
@@ -264,22 +262,6 @@ def test_variable_length_attention_gets_whole_sequences(monkeypatch: pytest.Monk
     in_buckets = segments.attend(torch.nn.Module(), rows, None, None)
     monkeypatch.setattr(packing, "has_flash", lambda query: True)
     torch.testing.assert_close(segments.attend(torch.nn.Module(), rows, None, None), in_buckets)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-@pytest.mark.parametrize("name", PACKED)
-def test_variable_length_attention_on_cuda_is_close_to_buckets_on_the_cpu(name: str) -> None:
-    model = make_family_model(name)
-    prompts, responses = some_tokens()
-    policy = LogprobModel(model, temperature=1.0)
-    expected = policy.token_logprobs(pack_sequences(prompts, responses, "cpu"))
-    expected_gradient = gradient(model, expected)
-    model.to("cuda")
-    policy = LogprobModel(model, temperature=1.0, autocast_dtype=torch.bfloat16)
-    found = policy.token_logprobs(pack_sequences(prompts, responses, "cuda"))
-    torch.testing.assert_close(found.cpu(), expected, atol=0.3, rtol=0.1)
-    cosine = torch.nn.functional.cosine_similarity(gradient(model, found).cpu(), expected_gradient, dim=0)
-    assert cosine > 0.95
 
 
 # ---- torch.compile of decoder layers --------------------------------------------------------------------------------

@@ -77,7 +77,6 @@ def run(
             ref_logprobs=[float(each.sum()) for each in ref],
             ref_token_logprobs=ref if objective.clamps_tokens else None,
             trainer_logprobs=recomputed if objective.parts.old_policy == "trainer" else None,
-            log_z=None if objective.log_z_rate is None else [math.nan] * 4 + [0.3] * 8,
         ),
         policy_ages=AGES,
         beta=section["beta"]["value"],
@@ -149,7 +148,7 @@ def test_without_a_pass_the_advantage_is_known_all_the_same(model: Any) -> None:
     assert all(result.weight for result in results[1:])
 
 
-@pytest.mark.parametrize("preset", [*(name for name in PRESETS if name not in ("tb_log_z", "reinforce")), OWN])
+@pytest.mark.parametrize("preset", [*(name for name in PRESETS if name != "reinforce"), OWN])
 @pytest.mark.parametrize("max_tokens", [4096, 60])
 def test_a_masked_tied_group_pulls_at_nothing_and_the_others_pull_as_before(
     model: Any, preset: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -212,7 +212,7 @@ def _refusal(outcome: bytes, parent: PolicyVersion) -> ConflictError | None:
         case b"withdrawn":
             return ConflictError(
                 f"the start of a trainer from {parent} was refused: the rollback that it obeys does not wait any more; "
-                "start it again"
+                "read the run again"
             )
         case b"unknown-lineage":
             return ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from tba.config import Recipe
 from tba.versions import START, PolicyVersion
@@ -52,7 +51,7 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, We
     # on the CPU: no device needs to hold the whole model
     model = load_policy(recipe.model, device="cpu", gradient_checkpointing=checkpointing)
     with team.lead(BUILD):
-        _shard(model, mesh, recipe, team)
+        shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype)
         return model, LeaderLearner(model, recipe, team), LeaderWeightSnapshotWriter(model, recipe, team, folder=folder)
 
 
@@ -68,13 +67,9 @@ def build_follower(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Learner
     torch.manual_seed(recipe.run.seed)
     model = empty_policy(recipe.model, gradient_checkpointing=recipe.trainer.gradient_checkpointing)
     assert team.mesh is not None
-    _shard(model, team.mesh, recipe, team)
+    shard(model, team.mesh, compute_dtype=recipe.trainer.compute_dtype)
     learner = Learner(model, recipe, trainer_rng(recipe), ranks=team.ranks())
     return learner, WeightSnapshotWriter(model, recipe, folder=folder, rank=team.rank, num_ranks=team.num_ranks)
-
-
-def _shard(model: Any, mesh: DeviceMesh, recipe: Recipe, team: Team) -> None:
-    shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, context=team.context)
 
 
 class LeaderLearner(Learner):

@@ -26,7 +26,6 @@ from tba.errors import ConfigError, TbaError, TeamError
 from tba.logs import get_logger
 from tba_trainer.distributed.launch import LAUNCHER_VARIABLE
 from tba_trainer.learner.forward_backward import Ranks
-from tba_trainer.model.context import Context
 
 
 def num_processes() -> int:
@@ -55,8 +54,6 @@ class Team:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.mesh: DeviceMesh | None = None
         """The mesh that models are sharded over; None in a team of one."""
-        self.context: Context | None = None
-        """The processes that share each pass with this one; None: it makes passes of its own."""
         self.beside: Team | None = None
         """The same processes, with a group of their own for a thread beside training; None in a team of one,
         and where nothing is done beside it."""
@@ -77,18 +74,16 @@ class Team:
         return cls(rank=0, num_ranks=1, device=device, deadline_s=0.0)
 
     @classmethod
-    def join(cls, *, device: str, deadline_s: float, context: int = 1) -> Team:
+    def join(cls, *, device: str, deadline_s: float) -> Team:
         """Join the team that torchrun has started this process in; without torchrun, a team of one.
 
         Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
         Args:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
-            context: `trainer.sharding.context`.
 
         Raises:
-            ConfigError: the device has a number, so all processes would share it; or they are no multiple of a context
-                group.
+            ConfigError: the device has a number, so all processes would share it.
             TeamError: the others did not join in time.
         """
         num_ranks = num_processes()
@@ -98,11 +93,6 @@ class Team:
             raise ConfigError(
                 f"trainer.device is {device!r}, and this trainer has {num_ranks} processes, which would share it; set "
                 f"it to {device.partition(':')[0]!r}: each process then uses a device of its own"
-            )
-        if num_ranks % context:
-            raise ConfigError(
-                f"trainer.sharding.context is {context}, and this trainer has {num_ranks} processes, which is no "
-                "multiple of it: they are dealt to groups of that size"
             )
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if device == "cuda":
@@ -116,7 +106,6 @@ class Team:
             deadline = timedelta(seconds=deadline_s)
             dist.init_process_group(backend, timeout=deadline)
             team.mesh = mesh_of_all(torch.device(device).type)
-            team.context = Context.join(context, deadline=deadline)
             # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
             team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
             group: Any = dist.new_group(backend="gloo", timeout=deadline)
@@ -141,7 +130,7 @@ class Team:
 
     def ranks(self) -> Ranks:
         """Return the team as forward and backward passes need it."""
-        return Ranks() if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks, self.context)
+        return Ranks() if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks)
 
     def start_beats(self, on_loss: Callable[[], None]) -> None:
         """Send beats from now on while the leader is idle (leader only).
@@ -342,14 +331,11 @@ def _end_with_launcher() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ranks_of(rank: int, num_ranks: int, context: Context | None) -> Ranks:
-    """Return the processes of a batch: where groups of them share each pass, a group is one of the ranks."""
+def ranks_of(rank: int, num_ranks: int) -> Ranks:
+    """Return the processes that share a batch."""
 
     def all_reduce(values: Tensor) -> Tensor:
-        if context is not None and context.rank > 0:
-            values = torch.zeros_like(values)  # all of a group found the same: its first process says it
         dist.all_reduce(values)
         return values
 
-    size = 1 if context is None else context.size
-    return Ranks(rank=rank // size, num_ranks=num_ranks // size, all_reduce=all_reduce)
+    return Ranks(rank=rank, num_ranks=num_ranks, all_reduce=all_reduce)

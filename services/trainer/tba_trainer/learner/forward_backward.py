@@ -39,7 +39,6 @@ from tba_trainer.objectives import (
     custom_loss,
     is_tied,
     log_ratios,
-    log_z_of_batch,
     objective_loss,
     second_moment_cut,
     tied_group_share,
@@ -82,8 +81,6 @@ class Given:
     """The same per token, where the objective clamps tokens."""
     trainer_logprobs: Sequence[NDArray[np.float64]] | None = None
     """Log-probs per token of the policy that sampled, computed again by the trainer."""
-    log_z: Sequence[float] | None = None
-    """[N] beta log Z of the prompts; NaN: not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +133,7 @@ class ForwardBackward:
         rollouts: [N] the whole batch, whatever share of it this rank works on.
         groups: [N] group of each rollout, numbered from 0: its slot, so two slots of one prompt are two groups.
         rewards: [N] the rollouts' rewards, shuffled under `trainer.shuffle_rewards`.
-        given: log-probs of other policies, and log Z.
+        given: log-probs of other policies.
         policy_ages: [N] optimizer steps.
         beta: KL coefficient of this step.
         micro_batch_tokens: upper bound of the tokens of one pass.
@@ -215,7 +212,6 @@ class ForwardBackward:
             policy_age=torch.tensor(self._ages),
             group=torch.tensor(groups),
             num_tokens=num_tokens,
-            log_z=None if given.log_z is None else torch.tensor(given.log_z, dtype=torch.float64),
         )
 
     def _rows_with_gradient(self) -> list[int]:
@@ -333,12 +329,6 @@ class ForwardBackward:
         on_device = upload(padded, tokens.logprobs.device)
         loss, metrics, weights = objective_loss(tokens, on_device, self._objective, totals=self._totals)
         return loss, metrics, weights[: len(rows)]
-
-    def log_z(self) -> list[float]:
-        """Return this batch's estimate of beta log Z of every rollout's prompt, after `backward`. [N]"""
-        ratio = self._logprob - self._ref_logprob
-        sequences = replace(self._sequences, logprob=self._logprob, ref_log_ratio=ratio)
-        return log_z_of_batch(sequences, self._objective, self._beta).tolist()
 
     def _cut_second_moment(self) -> None:
         """Choose the tokens that the weight `second_moment` masks."""

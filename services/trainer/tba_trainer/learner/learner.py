@@ -26,7 +26,6 @@ from tba.wire import Batch, Rollout
 from tba_trainer.learner.batch_metrics import batch_metrics, gap_limit
 from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks, unread_rows
 from tba_trainer.learner.guards import GuardState
-from tba_trainer.learner.log_z import RunningLogZ
 from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.learner.reference import AdapterWeights, FrozenCopyWeights, ReferenceWeights, make_reference
 from tba_trainer.learner.schedules import StepValues, scheduled
@@ -38,7 +37,7 @@ from tba_trainer.model.slices import Layout, Rows, TensorSlice, written_bytes, w
 from tba_trainer.objectives import resolve
 
 MODEL, OPTIMIZER, REFERENCE, REF_LOGPROBS = "model", "optimizer", "reference", "ref_logprobs"
-OLD_POLICY, OLD_LOGPROBS, LOG_Z = "old_policy", "old_logprobs", "log_z"
+OLD_POLICY, OLD_LOGPROBS = "old_policy", "old_logprobs"
 """Sections of a checkpoint."""
 SHARDED_SECTIONS = (MODEL, OPTIMIZER, REFERENCE, OLD_POLICY)
 """Those whose tensors are cut as theta is."""
@@ -78,8 +77,6 @@ class Learner:
             lambda: self._reference_weights(autocast_dtype),
             ranks,
         )
-        rate = self.objective.log_z_rate
-        self._log_z = None if rate is None else RunningLogZ(rate)
         self.results: list[ForwardResult] = []
         """Of the last `gradients`, in the order of its batch."""
         self._old_policy = self._make_old_policy()
@@ -131,8 +128,6 @@ class Learner:
         loss_metrics = forward_backward.backward()
         # Clipped here, not in `apply`: the guards read the norm before they decide whether there is an `apply` at all.
         clip = self.optimizer.clip(usual_grad_norm)
-        if self._log_z is not None:
-            self._log_z.propose(rollouts, forward_backward.log_z())
         self.results = forward_backward.results()
         measured = batch_metrics(
             self.results,
@@ -167,8 +162,6 @@ class Learner:
         values = values or scheduled(self._recipe, step=step)
         # The order matters: a reset at this step makes the weights *after* the update the new reference.
         self.optimizer.apply(learning_rate=values.learning_rate)
-        if self._log_z is not None:
-            self._log_z.commit()
         self.reference.after_step(PolicyVersion(lineage, step))
 
     def skip(self, *, step: int, lineage: int) -> None:
@@ -183,8 +176,6 @@ class Learner:
     def discard(self) -> None:
         """Drop the current gradients."""
         self.optimizer.discard()
-        if self._log_z is not None:
-            self._log_z.discard()
 
     def remember(self, version: PolicyVersion, *, same_as: PolicyVersion | None = None) -> None:
         """Keep a copy of theta if the objective computes behaviour log-probs again: searchers get it as `version`.
@@ -229,8 +220,6 @@ class Learner:
         if self._old_policy is not None:
             sections[OLD_POLICY] = self._old_policy.tensors()
             sections[OLD_LOGPROBS] = self._old_policy.cache_tensors()
-        if self._log_z is not None:
-            sections[LOG_Z] = self._log_z.tensors()
         layout = self.layout()
 
         def copies() -> Iterator[tuple[str, str, TensorSlice]]:
@@ -264,8 +253,6 @@ class Learner:
         # a recipe may ask for them only from this resume on
         if self._old_policy is not None and OLD_LOGPROBS in sections:
             self._old_policy.load(sections.get(OLD_POLICY, {}), _whole(sections[OLD_LOGPROBS]))
-        if self._log_z is not None and LOG_Z in sections:
-            self._log_z.load(_whole(sections[LOG_Z]))
         # building the model has drawn some numbers, for the first values of an adapter: that is undone here
         self.rng.bit_generator.state = state.rng
         torch.set_rng_state(decode_torch_rng(state.torch_rng))
@@ -279,7 +266,6 @@ class Learner:
             ref_logprobs=_spread(self.reference.logprobs(read), rows, [0.0] * len(rollouts)),
             ref_token_logprobs=_spread(self.reference.token_logprobs(read), rows, nothing),
             trainer_logprobs=_spread(old, rows, nothing),
-            log_z=None if self._log_z is None else self._log_z.values(rollouts),
         )
 
     def _make_old_policy(self) -> OldPolicy | None:

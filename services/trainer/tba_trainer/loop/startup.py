@@ -99,25 +99,26 @@ def _take_lineage(
     model_config_sha256: str,
     rollback: Rollback | None,
 ) -> tuple[RunInfo, _Parent, LineageReply]:
-    """Choose a parent and take the lineage; return the run as it was before, both. Arguments as of `start_lineage`."""
-    info = context.buffer.run()
-    # a new lineage would make the run active again, and its searchers would start to generate
-    if info.state == "done":
-        raise ConflictError(
-            f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
-            "choose another run.name, or let it continue (`tba resume`) where the recipe asks for more steps"
-        )
-    # An alarm's rollback comes first. Where it goes back as far, it does what was asked for too; else the request
-    # waits on, and the new lineage does it at its first draw.
-    asked = info.rollback if rollback is None or rollback.is_asked_for else None
-    if asked is None:
-        parent = _resume_parent(context, info, checkpoints, learner, model_config_sha256, rollback)
-    else:
-        parent = _asked_parent(context, info, checkpoints, model_config_sha256, asked)
-    # From this call on a resume starts from the parent too, and never again from a suspect checkpoint. It is refused
-    # where the rollback was withdrawn meanwhile.
-    reply = context.buffer.new_lineage(
-        LineageRequest(
+    """Choose a parent and take the lineage; return the run as it was before, both. Arguments as of `start_lineage`.
+
+    The choice may take minutes. Where an operator's rollback was withdrawn meanwhile, the parent is chosen again.
+    """
+    while True:
+        info = context.buffer.run()
+        # a new lineage would make the run active again, and its searchers would start to generate
+        if info.state == "done":
+            raise ConflictError(
+                f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
+                "choose another run.name, or let it continue (`tba resume`) where the recipe asks for more steps"
+            )
+        # An alarm's rollback comes first. Where it goes back as far, it does what was asked for too; else the request
+        # waits on, and the new lineage does it at its first draw.
+        asked = info.rollback if rollback is None or rollback.is_asked_for else None
+        if asked is None:
+            parent = _resume_parent(context, info, checkpoints, learner, model_config_sha256, rollback)
+        else:
+            parent = _asked_parent(context, info, checkpoints, model_config_sha256, asked)
+        request = LineageRequest(
             trainer_id=context.status.trainer_id,
             parent=str(parent.version),
             checkpoint_key=parent.checkpoint_key,
@@ -126,14 +127,24 @@ def _take_lineage(
             fails=parent.fails,
             in_process=rollback is not None,
         )
-    )
-    if parent.fails is not None:
-        raise GuardError(parent.fails)
-    if asked is not None:
-        log.warning(
-            "rolled_back_for_operator", asked_for=asked.version, parent=str(parent.version), reason=asked.reason
-        )
-    return info, parent, reply
+        try:
+            # from this call on a resume starts from the parent too, and never again from a suspect checkpoint
+            reply = context.buffer.new_lineage(request)
+        except ConflictError:
+            # Not an error of this start: a stop that withdrew the rollback must end this run, not the next one.
+            if asked is None or context.buffer.run().rollback == asked:
+                raise
+            log.warning("rollback_withdrawn", asked_for=asked.version, parent=str(parent.version))
+            if parent.checkpoint is not None:
+                parent.checkpoint.close()
+            continue
+        if parent.fails is not None:
+            raise GuardError(parent.fails)
+        if asked is not None:
+            log.warning(
+                "rolled_back_for_operator", asked_for=asked.version, parent=str(parent.version), reason=asked.reason
+            )
+        return info, parent, reply
 
 
 def _asked_parent(

@@ -33,7 +33,6 @@ from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.learner.micro_batches import Plan, plan_micro_batches
 from tba_trainer.memory_trace.fake_device import FakeDevice, cuda_branches
 from tba_trainer.memory_trace.live_bytes import LiveBytes
-from tba_trainer.model.context import Context
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.policy import prepare
 from tba_trainer.model.sharding import shard
@@ -127,11 +126,11 @@ def trace_step(
         device: where the model is; None: a new one.
     """
     device = device or FakeDevice()
-    with cuda_branches(), _team(recipe) as (ranks, context), warnings.catch_warnings():
+    with cuda_branches(), _team(recipe) as ranks, warnings.catch_warnings():
         # torch asks a parameter that it copies for its address, and a real tensor that it makes fake for its gradient
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        model = _fake_model(recipe, {**config, _layers_key(config): num_layers}, device, context)
+        model = _fake_model(recipe, {**config, _layers_key(config): num_layers}, device)
         with device, LiveBytes(device.owns) as live:
             parameters = live.held
             learner = Learner(model, recipe, trainer_rng(recipe), ranks=ranks)
@@ -176,7 +175,7 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
     )
 
 
-def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, context: Context | None) -> Any:
+def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -193,7 +192,7 @@ def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, c
     if recipe.trainer.num_processes > 1:
         with device:
             mesh = mesh_of_all(device.type)
-            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, context=context)
+            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype)
     else:
         with device.fake_mode:
             model.to_empty(device=device.type)
@@ -202,18 +201,17 @@ def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, c
 
 
 @contextmanager
-def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
+def _team(recipe: Recipe) -> Iterator[Ranks]:
     """Join a process group of which this is rank 0 and which sends nothing."""
     num_processes = recipe.trainer.num_processes
     if num_processes == 1:
-        yield Ranks(), None
+        yield Ranks()
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
     try:
-        context = Context.join(recipe.trainer.sharding.context)
-        yield ranks_of(0, num_processes, context), context
+        yield ranks_of(0, num_processes)
     finally:
         dist.destroy_process_group()
 
@@ -227,7 +225,7 @@ def _plan(recipe: Recipe) -> Plan:
         [searcher.max_prompt_tokens + searcher.max_response_tokens] * num_rollouts,
         [i // sampling.group_size for i in range(num_rollouts)],
         recipe.trainer.micro_batch_tokens,
-        num_ranks=recipe.trainer.num_processes // recipe.trainer.context,
+        num_ranks=recipe.trainer.num_processes,
         keep_groups=objective.needs_complete_groups,
     )
 

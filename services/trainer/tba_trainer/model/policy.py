@@ -40,8 +40,9 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    auto: Any = AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto.from_pretrained(
             _model_folder(section),
             dtype=torch.float32,
             use_safetensors=True,  # never a pickle: loading one runs its code

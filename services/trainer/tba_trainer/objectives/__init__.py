@@ -15,7 +15,7 @@ micro-batches and ranks.
     ObjectiveFunction, custom_loss        -> loss           loss.py: a function from outside instead of both
 """
 
-from tba_trainer.objectives.advantages import Sequences, advantages, is_tied, log_z_of_batch, tied_group_share
+from tba_trainer.objectives.advantages import Sequences, advantages, is_tied, tied_group_share
 from tba_trainer.objectives.loss import ObjectiveFunction, custom_loss, objective_loss
 from tba_trainer.objectives.objective import Objective, resolve
 from tba_trainer.objectives.weights import Tokens, Totals, log_ratios, second_moment_cut
@@ -30,7 +30,6 @@ __all__ = [
     "custom_loss",
     "is_tied",
     "log_ratios",
-    "log_z_of_batch",
     "objective_loss",
     "resolve",
     "second_moment_cut",

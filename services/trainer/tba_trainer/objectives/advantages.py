@@ -44,8 +44,6 @@ class Sequences:
     """Group number, any integer: rollouts of one prompt share it. The order of the rollouts does not matter."""
     num_tokens: Int[Tensor, " N"]
     """Response tokens."""
-    log_z: Float[Tensor, " N"] | None = None
-    """beta log Z of each rollout's prompt, estimated before this batch; NaN: it never was. None: none is kept."""
 
     @property
     def ref_logprob(self) -> Float[Tensor, " N"]:
@@ -70,13 +68,9 @@ def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Fl
 def trajectory_balance(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
     """A_j = (r_j - V) - beta (l_j - centre_j), with V the mean or beta log mean exp(r / beta) of the group.
 
-    `tb`, `tb_log_z`, `kimi`, `tb_behaviour`, `tb_positive`, `oapl`, and `tba_prime` with its three variants.
+    `tb`, `kimi`, `tb_behaviour`, `tb_positive`, `oapl`, and `tba_prime` with its three variants.
     """
     ratio, centre = log_ratio(s, objective), objective.parts.centre
-    # centre log_z: r - beta l - beta log Z. Trajectory Balance, arXiv 2201.13259, times beta / 2. Unlike a group mean,
-    # log Z does not move along with a drift that all completions of a prompt share.
-    if centre == "log_z":
-        return s.reward - beta * ratio - _known_log_z(s, objective, beta)
     advantage = s.reward - reward_baseline(s, objective, beta) - beta * ratio
     # centre none: 0. Kimi k1.5, arXiv 2501.12599; with the other baseline OAPL, arXiv 2602.19362
     if centre == "none":
@@ -101,16 +95,6 @@ def reward_baseline(s: Sequences, objective: Objective, beta: float) -> Float[Te
     # beta log mean exp(r / beta), the optimal value of a KL-regularised group; minus the maximum, so that exp is finite
     _, highest = group_extremes(s.reward, s.group)
     return highest + beta * group_mean(((s.reward - highest) / beta).exp(), s.group).log()
-
-
-def log_z_of_batch(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
-    """Return this batch's estimate of beta log Z of each rollout's prompt: the group mean of r - beta l (VarGrad's)."""
-    return group_mean(s.reward - beta * log_ratio(s, objective), s.group)
-
-
-def _known_log_z(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
-    of_batch = log_z_of_batch(s, objective, beta)
-    return of_batch if s.log_z is None else torch.where(s.log_z.isnan(), of_batch, s.log_z)
 
 
 def grpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:

@@ -13,8 +13,6 @@ from tba.config import ObjectiveSection
 from tba.config.objective import DEFAULT_RESET_STEPS, Anchor, Parts
 from tba.errors import ConfigError
 
-LOG_Z_RATE = 0.2
-"""With the centre `log_z`: the share of a batch's estimate in the running one."""
 LOG_RATIO_CLAMP = 10.0
 """Clamp of the sequence log-ratio to the behaviour policy, in nats, where it is scaled by age."""
 
@@ -33,8 +31,6 @@ class Objective:
     """Divisor of a rollout's tokens where the aggregation is `constant`."""
     mask_truncated: bool
     mask_tied: bool
-    log_z_rate: float | None
-    """The share of a batch in the running log Z of its prompts; None: no log Z is kept."""
     reference_placement: Literal["trainer", "searcher"] | None
     """The service that computes ref log-probs; None: the objective has no reference."""
     reset_steps: int | None
@@ -109,7 +105,6 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
         aggregation_tokens=max_response_tokens or 1,
         mask_truncated=section.mask_truncated,
         mask_tied=section.mask_tied,
-        log_z_rate=LOG_Z_RATE if parts.centre == "log_z" and not function else None,
         reference_placement=section.reference_placement if section.needs_reference else None,
         reset_steps=(section.reference_reset_steps or DEFAULT_RESET_STEPS) if anchor == "reset" else None,
         function=function,

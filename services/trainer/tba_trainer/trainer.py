@@ -289,8 +289,8 @@ def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_sta
     else:
         if stores_start:
             publisher.submit(start, announce=False)
-        elif not publisher.keeps(start):
-            start.close()
+        else:
+            publisher.discard(start)
         publisher.publish(context.snapshots, session.first)
         context.learner.remember(session.first, same_as=session.parent)
     publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tba_trainer.learner.schedules import Schedules, scheduled
 
@@ -19,13 +21,13 @@ def recipe() -> Recipe:
 
 
 @pytest.fixture
-def buffer() -> RecordedBuffer:
+def buffer() -> Any:
     buffer = RecordedBuffer()
     buffer.lineage = 1
     return buffer
 
 
-def operator(buffer: RecordedBuffer, **settings: object) -> None:
+def operator(buffer: Any, **settings: object) -> None:
     buffer.change_settings(SettingsRequest(settings=parse_live(settings)))
 
 
@@ -33,9 +35,7 @@ def test_a_step_is_made_with_the_recipes_schedules_at_its_step(recipe: Recipe) -
     assert [scheduled(recipe, step=step).beta for step in (1, 3, 5, 9)] == pytest.approx([0.4, 0.3, 0.2, 0.2])
 
 
-def test_the_settings_are_read_once_and_again_when_another_revision_is_told(
-    recipe: Recipe, buffer: RecordedBuffer
-) -> None:
+def test_the_settings_are_read_once_and_again_when_another_revision_is_told(recipe: Recipe, buffer: Any) -> None:
     read: list[str] = []
     buffer.before = lambda method: read.append(method) if method == "settings" else None
     values = Schedules(recipe, buffer)
@@ -50,20 +50,20 @@ def test_the_settings_are_read_once_and_again_when_another_revision_is_told(
     assert values.revision == 2
 
 
-def test_a_trainer_that_starts_continues_with_the_live_values(recipe: Recipe, buffer: RecordedBuffer) -> None:
+def test_a_trainer_that_starts_continues_with_the_live_values(recipe: Recipe, buffer: Any) -> None:
     operator(buffer, learning_rate=0.5)
     buffer.settings_revision = 0  # no reply has brought it yet
     values = Schedules(recipe, buffer)
     assert values.at(1).learning_rate == 0.5
 
 
-def test_a_schedule_that_is_set_live_counts_the_steps_of_the_run(recipe: Recipe, buffer: RecordedBuffer) -> None:
+def test_a_schedule_that_is_set_live_counts_the_steps_of_the_run(recipe: Recipe, buffer: Any) -> None:
     values = Schedules(recipe, buffer)
     operator(buffer, learning_rate=FALLING)
     assert [values.at(step).learning_rate for step in (1, 3, 5)] == pytest.approx([0.4, 0.3, 0.2])
 
 
-def test_live_settings_that_this_trainers_recipe_forbids_are_an_error(recipe: Recipe, buffer: RecordedBuffer) -> None:
+def test_live_settings_that_this_trainers_recipe_forbids_are_an_error(recipe: Recipe, buffer: Any) -> None:
     operator(buffer, beta=0)
     with pytest.raises(ConfigError, match=r"live settings: beta cannot be 0 .*, because tb needs it above 0"):
         Schedules(recipe, buffer).at(1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import structlog
-from tba_trainer.tracking import TrackerGroup, open_trackers
+from tba_trainer.tracking import TrackerGroup, open_trackers, tracker_group
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
 from tba_trainer.tracking.tensorboard import TensorboardTracker
 from tba_trainer.tracking.tracker import Record, evaluation_record, start_record, step_record
@@ -141,10 +141,13 @@ def test_a_path_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
             JsonlTracker(path)
 
 
-def test_a_slow_tracker_never_makes_anyone_wait_and_what_does_not_fit_is_counted() -> None:
+def test_a_slow_tracker_never_makes_anyone_wait_and_what_does_not_fit_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracker_group, "MAX_PENDING", 3)
     tracker = Slow()
     with structlog.testing.capture_logs() as logs:
-        thread = TrackerThread(tracker, max_pending=3)
+        thread = TrackerThread(tracker)
         thread.submit(step(0))
         until("the first is taken", lambda: thread._queue.empty())
         for number in range(1, 9):
@@ -166,8 +169,6 @@ def test_a_tracker_that_fails_is_logged_once_counted_and_does_not_disturb_the_ot
             "demo",
             [Broken(), JsonlTracker(path)],
             buffer=RecordedBuffer(),  # pyright: ignore[reportArgumentType]
-            max_pending=100,
-            close_s=60.0,
         )
         tracking.start(1, START)
         for number in range(1, 4):

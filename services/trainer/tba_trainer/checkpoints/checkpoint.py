@@ -293,13 +293,10 @@ class CheckpointStore:
 
     def _fetch_state(self, key: str, folder: Path, sha256: str) -> None:
         self._store.get_file(f"{key}/{STATE}", folder / STATE)
-        self._check_sha256(f"{key}/{STATE}", folder / STATE, sha256)
-
-    def _check_sha256(self, key: str, path: Path, expected: str) -> None:
-        if (found := sha256_of_file(path)) != expected:
+        if (found := sha256_of_file(folder / STATE)) != sha256:
             raise DigestError(
-                f"object {key} in {self._store.url} is damaged: sha256 {found}, the checkpoint's manifest "
-                f"says {expected}"
+                f"object {key}/{STATE} in {self._store.url} is damaged: sha256 {found}, the checkpoint's manifest "
+                f"says {sha256}"
             )
 
 

@@ -34,7 +34,7 @@ def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | N
     except (ObjectNotFoundError, DigestError, MalformedError) as error:
         # the ledger's steps after an older one become abandoned once the new lineage names it as its parent
         registered = PolicyVersion.parse(info.checkpoint)
-        found = _first_intact(checkpoints, reversed(_older(checkpoints, _tree(info), registered)))
+        found = first_intact(checkpoints, reversed(_older(checkpoints, lineages_of(info), registered)))
         if found is None:
             raise
         log.error(
@@ -47,22 +47,6 @@ def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | N
         return found
 
 
-def older_intact(
-    checkpoints: CheckpointStore, info: RunInfo, suspect: PolicyVersion, *, last_good_step: int
-) -> Checkpoint | None:
-    """Load the first intact checkpoint of `before_suspect`; None when there is none. The caller closes it.
-
-    Args:
-        info: the run as the buffer knows it.
-        suspect: the registered checkpoint, which no good step followed.
-        last_good_step: the last step whose batch was applied with no serious alarm on.
-
-    Raises:
-        StoreUnavailableError
-    """
-    return _first_intact(checkpoints, before_suspect(checkpoints, _tree(info), suspect, last_good_step=last_good_step))
-
-
 def intact_at(checkpoints: CheckpointStore, info: RunInfo, *, step: int) -> Checkpoint | None:
     """Load the newest intact checkpoint at or before `step` that the active lineage wrote or descends from; None when
     there is none. The caller closes it.
@@ -73,8 +57,8 @@ def intact_at(checkpoints: CheckpointStore, info: RunInfo, *, step: int) -> Chec
     Raises:
         StoreUnavailableError
     """
-    active = checkpoints.of_lineage(_tree(info).ancestry(PolicyVersion(info.lineage, step)))
-    return _first_intact(checkpoints, (version for version in reversed(active) if version.step <= step))
+    active = checkpoints.of_lineage(lineages_of(info).ancestry(PolicyVersion(info.lineage, step)))
+    return first_intact(checkpoints, (version for version in reversed(active) if version.step <= step))
 
 
 def before_suspect(
@@ -102,11 +86,13 @@ def _older(checkpoints: CheckpointStore, lineages: LineageTree, version: PolicyV
     return [older for older in checkpoints.of_lineage(lineages.ancestry(version)) if older != version]
 
 
-def _tree(info: RunInfo) -> LineageTree:
+def lineages_of(info: RunInfo) -> LineageTree:
+    """Return every start of the trainer."""
     return LineageTree({number: PolicyVersion.parse(text) for number, text in info.parents.items()})
 
 
-def _first_intact(checkpoints: CheckpointStore, versions: Iterable[PolicyVersion]) -> Checkpoint | None:
+def first_intact(checkpoints: CheckpointStore, versions: Iterable[PolicyVersion]) -> Checkpoint | None:
+    """Load the first of these checkpoints that is intact; None when there is none. The caller closes it."""
     for version in versions:
         try:
             return checkpoints.load(checkpoints.key(version))

@@ -216,7 +216,7 @@ def _why_skipped(alarms: list[Alarm], holds: Collection[Name]) -> str | None:
 
 
 def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:
-    """Return the median norm of the last steps; None: too few are known, or it is 0."""
+    """Return the median norm of the last steps; None: too few are known."""
     return _median(section, state.grad_norms)
 
 
@@ -237,8 +237,7 @@ def _has_signal(metrics: Metrics) -> bool:
 def _median(section: GuardsSection, norms: Sequence[float]) -> float | None:
     if 4 * len(norms) < section.grad_spike.WINDOW_STEPS:  # too few norms to know what is usual
         return None
-    # an older checkpoint may hold norms of 0, and a median of 0 would make every norm a spike
-    return statistics.median(norms) or None
+    return statistics.median(norms)
 
 
 def _norms(

@@ -12,7 +12,7 @@ and are counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,12 +122,16 @@ class OldPolicy:
         Raises:
             TbaError: the tensors are not those of this model.
         """
-        self._copies = []
         # the order of the checkpoint: a resumed run drops the copies that the run that never stopped would drop
-        for key in dict.fromkeys(name.partition("/")[0] for name in tensors):
-            copies = {name: torch.empty_like(parameter, requires_grad=False) for name, parameter in self._theta.items()}
-            load_tensors(copies, _Renamed(tensors, f"{key}/"), what=f"old policy {key}")
-            self._copies.append(_Copy([PolicyVersion.parse(version) for version in key.split("+")], copies))
+        keys = dict.fromkeys(name.partition("/")[0] for name in tensors)
+        found = {
+            key: {name: torch.empty_like(p, requires_grad=False) for name, p in self._theta.items()} for key in keys
+        }
+        named = {f"{key}/{name}": copy for key, copies in found.items() for name, copy in copies.items()}
+        load_tensors(named, tensors, what="old policy")
+        self._copies = [
+            _Copy([PolicyVersion.parse(version) for version in key.split("+")], copies) for key, copies in found.items()
+        ]
         self._cache.load(cache)
 
     def _of(self, version: PolicyVersion | None) -> _Copy | None:
@@ -152,22 +156,3 @@ class OldPolicy:
     def _put(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self._theta.items():
             parameter.copy_(tensors[name])
-
-
-class _Renamed(Mapping[str, TensorSlice]):
-    """The tensors whose names begin with a prefix, without it; each is read on access."""
-
-    def __init__(self, tensors: Mapping[str, TensorSlice], prefix: str) -> None:
-        self._tensors, self._prefix = tensors, prefix
-
-    def __getitem__(self, name: str) -> TensorSlice:
-        return self._tensors[self._prefix + name]
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._prefix + name in self._tensors  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

@@ -11,9 +11,9 @@ revision that it used, so the audit says from which step on a change was in effe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tba.api import SettingsInfo
+from tba.clients import BufferClient
 from tba.config import Recipe, with_live
 from tba.logs import get_logger
 
@@ -36,19 +36,6 @@ def scheduled(recipe: Recipe, *, step: int) -> StepValues:
     return StepValues(learning_rate=recipe.trainer.learning_rate.at(step - 1), beta=recipe.objective.beta.at(step - 1))
 
 
-class LiveSettingsClient(Protocol):
-    """The part of BufferClient that reads live settings."""
-
-    @property
-    def settings_revision(self) -> int:
-        """The revision that the last reply told."""
-        ...
-
-    def settings(self, *, after: int = 0) -> SettingsInfo:
-        """Return the current settings."""
-        ...
-
-
 class Schedules:
     """The values of each step, live changes included.
 
@@ -57,7 +44,7 @@ class Schedules:
         client: reaches the buffer.
     """
 
-    def __init__(self, recipe: Recipe, client: LiveSettingsClient) -> None:
+    def __init__(self, recipe: Recipe, client: BufferClient) -> None:
         self._base_recipe, self._client = recipe, client
         self._recipe = recipe
         self._revision: int | None = None

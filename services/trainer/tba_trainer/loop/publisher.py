@@ -124,7 +124,7 @@ class Publisher:
             under_way = self._pending[0][0] if self._pending else None
             self._changed.notify_all()
         for snapshot in discarded:
-            self._discard(snapshot)
+            self.discard(snapshot)
         if under_way is not None and under_way.others is not None:
             under_way.others.give_up()
 
@@ -176,10 +176,6 @@ class Publisher:
             self._changed.notify_all()
         if announce:
             self.submitted = snapshot.version
-
-    def keeps(self, snapshot: WeightSnapshot) -> bool:
-        """Return whether it is the starting model, which adapters are merged into until the end."""
-        return snapshot is self._start
 
     def drain(self) -> None:
         """Wait until everything is announced.
@@ -253,7 +249,7 @@ class Publisher:
         manifest = self._retry_while_away(lambda: self._put(snapshot), snapshot.version)
         store_s = time.monotonic() - started
         if not announce:
-            self._discard(snapshot)
+            self.discard(snapshot)
             return
         # Only now: a searcher that hears of a version must find all of it.
         request = VersionRequest(version=str(snapshot.version), token=self._token)
@@ -295,7 +291,8 @@ class Publisher:
             self._base = self._start, LocalVersion(START, paths, manifest)
         return self._base[1]
 
-    def _discard(self, snapshot: WeightSnapshot) -> None:
+    def discard(self, snapshot: WeightSnapshot) -> None:
+        """Delete the files of a snapshot, but for the starting model, which adapters are merged into until the end."""
         if snapshot is not self._start:
             snapshot.close()
 
@@ -320,7 +317,7 @@ class Publisher:
     def _replace_base(self, snapshot: WeightSnapshot, manifest: Manifest) -> None:
         """Keep the files of the version just published in place of the last one's, if the next one may be a delta."""
         if self._start is not None:  # every other version is an adapter for it
-            self._discard(snapshot)
+            self.discard(snapshot)
             return
         if self._base is not None:
             self._base[0].close()

@@ -29,7 +29,7 @@ from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from tba_trainer.checkpoints.choice import intact_at, newest_intact, older_intact
+from tba_trainer.checkpoints.choice import before_suspect, first_intact, intact_at, lineages_of, newest_intact
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.learner.guards import GuardState, Rollback
@@ -405,13 +405,6 @@ def _first_version_of_run(first: PolicyVersion, parent: PolicyVersion, fork: For
     return first if parent == fork.version else PolicyVersion(fork.last_lineage + 1, fork.version.step)
 
 
-def _fail(buffer: BufferClient, reason: str, token: str) -> None:
-    try:
-        buffer.command("fail", RunCommand(reason=reason, token=token))
-    except TbaError as error:  # a GuardError ends the trainer in any case
-        log.warning("action_failed", action="fail", error=str(error))
-
-
 def _resume_point(
     rollback: Rollback | None, buffer: BufferClient, checkpoints: CheckpointStore, info: RunInfo
 ) -> Checkpoint | None:
@@ -425,7 +418,8 @@ def _resume_point(
     suspect = None if rollback is None else rollback.suspect
     if rollback is None or suspect is None:  # a good step followed the last checkpoint: its weights are sound
         return newest_intact(checkpoints, info)
-    checkpoint = older_intact(checkpoints, info, suspect, last_good_step=rollback.last_good_step)
+    older = before_suspect(checkpoints, lineages_of(info), suspect, last_good_step=rollback.last_good_step)
+    checkpoint = first_intact(checkpoints, older)
     if checkpoint is not None or rollback.previous is None:
         return checkpoint
     sentence = (
@@ -434,7 +428,10 @@ def _resume_point(
         f"the starting model; restore one of them, or start another run; the next start of the trainer continues "
         f"from {suspect}"
     )
-    _fail(buffer, sentence, rollback.token)
+    try:
+        buffer.command("fail", RunCommand(reason=sentence, token=rollback.token))
+    except TbaError as error:  # the GuardError ends the trainer in any case
+        log.warning("action_failed", action="fail", error=str(error))
     raise GuardError(sentence)
 
 
@@ -477,5 +474,4 @@ def _lora_text(section: LoraSection | None) -> str:
 
 
 def _tree(info: RunInfo, lineage: int, parent: PolicyVersion) -> LineageTree:
-    parents = {number: PolicyVersion.parse(text) for number, text in info.parents.items()}
-    return LineageTree({**parents, lineage: parent})
+    return LineageTree({**lineages_of(info).parents, lineage: parent})

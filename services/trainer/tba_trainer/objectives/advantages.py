@@ -22,6 +22,8 @@ from tba_trainer.objectives.objective import Objective
 
 STD_EPSILON = 1e-4
 """Added to a standard deviation before dividing by it (as TRL does)."""
+LOG_RATIO_CLAMP = 10.0
+"""Clamp of the sequence log-ratio to the behaviour policy, in nats, where it is scaled by age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +198,7 @@ def behaviour_log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N
     if objective.parts.age_scaled:
         # Divided by the age it stands for the log-ratio to a moving average of theta: with log pi moving steadily, the
         # two differ by a factor, which is part of beta here. The clamp keeps one odd rollout from ruling a batch.
-        limit = objective.log_ratio_clamp
-        ratio = ratio.clamp(-limit, limit) / s.policy_age.clamp(min=1)
+        ratio = ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP) / s.policy_age.clamp(min=1)
     return ratio
 
 

@@ -13,9 +13,6 @@ from tba.config import ObjectiveSection
 from tba.config.objective import DEFAULT_RESET_STEPS, Anchor, Parts
 from tba.errors import ConfigError
 
-LOG_RATIO_CLAMP = 10.0
-"""Clamp of the sequence log-ratio to the behaviour policy, in nats, where it is scaled by age."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
@@ -26,7 +23,6 @@ class Objective:
     """Formula of the advantage, token weight, divisor and their bounds; without meaning for a `function`."""
     anchor: Anchor | None
     """The policy that the KL pulls towards; None: there is no KL."""
-    log_ratio_clamp: float
     aggregation_tokens: int
     """Divisor of a rollout's tokens where the aggregation is `constant`."""
     mask_truncated: bool
@@ -101,7 +97,6 @@ def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None
         name=section.preset,
         parts=parts,
         anchor=anchor,
-        log_ratio_clamp=LOG_RATIO_CLAMP,
         aggregation_tokens=max_response_tokens or 1,
         mask_truncated=section.mask_truncated,
         mask_tied=section.mask_tied,

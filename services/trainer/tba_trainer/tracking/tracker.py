@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from tba.api import EvalInfo
 from tba.api.evaluations import EvalNumbers
@@ -24,6 +24,9 @@ class Tracker(Protocol):
 
     `start` comes first, and again with every lineage; the last call is `close`. A record that the tracker cannot keep
     is counted and logged; nothing that it does stops or slows the trainer.
+
+    `tracking.trackers` names its class, or a function that makes it. The argument is the resolved recipe, to be shown
+    with the run. A ConfigError there means that the trainer does not start.
     """
 
     name: str
@@ -38,21 +41,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write what is left."""
-        ...
-
-
-class TrackerFactory(Protocol):
-    """Makes a tracker: its class, or a function. `tracking.trackers` names it by its import path."""
-
-    def __call__(self, recipe: Mapping[str, Any]) -> Tracker:
-        """Return the tracker.
-
-        Args:
-            recipe: the resolved recipe, to be shown with the run: no addresses, and no files with tokens.
-
-        Raises:
-            ConfigError: something that it needs is missing; the trainer does not start.
-        """
         ...
 
 

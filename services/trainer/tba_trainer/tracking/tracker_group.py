@@ -22,8 +22,9 @@ from tba_trainer.tracking.wandb import WandbTracker
 EVALUATIONS_INTERVAL_S = 2.0
 """Seconds between two looks for finished evaluations."""
 MAX_PENDING = 1000
-"""Records that may wait for a slow tracker."""
+"""Records that may wait for a slow tracker; more are dropped."""
 CLOSE_S = 10.0
+"""How long `close` waits for trackers to write what they have."""
 _SHOWN_SECTIONS = {"run", "model", "data", "sampling", "searcher", "objective", "trainer", "eval"}
 """Sections of the recipe that trackers show. Addresses and files with tokens stay here."""
 _TICK_S = 0.1
@@ -37,7 +38,6 @@ class TrackerGroup:
     Args:
         run: name of the run.
         known: evaluations that earlier starts recorded.
-        close_s: how long `close` waits for trackers to write what they have.
     """
 
     def __init__(
@@ -47,11 +47,9 @@ class TrackerGroup:
         *,
         buffer: BufferClient,
         known: Iterable[str] = (),
-        max_pending: int,
-        close_s: float,
     ) -> None:
-        self._run, self._buffer, self._known, self._close_s = run, buffer, set(known), close_s
-        self._threads = [TrackerThread(tracker, max_pending=max_pending) for tracker in trackers]
+        self._run, self._buffer, self._known = run, buffer, set(known)
+        self._threads = [TrackerThread(tracker) for tracker in trackers]
         self._closed = threading.Event()
         self._evaluations = threading.Thread(target=self._watch, name="tracking-evaluations", daemon=True)
 
@@ -74,10 +72,10 @@ class TrackerGroup:
 
     def close(self) -> None:
         """Look for evaluations once more, then let every tracker write its records."""
-        deadline = time.monotonic() + self._close_s
+        deadline = time.monotonic() + CLOSE_S
         self._closed.set()
         if self._evaluations.ident is not None:
-            self._evaluations.join(self._close_s)
+            self._evaluations.join(CLOSE_S)
         # all are told to end before the first one is waited for
         for thread in self._threads:
             thread.close()
@@ -105,15 +103,11 @@ class TrackerGroup:
 
 
 class TrackerThread:
-    """Hands records to a tracker in order, from a thread and a queue. Submitting never waits and never raises.
+    """Hands records to a tracker in order, from a thread and a queue. Submitting never waits and never raises."""
 
-    Args:
-        max_pending: records that may wait; more are dropped.
-    """
-
-    def __init__(self, tracker: Tracker, *, max_pending: int) -> None:
+    def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
-        self._queue: queue.Queue[Record] = queue.Queue(max_pending)
+        self._queue: queue.Queue[Record] = queue.Queue(MAX_PENDING)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{tracker.name}", daemon=True)
         self.num_dropped = 0
@@ -183,6 +177,4 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
         [JsonlTracker(path), *trackers],
         buffer=buffer,
         known=known_evaluations(path, recipe.run.name),
-        max_pending=MAX_PENDING,
-        close_s=CLOSE_S,
     )

@@ -57,9 +57,6 @@ def run_trainer(recipe: Recipe) -> int:
         The exit code: 0 when the run is over, 143 when it was told to stop before. With several processes on one
         machine the leader's code counts and the others return 0; on several machines, where each is a Job's pod of its
         own, everyone returns it.
-
-    Raises:
-        TbaError: one clear sentence.
     """
     torch.set_num_threads(recipe.trainer.torch_num_threads)
     section = recipe.trainer
@@ -141,11 +138,7 @@ def train(
 
 
 def _wait_for_buffer(buffer: BufferClient, stop: threading.Event) -> None:
-    """Wait (wait `buffer-start`) until the buffer answers: it may be late, with its Redis.
-
-    Raises:
-        WaitTimeoutError: it did not within START_WAIT_S.
-    """
+    """Wait (wait `buffer-start`) until the buffer answers: it may be late, with its Redis."""
     deadline_s = time.monotonic() + START_WAIT_S
     while not stop.is_set():
         try:

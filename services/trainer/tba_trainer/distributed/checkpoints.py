@@ -105,12 +105,7 @@ class TeamCheckpoints(CheckpointStore):
         return Upload(self, state, part)
 
     def save(self, state: TrainerState, rows: Rows) -> str:
-        """Write a checkpoint, all of it, and return its key.
-
-        Raises:
-            StoreUnavailableError, OSError: as `Upload.error`.
-            TeamError: a follower is gone.
-        """
+        """Write a checkpoint, all of it, and return its key."""
         upload = self.begin(state, rows, known={}, in_background=False)
         while not upload.wait(_POLL_S):
             pass
@@ -168,12 +163,7 @@ class TeamCheckpoints(CheckpointStore):
         return replies
 
     def collect(self, job: str, replies: dict[int, Reply]) -> None:
-        """Ask the followers how far they are, and note those that have ended.
-
-        Args:
-            job: the version that is written, or the key that is fetched.
-            replies: rank -> reply.
-        """
+        """Ask the followers how far they are, and note those that have ended."""
         if len(replies) == self.team.num_ranks - 1:
             return
         with self.team.lead("reply", job=job):
@@ -300,11 +290,7 @@ class Upload:
 
 
 class FollowerCheckpoints:
-    """A follower's side: its part of each checkpoint.
-
-    Args:
-        folder: for files on their way.
-    """
+    """A follower's side: its part of each checkpoint."""
 
     def __init__(self, recipe: Recipe, learner: Learner, team: Team, *, folder: Path) -> None:
         self._recipe, self._learner, self._team, self._folder = recipe, learner, team, folder

@@ -24,11 +24,7 @@ log = get_logger("jobs")
 
 
 class Job:
-    """Something that a follower does beside its commands.
-
-    Args:
-        name: of its thread.
-    """
+    """Something that a follower does beside its commands."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,11 +49,7 @@ class Job:
 
 
 def note_replies(team: Team, replies: dict[int, Reply]) -> None:
-    """Note which followers have ended (leader, while they `give_reply`).
-
-    Args:
-        replies: rank -> reply.
-    """
+    """Note which followers have ended (leader, while they `give_reply`)."""
     for rank, data in enumerate(team.gather(b"")):
         if data:
             replies[rank] = msgspec.msgpack.decode(data)

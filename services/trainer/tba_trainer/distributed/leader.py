@@ -34,9 +34,6 @@ BUILD = "build"
 def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, WeightSnapshotWriter]:
     """Load the starting model, and build its learner and its snapshots (leader only).
 
-    Args:
-        folder: for the files of snapshots.
-
     Raises:
         ConfigError: there is no model at model.path, or the device cannot be used.
         TeamError: a follower is gone.
@@ -57,9 +54,6 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, We
 
 def build_follower(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Learner, WeightSnapshotWriter]:
     """Build the learner and the snapshots of a follower, whose shard of the model the leader sends.
-
-    Args:
-        folder: for the files of snapshots.
 
     Raises:
         ConfigError: there is no model at model.path here.

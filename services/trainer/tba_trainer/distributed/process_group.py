@@ -133,11 +133,7 @@ class Team:
         return Ranks() if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks)
 
     def start_beats(self, on_loss: Callable[[], None]) -> None:
-        """Send beats from now on while the leader is idle (leader only).
-
-        Args:
-            on_loss: called once, in another thread, when a follower is gone.
-        """
+        """Send beats from now on while the leader is idle (leader only)."""
         if self.num_ranks > 1:
             self._beats = threading.Thread(target=self._beat, args=(on_loss,), name="team-beats", daemon=True)
             self._beats.start()

@@ -37,12 +37,6 @@ class FollowersShares(SharesOfTeam):
     """The shares of the followers in one version (leader only).
 
     A wait here has no deadline of its own: the loop's wait `unpublished-versions` has one, each exchange the team's.
-
-    Args:
-        team: the processes beside training.
-        name: of the shares, as in the command that took them.
-        prefix: what the keys of the version begin with.
-        size_bytes: of the tensors.
     """
 
     def __init__(self, team: Team, name: str, *, prefix: str, size_bytes: int) -> None:

@@ -43,18 +43,7 @@ log = get_logger("prefetch")
 
 
 def draw_batch(buffer: BufferClient, session: Session, step: int, wait_s: float) -> Batch:
-    """Draw the batch of a step for a lineage.
-
-    Args:
-        session: the lineage, and its fencing token.
-        step: the optimizer step that will use the batch.
-        wait_s: seconds that the buffer holds the request open while it has no batch (a long poll).
-
-    Raises:
-        BusyError: there is no batch yet; the error names what the buffer waits for.
-        WireError: the answer cannot be decoded.
-        RunOverError, FencedError, RollbackError, ServiceError
-    """
+    """Draw the batch of a step for a lineage."""
     request = BatchRequest(
         trainer_id=session.trainer_id, lineage=session.lineage, step=step, token=session.token, wait_s=wait_s
     )

@@ -149,11 +149,7 @@ class CheckpointWriter:
             self._register_saved(upload.version, upload.key)
 
     def complete_upload(self) -> None:
-        """Wait for the checkpoint that is being uploaded, RETRY_S at most, and register it; log why not.
-
-        Raises:
-            FencedError: a newer lineage owns the run.
-        """
+        """Wait for the checkpoint that is being uploaded, RETRY_S at most, and register it; log why not."""
         if self._upload is None:
             return
         wait_s = limits.RETRY_S

@@ -18,14 +18,7 @@ log = get_logger("evaluations")
 
 
 class Evaluations:
-    """Decides which versions are evaluated on held-out prompts, and asks for it. Searchers evaluate meanwhile.
-
-    Args:
-        token: fencing token of the lineage.
-        start_step: step that this trainer starts from.
-        sync_interval: steps between published versions.
-        enabled: False in a run without searchers.
-    """
+    """Decides which versions are evaluated on held-out prompts, and asks for it. Searchers evaluate meanwhile."""
 
     def __init__(
         self,

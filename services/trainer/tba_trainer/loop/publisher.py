@@ -129,12 +129,7 @@ class Publisher:
             under_way.others.give_up()
 
     def check(self) -> None:
-        """Raise the error that ended the thread, if there is one.
-
-        Raises:
-            FencedError, ObjectExistsError, TbaError
-            OSError: the local disk is full.
-        """
+        """Raise the error that ended the thread, if there is one."""
         if self._error is not None:
             raise self._error
 
@@ -178,11 +173,7 @@ class Publisher:
             self.submitted = snapshot.version
 
     def drain(self) -> None:
-        """Wait until everything is announced.
-
-        Raises:
-            WaitTimeoutError: the deadline passed first.
-        """
+        """Wait until everything is announced."""
         self._wait_until_below(1)
 
     def _wait_until_below(self, count: int) -> None:

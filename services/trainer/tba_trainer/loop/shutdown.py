@@ -31,9 +31,6 @@ log = get_logger("shutdown")
 def interrupt(context: LineageContext, writer: CheckpointWriter) -> None:
     """Keep what was trained after SIGTERM; the run can be resumed.
 
-    Args:
-        writer: of this lineage's checkpoints.
-
     Raises:
         StoreUnavailableError: the last checkpoint cannot be written; a resume continues from an older one.
     """

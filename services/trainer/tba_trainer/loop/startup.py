@@ -206,12 +206,7 @@ def _checked(checkpoint: Checkpoint, checkpoints: CheckpointStore, recipe: Recip
 def _session(
     context: TrainerContext, reply: LineageReply, chosen: _Parent, *, before: RunInfo, rollback: Rollback | None
 ) -> Session:
-    """Return the lineage just taken as the trainer's session.
-
-    Args:
-        chosen: its parent.
-        before: the run as it was before the lineage was taken.
-    """
+    """Return the lineage just taken as the trainer's session."""
     parent, checkpoint, fork = chosen.version, chosen.checkpoint, Fork.of(before.origin)
     announces_start = before.latest_version in (None, str(START)) and checkpoint is None and fork is None
     # A lineage that resumes announces its parent's weights under its own name, (lineage, parent step). That supersedes
@@ -244,10 +239,6 @@ def wait_for_origin(buffer: BufferClient, *, wait_s: float, stop: threading.Even
 
     Args:
         stop: set when the process should end; then the state of the load so far is returned.
-
-    Raises:
-        ConflictError: it could not be loaded.
-        WaitTimeoutError: it takes longer than `wait_s`.
     """
     deadline = time.monotonic() + wait_s
     while (origin := buffer.run().origin) is not None and origin.state == "loading" and not stop.wait(_POLL_S):
@@ -340,20 +331,12 @@ class Fork:
         return cls(origin.run, PolicyVersion.parse(origin.version), origin.lineage)
 
     def checkpoint(self, own: TeamCheckpoints) -> Checkpoint | None:
-        """Return the other run's checkpoint of exactly this version, from the store of this run's checkpoints.
-
-        Raises:
-            DigestError, MalformedError: it is damaged.
-            StoreUnavailableError
-        """
+        """Return the other run's checkpoint of exactly this version, from the store of this run's checkpoints."""
         checkpoints = own.of_run(self.run)
         return checkpoints.load(checkpoints.key(self.version)) if self.version in checkpoints.versions() else None
 
     def load_weights(self, store: ObjectStore, learner: Learner, model_config_sha256: str, *, folder: Path) -> None:
         """Put the published weights of the version into the learner, which holds the starting model.
-
-        Args:
-            folder: for the downloaded files.
 
         Raises:
             ConfigError: the version is not in the store, or is of another model.

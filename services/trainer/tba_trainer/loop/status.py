@@ -105,12 +105,7 @@ class Progress:
 
 
 class Status:
-    """The trainer's state as heartbeats report it. The loop writes it, the heartbeat thread reads it.
-
-    Args:
-        trainer_id: the component id of heartbeats.
-        now: a monotonic clock in seconds.
-    """
+    """The trainer's state as heartbeats report it. The loop writes it, the heartbeat thread reads it."""
 
     def __init__(self, *, trainer_id: str, run: str, now: Callable[[], float] = time.monotonic) -> None:
         self.trainer_id = trainer_id

@@ -260,12 +260,7 @@ class TrainingLoop:
         return True
 
     def _react(self, action: StepAction) -> Rollback | None:
-        """Do what the alarms of the step ask for; a rollback ends this lineage.
-
-        Raises:
-            GuardError: the run has failed.
-            FencedError: a newer lineage owns the run.
-        """
+        """Do what the alarms of the step ask for; a rollback ends this lineage."""
         context, token = self._context, self._token
         reason = f"step {self._progress.version}: {action.reason}"
         if "fail" in action.actions:

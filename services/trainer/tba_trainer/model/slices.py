@@ -95,9 +95,6 @@ def written_slices(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tu
     Args:
         tensors: sharded ones and others.
         layout: of the sharded ones.
-
-    Raises:
-        HostMemoryError
     """
     for name, rows, begin, shape in _written(tensors, layout):
         yield name, TensorSlice(host_copy(rows), begin, shape)

@@ -63,14 +63,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in one store, as one process of the trainer writes and reads them.
-
-    Args:
-        folder: for files on their way to and from the store.
-        max_bytes: of tensors in one file.
-        layout: which rows this process holds; None: all.
-        num_sharers: processes of the trainer on this machine.
-    """
+    """The checkpoints of one run in one store, as one process of the trainer writes and reads them."""
 
     def __init__(
         self,
@@ -120,11 +113,7 @@ class CheckpointStore:
         )
 
     def known_objects(self, version: PolicyVersion) -> dict[str, int]:
-        """Return digest -> lineage of the objects of a checkpoint that stays until the next one is registered.
-
-        Raises:
-            StoreUnavailableError
-        """
+        """Return digest -> lineage of the objects of a checkpoint that stays until the next one is registered."""
         if self._committed is not None and self._committed[0] == version:
             known = self._committed[1]
         else:
@@ -141,11 +130,7 @@ class CheckpointStore:
         }
 
     def commit(self, state: TrainerState, objects: list[CheckpointObject]) -> str:
-        """Make a checkpoint of objects that are in the store, and return its key. Doing it again is harmless.
-
-        Raises:
-            StoreUnavailableError
-        """
+        """Make a checkpoint of objects that are in the store, and return its key. Doing it again is harmless."""
         version = PolicyVersion.parse(state.version)
         key = self.key(version)
         # JSON, never a pickle: whoever can write to the store must not run code here
@@ -162,9 +147,6 @@ class CheckpointStore:
     def load(self, key: str) -> Checkpoint:
         """Fetch a checkpoint, every digest verified; the caller closes it.
 
-        Args:
-            key: `key` of its version.
-
         Raises:
             ObjectNotFoundError: it does not exist, or is half written.
             DigestError, MalformedError: it is damaged.
@@ -173,12 +155,7 @@ class CheckpointStore:
         return self.fetch(key, self.manifest_of(key))
 
     def manifest_of(self, key: str) -> bytes:
-        """Return the manifest of a checkpoint.
-
-        Raises:
-            ObjectNotFoundError: it does not exist, or is half written.
-            StoreUnavailableError
-        """
+        """Return the manifest of a checkpoint."""
         try:
             return self._store.get(f"{key}/{MANIFEST}")
         except ObjectNotFoundError:
@@ -187,15 +164,7 @@ class CheckpointStore:
             ) from None
 
     def fetch(self, key: str, manifest: bytes) -> Checkpoint:
-        """Fetch the rows of this process, every digest verified; the caller closes it.
-
-        Args:
-            key, manifest: of the checkpoint.
-
-        Raises:
-            ObjectNotFoundError, DigestError, MalformedError: it is damaged.
-            StoreUnavailableError
-        """
+        """Fetch the rows of this process, every digest verified; the caller closes it."""
         document = decode_checkpoint_manifest(manifest, what=f"{key}/{MANIFEST}")
         folder = Path(tempfile.mkdtemp(prefix="resume-", dir=self.folder))
         try:

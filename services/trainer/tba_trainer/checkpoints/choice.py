@@ -19,9 +19,6 @@ log = get_logger("checkpoint")
 def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | None:
     """Load the newest intact checkpoint of the active lineage; None when the run has none. The caller closes it.
 
-    Args:
-        info: the run as the buffer knows it; it names the registered checkpoint.
-
     Raises:
         ObjectNotFoundError, DigestError, MalformedError: the registered one is missing or damaged, and no older one is
             intact.
@@ -50,12 +47,6 @@ def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | N
 def intact_at(checkpoints: CheckpointStore, info: RunInfo, *, step: int) -> Checkpoint | None:
     """Load the newest intact checkpoint at or before `step` that the active lineage wrote or descends from; None when
     there is none. The caller closes it.
-
-    Args:
-        info: the run as the buffer knows it.
-
-    Raises:
-        StoreUnavailableError
     """
     active = checkpoints.of_lineage(lineages_of(info).ancestry(PolicyVersion(info.lineage, step)))
     return first_intact(checkpoints, (version for version in reversed(active) if version.step <= step))

@@ -56,9 +56,6 @@ def write_part_files(
         rows: section, name and rows, section after section; no more than one file's are held at once.
         max_bytes: of rows in one file.
         layout: of the model.
-
-    Raises:
-        OSError: the disk is full.
     """
 
     def group(item: tuple[str, str, TensorSlice]) -> tuple[str, str]:
@@ -124,12 +121,7 @@ class Part:
         self._given_up.set()
 
     def upload(self) -> None:
-        """Write all objects that the store does not hold.
-
-        Raises:
-            StoreUnavailableError
-            OSError: the local disk is full.
-        """
+        """Write all objects that the store does not hold."""
         try:
             for file in self._files:
                 if self.is_given_up:
@@ -210,11 +202,7 @@ class SliceFiles(Mapping[str, TensorSlice]):
         return False
 
     def add(self, slices: Mapping[str, Slice], path: Path | None) -> None:
-        """Add rows that lie in a file; None: this process needs none of them.
-
-        Raises:
-            MalformedError: the file holds other tensors.
-        """
+        """Add rows that lie in a file; None: this process needs none of them."""
         if path is not None:
             shapes = {name: tuple(entry["shape"]) for name, entry in tensor_header(path).items()}
             expected = {name: _shape(piece, piece.begin, piece.end) for name, piece in slices.items()}
@@ -280,12 +268,7 @@ def fetch_objects(
 
 
 def fetch_object(store: ObjectStore, stored: CheckpointObject, path: Path, *, key: str) -> None:
-    """Fetch an object of the checkpoint `key` into a file.
-
-    Raises:
-        ObjectNotFoundError, DigestError: it is missing or damaged.
-        StoreUnavailableError
-    """
+    """Fetch an object of the checkpoint `key` into a file."""
     name = object_key(key, stored)
     try:
         store.get_file(name, path)

@@ -125,14 +125,7 @@ class WeightSnapshot:
 
 
 class WeightSnapshotWriter:
-    """Takes snapshots of theta.
-
-    Args:
-        model: theta.
-        recipe: says the dtype and the size of the files, and how exact searchers must be.
-        folder: for the files of snapshots until they are published.
-        rank, num_ranks: this process, and how many share the model.
-    """
+    """Takes snapshots of theta."""
 
     def __init__(self, model: Any, recipe: Recipe, *, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
         self._model, self._folder = model, folder
@@ -157,9 +150,6 @@ class WeightSnapshotWriter:
         Args:
             version: the name of the weights.
             parent: the version published before it; None: it is the starting model.
-
-        Raises:
-            OSError: the local disk is full.
         """
         return self._take_into(self._new_folder(version), version, parent)
 
@@ -187,9 +177,6 @@ class WeightSnapshotWriter:
 
         Returns:
             This process's share; None of an adapter, and where the leader alone needs the starting model.
-
-        Raises:
-            OSError: the local disk cannot be used; the exchanges are made.
         """
         if self._lora is None:
             return self._take(self._own, version, None, None)

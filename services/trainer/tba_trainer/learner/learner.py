@@ -165,11 +165,7 @@ class Learner:
         self.reference.after_step(PolicyVersion(lineage, step))
 
     def skip(self, *, step: int, lineage: int) -> None:
-        """Make step `step` without an update: the weights stay, what is due at this step still happens.
-
-        Args:
-            lineage: of this trainer; names the new version of the reference.
-        """
+        """Make step `step` without an update: the weights stay, what is due at this step still happens."""
         self.discard()
         self.reference.after_step(PolicyVersion(lineage, step))
 
@@ -188,10 +184,6 @@ class Learner:
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
         """Put whole tensors, named as published, into theta; nothing else changes.
-
-        Args:
-            tensors: by their names in Hugging Face format.
-            what: the source of the tensors, for errors.
 
         Raises:
             ConfigError: theta is an adapter, which cannot hold merged weights.
@@ -239,9 +231,6 @@ class Learner:
         Args:
             state: its part that is no tensor.
             sections: the rows that this process holds, by section and name; each is read on access.
-
-        Raises:
-            TbaError: the tensors are not those of this model.
         """
         what = f"checkpoint {state.version}"
         # With LoRA the section holds the adapter alone: the frozen weights are those of model.path, which never change.
@@ -299,11 +288,7 @@ def _spread(values: Sequence[Any] | None, rows: NDArray[np.intp], everything: Se
 
 
 class Optimizer:
-    """AdamW of a model; every step is given its learning rate.
-
-    Args:
-        model: its parameters are the float32 master weights.
-    """
+    """AdamW of a model; every step is given its learning rate."""
 
     def __init__(self, model: Any, section: TrainerSection) -> None:
         self._max_grad_norm = section.max_grad_norm
@@ -366,14 +351,7 @@ class Optimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice]) -> None:
-        """Take the state from a checkpoint.
-
-        Args:
-            tensors: as `state_tensors` names them, whole or the rows of this process.
-
-        Raises:
-            TbaError: a tensor belongs to no parameter, or has another shape.
-        """
+        """Take the state from a checkpoint."""
         # By name and not by position, as torch's own state_dict has it: another order of parameters changes nothing.
         self._adamw.state.clear()
         for key, tensor in tensors.items():

@@ -42,16 +42,7 @@ class _Copy:
 
 
 class OldPolicy:
-    """Copies of theta at the last versions, and the log-probs under them.
-
-    Args:
-        model: theta; with LoRA the copies are of its adapter alone.
-        policy: computes log-probs under it.
-        max_versions: copies that are kept.
-        max_cached: rollouts whose log-probs are kept.
-        micro_batch_tokens: most tokens of one forward pass.
-        ranks: the processes that share the passes; all get all values.
-    """
+    """Copies of theta at the last versions, and the log-probs under them."""
 
     def __init__(
         self,
@@ -117,11 +108,7 @@ class OldPolicy:
         return self._cache.tensors()
 
     def load(self, tensors: Mapping[str, TensorSlice], cache: Mapping[str, Tensor]) -> None:
-        """Load the copies and the cache from a checkpoint.
-
-        Raises:
-            TbaError: the tensors are not those of this model.
-        """
+        """Load the copies and the cache from a checkpoint."""
         # the order of the checkpoint: a resumed run drops the copies that the run that never stopped would drop
         keys = dict.fromkeys(name.partition("/")[0] for name in tensors)
         found = {

@@ -94,15 +94,7 @@ class CarriedReference(Reference):
 
 
 class ModelReference(Reference):
-    """A reference whose log-probs are computed here, once per rollout and version.
-
-    Args:
-        weights: those of the starting model.
-        objective: its settings say when the reference changes.
-        micro_batch_tokens: most tokens of one forward pass.
-        max_cached: rollouts whose log-prob is kept; the least recently used goes first.
-        ranks: the processes that share the passes; all get all values.
-    """
+    """A reference whose log-probs are computed here, once per rollout and version."""
 
     def __init__(
         self,
@@ -185,12 +177,7 @@ class ModelReference(Reference):
 def make_reference(
     objective: Objective, recipe: Recipe, weights: Callable[[], ReferenceWeights], ranks: Ranks | None = None
 ) -> Reference:
-    """Return the reference that the objective needs.
-
-    Args:
-        objective: says where ref log-probs come from, if it needs any.
-        weights: makes the starting model's weights; called only if a model is needed here.
-    """
+    """Return the reference that the objective needs."""
     if objective.reference_placement is None:
         return Reference()
     if objective.reference_placement == "searcher":
@@ -205,13 +192,7 @@ def make_reference(
 
 
 class FrozenCopyWeights:
-    """Weights of the reference in a second model beside theta.
-
-    Args:
-        theta: the model that is trained.
-        model: its frozen copy.
-        policy: computes log-probs under `model`.
-    """
+    """Weights of the reference in a second model beside theta."""
 
     def __init__(self, theta: Any, model: Any, policy: Policy) -> None:
         self._theta, self._model, self.policy = theta, model, policy
@@ -242,12 +223,7 @@ class FrozenCopyWeights:
 
 
 class AdapterWeights:
-    """Weights of a reference with LoRA: theta's model with an older adapter or none. There is no second model.
-
-    Args:
-        model: theta, with its adapter.
-        policy: computes log-probs under it.
-    """
+    """Weights of a reference with LoRA: theta's model with an older adapter or none. There is no second model."""
 
     def __init__(self, model: Any, policy: Policy) -> None:
         self.policy = policy

@@ -37,12 +37,7 @@ def scheduled(recipe: Recipe, *, step: int) -> StepValues:
 
 
 class Schedules:
-    """The values of each step, live changes included.
-
-    Args:
-        recipe: as the run was started with.
-        client: reaches the buffer.
-    """
+    """The values of each step, live changes included."""
 
     def __init__(self, recipe: Recipe, client: BufferClient) -> None:
         self._base_recipe, self._client = recipe, client

@@ -114,11 +114,7 @@ def _layers_key(config: Mapping[str, Any]) -> str:
 def trace_step(
     recipe: Recipe, config: Mapping[str, Any], *, num_layers: int, device: FakeDevice | None = None
 ) -> StepBytes:
-    """Return the bytes of a step of the same model with another number of layers.
-
-    Args:
-        device: where the model is; None: a new one.
-    """
+    """Return the bytes of a step of the same model with another number of layers."""
     device = device or FakeDevice()
     with cuda_branches(), _team(recipe) as ranks, warnings.catch_warnings():
         # torch asks a parameter that it copies for its address, and a real tensor that it makes fake for its gradient

@@ -236,10 +236,6 @@ def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segme
     """Return the outputs of `forward` at the predictor of every response token, with one pass per bucket of `segments`.
 
     Padding is never read, because it comes after the end of its sequence.
-
-    Args:
-        forward: one pass over padded rows.
-        segments: of these sequences, from `find_segments`.
     """
     ids = sequences.input_ids[0].index_select(0, segments.sources)  # [Q]
     real = torch.zeros_like(ids).index_fill(0, segments.places, 1)  # [Q]

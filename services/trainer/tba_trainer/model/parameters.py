@@ -151,11 +151,7 @@ def _put_sum(
 
 
 def has_transposed_weights(model: Any) -> bool:
-    """Return whether the adapted weights are [in, out], as those of GPT-2.
-
-    Raises:
-        ConfigError: some are, and some are not.
-    """
+    """Return whether the adapted weights are [in, out], as those of GPT-2."""
     found = {bool(layer.fan_in_fan_out) for layer in _adapted_layers(model).values()}
     if len(found) > 1:
         raise ConfigError(

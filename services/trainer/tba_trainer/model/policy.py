@@ -65,11 +65,7 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
 
 
 def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
-    """Return the same model without its weights, on the meta device, for a process that will receive a shard.
-
-    Raises:
-        ConfigError: the folder is missing or holds no config of a model.
-    """
+    """Return the same model without its weights, on the meta device, for a process that will receive a shard."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder, trust = _model_folder(section), section.trust_remote_code
@@ -140,9 +136,6 @@ def disable_dropout(model: Any) -> None:
 def check_train_mode(model: Any, path: str) -> None:
     """Check that two passes in train mode give the logits of eval mode.
 
-    Args:
-        path: of the model, for errors.
-
     Raises:
         ConfigError: something random is left, such as a dropout that `disable_dropout` does not know.
     """
@@ -186,9 +179,6 @@ def load_tensors(
     the dtype.
 
     A sharded parameter takes its shard.
-
-    Raises:
-        TbaError: names or shapes are not those of the parameters.
     """
     if parameters.keys() != tensors.keys():
         odd = sorted(parameters.keys() ^ tensors.keys())[0]
@@ -201,11 +191,7 @@ def load_tensors(
 
 
 def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path]:
-    """Return the config and tokenizer files of a model folder by name; Python files only where the recipe trusts them.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
+    """Return the config and tokenizer files of a model folder by name; Python files only where the recipe trusts them."""
     check_tokenizer(folder)
     suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
     # an index names the shards of the starting model, and the published files have other names

@@ -34,11 +34,7 @@ class TensorSlice:
 
     @property
     def whole(self) -> Tensor:
-        """The tensor, if all its rows are here.
-
-        Raises:
-            ValueError: some are not.
-        """
+        """The tensor, if all its rows are here."""
         if tuple(self.tensor.shape) != self.shape:
             raise ValueError(f"rows {self.begin} to {self.end} are not a whole tensor of shape {list(self.shape)}")
         return self.tensor
@@ -71,11 +67,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """Return the layout of tensors that are all sharded alike, or not at all.
-
-        Raises:
-            ValueError: they are sharded in another way than by rows.
-        """
+        """Return the layout of tensors that are all sharded alike, or not at all."""
         sharded = next((each for each in tensors.values() if isinstance(each, DTensor)), None)
         if sharded is None:
             return cls()
@@ -90,12 +82,7 @@ class Layout:
 
 
 def written_slices(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[str, TensorSlice]]:
-    """Yield what this process writes of each tensor, as copies on the CPU, one at a time. Nothing is exchanged.
-
-    Args:
-        tensors: sharded ones and others.
-        layout: of the sharded ones.
-    """
+    """Yield what this process writes of each tensor, as copies on the CPU, one at a time. Nothing is exchanged."""
     for name, rows, begin, shape in _written(tensors, layout):
         yield name, TensorSlice(host_copy(rows), begin, shape)
 
@@ -124,11 +111,7 @@ def _written(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[st
 
 @torch.no_grad()
 def put_rows(target: Tensor, source: TensorSlice) -> None:
-    """Copy rows into `target` and convert the dtype; a sharded one takes exactly those that it holds.
-
-    Raises:
-        ValueError: they are other rows.
-    """
+    """Copy rows into `target` and convert the dtype; a sharded one takes exactly those that it holds."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if local.shape != source.tensor.shape:
         raise ValueError(f"rows of shape {list(source.tensor.shape)} for a shard of shape {list(local.shape)}")

@@ -11,11 +11,7 @@ from tba_trainer.tracking.tracker import Record
 
 
 class JsonlTracker:
-    """Appends records to a file.
-
-    Raises:
-        ConfigError: it cannot be opened.
-    """
+    """Appends records to a file."""
 
     name = "metrics.jsonl"
 
@@ -34,11 +30,7 @@ class JsonlTracker:
         self.log(record)
 
     def log(self, record: Record) -> None:
-        """Append one line in one write.
-
-        Raises:
-            OSError: for example, the disk is full.
-        """
+        """Append one line in one write."""
         # a newline first where the last write was cut off: that costs one line, not two
         line = f"\n{record.line()}\n" if self._is_cut else f"{record.line()}\n"
         data = line.encode()

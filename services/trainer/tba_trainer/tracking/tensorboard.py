@@ -9,11 +9,7 @@ from tba_trainer.tracking.tracker import Record, require
 
 
 class TensorboardTracker:
-    """Writes event files, a new one for every lineage.
-
-    Raises:
-        ConfigError: the package is missing.
-    """
+    """Writes event files, a new one for every lineage."""
 
     name = "tensorboard"
 

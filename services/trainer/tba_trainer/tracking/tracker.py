@@ -105,11 +105,7 @@ def evaluation_record(run: str, evaluation: EvalInfo) -> Record:
 
 
 def require(package: str, *, setting: str) -> None:
-    """Check that the optional package of a setting is installed, without importing it.
-
-    Raises:
-        ConfigError: it is not; with the command that installs it.
-    """
+    """Check that the optional package of a setting is installed, without importing it."""
     try:
         is_there = find_spec(package) is not None
     except ValueError:  # a module in sys.modules without a spec

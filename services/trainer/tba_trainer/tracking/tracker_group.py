@@ -33,12 +33,7 @@ log = get_logger("tracking")
 
 
 class TrackerGroup:
-    """Passes every record to every tracker. No method waits or raises but `close`, which waits a bounded time.
-
-    Args:
-        run: name of the run.
-        known: evaluations that earlier starts recorded.
-    """
+    """Passes every record to every tracker. No method waits or raises but `close`, which waits a bounded time."""
 
     def __init__(
         self,

@@ -11,15 +11,7 @@ from tba_trainer.tracking.tracker import Record, require
 
 
 class WandbTracker:
-    """Logs to Weights & Biases, which has threads and a process of its own.
-
-    Args:
-        recipe: the config that every run shows.
-        folder: for the files of W&B.
-
-    Raises:
-        ConfigError: the package is missing.
-    """
+    """Logs to Weights & Biases, which has threads and a process of its own."""
 
     name = "wandb"
 

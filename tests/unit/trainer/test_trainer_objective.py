@@ -34,11 +34,6 @@ def vargrad(problem: Problem, *, detach_log_z: bool, shift: float = 0.0, beta: f
     return (log_z + ratio - problem.reward / beta).square().mean()
 
 
-def test_tba_prime_clip_is_tba_prime_with_ppos_clip() -> None:
-    named, composed = objective_of("tba_prime_clip"), objective_of("tba_prime", importance_weight="token_clip")
-    assert named == replace(composed, name="tba_prime_clip")
-
-
 @SEEDS
 def test_detaching_log_z_does_not_change_the_gradient(seed: int) -> None:
     problem = make_problem(seed)
@@ -143,15 +138,6 @@ def test_with_the_behaviour_as_anchor_the_behaviour_centre_is_none() -> None:
     problem = make_problem(12)
     kimi = advantages(problem.sequences(), objective_of("kimi"), beta=BETA)
     assert_same(advantages(problem.sequences(), objective_of("kimi", centre="behaviour"), beta=BETA), kimi)
-
-
-@pytest.mark.parametrize("preset", ["kimi", "tb_behaviour"])
-def test_without_a_reference_its_log_probs_are_not_read(preset: str) -> None:
-    problem = make_problem(13)
-    blind = replace(problem, ref=torch.full_like(problem.ref, float("nan")))
-    objective = objective_of(preset)
-    assert not objective.needs_reference
-    assert_same(blind.gradient(objective, beta=BETA), problem.gradient(objective, beta=BETA))
 
 
 # ---- Properties of every objective ----------------------------------------------------------------------------------

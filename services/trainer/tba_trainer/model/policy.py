@@ -191,7 +191,7 @@ def load_tensors(
 
 
 def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path]:
-    """Return the config and tokenizer files of a model folder by name; Python files only where the recipe trusts them."""
+    """Return config and tokenizer files of a model folder by name; Python files only where the recipe trusts them."""
     check_tokenizer(folder)
     suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
     # an index names the shards of the starting model, and the published files have other names

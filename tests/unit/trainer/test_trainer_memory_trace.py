@@ -92,6 +92,8 @@ def test_a_tiny_model_of_two_processes_is_traced_to_its_last_tensor(tmp_path: Pa
 
 def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:
     recipe = recipe_of("gsm8k")
+    # under a name of its own: the traces of the recipe are shared
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": "bogus"})})
     with pytest.raises(ConfigError, match=r"builds no language model .*\(model_type 'bogus'\)"):
         trace_recipe(recipe, {"model_type": "bogus", "num_hidden_layers": 1})
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3, "vocab_size": 64}

@@ -55,7 +55,7 @@ def test_a_share_beside_others_is_a_misfit(capsys: pytest.CaptureFixture, monkey
     # what `python -m tba_trainer.memory_trace` prints for this recipe
     parts = dict.fromkeys(("parameters", "reference", "published", "gradients", "optimizer"), 0)
     trace = {"bytes": {**parts, "forward_backward_peak": 49 * GIB}, "state_bytes": 46 * GIB, "peak_bytes": 49 * GIB}
-    printed = json.dumps({**trace, "layers_traced": [2, 3]})
+    printed = json.dumps({**trace, "max_tokens": 12_800, "layers_traced": [2, 3]})
     monkeypatch.setattr(sizing, "run_program", lambda module, words: printed)
     monkeypatch.setattr(sizing, "_shape_in", lambda recipe, path: SHAPES[path])
     words = ["sizing", str(ROOT / "recipes/tldr-2.8b.toml")]

@@ -18,7 +18,7 @@ def main() -> int:
     from tba.config import load_recipe
     from tba.errors import TbaError
     from tba.service_main import EXIT_ERROR
-    from tba_trainer.memory_trace.step import layers_to_trace, trace_recipe
+    from tba_trainer.memory_trace.step import layers_to_trace, max_micro_batch_tokens, trace_recipe
 
     try:
         recipe, config = load_recipe(args.config), json.loads(args.model.read_bytes())
@@ -28,7 +28,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_ERROR
     document = {"bytes": asdict(found), "state_bytes": found.state, "peak_bytes": found.peak}
-    print(json.dumps(document | {"layers_traced": layers}))
+    print(json.dumps(document | {"max_tokens": max_micro_batch_tokens(recipe), "layers_traced": layers}))
     return 0
 
 

@@ -95,6 +95,12 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any]) -> StepBytes:
     return StepBytes(**found)
 
 
+def max_micro_batch_tokens(recipe: Recipe) -> int:
+    """Return the tokens of the largest micro-batch where every rollout is as long as it may be."""
+    most = max(len(each.indices) for micro_batches in _plan(recipe).rounds for each in micro_batches)
+    return most * (recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens)
+
+
 def layers_to_trace(recipe: Recipe, config: Mapping[str, Any]) -> dict[int, int]:
     """Return the layers of each model that is traced, and the factor of its numbers in the sum."""
     whole = num_layers_of(config)

@@ -104,7 +104,7 @@ def test_versions_of_a_run_are_adapters_that_peft_reads(world: World, model: Pat
     assert adapter is not None
     folder = tmp_path / "adapter"
     world.store.get_file(adapter.stored.key, folder / "adapter_model.safetensors")
-    LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=r".*_proj").save_pretrained(folder)
+    LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=r".*_proj").save_pretrained(str(folder))
     base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).float()
     merged: Any = PeftModel.from_pretrained(base, folder).merge_and_unload()
     published, start = world.tensors("2-6"), world.tensors("0-0")

@@ -112,7 +112,7 @@ def _number(column: bytes, row: int) -> float | None:
 
 
 class TrainedSteps:
-    """Reads the records of Redis page by page, and keeps none: requests for one rollout are rare.
+    """Reads the records of Redis page by page, and caches none: requests for one rollout are rare.
 
     Args:
         context: Redis and settings.
@@ -128,7 +128,7 @@ class TrainedSteps:
         O(kept rollouts): about 0.1 s for 2,000 steps of 512.
         """
         key, end = self._context.keys.trained, -1
-        rows_of: dict[PolicyVersion, tuple[StepRecord, list[int]]] = {}
+        rows_of: dict[PolicyVersion, tuple[StepRecord | None, list[int]]] = {}
         # from the newest on: a step that is acked meanwhile moves the others, so one may be read twice, none is missed
         while True:
             with redis_errors("read what steps have trained"):
@@ -137,9 +137,11 @@ class TrainedSteps:
                 break
             for raw in reversed(page):
                 record = needed(key, "a record", lambda raw=raw: decode_trained(raw))
-                rows_of[record.version] = record, list(record.rows_of(rollout_id))
+                rows = list(record.rows_of(rollout_id))
+                rows_of[record.version] = (record if rows else None), rows  # a record of a large batch has 1.6 MB
             end -= RECORDS_PER_READ
         # read behind the records: a history that is older than they are would call new steps abandoned
         history = self._lineages.history((await RunHash.read(self._context)).lineage)
-        steps = [record.trained(row, history) for record, rows in reversed(rows_of.values()) for row in rows]
+        found = [(record, rows) for record, rows in reversed(rows_of.values()) if record is not None]
+        steps = [record.trained(row, history) for record, rows in found for row in rows]
         return steps, str(next(reversed(rows_of))) if rows_of else None

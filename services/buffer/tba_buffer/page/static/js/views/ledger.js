@@ -28,13 +28,13 @@ export function ledger(place) {
 
 function content(entries, after, show) {
   const rows = [...entries].reverse().map((entry) => entry.kind === "resume"
-    ? [`lineage ${entry.lineage} begins`, time(entry.resumed_at_s), "", "", "", `${entry.trainer_id} continues from ${entry.parent}`]
-    : [`${entry.lineage}-${entry.step}`, time(entry.acked_at_s), number(entry.num_rollouts), slots(entry.slots), number(entry.metrics.reward_mean ?? null),
+    ? [`lineage ${entry.lineage} begins`, time(entry.resumed_at_s), "", "", "", "", `${entry.trainer_id} continues from ${entry.parent}`]
+    : [`${entry.lineage}-${entry.step}`, time(entry.acked_at_s), number(entry.num_rollouts), slots(entry.slots), number(entry.metrics.reward_mean ?? null), number(entry.settings_revision ?? 0),
       [entry.abandoned ? "abandoned: the run went back" : null, entry.skipped ? `skipped: ${entry.skipped}` : null,
         Object.entries(entry.refused).map(([reason, num]) => `refused: ${reason} ${num}`).join(", "), links(entry.rollout_ids)]
         .filter((part) => part && part.length !== 0).map((part, at) => [at ? ", " : "", part])]);
   return panel("Ledger", "Every optimizer step of the run, exactly once, with the batch that it consumed: what a resume continues from. Newest first.",
-    table("Ledger", ["step", "acked", "rollouts", "recent slots", "mean reward", ""], rows, awaited("The first optimizer step is awaited.")),
+    table("Ledger", ["step", "acked", "rollouts", "recent slots", "mean reward", "settings", ""], rows, awaited("The first optimizer step is awaited.")),
     h("p", { class: "tools" }, h("button", { onclick: () => show() }, "Newest"), after > 0 ? h("button", { onclick: () => show(after) }, "Older") : null));
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from tba_trainer.model import logprobs, packing
+from tba_trainer.model import context, logprobs, packing
 from tba_trainer.model.logprobs import CHUNK_BYTES, head_logprobs
 from tba_trainer.model.packing import PackedSequences, Segments, find_segments, pack_sequences, packed_attention
 from torch import Tensor
@@ -41,7 +42,7 @@ def check_attention(bench: Bench, found: Findings) -> None:
     dtypes = [torch.float32, torch.bfloat16] if bench.quick else [torch.bfloat16, torch.float16, torch.float32]
     cases = [((4, 2, 16), [1, 2, 3, 17], window) for window in (None, 5)] if bench.quick else CASES
     for dtype in dtypes:
-        ways = ["packed"] if dtype == torch.float32 or bench.quick else ["packed", "buckets"]
+        ways = ["packed", "parts"] if dtype == torch.float32 or bench.quick else ["packed", "parts", "buckets"]
         worst: dict[str, float] = {}
         for shape, lengths, window in cases:
             sequences = _sequences(lengths, bench.device, share=max(lengths) < 200)
@@ -49,7 +50,10 @@ def check_attention(bench: Bench, found: Findings) -> None:
             inputs = _inputs(segments, shape, dtype, bench.device)
             expected = _plain(inputs, segments, window)
             for way in ways:
-                results = _attend(inputs, segments, window, buckets=way == "buckets")
+                if way == "parts":
+                    results = _attend_in_parts(inputs, sequences, window)
+                else:
+                    results = _attend(inputs, segments, window, buckets=way == "buckets")
                 for what, one, other in zip(("output", "dq", "dk", "dv"), results, expected, strict=True):
                     key = f"{way}_{_name(dtype)}_{what}_error"
                     worst[key] = max(worst.get(key, 0.0), relative_error(one, other))
@@ -84,6 +88,27 @@ def _attend(inputs: list[Tensor], segments: Segments, window: int | None, *, buc
     with patch.object(packing, "FLASH_MAX_HEAD_DIM", 0 if buckets else packing.FLASH_MAX_HEAD_DIM):
         out, _ = packed_attention(module, query, key, value, None, sliding_window=window, segments=segments)
     return [out.detach(), *torch.autograd.grad(out, [query, key, value], grad)]
+
+
+def _attend_in_parts(inputs: list[Tensor], sequences: PackedSequences, window: int | None) -> list[Tensor]:
+    """Return the same as two processes of a context group, one after the other: each is given the other's keys."""
+    query, key, value, grad = inputs
+    groups = query.shape[1] // key.shape[1]
+    module: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False)
+    # the token ids say which places of the row a part has
+    row = replace(sequences, input_ids=torch.arange(query.shape[2], device=query.device)[None])
+    pair = [SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank) for rank in range(2)]
+    parts = [context.Context(group).part_of(row) for group in pair]
+    here = [part.input_ids[0] for part in parts]
+    gathered = torch.cat([tensor[0].transpose(0, 1).index_select(0, at) for at in here for tensor in (key, value)])
+    out = torch.zeros_like(grad[0])  # [P, N, D]
+    with patch.object(context, "_Gather", SimpleNamespace(apply=lambda _rows, _group: gathered)):
+        for at, part in zip(here, parts, strict=True):
+            q, k, v = (tensor.index_select(2, at) for tensor in (query, key, value))
+            found, _ = packed_attention(module, q, k, v, None, sliding_window=window, segments=part.segments)
+            num = sum(each for each, _ in part.segments.sizes)  # the rest is padding
+            out = out.index_copy(0, at[:num], found[0, :num])
+    return [out[None].detach(), *torch.autograd.grad(out, [query, key, value], grad[0])]
 
 
 def _plain(inputs: list[Tensor], segments: Segments, window: int | None) -> list[Tensor]:

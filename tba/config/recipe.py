@@ -87,6 +87,12 @@ class Recipe(StrictModel):
             )
         self._check_lag()
         self._check_unused()
+        num_processes, context = self.trainer.num_processes, self.trainer.sharding.context
+        if num_processes > 1 and num_processes % context:
+            raise ValueError(
+                f"trainer.sharding.context is {context}, and trainer.num_processes is {num_processes}, which is no "
+                "multiple of it: they are dealt to groups of that size"
+            )
         if self.trainer.num_processes > 1 and ":" in self.trainer.device:
             raise ValueError(
                 f"trainer.device is {self.trainer.device!r}, a single device, and trainer.num_processes is "

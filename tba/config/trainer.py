@@ -132,6 +132,15 @@ class LoraSection(StrictModel):
     layer but the output head."""
 
 
+class ShardingSection(StrictModel):
+    """How a model is shared by several processes (torch FSDP2). Without effect in one process."""
+
+    context: int = Field(default=1, ge=1)
+    """Processes that follow one another and share every sequence (context parallelism): each keeps the activations of
+    its part, and keys and values of a layer are gathered for attention. `micro_batch_tokens` is then of such a group.
+    A divisor of `num_processes`."""
+
+
 class WandbSection(StrictModel):
     """Weights & Biases (`pip install 'tba[wandb]'`)."""
 
@@ -174,7 +183,8 @@ class TrainerSection(StrictModel):
     twice the median norm of the last 32 steps, once a quarter of them are known (the first steps are not clipped)."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Most tokens of one forward and backward pass (a longer rollout goes alone). Micro-batches have about the same
-    number of tokens, without padding for the model families in docs/trainer.md."""
+    number of tokens, without padding for the model families in docs/trainer.md. With `sharding.context` each of so many
+    processes has a part of them."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     compile: bool = False
@@ -191,6 +201,8 @@ class TrainerSection(StrictModel):
     num_processes: int = Field(default=1, ge=1)
     """Processes that `tba run` starts the trainer in, one per GPU; the model is sharded over them. On several machines
     torchrun starts them, and this number is not read."""
+    sharding: ShardingSection = ShardingSection()
+    """How the model is sharded over them."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """With several processes: how long one waits for the others in an exchange, or several machines for each other at
     the start, before all give up."""

@@ -240,7 +240,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     recipe = Recipe.model_validate(job["recipe"])
     setattr(weight_files, "FILE_BYTES", job["file_bytes"])  # noqa: B010
-    with Team.join(device="cpu", deadline_s=120.0) as team:
+    with Team.join(device="cpu", deadline_s=120.0, context=recipe.trainer.sharding.context) as team:
         if team.is_leader:
             team.start_beats(on_loss=lambda: None)  # a slow machine may train longer than the deadline of a share
             _train(job, recipe, team)

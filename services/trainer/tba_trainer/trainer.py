@@ -64,7 +64,8 @@ def run_trainer(recipe: Recipe) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; cuBLAS needs it
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    with Team.join(device=section.device, deadline_s=section.collective_timeout_s) as team:
+    context, deadline_s = section.sharding.context, section.collective_timeout_s
+    with Team.join(device=section.device, deadline_s=deadline_s, context=context) as team:
         if team.is_leader:
             _lead(recipe, team)
         else:

@@ -39,6 +39,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "experts": {"config": EXPERTS, "model": {"dtype": "bfloat16"}},
     "padded": {"config": PADDED, "trainer": {"gradient_checkpointing": True}},
     "sharded": {"trainer": {"num_processes": 4, "gradient_checkpointing": True}},
+    "shared sequences": {"trainer": {"num_processes": 4, "sharding": {"context": 2}, "gradient_checkpointing": True}},
     "sharded adapter": {"trainer": {"num_processes": 2}, "model": {"lora": {"rank": 4}}},
 }
 STEP_WAITS = ("forward_backward.py: values = torch.cat(vectors).cpu()", "learner.py: norm = float(full(")

@@ -74,6 +74,16 @@ def test_two_processes_train_as_one_and_one_continues_from_their_checkpoint(tmp_
     assert_same_training(expected, back)
 
 
+@pytest.mark.nightly
+def test_four_processes_that_share_sequences_train_as_one(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "qwen2", True, trainer={"sharding": {"context": 2}})
+    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
+    four = run_team(tmp_path / "four", recipe, num_ranks=4, num_steps=NUM_STEPS)
+    assert_same_training(one, four)
+    assert distance(one, four, "optimizer") < 1e-5
+    assert four.deadlines_s == [120.0]  # the team's deadline, not torch's
+
+
 def gap(one: Trained, two: Trained) -> float:
     """Return the distance of all first moments together, as a share of their norm."""
     ours, theirs = (each.checkpoint()["optimizer"] for each in (one, two))
@@ -119,7 +129,8 @@ def test_the_math_recipe_trains_alike_in_several_processes_with_and_without_reco
     assert distance(exact, two, "optimizer") < 1e-6
     assert distance(exact, two, "model") < 5e-4
     shared = recipes["bfloat16", "true"].model_dump(mode="json")
-    shared["trainer"] |= {"num_processes": 4}
+    # two groups, which share every sequence: with twice the tokens as many passes as two processes
+    shared["trainer"] |= {"num_processes": 4, "sharding": {"context": 2}, "micro_batch_tokens": 2 * MICRO_BATCH_TOKENS}
     four = Recipe.model_validate(shared)
     rounded = run_team(tmp_path / "bfloat16", four, num_ranks=4, num_steps=NUM_STEPS)
     # the recipe's own settings, in two processes

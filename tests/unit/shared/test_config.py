@@ -261,6 +261,10 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
             {**MINIMAL, "trainer": {"learning_rate": "banana"}},
             r"'trainer\.learning_rate' has the value 'banana': it takes a number such as 0\.1, or a schedule",
         ),
+        (
+            {**MINIMAL, "trainer": {"num_processes": 3, "sharding": {"context": 2}}},
+            r"trainer\.sharding\.context is 2, and trainer\.num_processes is 3, which is no multiple of it",
+        ),
         ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
         (
             {**MINIMAL, "scaling": {"backend": "kubernetes"}},

@@ -24,6 +24,7 @@ from tba_trainer.learner.forward_backward import (
     Ranks,
 )
 from tba_trainer.learner.micro_batches import MicroBatch, Plan, plan_micro_batches
+from tba_trainer.model.context import Context, set_context
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import Objective, resolve
@@ -100,6 +101,7 @@ def run(
     rewards: np.ndarray | None = None,
     known: Given | None = None,
     ages: list[int] = AGES,
+    context: Context | None = None,
 ) -> Result:
     num_passes = 0
 
@@ -110,6 +112,7 @@ def run(
             return super()._token_logprobs(sequences, with_entropy)
 
     model = copy.deepcopy(model)
+    set_context(model, context)
     work = passes(
         Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks(), rewards, known, ages
     )

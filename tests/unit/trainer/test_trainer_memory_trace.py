@@ -40,7 +40,7 @@ def shared_traces() -> Iterator[None]:
     found: dict[tuple[str, int, str], StepBytes] = {}
 
     def trace(recipe: Recipe, config: Mapping[str, Any], *, num_layers: int) -> StepBytes:
-        settings = (recipe.model.path, recipe.trainer.gradient_checkpointing)
+        settings = (recipe.model.path, recipe.trainer.gradient_checkpointing, recipe.trainer.sharding.context)
         key = (recipe.run.name, num_layers, repr(settings))
         if key not in found:
             found[key] = trace_step(recipe, config, num_layers=num_layers)
@@ -88,6 +88,19 @@ def test_a_tiny_model_of_two_processes_is_traced_to_its_last_tensor(tmp_path: Pa
     assert found.gradients == 4 * shape.num_params / 2
     assert found.parameters == pytest.approx(found.gradients, rel=1e-3)
     assert found.optimizer == 2 * found.gradients
+
+
+def test_processes_that_share_sequences_have_the_same_state_and_less_of_the_activations(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", num_layers=1, vocab_size=64)
+
+    def traced(**settings: Any) -> StepBytes:
+        trainer = {"num_processes": 2, "micro_batch_tokens": 1024, "sharding": settings}
+        recipe = make_recipe(folder, trainer=trainer, searcher={"max_response_tokens": 512})
+        return trace_recipe(recipe, json.loads((folder / "config.json").read_text()))
+
+    alone, shared = traced(), traced(context=2)
+    assert shared.state == alone.state
+    assert shared.peak < 0.8 * alone.peak
 
 
 def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:

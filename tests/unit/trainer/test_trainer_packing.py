@@ -94,10 +94,12 @@ def test_a_mask_begins_where_a_card_can_read_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", note)
     monkeypatch.setattr(packing, "WINDOW_BLOCK", 8)
     module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True, training=False)
-    for length, window in itertools.product((20, 41, 43), (3, 13, 16, 100)):
-        rows = [torch.randn(1, 2, length, 4, dtype=torch.bfloat16) for _ in range(3)]
-        packing.attend_in_window(module, rows, None, window)
-    assert len(masks) > 30
+    for num_queries, num_keys, window in itertools.product((1, 7, 20, 41), (41, 43), (3, 13, 100)):
+        query, key, value = (
+            torch.randn(1, 2, num, 4, dtype=torch.bfloat16) for num in (num_queries, num_keys, num_keys)
+        )
+        packing.attend_in_window(module, (query, key, value), None, window)
+    assert len(masks) > 50
     assert {mask.data_ptr() % 16 for mask in masks if mask is not None} == {0}
     assert {mask.stride(-2) % 8 for mask in masks if mask is not None} == {0}
 
@@ -105,11 +107,11 @@ def test_a_mask_begins_where_a_card_can_read_it(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("window", [1, 3, 8, 13, 100])
 def test_queries_see_the_newest_keys_within_their_window(window: int) -> None:
     module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True, training=False)
-    for length in (9, 20, 23, 41):
-        query, key, value = (torch.randn(1, 2, length, 4) for _ in range(3))
+    for num_queries, num_keys in ((1, 9), (7, 20), (23, 23), (20, 41)):
+        query, key, value = (torch.randn(1, 2, num, 4) for num in (num_queries, num_keys, num_keys))
         found = packing.attend_in_window(module, (query, key, value), None, window)
-        at = torch.arange(length)
-        distance = at[:, None] - at
+        at = torch.arange(num_keys)
+        distance = at[num_keys - num_queries :, None] - at
         hidden = (distance < 0) | (distance >= window)
         scores = (query @ key.transpose(2, 3) / 2).masked_fill(hidden, -torch.inf)
         torch.testing.assert_close(found, (scores.softmax(-1) @ value).transpose(1, 2), atol=1e-5, rtol=1e-5)

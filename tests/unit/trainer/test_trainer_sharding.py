@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
-from tba_trainer.distributed.process_group import mesh_of_all
+from tba_trainer.distributed.process_group import Team, mesh_of_all
 from tba_trainer.learner.learner import Optimizer
+from tba_trainer.model.context import Context
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import full
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tba.config import TrainerSection
+from tba.errors import ConfigError
 from tests.support.model_families import make_family_model
 from tests.support.trainer_values import make_recipe
 
@@ -41,9 +43,9 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def sharded(family: str = "llama", compute_dtype: Any = "float32") -> Any:
+def sharded(family: str = "llama", compute_dtype: Any = "float32", context: int = 1) -> Any:
     model = make_family_model(family)
-    shard(model, mesh_of_all("cpu"), compute_dtype=compute_dtype)
+    shard(model, mesh_of_all("cpu"), compute_dtype=compute_dtype, context=Context.join(context))
     return model
 
 
@@ -68,9 +70,9 @@ class CountedExchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def exchanges() -> Counter[str]:
+def exchanges(context: int = 1) -> Counter[str]:
     """Count the exchanges of the micro-batches of a step."""
-    model = sharded()
+    model = sharded(context=context)
     policy = LogprobModel(model, temperature=1.0)
     with CountedExchanges() as counted:
         for _ in range(NUM_MICRO_BATCHES):
@@ -80,10 +82,12 @@ def exchanges() -> Counter[str]:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_layer_is_gathered_for_its_two_passes() -> None:
+def test_settings_say_how_often_a_layer_is_sent() -> None:
     num_units = 1 + len(make_family_model("llama").model.layers)
     whole, layers = NUM_MICRO_BATCHES * num_units, NUM_MICRO_BATCHES * (num_units - 1)
     assert exchanges() == {GATHER: whole + layers, REDUCE: whole}
+    # keys and values of a layer, and the log-probs of a pass
+    assert exchanges(context=2) == {GATHER: whole + 2 * layers, REDUCE: whole + layers, ADD: NUM_MICRO_BATCHES}
 
 
 @pytest.mark.usefixtures("group")
@@ -114,6 +118,12 @@ def test_weights_are_gathered_in_16_bits_and_updated_in_32(family: str, tmp_path
         published = WeightSnapshotWriter(model, recipe, folder=tmp_path)._published
         found = run_as_forward(published, lambda published=published: published.get_output_embeddings().weight.dtype)
         assert found == getattr(torch, dtype)
+
+
+def test_a_number_that_does_not_divide_the_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"trainer\.sharding\.context is 3, and this trainer has 4 processes"):
+        Team.join(device="cpu", deadline_s=1.0, context=3)
 
 
 def values_and_gradient(model: Any, autocast_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:

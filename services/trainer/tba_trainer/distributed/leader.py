@@ -48,7 +48,7 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, We
     # on the CPU: no device needs to hold the whole model
     model = load_policy(recipe.model, device="cpu", gradient_checkpointing=checkpointing)
     with team.lead(BUILD):
-        shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype)
+        shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, context=team.context)
         return model, LeaderLearner(model, recipe, team), LeaderWeightSnapshotWriter(model, recipe, team, folder=folder)
 
 
@@ -61,7 +61,7 @@ def build_follower(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Learner
     torch.manual_seed(recipe.run.seed)
     model = empty_policy(recipe.model, gradient_checkpointing=recipe.trainer.gradient_checkpointing)
     assert team.mesh is not None
-    shard(model, team.mesh, compute_dtype=recipe.trainer.compute_dtype)
+    shard(model, team.mesh, compute_dtype=recipe.trainer.compute_dtype, context=team.context)
     learner = Learner(model, recipe, trainer_rng(recipe), ranks=team.ranks())
     return learner, WeightSnapshotWriter(model, recipe, folder=folder, rank=team.rank, num_ranks=team.num_ranks)
 

@@ -26,6 +26,7 @@ from tba.errors import ConfigError, TbaError, TeamError
 from tba.logs import get_logger
 from tba_trainer.distributed.launch import LAUNCHER_VARIABLE
 from tba_trainer.learner.forward_backward import Ranks
+from tba_trainer.model.context import Context
 
 
 def num_processes() -> int:
@@ -54,6 +55,8 @@ class Team:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.mesh: DeviceMesh | None = None
         """The mesh that models are sharded over; None in a team of one."""
+        self.context: Context | None = None
+        """The processes that share each pass with this one; None: it makes passes of its own."""
         self.beside: Team | None = None
         """The same processes, with a group of their own for a thread beside training; None in a team of one,
         and where nothing is done beside it."""
@@ -74,7 +77,7 @@ class Team:
         return cls(rank=0, num_ranks=1, device=device, deadline_s=0.0)
 
     @classmethod
-    def join(cls, *, device: str, deadline_s: float) -> Team:
+    def join(cls, *, device: str, deadline_s: float, context: int = 1) -> Team:
         """Join the team that torchrun has started this process in; without torchrun, a team of one.
 
         Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
@@ -83,7 +86,8 @@ class Team:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
 
         Raises:
-            ConfigError: the device has a number, so all processes would share it.
+            ConfigError: the device has a number, so all processes would share it; or they are no multiple of a context
+                group.
             TeamError: the others did not join in time.
         """
         num_ranks = num_processes()
@@ -93,6 +97,11 @@ class Team:
             raise ConfigError(
                 f"trainer.device is {device!r}, and this trainer has {num_ranks} processes, which would share it; set "
                 f"it to {device.partition(':')[0]!r}: each process then uses a device of its own"
+            )
+        if num_ranks % context:
+            raise ConfigError(
+                f"trainer.sharding.context is {context}, and this trainer has {num_ranks} processes, which is no "
+                "multiple of it: they are dealt to groups of that size"
             )
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if device == "cuda":
@@ -106,6 +115,7 @@ class Team:
             deadline = timedelta(seconds=deadline_s)
             dist.init_process_group(backend, timeout=deadline)
             team.mesh = mesh_of_all(torch.device(device).type)
+            team.context = Context.join(context, deadline=deadline)
             # exchanges of two groups may cross, those of one must not: a thread with its own waits for no step
             team.beside = cls(rank=rank, num_ranks=num_ranks, device="cpu", deadline_s=deadline_s)
             group: Any = dist.new_group(backend="gloo", timeout=deadline)
@@ -130,7 +140,7 @@ class Team:
 
     def ranks(self) -> Ranks:
         """Return the team as forward and backward passes need it."""
-        return Ranks() if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks)
+        return Ranks() if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks, self.context)
 
     def start_beats(self, on_loss: Callable[[], None]) -> None:
         """Send beats from now on while the leader is idle (leader only)."""
@@ -327,11 +337,14 @@ def _end_with_launcher() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ranks_of(rank: int, num_ranks: int) -> Ranks:
-    """Return the processes that share a batch."""
+def ranks_of(rank: int, num_ranks: int, context: Context | None) -> Ranks:
+    """Return the processes of a batch: where groups of them share each pass, a group is one of the ranks."""
 
     def all_reduce(values: Tensor) -> Tensor:
+        if context is not None and context.rank > 0:
+            values = torch.zeros_like(values)  # all of a group found the same: its first process says it
         dist.all_reduce(values)
         return values
 
-    return Ranks(rank=rank, num_ranks=num_ranks, all_reduce=all_reduce)
+    size = 1 if context is None else context.size
+    return Ranks(rank=rank // size, num_ranks=num_ranks // size, all_reduce=all_reduce)

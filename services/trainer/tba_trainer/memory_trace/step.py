@@ -33,6 +33,7 @@ from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.learner.micro_batches import Plan, plan_micro_batches
 from tba_trainer.memory_trace.fake_device import FakeDevice, cuda_branches
 from tba_trainer.memory_trace.live_bytes import LiveBytes
+from tba_trainer.model.context import Context
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.policy import prepare
 from tba_trainer.model.sharding import shard
@@ -122,11 +123,11 @@ def trace_step(
 ) -> StepBytes:
     """Return the bytes of a step of the same model with another number of layers."""
     device = device or FakeDevice()
-    with cuda_branches(), _team(recipe) as ranks, warnings.catch_warnings():
+    with cuda_branches(), _team(recipe) as (ranks, context), warnings.catch_warnings():
         # torch asks a parameter that it copies for its address, and a real tensor that it makes fake for its gradient
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        model = _fake_model(recipe, {**config, _layers_key(config): num_layers}, device)
+        model = _fake_model(recipe, {**config, _layers_key(config): num_layers}, device, context)
         with device, LiveBytes(device.owns) as live:
             parameters = live.held
             learner = Learner(model, recipe, trainer_rng(recipe), ranks=ranks)
@@ -171,7 +172,7 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
     )
 
 
-def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice) -> Any:
+def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, context: Context | None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -188,7 +189,7 @@ def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice) -
     if recipe.trainer.num_processes > 1:
         with device:
             mesh = mesh_of_all(device.type)
-            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype)
+            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, context=context)
     else:
         with device.fake_mode:
             model.to_empty(device=device.type)
@@ -197,17 +198,18 @@ def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice) -
 
 
 @contextmanager
-def _team(recipe: Recipe) -> Iterator[Ranks]:
+def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
     """Join a process group of which this is rank 0 and which sends nothing."""
     num_processes = recipe.trainer.num_processes
     if num_processes == 1:
-        yield Ranks()
+        yield Ranks(), None
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
     try:
-        yield ranks_of(0, num_processes)
+        context = Context.join(recipe.trainer.sharding.context)
+        yield ranks_of(0, num_processes, context), context
     finally:
         dist.destroy_process_group()
 
@@ -221,7 +223,7 @@ def _plan(recipe: Recipe) -> Plan:
         [searcher.max_prompt_tokens + searcher.max_response_tokens] * num_rollouts,
         [i // sampling.group_size for i in range(num_rollouts)],
         recipe.trainer.micro_batch_tokens,
-        num_ranks=recipe.trainer.num_processes,
+        num_ranks=max(1, recipe.trainer.num_processes // recipe.trainer.sharding.context),
         keep_groups=objective.needs_complete_groups,
     )
 

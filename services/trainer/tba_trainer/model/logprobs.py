@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tba_trainer.model.context import RowPart, check_context, context_of
 from tba_trainer.model.packing import PackedSequences, find_segments, padded_outputs, upload, use_packed_attention
 from tba_trainer.model.parameters import is_adapted
 from tba_trainer.model.sharding import device_of, is_sharded, run_as_forward
@@ -52,6 +53,9 @@ class LogprobModel:
             packed, its attention is replaced: from then on it cannot generate.
         temperature: divides the logits. The policy temperature for theta and reference, 1 for canaries.
         autocast_dtype: bfloat16 runs matrix products in it; None computes in the model's own dtype.
+
+    Raises:
+        ConfigError: a context group shares the model's passes, and the model cannot be shared that way.
     """
 
     def __init__(
@@ -70,6 +74,9 @@ class LogprobModel:
         self._has_plain_head = run_as_forward(model, self._probe_head)
         self.is_packed = use_packed_attention(model)
         """Whether passes run without padding."""
+        self._context = context_of(model)
+        if self._context is not None:
+            check_context(model, self._context.size, is_packed=self.is_packed)
 
     @property
     def device(self) -> torch.device:
@@ -94,47 +101,61 @@ class LogprobModel:
     def _token_logprobs(
         self, sequences: PackedSequences, with_entropy: bool
     ) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
-        """Return the log-probs of the response tokens, and the mean entropy at some of them."""
-        chosen = None
-        if with_entropy:
-            chosen = upload(torch.from_numpy(_evenly_spaced(len(sequences.response_tokens))), self.device)
+        spaced = _evenly_spaced(len(sequences.response_tokens) if with_entropy else 0)
+        if self._context is None:
+            chosen = upload(torch.from_numpy(spaced), self.device) if with_entropy else None
+            logprobs, entropy = self._of_row(sequences, chosen)
+        else:
+            part = self._context.part_of(sequences, chosen=spaced)
+            logprobs, entropy = self._of_row(part, part.chosen if with_entropy else None)
+            logprobs = self._context.whole(logprobs, part)
+            entropy = self._context.sum(entropy) if with_entropy else entropy
+        return logprobs, entropy / max(1, len(spaced))
+
+    def _of_row(
+        self, row: PackedSequences | RowPart, chosen: Int[Tensor, " C"] | None
+    ) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
+        """Return the log-probs of the response tokens of a row, and the sum of the entropies at the chosen ones."""
         entropy = torch.zeros((), device=self.device)
         with self._autocast():
             if self._has_plain_head:
-                hidden = self._outputs(self.model.base_model, "last_hidden_state", sequences)  # [T, H]
+                hidden = self._outputs(self.model.base_model, "last_hidden_state", row)  # [T, H]
                 head = self.model.get_output_embeddings()
                 if chosen is not None:
                     with torch.no_grad():
-                        entropy = self._entropies(head(hidden[chosen])).mean()
+                        entropy = self._entropies(head(hidden[chosen])).sum()
                 logprobs = head_logprobs(
-                    hidden, head.weight, head.bias, sequences.response_tokens, temperature=self._temperature
+                    hidden, head.weight, head.bias, row.response_tokens, temperature=self._temperature
                 )
                 return logprobs, entropy
-            logits = self._outputs(self.model, "logits", sequences)  # [T, V]
+            logits = self._outputs(self.model, "logits", row)  # [T, V]
         if chosen is not None:
-            entropy = self._entropies(logits[chosen]).mean()
+            entropy = self._entropies(logits[chosen]).sum()
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature
-        return wide.gather(1, sequences.response_tokens[:, None])[:, 0] - wide.logsumexp(dim=1), entropy
+        return wide.gather(1, row.response_tokens[:, None])[:, 0] - wide.logsumexp(dim=1), entropy
 
     @torch.no_grad()
     def _entropies(self, logits: Float[Tensor, "C V"]) -> Float[Tensor, " C"]:
         log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature).log_softmax(dim=1)
         return -(log_p.exp() * log_p).sum(dim=1)
 
-    def _outputs(self, module: Any, name: str, sequences: PackedSequences) -> Float[Tensor, "T X"]:
+    def _outputs(self, module: Any, name: str, row: PackedSequences | RowPart) -> Float[Tensor, "T X"]:
         """Return one output of a module at the positions where response tokens are predicted."""
-        one_bucket = self._sharded and not self.is_packed
-        segments = find_segments(sequences.lengths, self.device, positions=sequences.positions, one_bucket=one_bucket)
-        if not self.is_packed:
-            return padded_outputs(lambda *inputs: _padded_pass(module, name, inputs), sequences, segments)
+        if isinstance(row, RowPart):
+            segments = row.segments
+        else:
+            one_bucket = self._sharded and not self.is_packed
+            segments = find_segments(row.lengths, self.device, positions=row.positions, one_bucket=one_bucket)
+            if not self.is_packed:
+                return padded_outputs(lambda *inputs: _padded_pass(module, name, inputs), row, segments)
         outputs = module(
-            input_ids=sequences.input_ids,
-            attention_mask=torch.ones_like(sequences.input_ids),  # nothing is padding; gpt2 warns without
-            position_ids=sequences.position_ids,
+            input_ids=row.input_ids,
+            attention_mask=torch.ones_like(row.input_ids),  # nothing is padding; gpt2 warns without
+            position_ids=row.position_ids,
             use_cache=False,
             segments=segments,
         )
-        return getattr(outputs, name)[0].index_select(0, sequences.predictors)
+        return getattr(outputs, name)[0].index_select(0, row.predictors)
 
     def _probe_head(self) -> bool:
         with self._autocast():
@@ -151,6 +172,7 @@ class LogprobModel:
 
 def _evenly_spaced(num_positions: int) -> NDArray[np.int64]:
     """Return at most `ENTROPY_POSITIONS` positions from the first to the last."""
+    # of numpy: the memory trace makes torch's tensors fake, and a context group reads which these are
     return np.linspace(0, num_positions - 1, min(num_positions, ENTROPY_POSITIONS)).round().astype(np.int64)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -100,9 +100,6 @@ def pack_sequences(
     parts = [part for b, r in enumerate(responses) for part in ((prompts[b], r[:-1]) if is_owner[b] else (r[:-1],))]
     is_new = ~in_prompt | np.repeat(is_owner, lengths)
 
-    # the last prompt token predicts the first response token
-    predictors = np.repeat(lengths.cumsum() - response_lengths, response_lengths) + places_within(response_lengths)
-
     def tensor(values: NDArray[np.integer]) -> Tensor:
         return upload(torch.from_numpy(values.astype(np.int64)), device)
 
@@ -112,10 +109,18 @@ def pack_sequences(
         lengths=tuple(lengths.tolist()),
         positions=positions,
         response_lengths=tuple(response_lengths.tolist()),
-        predictors=tensor(positions[predictors]),
+        predictors=tensor(predictor_places(lengths, response_lengths, positions)),
         response_tokens=tensor(np.concatenate(responses)),
         row=tensor(np.repeat(np.arange(len(lengths)), response_lengths)),
     )
+
+
+def predictor_places(
+    lengths: NDArray[np.integer], response_lengths: NDArray[np.integer], positions: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return [T]: the place in the row whose output predicts each response token. Arguments as in `PackedSequences`."""
+    # the last prompt token predicts the first response token
+    return positions[np.repeat(lengths.cumsum() - response_lengths, response_lengths) + places_within(response_lengths)]
 
 
 def upload(values: Tensor, device: torch.device | str) -> Tensor:
@@ -141,6 +146,14 @@ def response_sums(values: Float[Tensor, " T"], sequences: PackedSequences) -> Fl
 def places_within(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return 0, 1, ... within each of several sequences of these lengths."""
     return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+
+
+class RowSegments(Protocol):
+    """How the sequences of a packed row lie in it, for attention: all of the row, or what one process has of it."""
+
+    def attend(self, module: Any, rows: Sequence[Tensor], scaling: float | None, sliding_window: int | None) -> Tensor:
+        """See `Segments.attend`."""
+        ...
 
 
 # not frozen: torch.compile before 2.13 looks into a frozen one, and compiles again for every number of buckets
@@ -175,7 +188,8 @@ class Segments:
         """
         if has_flash(rows[0]):
             spread = [row.index_select(0, self.positions) for row in rows]  # [R, N, D] each
-            return flash(spread, self.offsets, self.longest, scaling, sliding_window).index_select(0, self.firsts)
+            both = (self.offsets, self.offsets), (self.longest, self.longest)
+            return flash(spread, *both, scaling, sliding_window).index_select(0, self.firsts)
         sizes = [num_rows * width for num_rows, width in self.buckets]
         split = [row.index_select(0, self.sources).split(sizes) for row in rows]
         outs = []
@@ -279,7 +293,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    segments: Segments | None = None,
+    segments: RowSegments | None = None,
     **_kwargs: Any,
 ) -> tuple[Float[Tensor, "1 P N D"], None]:
     """Attend within the segments of one row, as a function of transformers' table. Without segments: one sequence.
@@ -311,17 +325,17 @@ def has_flash(query: Float[Tensor, "R N D"]) -> bool:
 
 def flash(
     rows: Sequence[Tensor],
-    offsets: Tensor,
-    longest: int,
+    offsets: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
     scaling: float | None,
     sliding_window: int | None,
 ) -> Float[Tensor, "R N D"]:
-    """Return flash attention of several sequences.
+    """Return flash attention of several sequences, whose queries may be the last ones alone.
 
     Args:
         rows: queries [R, N, D], keys and values, sequence after sequence.
-        offsets: where each sequence begins.
-        longest: positions of the longest sequence.
+        offsets: where each sequence begins among the queries, and among the keys.
+        longest: most queries and keys of a sequence.
         scaling, sliding_window: as in `packed_attention`.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -334,10 +348,8 @@ def flash(
         query,
         key,
         value,
-        offsets,
-        offsets,
-        longest,
-        longest,
+        *offsets,
+        *longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **grouped,
@@ -351,31 +363,32 @@ def _aligned(num: int) -> int:
 
 
 def attend_in_window(module: Any, bucket: Sequence[Tensor], scaling: float | None, window: int) -> Tensor:
-    """Return [b, L, N, D]: attention of L positions to the newest `window` positions up to themselves.
+    """Return [b, C, N, D]: attention of the last C positions to the newest `window` positions up to themselves.
 
     Args:
-        bucket: queries [b, N, L, D], keys and values.
+        bucket: queries [b, N, C, D] of the last positions; keys and values of all L positions.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     query, key, value = bucket
-    length = query.shape[2]
-    if length <= window:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries == num_keys <= window:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)[0]
     # in blocks of queries: a mask of all pairs would grow with the square of the length. One mask, of the keys from
     # `window` before a block to its end, serves all blocks
-    num = min(_aligned(window), length, WINDOW_BLOCK)
+    window, before = min(window, num_keys), num_keys - num_queries
+    num = min(_aligned(window), num_queries, WINDOW_BLOCK)
     # Torch's memory-efficient kernel takes a mask that begins anywhere in memory, and its backward pass then fails on a
     # card. So some keys more come along, hidden: masks and their rows begin at multiples of 16 bytes
-    reach = _aligned(window)
+    reach = window + (before - window) % ALIGNED_ELEMENTS
     visible = torch.ones(num, _aligned(num + reach), dtype=torch.bool, device=query.device)
     visible = visible.triu(1 + reach - window).tril(reach)
     band = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, -torch.inf)
     outs = []
-    for start in range(0, length, num):
-        first, end = max(0, start - reach), min(start + num, length)
+    for start in range(before, num_keys, num):
+        first, end = max(0, start - reach), min(start + num, num_keys)
         mask = band[: end - start, first - start + reach : end - start + reach]
-        queries, keys = slice(start, end), slice(first, end)
+        queries, keys = slice(start - before, end - before), slice(first, end)
         out, _ = sdpa_attention_forward(
             module, query[:, :, queries], key[:, :, keys], value[:, :, keys], mask[None, None], scaling=scaling
         )

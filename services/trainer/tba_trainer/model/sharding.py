@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from tba_trainer.model.context import Context, context_of, set_context
 from tba_trainer.model.parameters import plain_parameters
 
 _ROOT = "_tba_root"
@@ -90,12 +91,14 @@ def shard(
     mesh: DeviceMesh,
     *,
     compute_dtype: Literal["float32", "bfloat16"] = "float32",
+    context: Context | None = None,
 ) -> None:
     """Shard a model in place. Process 0 has its weights and sends them; the others may hold it on the meta device.
 
     Args:
         mesh: of all processes.
         compute_dtype: bfloat16: passes run under autocast, and the weights are gathered in 16 bits for it.
+        context: the processes that share each pass; None: every process makes passes of its own.
     """
     # One unit after another goes to the mesh's device and to all processes: no device ever holds the whole model.
     device = _device_of_mesh(mesh)
@@ -108,6 +111,7 @@ def shard(
     dtype = torch.bfloat16 if compute_dtype == "bfloat16" else None
     root = _Root(model, mesh, dtype)
     _shard(root, lambda _name, tensor: from_leader(tensor))
+    set_context(model, context)
 
 
 def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
@@ -137,6 +141,7 @@ def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
             parameter.copy_(sources[name])
+    set_context(copied, context_of(model))
     return copied
 
 

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128_hexdigest
 
 from tba.errors import MalformedError, StoreError
+from tba.fields import first_problem
 from tba.wire.weight_manifest import TensorEntry, table_sha256
 
 RawTensor = tuple[str, tuple[int, ...], NDArray[np.uint8]]
@@ -81,15 +83,19 @@ def describe_tensors(paths: Sequence[Path]) -> list[TensorEntry]:
     """Return the table of the tensors of safetensors files, their digests computed.
 
     Raises:
-        MalformedError, StoreError: as `params_sha256_of_files`.
+        MalformedError: also a tensor that no manifest may name, for example of an unknown dtype.
+        StoreError: as `params_sha256_of_files`.
     """
     tensors = open_tensors(paths)
     file_of = {name: path.name for path in paths for name in tensor_header(path)}
     digests = in_parallel(lambda item: tensor_digest(item[2]), tensors.values(), size_bytes=bytes_of(tensors.values()))
-    return [
-        TensorEntry(name=name, dtype=dtype, shape=list(shape), file=file_of[name], digest=digest)
-        for (name, (dtype, shape, _)), digest in zip(tensors.items(), digests, strict=True)
-    ]
+    try:
+        return [
+            TensorEntry(name=name, dtype=dtype, shape=list(shape), file=file_of[name], digest=digest)
+            for (name, (dtype, shape, _)), digest in zip(tensors.items(), digests, strict=True)
+        ]
+    except ValidationError as error:
+        raise MalformedError(f"tensors of {', '.join(map(str, paths))}: {first_problem(error)}") from None
 
 
 def open_tensors(paths: Sequence[Path]) -> dict[str, RawTensor]:

@@ -221,7 +221,7 @@ class WeightVersions:
         return found
 
     def needed_by(self, held: Iterable[PolicyVersion]) -> set[PolicyVersion]:
-        """Return the versions and everything that they are assembled from.
+        """Return the versions and everything that they are assembled from; all older ones where that is not known.
 
         Raises:
             StoreUnavailableError
@@ -232,8 +232,9 @@ class WeightVersions:
                 needed.update(self.bases(version))
             except ObjectNotFoundError:  # a version that was named and never published, or deleted by hand
                 continue
-            except MalformedError as error:  # it cannot be assembled: nothing is kept for it
+            except MalformedError as error:  # of a newer release, perhaps: it may need any older version
                 log.warning("needed_versions_unknown", version=str(version), error=str(error))
+                needed.update(older for older in self.versions() if older < version)
         return needed
 
     def download_model(

@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic_core import from_json
 
 from tba.errors import MalformedError, StoreError
 from tba.fields import first_problem
@@ -45,6 +46,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_len
 Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast()]
 """A list with millions of wrong items gets one error, not millions."""
+_MAX_FIELDS = 40
 
 
 class _Strict(BaseModel):
@@ -292,9 +294,25 @@ def decode_manifest(data: bytes) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise MalformedError(f"weight manifest: {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
     try:
-        return Manifest.model_validate_json(data)
+        document = from_json(data)  # the models refuse infinity and NaN, and name the field
+        _check_num_fields(document)
+        return Manifest.model_validate(document)
     except ValidationError as error:
         raise MalformedError(f"weight manifest: {first_problem(error)}") from None
+    except ValueError as error:
+        raise MalformedError(f"weight manifest: {error}") from None
+
+
+def _check_num_fields(value: Any) -> None:
+    """Refuse objects with many more fields than a manifest has: each unknown one would get an error of its own."""
+    if isinstance(value, dict):
+        if len(value) > _MAX_FIELDS:
+            raise ValueError(f"an object with {len(value)} fields")
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            if isinstance(each, (dict, list)):  # a union would be slower, and there may be millions
+                _check_num_fields(each)
 
 
 def sha256_hex(data: bytes) -> str:

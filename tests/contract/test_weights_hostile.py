@@ -17,14 +17,13 @@ from safetensors.numpy import load_file, save_file
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
-from tba.weights import WeightVersions
+from tba.weights import NodeCache, WeightVersions
 from tba.weights.delta import DENSE, SPARSE, WHOLE
 from tba.weights.digest import digest_of_file
 from tba.wire.weight_manifest import MAX_DELTAS, Delta, Manifest, decode_manifest, encode_manifest, table_sha256
 from tests.support.weight_chain import RUN, Chain, version
 
 Document = dict[str, Any]
-LITTLE_BYTES = 300 * 1024 * 1024
 A_MOMENT_S = 5.0
 """Of computing; a second on a machine of its own."""
 
@@ -66,6 +65,7 @@ HOSTILE: dict[str, tuple[Callable[[Document], Any], str]] = {
     "newer schema": (lambda d: d | {"schema": 3}, "schema"),
     "schema as text": (lambda d: d | {"schema": "2"}, "schema"),
     "unknown field": (lambda d: d | {"extra": 1}, "extra"),
+    "many fields": (lambda d: d | {"canary": dict.fromkeys(map(str, range(99)))}, "an object with 99 fields"),
     "no version": (lambda d: d | {"version": "../1"}, "LINEAGE-STEP"),
     "tensor outside": (lambda d: tensor(d, file="../model.safetensors"), "file"),
     "absolute file": (lambda d: tensor(d, file="/etc/passwd"), "file"),
@@ -96,8 +96,8 @@ HOSTILE: dict[str, tuple[Callable[[Document], Any], str]] = {
     "long chain": (lambda d: delta(d, num_to_full=10_000), "less than or equal to 256"),
     "stored nowhere": (lambda d: d | {"delta": None}, "neither"),
     "negative size": (lambda d: delta_object(d, size_bytes=-1), "greater"),
-    "not an object": (lambda d: [d], "object"),
-    "a number": (lambda d: 7, "object"),
+    "not an object": (lambda d: [d], "dictionary"),
+    "a number": (lambda d: 7, "dictionary"),
 }
 
 
@@ -131,6 +131,41 @@ def test_a_chain_of_ten_thousand_is_not_followed(chain: Chain, tmp_path: Path) -
     with pytest.raises(MalformedError, match=f"needs more than {MAX_DELTAS} deltas"):
         versions.bases(version(20_000))
     assert versions.num_read <= 2 * MAX_DELTAS + 3
+
+
+def test_what_a_version_that_cannot_be_read_may_need_is_kept(tmp_path: Path) -> None:
+    chain = Chain(FileStore(tmp_path / "store"), tmp_path / "models")
+    chain.extend(3)
+    key = f"runs/{RUN}/weights/{version(2)}/manifest.json"
+    newer = json.dumps(json.loads(chain.store.get(key)) | {"schema": 3}).encode()
+    for document in (newer, b"{}"):
+        chain.store.put(key, document)
+        versions = WeightVersions(chain.store, RUN)
+        assert versions.needed_by([version(1)]) == {version(0), version(1)}
+        assert versions.needed_by([version(2)]) == {version(0), version(1), version(2)}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_full_file_with_a_dtype_of_no_manifest_is_damaged(tmp_path: Path, cached: bool) -> None:
+    store = FileStore(tmp_path / "store")
+    mine = Chain(store, tmp_path / "models")
+    mine.extend(1)
+    if cached:
+        cache = NodeCache(tmp_path / "cache", max_bytes=2**30)
+        WeightVersions(store, RUN, cache=cache).download_tensors(version(0), tmp_path / "first")
+        [path] = (tmp_path / "cache").glob("tensors-*")
+    else:
+        cache, path = None, tmp_path / "store" / mine.local[0].manifest.full[0].key
+    data = path.read_bytes()
+    damaged = data.replace(b'"F32","shape":[64,33]', b'"C64","shape":[32,33]')
+    assert damaged != data
+    path.write_bytes(damaged)
+    versions = WeightVersions(store, RUN, cache=cache)
+    if cached:  # made again
+        assert versions.download_tensors(version(0), tmp_path / "got").route == "full"
+    else:
+        with pytest.raises(DigestError, match="unknown dtype 'C64'"):
+            versions.download_tensors(version(0), tmp_path / "got")
 
 
 def stream(data: bytes) -> bytes:

@@ -21,7 +21,7 @@ import stamina
 import urllib3.exceptions
 from boto3.session import Session
 from botocore.config import Config
-from botocore.exceptions import IncompleteReadError, ResponseStreamingError
+from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 
 from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreTlsError, StoreUnavailableError
 from tba.store.file import check_key, check_prefix, check_size, new_file
@@ -29,6 +29,7 @@ from tba.store.s3_errors import (
     S3_ERRORS,
     is_answer,
     is_transient,
+    status_of,
     store_error,
 )
 from tba.tls import explain_tls_error
@@ -154,11 +155,13 @@ class S3Store:
     def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
         """Read an object into a file: one request, or several ranges in parallel if it is large."""
         where = self._where(key)
-        size_bytes = self._call("read", key, lambda: self._client.head_object(**where)).get("ContentLength")
+        found = self._call("read", key, lambda: self._client.head_object(**where))
+        size_bytes = found.get("ContentLength")
         if size_bytes is None:  # of a cache that compresses: how much it may send is not known
             raise StoreUnavailableError(f"{self._endpoint} answers HEAD of {key} without Content-Length")
         check_size(key, size_bytes, max_bytes, url=self.url)
         part_bytes = self._part_bytes if size_bytes > 2 * self._part_bytes else max(size_bytes, 1)
+        same = where | ({"IfMatch": found["ETag"]} if "ETag" in found else {})
         has_failed = threading.Event()
         with new_file(path) as out:
 
@@ -168,7 +171,7 @@ class S3Store:
                 if has_failed.is_set():  # this part would have a deadline of its own
                     return
                 try:
-                    self._call("read", key, lambda: self._receive(where | span, out.name, begin, end))
+                    self._call("read", key, lambda: self._receive(same | span, out.name, begin, end))
                 except BaseException:
                     has_failed.set()
                     raise
@@ -178,7 +181,14 @@ class S3Store:
 
     def _receive(self, where: dict[str, str], path: str, begin: int, end: int) -> None:
         """Read the bytes [begin, end) of an object into their place in a file."""
-        answer = self._client.get_object(**where)
+        try:
+            answer = self._client.get_object(**where)
+        except ClientError as error:
+            if status_of(error) == 412:
+                raise StoreUnavailableError(
+                    f"object {where['Key']} was replaced while it was read; try again"
+                ) from error
+            raise
         with contextlib.closing(answer["Body"]) as body, open(path, "r+b") as file:
             if "Range" in where and not str(answer.get("ContentRange", "")).startswith(f"bytes {begin}-"):
                 raise StoreUnavailableError(

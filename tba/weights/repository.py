@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -55,9 +54,17 @@ def complete_versions(store: ObjectStore, prefix: str) -> list[PolicyVersion]:
     for key in store.list(prefix):
         name, _, rest = key.removeprefix(prefix).partition("/")
         if rest == MANIFEST_NAME:
-            with suppress(MalformedError):
+            try:
                 found.append(PolicyVersion.parse(name))
+            except MalformedError:
+                _note_foreign(f"{prefix}{name}")
     return sorted(found)
+
+
+@lru_cache(maxsize=1000)
+def _note_foreign(folder: str) -> None:
+    # once for each of them: stores are listed again and again
+    log.warning("folder_is_no_version", folder=folder)
 
 
 def check_lineage(store: ObjectStore, run: str, known_lineage: Callable[[], int]) -> None:

@@ -205,6 +205,24 @@ def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(
     assert target.read_bytes() == source.read_bytes()
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_no_mixture(
+    s3_server: S3Server, s3_section: StoreSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = small_parts(s3_section, s3_server.url)
+    store.put("big", bytes(11 << 20))
+    head = store._client.head_object
+
+    def head_then_replaced(**where: str) -> Any:
+        found = head(**where)
+        store.put("big", b"1" * (11 << 20))
+        return found
+
+    monkeypatch.setattr(store._client, "head_object", head_then_replaced)
+    with pytest.raises(StoreUnavailableError, match="was replaced while it was read; try again"):
+        store.get_file("big", tmp_path / "target")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_part_that_fails_ends_the_others(proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path) -> None:
     open_store(s3_section).put("big", bytes(100))
     store = S3Store(

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from structlog.testing import capture_logs
 
 from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions, params_sha256_of_files, sha256_of_file
+from tba.weights import WeightVersions, params_sha256_of_files, repository, sha256_of_file
 from tba.wire import Canary, Manifest
 from tba.wire.weight_manifest import MAX_MANIFEST_BYTES
 
@@ -268,7 +269,11 @@ def test_versions_are_sorted_as_numbers_and_runs_do_not_mix(store: ObjectStore, 
     for version in reversed(wanted):
         model.publish(versions, version, parent=None)
     model.publish(WeightVersions(store, "demo2"), PolicyVersion(7, 7))
-    assert versions.versions() == wanted
+    store.put("runs/demo/weights/notes/manifest.json", b"{}")
+    repository._note_foreign.cache_clear()
+    with capture_logs() as lines:
+        assert versions.versions() == versions.versions() == wanted
+    assert [line["folder"] for line in lines] == ["runs/demo/weights/notes"]
 
 
 def test_delete_removes_the_manifest_first_and_keeps_files_that_others_share(

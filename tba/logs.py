@@ -20,12 +20,13 @@ MAX_REPEATS, REPEAT_WINDOW_S = 10, 60.0
 
 
 LOG_FORMAT_ENV = "TBA_LOG_FORMAT"
-"""`console` or `json`; without it lines are console on a terminal and JSON otherwise."""
+"""`console` or `json`; with any other word, or none, lines are console on a terminal and JSON otherwise."""
 
 
 def configure_logging(*, service: str, run: str) -> None:
     """Set up structlog for this process; uvicorn and other stdlib loggers go through the same pipe."""
-    console = os.environ.get(LOG_FORMAT_ENV, "console" if sys.stderr.isatty() else "json") == "console"
+    word = os.environ.get(LOG_FORMAT_ENV)
+    console = word == "console" or (word != "json" and sys.stderr.isatty())
     shared: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -159,6 +159,12 @@ class Recipe(StrictModel):
                 f"sampling.min_size_to_sample {self.sampling.min_size_to_sample} is above buffer.max_rollouts "
                 f"{self.buffer.max_rollouts}: no batch could ever be drawn"
             )
+        ratio, max_uses = self.sampling.samples_per_insert, self.sampling.max_uses
+        if ratio is not None and max_uses is not None and ratio > max_uses:
+            raise ValueError(
+                f"sampling.samples_per_insert is {ratio:g}, and no rollout is in more than {max_uses} batches "
+                "(sampling.max_uses): the trainer would always wait; lower the first or raise the second"
+            )
         tasks = sorted({*self.reward.tasks, *BUILT_IN_TASKS})
         for task in self.searcher.tasks:
             if task not in tasks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
 import re
 import time
 from collections import OrderedDict
@@ -179,7 +180,7 @@ class PageGate:
 
 
 class AuthThrottle:
-    """Count requests without a known token by address, log them, and delay their answers.
+    """Count requests without a known token by address, log them now and then, and delay their answers.
 
     Args:
         registry: shows the count.
@@ -187,8 +188,8 @@ class AuthThrottle:
     """
 
     def __init__(self, registry: CollectorRegistry, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._by_address: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """Address -> refusals lately, the time of the last one."""
+        self._by_address: OrderedDict[str, tuple[int, float, float]] = OrderedDict()
+        """Address -> refusals lately, the time of the last one, and of the last that was logged."""
         self._num_delayed = 0
         self._clock = clock
         self._refused = Counter("tba_unauthorized_total", "Requests without a known token", registry=registry)
@@ -213,11 +214,14 @@ class AuthThrottle:
     def _note(self, address: str) -> int:
         """Count a refusal; return how many requests of this address were refused lately, this one included."""
         now_s = self._clock()
-        num, last_s = self._by_address.pop(address, (0, now_s))
+        num, last_s, logged_s = self._by_address.pop(address, (0, now_s, -math.inf))
         num = 1 if now_s - last_s > WINDOW_S else num + 1
-        self._by_address[address] = num, now_s
+        # a line a minute: the log drops lines of an event above ten a minute, of all addresses
+        if now_s - logged_s >= WINDOW_S:
+            log.warning("unauthorized", client=address, requests=num)
+            logged_s = now_s
+        self._by_address[address] = num, now_s, logged_s
         # an attacker with many addresses must not fill the memory
         if len(self._by_address) > MAX_ADDRESSES:
             self._by_address.popitem(last=False)
-        log.warning("unauthorized", client=address, requests=num)
         return num

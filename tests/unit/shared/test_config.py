@@ -202,6 +202,10 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
             r"sampling\.min_size_to_sample 64 is above buffer\.max_rollouts 63: no batch could ever be drawn",
         ),
         (
+            {**MINIMAL, "sampling": {"samples_per_insert": 2.5, "max_uses": 2}},
+            r"sampling\.samples_per_insert is 2\.5, and no rollout is in more than 2 batches \(sampling\.max_uses\)",
+        ),
+        (
             {**MINIMAL, "sampling": {"lag_steps": 1}, "searcher": {"num_searchers": 0}},
             r"sampling\.lag_steps needs searchers, and searcher\.num_searchers is 0",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -60,6 +61,19 @@ def test_every_line_has_the_time_first_and_the_run_also_in_a_thread_and_of_a_lib
         assert (line["service"], line["run_id"]) == ("trainer", "demo")
     [begun] = [line for line in lines if line["event"] == "begun"]
     assert begun["error"] == "no answer from http://mlflow:5000/api"
+
+
+def test_on_a_terminal_a_word_that_is_no_form_is_as_none() -> None:
+    forms = {}
+    for word in ("json", "auto"):
+        screen, terminal = os.openpty()
+        environ = os.environ | {"TBA_LOG_FORMAT": word}
+        subprocess.run([sys.executable, "-c", LINES], stderr=terminal, env=environ, timeout=60, check=True)
+        os.close(terminal)
+        forms[word] = os.read(screen, 1)
+        os.close(screen)
+    assert forms["json"] == b"{"
+    assert forms["auto"] != b"{"
 
 
 def test_a_warning_that_repeats_is_dropped_and_counted() -> None:

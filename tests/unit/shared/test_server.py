@@ -19,12 +19,27 @@ from fastapi import Depends, FastAPI, Query, Request, routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from tba.api import BatchRequest
 from tba.health import readiness_problem
 from tba.server import Authenticator, create_app, openapi
+from tba.server.auth import AuthThrottle
 from tba.server.problems import install_problem_handlers
 from tests.support.buffer import make_recipe
+
+
+def test_a_refused_address_has_a_line_a_minute() -> None:
+    times_s = [5.0 * number for number in range(20)]
+    clock = iter([*times_s, 100.0])
+    throttle = AuthThrottle(CollectorRegistry(), clock=lambda: next(clock))
+    with capture_logs() as lines:
+        for _ in times_s:
+            throttle._note("10.0.0.1")
+        throttle._note("10.0.0.2")
+    logged = [(line["client"], line["requests"]) for line in lines]
+    assert logged == [("10.0.0.1", 1), ("10.0.0.1", 13), ("10.0.0.2", 1)]
+
 
 # ---- The health check of the images, against a real server on loopback ----------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tba_trainer.checkpoints import parts
-from tba_trainer.loop import limits
+from tba_trainer.loop import checkpoint_writer, limits
 
 from tba.errors import StoreUnavailableError, TbaError
 from tba.store import FileStore
@@ -76,17 +77,28 @@ def test_steps_go_on_during_an_upload_and_the_checkpoint_holds_the_weights_of_it
             assert torch.equal(tensor, checkpoint[name]), (version, name)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize(
+    "error", [StoreUnavailableError("the store is away"), OSError(errno.ENOSPC, "No space left on device")]
+)
 def test_a_failed_upload_is_taken_again_at_the_next_sync(
-    world: World, model: Path, at_upload: Callable[..., None]
+    world: World,
+    model: Path,
+    at_upload: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    has_room: bool,
 ) -> None:
     tried: list[str] = []
 
     def fail_once(version: str) -> None:
         tried.append(version)
         if len(tried) == 1:
-            raise StoreUnavailableError("the store is away")
+            raise error
 
     at_upload(fail_once)
+    if not has_room:
+        monkeypatch.setattr(parts, "free_bytes", lambda: 0)
     found = registrations(world)
     world.train(recipe_of(model, num_steps=30, checkpoint_interval=25))
     assert tried[0] == "1-25"
@@ -156,8 +168,54 @@ def test_without_room_to_copy_it_a_checkpoint_is_uploaded_before_the_next_step(
     monkeypatch.setattr(parts, "free_bytes", lambda: 0)
     found = registrations(world)
     world.train(recipe_of(model))
-    assert begun == [("1-3", 3), ("1-6", 6), ("1-9", 9)]
-    assert [version for version, _ in found] == ["1-3", "1-6", "1-9"]
+    assert begun == found == [("1-3", 3), ("1-6", 6), ("1-9", 9)]
+
+
+def test_a_stop_while_a_checkpoint_without_room_is_uploaded_is_seen_and_keeps_it(
+    world: World, model: Path, at_upload: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload of 1-3 goes on when the trainer has said that it stops."""
+
+    def wait(version: str) -> None:
+        def waits_while(state: str) -> bool:
+            beats = [(beat.state, beat.wait and beat.wait.name) for beat in world.buffer.beats]
+            return (state, "checkpoint-upload") in beats
+
+        until("the wait is named", lambda: waits_while("training"))
+        world.stop.set()
+        until("it stops", lambda: waits_while("stopping"))
+
+    at_upload(wait)
+    monkeypatch.setattr(parts, "free_bytes", lambda: 0)
+    world.train(recipe_of(model))
+    assert world.buffer.checkpoint == ("1-3", "runs/demo/checkpoints/1-3")
+    assert world.buffer.step == 3
+
+
+def test_an_upload_without_room_that_takes_too_long_is_given_up_and_taken_again(
+    world: World, model: Path, at_upload: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def wait(version: str) -> None:
+        begun.append(version)
+        if version == "1-3":
+            until("it is taken again", lambda: len(begun) == 2)
+
+    at_upload(wait)
+    monkeypatch.setattr(parts, "free_bytes", lambda: 0)
+    monkeypatch.setattr(limits, "UPLOAD_S", 0.05)
+    monkeypatch.setattr(checkpoint_writer, "STORE_TIMEOUT_S", 0.05)
+
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 3:
+            limits.UPLOAD_S = 60.0
+
+    world.buffer.before = before
+    found = registrations(world)
+    world.train(recipe_of(model))
+    assert begun[:2] == ["1-3", "1-4"]
+    assert found[0] == ("1-4", 4)
 
 
 def test_a_rollback_during_an_upload_leaves_nothing_that_looks_complete(

@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.store import FileStore
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tests.support.learner_values import make_state
 from tests.support.model_families import make_family_model
 from tests.support.stored_checkpoint import manifest_of, object_keys
@@ -286,7 +287,7 @@ class Pair:
 
     def gather(self, data: bytes) -> list[bytes]:
         self.answer, answer = data, self.answer  # the follower's comes first
-        return [b"", answer]
+        return [data, answer]
 
     def capture(self) -> Rows:  # as the follower's learner
         return rows_of(self.sections, self.layout())
@@ -443,6 +444,47 @@ def test_a_follower_that_does_not_store_its_part_in_time_is_named_and_there_is_n
     free.set()
     until("the follower has stopped", lambda: list((tmp_path / "follower").iterdir()) == [])
     assert store_of(tmp_path).versions() == []
+
+
+@pytest.mark.parametrize("without_room", [{0}, {1}, {0, 1}])
+def test_the_leader_waits_for_the_upload_of_a_process_without_room_which_goes_on_to_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_room: set[int]
+) -> None:
+    """The follower stores nothing before it has answered three commands."""
+    pair, put_file, begin_part = Pair(tmp_path, sections_of(1)), FileStore.put_file, CheckpointStore.begin_part
+    asked, registered, lead = list[str](), list[tuple[str, set[PolicyVersion]]](), pair.lead
+
+    def part(self: CheckpointStore, version: Any, rows: Rows, *, known: Any, in_background: bool) -> Any:
+        rank = 0 if isinstance(self, TeamCheckpoints) else 1
+        in_background = in_background and rank not in without_room
+        return begin_part(self, version, rows, known=known, in_background=in_background)
+
+    def hold(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if path.is_relative_to(tmp_path / "follower"):
+            until("the follower has answered", lambda: asked.count("reply") >= 3)
+        put_file(self, key, path, create_only=create_only)
+
+    @contextmanager
+    def noted(command: str, **arguments: Any) -> Iterator[None]:
+        with lead(command, **arguments):
+            asked.append(command)
+            yield
+
+    monkeypatch.setattr(CheckpointStore, "begin_part", part)
+    monkeypatch.setattr(FileStore, "put_file", hold)
+    monkeypatch.setattr(pair, "lead", noted)
+    writer = CheckpointWriter.__new__(CheckpointWriter)
+    writer._context = cast(Any, SimpleNamespace(status=pair, stop=threading.Event()))
+    writer._progress, writer.saved = cast(Any, SimpleNamespace(step=1)), START
+    rows = rows_of(pair.sections, Layout(0, 2))
+    begin = partial(pair.checkpoints.begin, make_state("1-1"), rows, known={}, in_background=True)
+    monkeypatch.setattr(writer, "_new", lambda in_background: begin())
+    versions = store_of(tmp_path).versions
+    monkeypatch.setattr(writer, "_register_saved", lambda version, key: registered.append((key, set(versions()))))
+    writer._begin()
+    assert registered == [("runs/demo/checkpoints/1-1", {PolicyVersion(1, 1)})]
+    assert pair.waits == ["checkpoint-upload"]
+    assert_holds(store_of(tmp_path), "runs/demo/checkpoints/1-1", Layout(), pair.sections)
 
 
 # ---- A run ----------------------------------------------------------------------------------------------------------

@@ -87,22 +87,28 @@ class TeamCheckpoints(CheckpointStore):
             state: names the version, hence the key.
             rows: of this process (`Learner.capture`).
             known: `known_objects` of a checkpoint that stays until this one is registered.
-            in_background: copy everything to memory and return; otherwise, or without room there, this process's part
-                is stored, or has failed, on return.
+            in_background: copy everything to memory and return; where a process has no room, the weights must stay as
+                they are until the upload has ended (`Upload.is_staged`). Otherwise this process's part is stored, or
+                has failed, on return.
 
         Raises:
             OSError: the local disk is full; the followers have been told to stop.
             TeamError: a follower is gone.
         """
         version = PolicyVersion.parse(state.version)
+        part: Part | None = None
         try:
             # all copy at the same time
             with self.team.lead("write_part", version=str(version), known=dict(known), in_background=in_background):
-                part = self.begin_part(version, rows, known=known, in_background=in_background)
+                try:
+                    part = self.begin_part(version, rows, known=known, in_background=in_background)
+                finally:  # the followers wait for it
+                    is_staged = _are_all_staged(self.team, part)
         except OSError:
             self.drop(str(version))
             raise
-        return Upload(self, state, part)
+        assert part is not None
+        return Upload(self, state, part, in_background=in_background, is_staged=is_staged)
 
     def save(self, state: TrainerState, rows: Rows) -> str:
         """Write a checkpoint, all of it, and return its key."""
@@ -198,11 +204,15 @@ class Upload:
     """A checkpoint on its way to the store; the parts in threads of their processes, the manifest in one of this.
 
     Args:
-        part: of this process; one that is not staged is uploaded before this returns.
+        part: of this process.
+        in_background: upload it in the thread, too; otherwise before this returns.
+        is_staged: every process has copied its part to memory.
     """
 
-    def __init__(self, checkpoints: TeamCheckpoints, state: TrainerState, part: Part) -> None:
-        self.version = PolicyVersion.parse(state.version)
+    def __init__(
+        self, checkpoints: TeamCheckpoints, state: TrainerState, part: Part, *, in_background: bool, is_staged: bool
+    ) -> None:
+        self.version, self.is_staged = PolicyVersion.parse(state.version), is_staged
         self.key: str | None = None
         self.error: Exception | None = None
         """Why there is no checkpoint."""
@@ -213,9 +223,9 @@ class Upload:
         self._commits = threading.Lock()
         if checkpoints.team.num_ranks == 1:
             self._all_ended.set()
-        if not part.is_staged:
+        if not in_background:
             self._try(part.upload)
-        steps = [part.upload, self._commit] if part.is_staged else [self._commit]
+        steps = [part.upload, self._commit] if in_background else [self._commit]
         self._thread = threading.Thread(target=self._run, args=(steps,), name="checkpoint-upload", daemon=True)
         self._thread.start()
 
@@ -269,7 +279,7 @@ class Upload:
         for step in steps:
             if self.error is None:
                 self._try(step)
-        # beside training a full disk is no reason to end: the next try may find room
+        # in the background a full disk is no reason to end: the next try may find room
         if len(steps) > 1 and isinstance(self.error, OSError) and not isinstance(self.error, TbaError):
             self.error = StoreUnavailableError(f"the checkpoint was not stored: {self.error}")
 
@@ -299,7 +309,7 @@ class FollowerCheckpoints:
         self._fetched: Checkpoint | None = None
 
     def write(self, *, version: str, known: Mapping[str, int], in_background: bool) -> None:
-        """Begin this process's part; where memory has no room for it, it is stored on return."""
+        """Begin this process's part."""
         job = self._jobs[version] = Job("checkpoint-part")
         try:
             part = job.part = self._checkpoints().begin_part(
@@ -307,14 +317,16 @@ class FollowerCheckpoints:
             )
         except (TbaError, OSError) as error:
             job.fail(error)
+            _are_all_staged(self._team, None)
             return
+        _are_all_staged(self._team, part)
 
         def upload() -> Reply:
             part.upload()
             return {"objects": [each.model_dump() for each in part.objects]}
 
-        # what is not in memory must be stored before the weights change
-        (job.start if part.is_staged or not in_background else job.run)(upload)
+        # in a thread in any case: the leader, which lets no step follow what is not in memory, has other commands
+        job.start(upload)
 
     def fetch(self, *, key: str, manifest: bytes) -> None:
         """Begin to fetch this process's rows."""
@@ -365,3 +377,9 @@ class FollowerCheckpoints:
                 num_sharers=self._team.num_local_ranks,
             )
         return self._store
+
+
+def _are_all_staged(team: Team, part: Part | None) -> bool:
+    """Return whether every process has its part in memory, or none; all processes call it."""
+    is_staged = part is None or part.is_staged
+    return is_staged if team.num_ranks == 1 else not any(team.gather(b"" if is_staged else b"not staged"))

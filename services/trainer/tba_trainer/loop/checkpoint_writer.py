@@ -1,7 +1,7 @@
 """Write checkpoints of one lineage to the store, and tell the buffer from which one a resume starts.
 
     small    loop     write    copy, upload, register
-    large    loop     write    copy to memory; without room there, upload (`checkpoints/parts.py`)
+    large    loop     write    copy to memory; without room there, wait for the upload (`checkpoints/parts.py`)
              thread            upload, manifest last
              loop     settle   after a later step: register it, delete old ones
 
@@ -29,6 +29,7 @@ from tba_trainer.loop import limits
 from tba_trainer.loop.trainer_context import LineageContext
 from tba_trainer.model.parameters import trainable
 
+_POLL_S = 0.5
 log = get_logger("checkpointing")
 
 
@@ -126,11 +127,28 @@ class CheckpointWriter:
         return context.checkpoints.begin(self._state(), rows, known=known, in_background=in_background)
 
     def _begin(self) -> None:
-        """Copy a checkpoint of the current weights off the device, and upload it beside training."""
+        """Begin the upload of a checkpoint of the current weights; wait for it where not all of them are in memory."""
         if self._progress.step == self.saved.step:
             return
         self._upload = self._new(in_background=True)
-        log.info("checkpoint_begun", version=str(self._upload.version))
+        log.info("checkpoint_begun", version=str(self._upload.version), is_staged=self._upload.is_staged)
+        if not self._upload.is_staged:
+            self._wait_unstaged(self._upload)
+
+    def _wait_unstaged(self, upload: Upload) -> None:
+        """Wait for an upload that reads the weights, and register it. A stop ends the wait: no step follows it."""
+        stop, deadline = self._context.stop, time.monotonic() + limits.UPLOAD_S
+        with self._context.status.named_wait("checkpoint-upload", limits.UPLOAD_S):
+            while not upload.wait(_POLL_S):
+                if stop.is_set():
+                    return
+                if time.monotonic() > deadline:
+                    self.give_up_upload()
+                    raise StoreUnavailableError(
+                        f"checkpoint {upload.version}, which memory had no room for, was not stored within "
+                        f"{limits.UPLOAD_S:g} s (the wait checkpoint-upload)"
+                    )
+        self.settle()
 
     def settle(self) -> None:
         """Register the checkpoint whose upload has ended since the last call, if one has.

@@ -7,3 +7,5 @@ MAX_UNPUBLISHED_VERSIONS = 4
 BACKGROUND_BYTES = 64 * 1024**2
 """Checkpoints of at least so many bytes are copied off the device and uploaded beside training; smaller ones, and the
 last one, are uploaded before the next step."""
+UPLOAD_S = 3600.0
+"""How long training waits for the upload of a checkpoint that memory of a process had no room for."""

@@ -11,6 +11,8 @@
     loop           a place for a snapshot           unpublished-versions    limits.RETRY_S
     loop           the store, for a small           -                       30 s, then at the next sync
                    checkpoint; a large one is uploaded by a thread of its own
+    loop           the upload of a large one, if    checkpoint-upload       limits.UPLOAD_S
+                   memory has no room for it
     loop (end)     a large checkpoint under way     checkpoint-upload       limits.RETRY_S
     start          the others' parts of one         checkpoint-download     limits.RETRY_S, or as long as its own took
     loop (end)     the last checkpoint, the export  object-store            limits.RETRY_S

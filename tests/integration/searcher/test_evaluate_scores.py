@@ -95,6 +95,12 @@ def test_a_busy_service_is_asked_again(server: RewardServer, answers: Answers) -
     assert not replies
 
 
+def test_a_request_that_is_too_large_is_halved(server: RewardServer, answers: Answers) -> None:
+    problem = {"type": "urn:tba:problem:too-large", "title": "large", "status": 413, "detail": "over 16 MiB"}
+    server.refusal = lambda items: (413, problem) if len(items) > 3 else None
+    assert {score.value for score in ask(recipe_for(server), answers).values()} == {10.0}
+
+
 def test_what_cannot_be_asked_is_an_error_and_no_score(
     server: RewardServer, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

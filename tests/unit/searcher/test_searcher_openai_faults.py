@@ -51,6 +51,7 @@ Build = Callable[..., OpenAiEngine]
 def build(model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     made: list[OpenAiEngine] = []
     monkeypatch.setattr(openai_engine, "RETRY_S", 0.3)
+    monkeypatch.setattr(openai_engine, "RESEND_AFTER_S", 0.05)
 
     def one(**section: Any) -> OpenAiEngine:
         found = OpenAiSection(url=server.url, token_env="TBA_TEST_SERVER_TOKEN", **section)
@@ -160,6 +161,36 @@ def test_a_response_that_the_server_breaks_off_goes_on(build: Build, server: Fak
     assert [(span.version, span.start, span.end) for span in done.version_spans] == [(START, 0, 10)]
     assert [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies] == [(3, 10), (7, 6)]
     assert server.bodies[0]["seed"] != server.bodies[1]["seed"], "the same random numbers would be drawn twice"
+
+
+@pytest.mark.parametrize("failure", [None, (503, {}), (429, {})])
+def test_a_call_that_is_cut_off_is_made_once_more(build: Build, server: FakeServer, failure: Answer | None) -> None:
+    engine, failures = build(), iter([failure])
+    server.change = lambda path, body, answer: next(failures, answer) if path == "/v1/completions" else answer
+    server.bodies.clear()
+    engine.submit(REQUEST)
+    (done,) = finish(engine)
+    assert done.response_tokens.tolist() == [5] * 10
+    assert len({body["request_id"] for body in server.bodies}) == len(server.bodies) == 2
+
+
+def test_what_is_finished_is_handed_out_before_a_failed_call_ends_the_engine(build: Build, server: FakeServer) -> None:
+    engine, both = build(), threading.Barrier(2)
+
+    def change(path: str, body: dict[str, Any], answer: Answer) -> Answer:
+        if path != "/v1/completions":
+            return answer
+        both.wait(10)
+        return (400, {"error": {"message": "too long by half"}}) if body["prompt"] == [5, 6, 7] else answer
+
+    server.change = change
+    engine.submit(REQUEST)
+    engine.submit(make_request("other", (5, 6), REQUEST.sampling, max_response_tokens=10))
+    completions: list[str] = []
+    with pytest.raises(EngineDiedError, match="request r: "):  # noqa: PT012
+        while True:
+            completions += [done.request_id for done in engine.step()]
+    assert completions == ["other"]
 
 
 def test_keys_and_values_of_other_weights_are_not_used(build: Build, server: FakeServer) -> None:

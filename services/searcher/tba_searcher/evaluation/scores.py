@@ -10,6 +10,7 @@ from tba.api import ScoreItem, ScoreResult
 from tba.api.scores import ANSWER_REASONS
 from tba.clients import RewardClient
 from tba.config import Recipe
+from tba.errors import BadRequestError
 from tba.tokens import client_token
 from tba_searcher.evaluation.completions import Answers, OnProgress
 from tba_searcher.waits import RETRY_S, WaitRegistry, retry_until
@@ -84,14 +85,22 @@ async def _score_all(
     waits, semaphore, found = WaitRegistry(), asyncio.Semaphore(REQUESTS_AT_ONCE), {}
 
     async def ask(number: int, part: list[ScoreItem]) -> None:
-        async with semaphore:
-            reply = await retry_until(
-                lambda: client.score(part),
-                waits=waits,
-                owner=f"scoring-{number}",
-                service="reward",
-                deadline_s=RETRY_S,
-            )
+        try:
+            async with semaphore:
+                reply = await retry_until(
+                    lambda: client.score(part),
+                    waits=waits,
+                    owner=f"scoring-{number}",
+                    service="reward",
+                    deadline_s=RETRY_S,
+                )
+        except BadRequestError:  # it may be too large
+            if len(part) == 1:
+                raise
+            half = len(part) // 2
+            await ask(number, part[:half])
+            await ask(number, part[half:])
+            return
         for result in reply.results:
             found[keys[int(result.item_id)]] = _score(result)
         on_progress(f"{len(found)} of {len(items)} scores")

@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from tba.concurrency import begin_in_thread
 from tba.config.searcher import OpenAiSection
-from tba.errors import ServiceError, UnavailableError
+from tba.errors import BusyError, ServiceError, UnavailableError
 from tba.fields import MAX_SEED
+from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
 from tba.wire.rollout import MAX_LOGPROB
@@ -50,10 +51,13 @@ from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, re
 from tba_searcher.engines.weight_check import check_loaded, read_headers
 from tba_searcher.waits import RETRY_S
 
+log = get_logger("openai")
 POLL_S = 0.02
 """`step` waits so long for an answer."""
 ABORT_EVERY_S = 0.05
 """Aborts are repeated: a call may reach the server after its first abort."""
+RESEND_AFTER_S = 1.0
+"""A call that was cut off is made once more after this pause; each answer allows another one."""
 CHECK_EVERY_S = 10.0
 """While no answer comes, the label is read so often: a server that hangs is noticed before its calls time out."""
 
@@ -79,6 +83,9 @@ class _Open:
     logprobs: list[float] = field(default_factory=list)
     versions: VersionMarks = field(default_factory=list)
     finish_reason: str | None = None
+    is_resent: bool = False
+    """Whether its last call was cut off."""
+    send_at_s: float = 0.0
 
 
 class OpenAiEngine:
@@ -112,6 +119,8 @@ class OpenAiEngine:
         self._open: dict[str, _Open] = {}
         self._aborted: dict[str, Future[Piece]] = {}
         """Calls for forgotten requests that have not come back."""
+        self._failure: str | None = None
+        """Why the next step ends the engine: what is finished is handed out first."""
         self._version = version
         self._params_sha256 = ""
         try:
@@ -174,9 +183,11 @@ class OpenAiEngine:
 
     def step(self) -> list[Completion]:
         """Send waiting requests, wait a moment, and return the completions (see `Engine.step`)."""
+        if self._failure is not None:
+            raise EngineDiedError(self._failure)
         self._abort_forgotten()
         for entry in list(self._open.values())[: self.num_slots]:
-            if entry.call is None and entry.finish_reason is None:
+            if entry.call is None and entry.finish_reason is None and time.monotonic() >= entry.send_at_s:
                 self._send(entry)
         under_way = [entry.call for entry in self._open.values() if entry.call is not None]
         if under_way:
@@ -184,6 +195,8 @@ class OpenAiEngine:
             self._take_answers()
             if time.monotonic() - self._checked_at_s > CHECK_EVERY_S:
                 self._check_label()
+        elif self._open:
+            time.sleep(POLL_S)  # they wait to be sent again
         return self._completions()
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
@@ -250,11 +263,14 @@ class OpenAiEngine:
     def _take_answers(self, *, called_back: bool = False) -> None:
         """Add the answers that are there to their responses.
 
+        A call that failed, or brought no token (unless it was called back), ends the engine with the next step. One
+        that was cut off or refused for the moment is made once more.
+
         Raises:
-            EngineDiedError: a call failed or brought no token (unless it was called back), or the server is not the one
-                that has the weights.
+            EngineDiedError: the server is not the one that has the weights.
         """
         pieces: list[tuple[_Open, Piece]] = []
+        failed: list[tuple[_Open, ServiceError]] = []
         for entry in self._open.values():
             if entry.call is None or not entry.call.done():
                 continue
@@ -262,8 +278,8 @@ class OpenAiEngine:
             try:
                 pieces.append((entry, call.result()))
             except ServiceError as error:
-                raise EngineDiedError(f"request {entry.request.request_id}: {error}") from None
-        if not pieces:
+                failed.append((entry, error))
+        if not pieces and not failed:
             return
         # after the answers: a server that has started again since they were sent no longer has the label
         self._check_label()
@@ -271,14 +287,23 @@ class OpenAiEngine:
             if piece.tokens:
                 self._add(entry, piece)
             elif not called_back:
-                name = entry.request.request_id
-                raise EngineDiedError(f"{self._server.base_url} answered request {name} without a token")
+                self._failure = f"{self._server.base_url} answered request {entry.request.request_id} without a token"
+        for entry, error in failed:
+            if entry.is_resent or not isinstance(error, UnavailableError | BusyError):
+                self._failure = f"request {entry.request.request_id}: {error}"
+                continue
+            log.warning("call failed", server=self._server.base_url, detail=str(error))
+            entry.is_resent, entry.send_at_s = True, time.monotonic() + RESEND_AFTER_S
+        if failed:
+            self._abort_calls([entry.sent_id for entry, _ in failed])  # they may go on there
 
     def _add(self, entry: _Open, piece: Piece) -> None:
         """Add a piece to a response, and see whether it is the last one."""
         request, start = entry.request, len(entry.tokens)
         if problem := self._problem_with(piece, request.max_response_tokens - start):
-            raise EngineDiedError(f"{self._server.base_url} answered request {request.request_id} with {problem}")
+            self._failure = f"{self._server.base_url} answered request {request.request_id} with {problem}"
+            return
+        entry.is_resent = False
         entry.tokens += piece.tokens
         entry.logprobs += piece.logprobs
         looks = bool(request.sampling.stop) and start > 0
@@ -349,7 +374,7 @@ class OpenAiEngine:
 
     def _abort_calls(self, sent_ids: Sequence[str]) -> None:
         # a server that is away has no calls either, and theirs fail; `_check_label` then says what is wrong
-        with contextlib.suppress(UnavailableError):
+        with contextlib.suppress(UnavailableError, BusyError):
             self._server.abort(sent_ids)
 
     def _check_label(self) -> str:

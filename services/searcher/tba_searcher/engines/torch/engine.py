@@ -186,10 +186,11 @@ class EmbeddedEngine:
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Replace all parameters in flight (see `Engine.load_weights`)."""
-        if self._staged is None or self._staged.stamps != file_stamps(tensors_paths):
-            self.stage_weights(tensors_paths)
-        staged, self._staged = self._staged, None
-        assert staged is not None
+        staged = self._staged  # once: another thread may stage meanwhile
+        if staged is None or staged.stamps != file_stamps(tensors_paths):
+            staged = StagedParams(self._model, tensors_paths)
+        elif self._staged is staged:
+            self._staged = None
         staged.put_into(self._model)
         self._version = version
         # of requests that begin from here on

@@ -31,7 +31,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 def child_environ(
     environ: Mapping[str, str],
     *,
-    num_threads: int,
+    num_threads: int | None,
     searcher_id: str | None = None,
     gpus: Sequence[int] | None = None,
     tokens_file: Path | None = None,
@@ -39,11 +39,13 @@ def child_environ(
     """Return the environment of a child.
 
     Args:
+        num_threads: None: what the variables of `environ` say, or else one.
         tokens_file: the child's own, in place of the one in config.json.
     """
     # TBA_SECTION__KEY variables are in config.json already, and would override the real ports there
     child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
-    child.update({name: str(num_threads) for name in _THREAD_VARIABLES})
+    for name in _THREAD_VARIABLES:
+        child[name] = child.get(name, "1") if num_threads is None else str(num_threads)
     child.setdefault("TBA_LOG_FORMAT", "console")  # people read the lines, which go to a pipe
     # everything was fetched before the children start
     child.update({**PIPED, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,23 @@ def check_model(recipe: Recipe) -> bool:
             "or add a [model.warm_start] section that says how to make one"
         )
     return True
+
+
+def seed_warning(recipe: Recipe, report: bytes | None = None) -> str | None:
+    """Return a warning where a warm start with another seed than the run's made the starting model.
+
+    Args:
+        report: its warmstart.json; None: that of the folder.
+    """
+    try:
+        seed = json.loads(report or (Path(recipe.model.path) / "warmstart.json").read_bytes())["seed"]
+    except (OSError, ValueError, TypeError, KeyError):  # a model that a person put there
+        return None
+    if recipe.model.warm_start is None or seed == recipe.run.seed:
+        return None
+    return (
+        f"model.path {recipe.model.path} was made with run.seed = {seed}, not {recipe.run.seed}; it is taken as it is"
+    )
 
 
 def _make_absolute(document: dict[str, Any], section: str, key: str) -> None:

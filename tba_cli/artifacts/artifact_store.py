@@ -58,6 +58,15 @@ class ArtifactStore:
         except ObjectNotFoundError:
             return None
 
+    def read(self, manifest: FolderManifest, path: str) -> bytes | None:
+        """Return one file of a stored folder, or None where it has no such file.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        file = next((file for file in manifest.files if file.path == path), None)
+        return None if file is None else self._store.get(_file_key(manifest.kind, manifest.name, file))
+
     def push(self, kind: Kind, name: str, folder: Path) -> FolderManifest:
         """Store a folder; to push the same content again changes nothing.
 

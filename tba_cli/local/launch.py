@@ -23,7 +23,7 @@ from tba_cli.local.supervisor import StopRequestedError, Supervisor
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.reports.outputs import delete_run_objects, result_lines
-from tba_cli.resolve import check_custom_objects, check_model, with_absolute_paths, with_real_addresses
+from tba_cli.resolve import check_custom_objects, check_model, seed_warning, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tba_cli.setup.prepare import endless_warning, prepare_at_start
@@ -33,7 +33,7 @@ EXIT_INTERRUPTED = 130
 LOCAL_ROLES = ("searcher", "trainer", "operator")
 """Roles whose tokens a local run needs, if it has tokens."""
 STORE_TIMEOUT_S = 5.0
-"""Deadline of one operation of the checks: a person waits for them."""
+"""Deadline of one operation of the check of the store: a person waits for it."""
 
 
 def run_folder_of(recipe: Recipe) -> RunFolder:
@@ -74,7 +74,7 @@ def run_local(
     needs_warm_start = check_model(original)
     prompts = prompts_of(original)
     endless = None if needs_warm_start else endless_warning(original, prompts)
-    for warning in filter(None, (original.temperature_warning, endless)):
+    for warning in filter(None, (original.temperature_warning, seed_warning(original), endless)):
         console.result(f"warning: {warning}")
     check_tasks(prompts, tasks_of_recipe(original))
     if (shared := in_both_splits(original, prompts)) is not None:
@@ -138,8 +138,8 @@ def _prepare(
         TbaError: a port is in use, or the store, the origin or the starting model cannot be used.
     """
     config = with_real_addresses(original, folder)
-    store = open_store(config.store, timeout_s=STORE_TIMEOUT_S)
-    store.check(write=True)
+    open_store(config.store, timeout_s=STORE_TIMEOUT_S).check(write=True)
+    store = open_store(config.store)
     origin = None if resume else find_origin(config, store, runs_dir=folder.path.parent)
     if not resume:
         if (Path(original.model.path) / "config.json").is_file():  # else a warm start makes it

@@ -49,15 +49,15 @@ class Services:
         trainer, gpus = self.recipe.trainer, self.recipe.local.gpus
         # `tba scale` may ask for more searchers than the recipe lists GPUs for
         searcher_gpus = None if gpus.searchers is None else gpus.searchers[number % len(gpus.searchers)]
-        # services and searchers have one thread: services wait most of the time, and searchers may be many
+        # one thread: services wait most of the time, and searchers may be many; OMP_NUM_THREADS gives these more
         module, num_threads, own_gpus = {
             "warm-start": ("tba_cli.starter_models.warm_start", trainer.torch_num_threads, None),
             "buffer": ("tba_buffer", 1, None),
             "reward": ("tba_reward", 1, gpus.reward),
             "trainer": ("tba_trainer", trainer.torch_num_threads, gpus.trainer),
             "torchrun": ("tba_trainer.distributed.launch", trainer.torch_num_threads, gpus.trainer),
-            "searcher": ("tba_searcher", 1, searcher_gpus),
-            "evaluator": ("tba_searcher.evaluation", 1, searcher_gpus),
+            "searcher": ("tba_searcher", None, searcher_gpus),
+            "evaluator": ("tba_searcher.evaluation", None, searcher_gpus),
         }[kind]
         # a child gets only the tokens that it needs; a tokens file of the recipe is for everyone
         has_own = self.recipe.auth.tokens_file == str(self.folder.tokens_path("all"))

@@ -20,6 +20,7 @@ from tba.errors import ConfigError
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console
+from tba_cli.resolve import seed_warning
 from tba_cli.setup.prepare import prepare_recipe
 
 OnProgress = Callable[[str], None]
@@ -92,7 +93,12 @@ def _fetch_stored(
 def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore, on_progress: OnProgress) -> None:
     """Make the model of `[model.warm_start]` where it is nowhere."""
     folder = next(folder for folder in required_folders(recipe) if folder.path == recipe.model.path)
-    if recipe.model.warm_start is None or _is_somewhere(folder, artifacts):
+    if recipe.model.warm_start is None:
+        return
+    stored = None if folder.is_here else artifacts.find(folder.kind, folder.name)
+    if folder.is_here or stored is not None:
+        if warning := seed_warning(recipe, stored and artifacts.read(stored, "warmstart.json")):
+            on_progress(f"warning: {warning}")
         return
     parent = Path(recipe.model.path).absolute().parent
     try:

@@ -11,7 +11,7 @@ from tba.errors import ConfigError
 from tba_cli.child_processes import child_environ
 from tba_cli.local.services import Services
 from tba_cli.redis_server import find_redis_server, redis_command
-from tba_cli.resolve import absolute_store_url, check_model, with_absolute_paths, with_real_addresses
+from tba_cli.resolve import absolute_store_url, check_model, seed_warning, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
 
 
@@ -93,6 +93,10 @@ def test_a_missing_model_is_refused_unless_a_warm_start_makes_it(tmp_path):
             check_model(recipe)
     (tmp_path / "m" / "vocab.json").touch()
     assert not check_model(warm)
+    assert seed_warning(warm) is None
+    for seed, is_other in ((warm.run.seed, False), (warm.run.seed + 1, True)):
+        (tmp_path / "m" / "warmstart.json").write_text(f'{{"seed": {seed}}}')
+        assert (seed_warning(warm) is not None) is is_other
 
 
 def test_a_missing_embedding_model_is_refused_before_anything_starts(tmp_path, monkeypatch):
@@ -111,6 +115,18 @@ def test_children_inherit_no_recipe_overrides():
     assert child["OMP_NUM_THREADS"] == child["MKL_NUM_THREADS"] == "3"
     assert child["TBA_SEARCHER_ID"] == "searcher-1"
     assert child["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_threads_that_the_shell_names_are_those_of_searchers_and_evaluators_alone(tmp_path, monkeypatch):
+    services = Services(make(), RunFolder(tmp_path / "r"))
+
+    def threads():
+        return [services.spec(kind).environ["OMP_NUM_THREADS"] for kind in ("searcher", "evaluator", "buffer")]
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert threads() == ["4", "4", "1"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads() == ["1", "1", "1"]
 
 
 def test_redis_flags_keep_every_write_and_listen_on_a_socket_of_the_owner_only(tmp_path):

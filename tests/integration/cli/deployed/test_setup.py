@@ -165,7 +165,9 @@ def test_the_starting_model_is_made_once(
     ready: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(_module: str, words: list[str]) -> str:
-        make_model_folder(Path(load_recipe(words[1]).model.path))
+        folder = Path(load_recipe(words[1]).model.path)
+        make_model_folder(folder)
+        (folder / "warmstart.json").write_text('{"seed": 7}')
         return ""
 
     monkeypatch.setattr("tba_cli.setup.artifacts.run_program", make)
@@ -175,3 +177,4 @@ def test_the_starting_model_is_made_once(
         assert setup(ready.write(place, model={"path": str(path), "warm_start": warm}), "--only", "models") == 0
         out = capsys.readouterr().out
         assert ("making the starting model" in out, "models/made-0 in s3://tba/deep is pushed" in out) == (made, made)
+        assert ("was made with run.seed = 7, not 0" in out) is not made

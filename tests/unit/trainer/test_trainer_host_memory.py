@@ -31,9 +31,9 @@ class OnGpu(torch.Tensor):
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A machine with 100 MiB available, and the process in group /pod/container."""
+    """A machine with 100 MiB available, and the process in group /pod/container of either version."""
     write(tmp_path / "proc" / "meminfo", "MemTotal:  999999 kB\nMemAvailable:  102400 kB\nBuffers:  7 kB\n")
-    write(tmp_path / "proc" / "self" / "cgroup", "5:cpu,cpuacct:/\n0::/pod/container\n")
+    write(tmp_path / "proc" / "self" / "cgroup", "5:cpu,cpuacct:/\n4:memory:/pod/container\n0::/pod/container\n")
     return tmp_path
 
 
@@ -42,13 +42,16 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def group(folder: Path, *, limit: str, used_mib: int, files_mib: int, high: str | None = None) -> None:
+def group(
+    folder: Path, *, limit: str, used_mib: int, files_mib: int, old: bool = False, high: str | None = None
+) -> None:
     """Write what Linux says of a control group."""
     if high is not None:
         write(folder / "memory.high", f"{high}\n")
-    write(folder / "memory.max", f"{limit}\n")
-    write(folder / "memory.current", f"{used_mib * MIB}\n")
-    write(folder / "memory.stat", f"anon 5\ninactive_file {files_mib * MIB}\nshmem 0\n")
+    write(folder / ("memory.limit_in_bytes" if old else "memory.max"), f"{limit}\n")
+    write(folder / ("memory.usage_in_bytes" if old else "memory.current"), f"{used_mib * MIB}\n")
+    name = "total_inactive_file" if old else "inactive_file"
+    write(folder / "memory.stat", f"anon 5\n{name} {files_mib * MIB}\nshmem 0\n")
 
 
 def free_mib(machine: Path) -> float:
@@ -68,6 +71,8 @@ def test_free_memory_is_the_least_of_the_machine_s_and_its_groups(machine: Path)
     assert free_mib(machine) == 25
     group(groups / "pod", limit=str(80 * MIB), used_mib=70, files_mib=20, high="max")
     assert free_mib(machine) == 30
+    group(groups / "memory" / "pod" / "container", limit=str(50 * MIB), used_mib=40, files_mib=5, old=True)
+    assert free_mib(machine) == 15
     group(groups / "pod" / "container", limit=str(8 * MIB), used_mib=9, files_mib=0)
     assert free_mib(machine) == 0
 

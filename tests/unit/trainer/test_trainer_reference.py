@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from tba_trainer.learner.learner import Learner
-from tba_trainer.learner.reference import ModelReference
+from tba_trainer.learner.reference import CarriedReference, ModelReference
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 
-from tba.errors import ConfigError
+from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, RefLogprob, Rollout
 from tests.support.learner_values import make_learner, move
@@ -143,6 +143,15 @@ def test_placed_at_the_searcher_the_gradient_is_that_of_the_trainers_reference(
     found = there.gradients(carrying(batch, values), step=1, policy_ages=[0] * 12)
     assert found == expected
     assert found["kl_to_ref"] is not None
+
+
+def test_placed_at_the_searcher_a_rollout_without_a_value_of_the_starting_model_is_refused(folder: Path) -> None:
+    reference = make_learner(folder, objective={"preset": "tb", "reference_placement": "searcher"}).reference
+    assert isinstance(reference, CarriedReference)
+    with pytest.raises(MalformedError, match=r"carries no ref log-prob of the starting model"):
+        reference.logprobs(make_batch(0).rollouts)
+    with pytest.raises(MalformedError, match=r"carries no ref log-prob of the starting model"):
+        reference.logprobs(carrying(make_batch(0), [-1.0] * 12, PolicyVersion(1, 3)).rollouts)
 
 
 def test_placed_at_the_searcher_a_checkpoint_with_another_reference_is_refused(folder: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tba.config import Recipe
-from tba.errors import ConfigError
+from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import Policy, Ranks
@@ -81,9 +81,22 @@ class CarriedReference(Reference):
     """A reference whose log-probs searchers compute, under the starting model; rollouts carry them."""
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the values that the rollouts carry; `filter_batch` has refused those without one."""
-        carried = [rollout.ref_logprob for rollout in rollouts]
-        return [each.value for each in carried if each is not None]
+        """Return the values that the rollouts carry.
+
+        Raises:
+            MalformedError: one carries none of the starting model; `filter_batch` refuses such a rollout before.
+        """
+        values = []
+        for rollout in rollouts:
+            carried = rollout.ref_logprob
+            if carried is None or carried.version != START:
+                what = f"rollout {rollout.rollout_id.hex()} of prompt {rollout.prompt_id!r}"
+                raise MalformedError(
+                    f"{what} carries no ref log-prob of the starting model, and objective.reference_placement is "
+                    '"searcher"'
+                )
+            values.append(carried.value)
+        return values
 
     def load(self, tensors: Mapping[str, TensorSlice], version: PolicyVersion) -> None:
         """Refuse: searchers know only the starting model."""

@@ -38,6 +38,8 @@ from tba_trainer.loop.status import Session
 from tba_trainer.loop.trainer_context import TrainerContext
 
 _POLL_S = 0.5
+_MOST_CHOICES = 5
+"""Rollbacks that may be asked for and withdrawn, one after the other, while a start chooses its parent."""
 log = get_logger("startup")
 
 
@@ -103,7 +105,7 @@ def _take_lineage(
 
     The choice may take minutes. Where an operator's rollback was withdrawn meanwhile, the parent is chosen again.
     """
-    while True:
+    for _ in range(_MOST_CHOICES):
         info = context.buffer.run()
         # a new lineage would make the run active again, and its searchers would start to generate
         if info.state == "done":
@@ -145,6 +147,9 @@ def _take_lineage(
                 "rolled_back_for_operator", asked_for=asked.version, parent=str(parent.version), reason=asked.reason
             )
         return info, parent, reply
+    raise ConflictError(
+        f"a rollback was asked for and withdrawn {_MOST_CHOICES} times while this trainer started; start it again"
+    )
 
 
 def _asked_parent(

@@ -88,27 +88,33 @@ def kept_pinned_bytes() -> int:
 
 
 def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yield what is left to each control group with a limit that this process is in (version 2)."""
+    """Yield what is left to each control group with a limit that this process is in, of either version."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers:  # of version 1
+        if not controllers:
+            # past "high" the kernel kills nobody, and lets the group crawl
+            base, limits, names = cgroups, ("memory.max", "memory.high"), ("memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, limits = cgroups / "memory", ("memory.limit_in_bytes",)
+            names = "memory.usage_in_bytes", "total_inactive_file"
+        else:
             continue
-        folder = cgroups / path.lstrip("/")
-        # those above have limits, too; in a container only the own one may be there, as `cgroups`
+        folder = base / path.lstrip("/")
+        # those above have limits, too; in a container only the own one may be there, as `base`
         for each in (folder, *folder.parents):
-            if not each.is_relative_to(cgroups):
+            if not each.is_relative_to(base):
                 break
             with suppress(OSError):  # no such group here
-                used = int((each / "memory.current").read_text(encoding="utf-8"))
+                used = int((each / names[0]).read_text(encoding="utf-8"))
                 # files that were read or written fill a group to its limit, and go when memory is needed
-                stat = (each / "memory.stat").read_text(encoding="utf-8")
-                files = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)
-                # past "high" the kernel kills nobody, and lets the group crawl
-                for limit in ("memory.max", "memory.high"):
+                files = re.search(
+                    rf"^{names[1]} (\d+)$", (each / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE
+                )
+                for limit in limits:
                     with suppress(OSError, ValueError):  # "max": no limit
                         yield int((each / limit).read_text(encoding="utf-8")) - used + (int(files[1]) if files else 0)
 

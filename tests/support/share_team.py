@@ -1,7 +1,16 @@
-"""Publishes versions of a few tensors that a leader and followers, objects of one process, each store a share of."""
+"""Publishes versions of a few tensors that a leader and followers each store a share of.
+
+`ShareTeam` has all of them in one process. `python -m tests.support.share_team FOLDER PORT` forks two real processes
+over gloo, the second of which is killed while it uploads the last version, and prints how each has ended.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +22,14 @@ from tba_trainer.distributed.process_group import Team
 from tba_trainer.distributed.shares import FollowersShares, KeptShares
 from torch import Tensor
 
+from tba.errors import TeamError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, WeightVersions
 from tba.weights.publishing import version_prefix
+from tba.weights.shares import Share
 from tba.wire import Canary, Manifest
+from tests.support.trainer_team import rank_environ
 from tests.support.trainer_values import make_recipe
 from tests.support.weight_chain import ALWAYS
 
@@ -115,3 +127,62 @@ class _Follower:
     def gather(self, data: bytes) -> list[bytes]:
         self._team.answers[self.rank] = data
         return []
+
+
+def main() -> None:
+    """Start two processes and wait for them."""
+    folder, port = Path(sys.argv[1]), int(sys.argv[2])
+    pids: list[int] = []
+    for rank in range(2):  # forked, and before torch has threads: each would import it for seconds
+        if not (pid := os.fork()):
+            os.environ.update(rank_environ(rank, 2, port))
+            _run(folder)
+            os._exit(0)
+        pids.append(pid)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+
+
+def _run(folder: Path) -> None:
+    with Team.join(device="cpu", deadline_s=60.0) as team:
+        assert team.beside is not None
+        if team.is_leader:
+            team.start_beats(on_loss=lambda: None)
+            (folder / "result.json").write_text(json.dumps(_lead(folder, team.beside)))
+            os._exit(0)  # the team is broken
+        recipe = make_recipe(folder, store={"url": f"file://{folder / 'store'}"})
+        shares = KeptShares(recipe, team.beside, deadline_s=60.0)
+        for step in (1, 2, 3):
+            version = PolicyVersion(1, step)
+            shares.keep(str(version), take(folder / "follower", version, tensors_of(step), rank=1, num_ranks=2))
+        upload = Share.upload
+
+        def die(self: Share, *, whole: bool, changes: bool) -> None:
+            if "1-3" in self._prefix:
+                os.kill(os.getpid(), signal.SIGKILL)
+            upload(self, whole=whole, changes=changes)
+
+        Share.upload = die  # pyright: ignore[reportAttributeAccessIssue]
+        shares.start()
+        for _ in team.commands():
+            pass
+
+
+def _lead(folder: Path, beside: Team) -> dict[str, Any]:
+    versions, base, before = WeightVersions(FileStore(folder / "store"), "demo"), None, None
+    for step in (1, 2, 3):
+        version, tensors = PolicyVersion(1, step), tensors_of(step)
+        snapshot = take(folder / "leader", version, tensors, rank=0, num_ranks=2)
+        theirs = sum(each.nbytes for name, each in tensors.items() if name not in snapshot.held)
+        others = FollowersShares(beside, str(version), prefix=version_prefix("demo", version), size_bytes=theirs)
+        others.base = before
+        snapshot.others = others
+        begin = time.monotonic()
+        try:
+            base, before = publish(versions, snapshot, base), others
+        except TeamError as error:
+            return {"error": str(error), "seconds": time.monotonic() - begin}
+    return {"error": None}
+
+
+if __name__ == "__main__":
+    main()

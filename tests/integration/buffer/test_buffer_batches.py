@@ -195,6 +195,7 @@ def test_everything_of_a_zombie_trainer_is_refused(serve_buffer: ServeBuffer) ->
         lambda: client.register_checkpoint(CheckpointRequest(version="1-1", token=old.token, key="k")),
         lambda: client.command("done", RunCommand(token=old.token)),
         lambda: client.command("fail", RunCommand(token=old.token)),
+        lambda: client.command("pause", RunCommand(token=old.token)),
     ):
         with pytest.raises(FencedError):
             attempt()

@@ -205,6 +205,22 @@ def test_a_failed_run_continues_from_its_last_checkpoint_in_a_new_lineage(
     assert [(entry.step, entry.skipped) for entry in active] == [(step, None) for step in range(1, NUM_STEPS + 1)]
 
 
+def test_a_trainer_that_is_stopped_in_its_final_evaluation_can_be_resumed_to_the_end(run: Run) -> None:
+    """No searcher evaluates here, so the evaluation is never done before its deadline."""
+    first = run.start("eval.timeout_s=600", "trainer.num_steps=6")
+    run.until(lambda: any(wait.name == "final-evaluation" for wait in run.client.run().waits))
+    first.terminate()
+    assert first.wait(timeout=DEADLINE_S) == 143, run.log(0)
+    stopped = run.client.run()
+    assert (stopped.state, stopped.checkpoint) == ("running", "1-6")
+    second = run.start("trainer.num_steps=6")
+    assert second.wait(timeout=DEADLINE_S) == 0, run.log(1)
+    done = run.client.run()
+    assert (done.state, done.lineage, done.step, done.latest_version) == ("done", 2, 6, "2-6")
+    assert "2-6" in {evaluation.version for evaluation in done.evals}
+    assert [entry.step for entry in run.ledger()] == list(range(1, 7))
+
+
 def test_the_buffer_may_be_killed_and_restarted_under_a_training_run(run: Run) -> None:
     thread = run.train_here()
     run.until(lambda: step_of(run.client) >= 3)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +17,9 @@ from tba.errors import ObjectExistsError, StoreUnavailableError, TbaError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import LocalVersion, WeightVersions, shares
+from tba_cli.ports import PortRequest, choose_ports
 from tests.support.share_team import ShareTeam, publish, take, tensors_of
+from tests.support.trainer_team import rank_environ
 from tests.support.waits import until
 
 SIZES = {"embedding": 1000, "a": 300, "b": 300, "c": 300, "d": 300, "norm": 10}
@@ -255,3 +261,28 @@ def test_a_follower_that_took_no_share_and_one_that_is_given_up_are_errors(
         publish(team.versions, snapshot)
     busy.set()
     assert team.versions.versions() == []
+
+
+@pytest.mark.nightly
+def test_two_processes_publish_over_gloo_and_one_that_is_killed_in_its_upload_registers_nothing(
+    tmp_path: Path,
+) -> None:
+    [port] = choose_ports([PortRequest("master", "127.0.0.1", 0)])
+    command = [sys.executable, "-m", "tests.support.share_team", str(tmp_path), str(port)]
+    ended = subprocess.run(command, env=rank_environ(0, 2, port), capture_output=True, text=True, timeout=240)
+    *log, codes = ended.stdout.splitlines()
+    assert json.loads(codes) == [0, -signal.SIGKILL], (log, ended.stderr)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert "process 0 of 2 has lost another process of this trainer during 'share_reply'" in result["error"]
+    assert result["seconds"] < 60
+    versions = WeightVersions(FileStore(tmp_path / "store"), "demo")
+    assert list(map(str, versions.versions())) == ["1-1", "1-2"]
+    one = alone(tmp_path, 1)
+    delta = alone(tmp_path, 2, one).manifest
+    assert versions.manifest(PolicyVersion(1, 1)).params_sha256 == one.manifest.params_sha256
+    assert versions.manifest(PolicyVersion(1, 2)).params_sha256 == delta.params_sha256
+    local = versions.download_tensors(PolicyVersion(1, 2), tmp_path / "afresh")
+    assert local.manifest.delta is not None
+    assert_holds(local, 2)
+    # what it left goes as what any killed trainer leaves
+    assert versions.delete_incomplete(before_lineage=2, keep=()) == [PolicyVersion(1, 3)]

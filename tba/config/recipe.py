@@ -99,6 +99,18 @@ class Recipe(StrictModel):
                 f"{self.trainer.num_processes}; give {self.trainer.device.partition(':')[0]!r}: every process then "
                 "uses a device of its own (local.gpus.trainer says which)"
             )
+        gpus = self.local.gpus.trainer
+        if gpus is not None and len(gpus) < self.trainer.num_processes:
+            raise ValueError(
+                f"local.gpus.trainer names {len(gpus)} GPUs, and trainer.num_processes is "
+                f"{self.trainer.num_processes}: every process needs a GPU of its own"
+            )
+        shortest = min(map(len, self.local.gpus.searchers or ()), default=None)
+        if shortest is not None and shortest < self.searcher.tensor_parallel_size:
+            raise ValueError(
+                f"local.gpus.searchers has a list of {shortest} GPUs, and searcher.tensor_parallel_size is "
+                f"{self.searcher.tensor_parallel_size}: a searcher needs that many; name them in every list"
+            )
         self._check_objective()
         return self
 

@@ -85,6 +85,7 @@ def test_the_ranks_of_a_searcher_share_its_model() -> None:
         # half of the weights, and of 4 key-value heads two for each rank
         assert (rank.peak_bytes - 2 * GIB) * 2 == alone.peak_bytes - 2 * GIB
     for sets, text in (
+        ([*gpus, "searcher.tensor_parallel_size=3"], "local.gpus.searchers has a list of 2 GPUs"),
         (["local.gpus.searchers=[[4,5,6]]", "searcher.tensor_parallel_size=3"], "cannot share the 28 attention heads"),
         (["searcher.engine='embedded'", "searcher.tensor_parallel_size=2"], "only vllm splits a model"),
     ):

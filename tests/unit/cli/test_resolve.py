@@ -158,3 +158,8 @@ def test_children_see_the_gpus_that_the_recipe_gives_them(tmp_path, monkeypatch)
     children = [services.trainer(), services.spec("reward"), *searchers]
     assert [child.environ["CUDA_VISIBLE_DEVICES"] for child in children] == ["0,1", "3", "2", "3", "2"]
     assert "CUDA_VISIBLE_DEVICES" not in services.spec("buffer").environ
+
+
+def test_every_process_of_the_trainer_needs_a_gpu_of_its_own():
+    with pytest.raises(ConfigError, match=r"local\.gpus\.trainer names 1 GPUs, and trainer\.num_processes is 2"):
+        make(local={"gpus": {"trainer": [0]}}, trainer={"num_processes": 2})

@@ -381,7 +381,7 @@ def _add_setup(commands: Subparsers) -> None:
         data,
         "prepare",
         "setup:prepare_command",
-        "fetch, make or train what is missing, then check models, columns and prompts",
+        "fetch, make or train what is missing, then show prompts",
         "tba data prepare my.toml --set model.path=models/small",
         json=False,
     )

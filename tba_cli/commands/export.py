@@ -1,4 +1,4 @@
-"""`tba export`: write any published version of a run, or its LoRA adapter alone, as a Hugging Face folder with a card.
+"""`tba export`: write any published version of a run as a Hugging Face folder with a card.
 
 It needs no torch.
 """

@@ -152,6 +152,22 @@ def test_what_the_gpu_services_start_is_what_their_images_start():
         assert GPU["services"][name]["command"] == found["ENTRYPOINT"] + found["CMD"]
 
 
+def test_what_loads_models_has_shared_memory():
+    assert {GPU["services"][name]["shm_size"] for name in ("trainer", *SEARCHERS)} == {"8g"}
+
+
+def test_start_order_is_by_health_and_completion():
+    waits = {name: service.get("depends_on", {}) for name, service in GPU["services"].items()}
+    assert all(isinstance(needed, dict) for needed in waits.values())
+    assert waits["buffer"]["redis"] == {"condition": "service_healthy"}
+    assert waits["trainer"]["setup-models"] == {"condition": "service_completed_successfully"}
+    assert waits["searcher-1"]["reward"] == {"condition": "service_healthy"}
+    for needed in waits.values():
+        for other, how in needed.items():
+            if how["condition"] == "service_completed_successfully":
+                assert GPU["services"][other]["restart"] == "no"
+
+
 def test_a_rehearsal_is_the_same_file_with_the_simulated_engine():
     """TBA_SEARCHER__ENGINE=simulated docker compose up: a name without a value comes from the shell."""
     for name in started(GPU, "gpu") & {*OURS}:
@@ -337,6 +353,9 @@ def test_compose_reads_the_file_as_these_tests_do(file: str | None):
         own = given["services"][name]
         wanted = {k: shell.get(k) if v is None else str(v) for k, v in own.get("environment", {}).items()}
         assert (service.get("environment") or {}) == wanted
+        reserved = [each["deploy"]["resources"].get("reservations", {}).get("devices", []) for each in (service, own)]
+        made_ids, own_ids = ([device["device_ids"] for device in devices] for devices in reserved)
+        assert made_ids == own_ids
         assert [service.get(key) for key in ("image", "command", "entrypoint")] == [
             own.get(key) for key in ("image", "command", "entrypoint")
         ]

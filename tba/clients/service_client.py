@@ -126,35 +126,39 @@ class ServiceClient:
         """Close the connections."""
         self._http.close()
 
-    def not_ready(self) -> ServiceError | None:
+    def not_ready(self, *, timeout_s: float | None = None) -> ServiceError | None:
         """Return why the service cannot do its work now (GET /readyz); None if it can.
+
+        Args:
+            timeout_s: deadline of the call; None: that of the client.
 
         Raises:
             TlsError: it never answered, and its TLS is not as the settings say.
             UnavailableError: it does not answer.
         """
-        return self.readiness().problem
+        return self.readiness(timeout_s=timeout_s).problem
 
-    def readiness(self) -> Readiness:
+    def readiness(self, *, timeout_s: float | None = None) -> Readiness:
         """Return whether the service can do its work now, and its note (GET /readyz).
 
         Raises:
             TlsError: it never answered, and its TLS is not as the settings say.
             UnavailableError: it does not answer.
         """
-        reply = self.ask("/readyz")
+        reply = self.ask("/readyz", timeout_s=timeout_s)
         if reply.status != 200:
             return Readiness(problem=error_of(reply))
         return Readiness(note=_note_of(reply))
 
-    def ask(self, path: str) -> Reply:
+    def ask(self, path: str, *, timeout_s: float | None = None) -> Reply:
         """GET a path once, and return the answer, whatever its status is.
 
         Raises:
             TlsError: it never answered, and its TLS is not as the settings say.
             UnavailableError: it does not answer.
         """
-        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self._timeout_s)
+        read_s = timeout_s or self._timeout_s
+        timeout = urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, read_s), read=read_s)
         return self._attempt("GET", f"{self._path}{path}", path, body=None, headers={}, timeout=timeout)
 
     def _call(

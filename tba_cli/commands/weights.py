@@ -11,7 +11,7 @@ from typing import Any
 
 from tba.api import RunInfo
 from tba.config import Recipe
-from tba.errors import ConfigError, ObjectNotFoundError, TbaError
+from tba.errors import ConfigError, MalformedError, ObjectNotFoundError, TbaError
 from tba.fields import escape_controls
 from tba.store import ObjectStore, open_store
 from tba.versions import START, PolicyVersion
@@ -93,7 +93,7 @@ def list_command(args: argparse.Namespace) -> int:
     """Print a line per version, oldest first."""
     place = VersionStore(args)
     existing = place.versions.versions()
-    reasons, unknown = None, None
+    reasons, unknown, damaged = None, None, None
     try:
         info = _ask(args, place)
     except TbaError as error:
@@ -107,6 +107,9 @@ def list_command(args: argparse.Namespace) -> int:
             manifest = place.versions.manifest(version)
         except ObjectNotFoundError:  # deleted meanwhile
             continue
+        except MalformedError as error:  # show the others before it is raised
+            damaged = MalformedError(f"version {version}: {error}")
+            continue
         listed.append(_listed(manifest, None if reasons is None else reasons.get(version, [])))
     if args.json:
         print(json.dumps({"run": place.run, "unknown": unknown, "versions": listed}, indent=1))
@@ -114,8 +117,10 @@ def list_command(args: argparse.Namespace) -> int:
         print("\n".join(_list_lines(listed)))
         if unknown is not None:
             print(escape_controls(f"what holds them is unknown: {unknown}"))
-    else:
+    elif damaged is None:
         print(f"run {place.run!r} has published no version yet")
+    if damaged is not None:
+        raise damaged
     return 0
 
 

@@ -34,21 +34,30 @@ def resume_recipe(
         on_difference: called with a line for each key that differs.
 
     Raises:
-        ConfigError: the file has changed since the run began.
+        ConfigError: the file has changed since the run began, or nothing readable says what it was.
     """
     # the variables of the start are in it already; those of this shell may be for something else
     recipe = load_recipe(folder.recipe_path, sets=sets, environ={})
     # recipe.json of the run is the resolved recipe: its form differs from that of the file
     if path is None or Path(path).absolute() == folder.recipe_path:
         return recipe
-    before, now = json.loads(folder.recipe_file_path.read_bytes()), read_document(Path(path))
+    own = shlex.join([*this_program(), "run", os.path.relpath(folder.recipe_path), "--resume"])
+    try:
+        before = json.loads(folder.recipe_file_path.read_bytes())
+    except (OSError, ValueError):
+        before = None
+    if not isinstance(before, dict) or "document" in before:
+        raise ConfigError(
+            f"{folder.recipe_file_path} is missing, damaged or of an older release, so {path} cannot be compared with "
+            f"it; continue the run as it began, with --set KEY=VALUE for what is to change: {own}"
+        )
+    now = read_document(Path(path))
     for key, (old, new) in differences(before, now):
         on_difference(with_bare_urls(f"{path}: {key} was {old!r} when the run began, and is {new!r} now"))
     if now != before:
-        own = [*this_program(), "run", os.path.relpath(folder.recipe_path)]
         raise ConfigError(
             f"recipe {path} has changed since run {recipe.run.name!r} began (see above); begin it again with --fresh, "
-            f"or continue as it began, and with --set KEY=VALUE for what is to change: {shlex.join(own)} --resume"
+            f"or continue as it began, and with --set KEY=VALUE for what is to change: {own}"
         )
     return recipe
 

@@ -172,7 +172,7 @@ class Run:
                 curves = client.curves(from_step=first, to_step=last, max_points=STEPS_PER_PAGE)
                 num_before, unknown = len(columns["step"]), [None] * len(curves.steps)
                 page = {**curves.values, "step": curves.steps, "at_s": curves.at_s}
-                for name in columns.keys() | page.keys():
+                for name in dict.fromkeys([*columns, *page]):
                     columns.setdefault(name, [None] * num_before).extend(page.get(name) or unknown)
             info = client.run()
         return columns

@@ -29,6 +29,7 @@ from tba_cli.setup.origin import until_loaded
 
 POLL_S = 1.0
 PROGRESS_INTERVAL_S = 30.0
+READY_TIMEOUT_S = 5.0
 CALL_RETRY_S = 5.0
 CALL_TIMEOUT_S = 30.0
 STORE_TIMEOUT_S = 5.0
@@ -103,7 +104,7 @@ def _wait_until_ready(client: ServiceClient, wait: str, deadline_s: float, on_pr
     begun_s, shown_s = time.monotonic(), -PROGRESS_INTERVAL_S
     while True:
         try:
-            reason = client.not_ready()
+            reason = client.not_ready(timeout_s=min(READY_TIMEOUT_S, max(deadline_s - time.monotonic(), 0.5)))
         except UnavailableError as error:
             reason = error
         if reason is None:

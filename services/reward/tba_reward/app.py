@@ -17,7 +17,7 @@ from tba.api.scores import MAX_SCORE_BODY_BYTES, MAX_SCORE_ITEMS, ScorerInfo
 from tba.concurrency import in_thread
 from tba.config import Recipe
 from tba.errors import LimitError, MalformedError, UnavailableError
-from tba.fields import first_problem
+from tba.fields import MAX_DIGITS, first_problem
 from tba.server import Authenticator, create_app, raw_body
 from tba.tokens import TokensFile
 from tba_reward.composite_reward import CompositeReward, ScoreCache
@@ -136,7 +136,8 @@ def read_items(
         LimitError: too many items.
     """
     try:
-        document = json.loads(body)
+        # Python parses no number of over 4,300 digits: what is left of one is still too long, and fails its item alone
+        document = json.loads(body, parse_int=lambda text: int(text[: MAX_DIGITS + 2]))
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"the body is not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("items"), list) or len(document) > 1:
@@ -171,6 +172,10 @@ def _read_item(item: Any, at: int, max_text_chars: int) -> ScoreItem | ScoreResu
         item_id = found[:MAX_ID_CHARS] if isinstance(found, str) and found and found.isprintable() else f"item {at}"
         return failed(item_id, Failure("malformed", first_problem(error, whole="item")))
     for name, text in (("prompt", read.prompt), ("response", read.response)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return failed(read.item_id, Failure("malformed", f"the {name} holds a lone surrogate, which is no text"))
         if len(text) > max_text_chars:
             detail = f"the {name} has {len(text)} characters, the limit is {max_text_chars}"
             return failed(read.item_id, Failure("too_long", detail))

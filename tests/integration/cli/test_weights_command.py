@@ -90,6 +90,15 @@ def test_the_store_alone_tells_how_versions_are_stored(place: Published, capsys:
     assert row["stored_bytes"] * 20 < row["full_bytes"] == 24_000
 
 
+def test_a_damaged_manifest_hides_no_other_version(place: Published, capsys: pytest.CaptureFixture[str]) -> None:
+    (key,) = (key for key in place.store.list("") if "1-8/" in key and key.endswith("manifest.json"))
+    place.store.put(key, b"no manifest")
+    assert main(["weights", "list", "--recipe", str(place.recipe_path)]) == 2
+    captured = capsys.readouterr()
+    assert [line.split()[0] for line in captured.out.splitlines()[1:7]] == [name for name in NAMES if name != "1-8"]
+    assert "1-8" in captured.err
+
+
 def test_nothing_is_deleted_unless_somebody_says_what_is_held(
     place: Published, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,8 @@ def body_of(*items: Any) -> bytes:
         ({**GOOD, "data": {"answer": ["\udfff"]}}, "good", "malformed", "data: 'utf-8' codec can't encode"),
         ({**GOOD, "data": {"answer": 10**2000}}, "good", "malformed", "data: holds a whole number of more than"),
         ({**GOOD, "data": {"answer": DEEP}}, "good", "malformed", "data: nested deeper than 32 levels"),
+        ({**GOOD, "prompt": "6\udfff"}, "good", "malformed", "the prompt holds a lone surrogate"),
+        ({**GOOD, "response": "\ud800"}, "good", "malformed", "the response holds a lone surrogate"),
         ({**GOOD, "item_id": "\ud800"}, "item 1", "malformed", ""),
         (7, "item 1", "malformed", ""),
         (None, "item 1", "malformed", ""),
@@ -58,6 +60,14 @@ def test_a_bad_item_has_an_error_of_its_own_and_spoils_no_other(
     assert found.error is not None
     assert (found.item_id, found.error.reason) == (item_id, reason)
     assert detail in found.error.detail
+
+
+def test_a_number_that_python_does_not_parse_fails_its_item_alone() -> None:
+    first, found = read(body_of(GOOD, {**GOOD, "data": {"answer": 7}}).replace(b": 7}", b": " + b"7" * 5000 + b"}"))
+    assert isinstance(first, ScoreItem)
+    assert isinstance(found, ScoreResult)
+    assert found.error is not None
+    assert "data: holds a whole number of more than" in found.error.detail
 
 
 @pytest.mark.parametrize("response", ["", "\u0000", "\U0001f600", "é" * 1000, "\\ud800", '"}]}'])

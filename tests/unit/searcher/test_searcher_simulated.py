@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 from tba_searcher.engines import simulated
 from tba_searcher.engines.engine import Completion, EngineError, EngineSettings, Request
-from tba_searcher.engines.simulated import SimulatedCodec, SimulatedEngine
+from tba_searcher.engines.simulated import SimulatedCodec, SimulatedEngine, read_vocabulary
 
-from tba.errors import DigestError
+from tba.errors import DigestError, ModelError
 from tba.versions import START, PolicyVersion
 from tba.weights import params_sha256_of_files
 from tba.wire import Sampling, VersionSpan
@@ -212,3 +212,12 @@ def test_a_searcher_without_a_model_imports_no_torch() -> None:
         env={"PYTHONPATH": ":".join(map(str, SERVICE_PATHS))},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_config_json_names_badly_is_no_id_and_no_vocabulary_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"vocab_size": 50, "eos_token_id": [-1, EOS, 50], "text_config": None}))
+    assert read_vocabulary(tmp_path) == (50, (EOS,))
+    path.write_text("{}")
+    with pytest.raises(ModelError, match=r"config\.json names no vocab_size"):
+        read_vocabulary(tmp_path)

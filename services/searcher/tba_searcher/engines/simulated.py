@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.errors import DigestError
+from tba.errors import DigestError, ModelError
 from tba.versions import PolicyVersion
 from tba.weights import params_sha256_of_files
 from tba.weights.publishing import MODEL_CONFIG_NAME
@@ -169,13 +169,19 @@ class SimulatedEngine:
 
 
 def read_vocabulary(folder: Path) -> tuple[int, tuple[int, ...]]:
-    """Return the number of token ids of a model, and those that end a sequence: the last one where it names none."""
+    """Return the number of token ids of a model, and those that end a sequence: the last one where it names none.
+
+    Raises:
+        ModelError: its config.json names no vocabulary.
+    """
     document = json.loads((folder / MODEL_CONFIG_NAME).read_bytes())
     # models with images have the settings of their language model in a section of its own
-    document = {**document.get("text_config", {}), **document}
-    num_ids, eos = document["vocab_size"], document.get("eos_token_id")
+    document = {**(document.get("text_config") or {}), **document}
+    num_ids, eos = document.get("vocab_size"), document.get("eos_token_id")
+    if not isinstance(num_ids, int):
+        raise ModelError(f"{folder / MODEL_CONFIG_NAME} names no vocab_size; model.path must hold a language model")
     named = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return num_ids, tuple(sorted({number for number in named if number < num_ids})) or (num_ids - 1,)
+    return num_ids, tuple(sorted({number for number in named if 0 <= number < num_ids})) or (num_ids - 1,)
 
 
 class SimulatedCodec:

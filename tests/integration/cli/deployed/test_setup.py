@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,17 @@ def test_services_that_do_not_come_end_setup_at_its_deadline(
         run_setup(
             recipe, wait_s=0, create_bucket=False, prepare=False, pull=False, only="prompts", on_progress=said.append
         )  # fmt: skip
+
+
+def test_a_silent_service_does_not_hold_up_the_deadline(ready: Deployment) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        recipe = ready.recipe(buffer={"url": f"http://127.0.0.1:{silent.getsockname()[1]}"})
+        begun_s = time.monotonic()
+        with pytest.raises(WaitTimeoutError, match="wait 'buffer-start'"):
+            run_setup(
+                recipe, wait_s=1, create_bucket=False, prepare=False, pull=False, only="prompts", on_progress=print
+            )  # fmt: skip
+        assert time.monotonic() - begun_s < 20
 
 
 def test_a_port_that_nobody_knows_is_one_sentence(ready: Deployment, capsys: pytest.CaptureFixture) -> None:

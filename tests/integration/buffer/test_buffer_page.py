@@ -57,10 +57,10 @@ def test_zoom_and_hover_of_a_chart_stay_while_the_page_updates(trained: BufferTh
     page, watched = open_page(trained)
     over = page.locator(".u-over").first
     over.wait_for()
-    box = over.bounding_box()
-    assert box is not None
 
     def point_at(share: float) -> None:
+        box = over.bounding_box()  # panels above it may have grown
+        assert box is not None
         page.mouse.move(box["x"] + share * box["width"], box["y"] + 40)
 
     def step_at(share: float) -> int:
@@ -74,7 +74,8 @@ def test_zoom_and_hover_of_a_chart_stay_while_the_page_updates(trained: BufferTh
     assert "0.9167" not in page.inner_text(".u-legend >> nth=0")  # of the step under the cursor, not the last one
     point_at(0.3)
     page.mouse.down()
-    page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 40, steps=4)
+    point_at(0.5)
+    point_at(0.7)
     page.mouse.up()
     zoomed = (step_at(0.01), step_at(0.99))
     assert 1 < zoomed[0] < zoomed[1] < NUM_STEPS

@@ -24,10 +24,7 @@ from tba_trainer.tracking import open_trackers
 from tba.config import Recipe, load_recipe
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
-from tba_cli.commands.config import check_command
-from tba_cli.parser import parse_arguments
 from tba_cli.prompts.reader import prompts_of
-from tests.support.buffer import write_recipe
 from tests.support.engine_contract import CASES
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
@@ -63,21 +60,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe_of(example: str, folder: Path | str = "models/none", **sections: dict[str, Any]) -> Recipe:
     """A recipe with the lines of the page."""
     return make_recipe(folder, **{**sections, **EXAMPLES[example][0]})
-
-
-def test_the_config_check_finds_the_modules_that_the_page_names(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("objective", "engine", "tracker", "prompt source")
-    sections = {key: values for name in names for key, values in EXAMPLES[name][0].items()}
-    path = write_recipe(Path("recipe.json"), make_recipe("models/none", **sections))
-    parsed = parse_arguments(["config", "check", str(path), "--offline"])
-    check_command(parsed)
-    found = capsys.readouterr().out
-    assert found.count("ok   plugin: ") == 3
-    Path("my_objectives.py").unlink()
-    check_command(parsed)
-    assert "FAIL plugin: objective.preset 'my_objectives:weighted_policy_gradient': there is no module" in (
-        capsys.readouterr().out
-    )
 
 
 def test_the_quickstart_takes_an_objective_of_ones_own_as_the_page_says() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tba.errors import ConfigError, ConflictError, DigestError, TbaError, WaitTi
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
+from tba.wire import Batch, RefLogprob
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
 
@@ -47,12 +50,26 @@ def start(recipe: Recipe, buffer: RecordedBuffer, store: FileStore) -> None:
 def fork_recipe(model: Path, run: str, **sections: dict[str, Any]) -> Recipe:
     trainer = {**TRAINED, **sections.pop("trainer", {})}
     run_section, model_section = {"name": run}, {"dtype": "bfloat16"}
-    return make_recipe(model, run=run_section, model=model_section, trainer=trainer, objective=objective(), **sections)
+    sections = {"objective": objective(), **sections}
+    return make_recipe(model, run=run_section, model=model_section, trainer=trainer, **sections)
 
 
-def forked(version: str | None, store: FileStore) -> RecordedBuffer:
+def carrying_batch(seed: int) -> Batch:
+    """A batch whose rollouts carry ref log-probs of the starting model."""
+    batch = make_batch(seed)
+    ref = RefLogprob(value=-7.5, version=PolicyVersion(0, 0))
+    return replace(
+        batch,
+        groups=tuple(
+            replace(group, rollouts=tuple(replace(rollout, ref_logprob=ref) for rollout in group.rollouts))
+            for group in batch.groups
+        ),
+    )
+
+
+def forked(version: str | None, store: FileStore, batches: Callable[[int], Batch] = make_batch) -> RecordedBuffer:
     """The buffer of a run that began with the rollouts of `demo`, whose last lineage is 1."""
-    buffer = RecordedBuffer(make_batch)
+    buffer = RecordedBuffer(batches)
     buffer.lineage, buffer.parents = 1, {1: "0-0"}
     buffer.origin = OriginInfo(
         source="demo/end",
@@ -108,14 +125,16 @@ def test_a_fork_of_a_version_without_a_checkpoint_takes_its_weights(
 
 
 def test_a_fork_whose_searchers_hold_the_starting_model_stores_it_without_announcing_it(
-    trained: tuple[FileStore, RecordedBuffer], model: Path
+    model: Path, tmp_path: Path
 ) -> None:
-    store, _ = trained
+    store = FileStore(tmp_path)
+    start(fork_recipe(model, "demo", objective={"preset": "tb"}), RecordedBuffer(), store)
     versions, start_version = WeightVersions(store, "held"), PolicyVersion(0, 0)
-    buffer = forked("1-4", store)
+    buffer = forked("1-4", store, carrying_batch)
     for marks in (["2-4", "2-6", "2-8"], ["2-4", "2-6", "2-8", "3-8"]):  # a restart finds it there
         buffer.state = "running"
-        start(fork_recipe(model, "held", objective={"reference_placement": "searcher"}), buffer, store)
+        held = {"preset": "tb", "reference_placement": "searcher"}
+        start(fork_recipe(model, "held", objective=held), buffer, store)
         assert buffer.marks == marks
         manifest = versions.manifest(start_version)
         assert manifest.params_sha256 == WeightVersions(store, "demo").manifest(start_version).params_sha256

@@ -122,6 +122,12 @@ class RunFolder:
         Raises:
             ConfigError: it is not a run folder, holds a run (without resume and fresh), or holds none (with resume).
         """
+        holds_work = self.summary_path.exists() or any(self.store_path.glob("runs/*/checkpoints/*/manifest.json"))
+        if holds_work and not self.has_begun and not fresh:
+            raise ConfigError(
+                f"{self.path} holds the work of a run, but its recipe.json is gone; put a copy of it back, delete the "
+                "work and begin again with --fresh, or give another name with --run-name"
+            )
         if resume and not self.has_begun:
             raise ConfigError(f"there is no run to resume in {self.path}; leave out --resume to begin it")
         if self.path.exists() and not self.marker_path.exists() and any(self.path.iterdir()):

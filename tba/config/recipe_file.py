@@ -137,9 +137,10 @@ def read_document(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
     try:
         text = raw.decode()
-        if path.suffix != ".json":
-            return tomllib.loads(text)
-        return json.loads(text)
+        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        if not isinstance(document, dict):
+            raise ConfigError(f"recipe {path} is not valid: it has no sections")
+        return document
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} is not valid: {error}") from None
 

@@ -23,22 +23,31 @@ MAX_READINGS = 5
 
 def table_command(args: argparse.Namespace) -> int:
     """Print one Markdown row per run."""
-    summaries = [_read_summary(Path(run_dir)) for run_dir in args.run_dirs]
+    summaries = [read_summary(Path(run_dir)) for run_dir in args.run_dirs]
     print(json.dumps(summaries, indent=1) if args.json else runs_markdown(summaries))
     return 0
 
 
-def _read_summary(run_dir: Path) -> dict[str, Any]:
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Return the summary of a finished run.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged.
+    """
     RunFolder(run_dir).check_entries()
     path = run_dir / "summary.json"
     try:
-        return json.loads(path.read_bytes())
+        if not isinstance(summary := json.loads(path.read_bytes()), dict) or "steps" not in summary:
+            raise ValueError("it has no steps")
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}); is {run_dir} the folder of a finished run?"
         ) from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); leave {run_dir} out") from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not the summary of a run ({error}); delete it, and `tba run --resume` writes it again"
+        ) from None
+    return summary
 
 
 def check_command(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from tba.config import Recipe, load_recipe
 from tba.config.recipe_file import read_document
 from tba.errors import ConfigError
 from tba_cli.commands.fork import forked_recipe, save_origin
+from tba_cli.commands.report import read_summary
 from tba_cli.console import Console, Loudness
 from tba_cli.local.launch import run_folder_of, run_local
 from tba_cli.local.resume import check_constant, resume_recipe, this_program
@@ -107,7 +108,7 @@ def _continues_finished(folder: RunFolder, began: Recipe, recipe: Recipe, consol
     Raises:
         ConfigError: it does not, and is not the recipe of the run: what it changes would have no effect.
     """
-    summary = json.loads(folder.summary_path.read_bytes())
+    summary = read_summary(folder.path)
     step = summary["steps"]
     if step < recipe.trainer.num_steps:
         return True

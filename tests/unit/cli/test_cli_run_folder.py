@@ -34,6 +34,20 @@ def begun(tmp_path: Path) -> RunFolder:
     return folder
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("kept", ["summary.json", "store/runs/demo/checkpoints/1-4/manifest.json"])
+def test_work_without_its_recipe_is_deleted_by_fresh_alone(begun: RunFolder, kept: str, *, resume: bool) -> None:
+    work = begun.path / kept
+    work.parent.mkdir(parents=True, exist_ok=True)
+    work.write_text("{}")
+    begun.recipe_path.unlink()
+    with pytest.raises(ConfigError), begun.acquire(resume=resume, fresh=False):
+        pass
+    assert work.exists()
+    with begun.acquire(resume=False, fresh=True):
+        pass
+
+
 def test_a_new_folder_is_made(tmp_path):
     folder = RunFolder(tmp_path / "a" / "b")
     with folder.acquire(resume=False, fresh=False):

@@ -122,6 +122,10 @@ def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys
 def test_a_table_of_a_folder_without_summary_is_one_sentence(tmp_path, capsys):
     assert main(["table", str(tmp_path)]) == 2
     assert f"is {tmp_path} the folder of a finished run?" in capsys.readouterr().err
+    for damaged in ("x", "[1]", "{}"):
+        (tmp_path / "summary.json").write_text(damaged)
+        assert main(["table", str(tmp_path)]) == 2
+        assert "summary.json is not the summary of a run" in capsys.readouterr().err
 
 
 def test_a_fork_begins_with_the_evaluation_of_the_version_it_was_forked_from():

@@ -319,7 +319,7 @@ def test_a_file_that_is_missing_or_broken_is_one_sentence(tmp_path: Path) -> Non
         load_recipe(tmp_path / "no.toml", environ={})
     with pytest.raises(ConfigError, match="cannot be read"):
         load_recipe(tmp_path, environ={})
-    for name, data in [("a.toml", b"[run"), ("a.json", b"{"), ("b.toml", b"\xff\xfe")]:
+    for name, data in [("a.toml", b"[run"), ("a.json", b"{"), ("b.json", b"[1]"), ("b.toml", b"\xff\xfe")]:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ConfigError, match=f"{name} is not valid"):
             load_recipe(tmp_path / name, environ={})

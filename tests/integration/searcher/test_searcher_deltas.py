@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from tba_searcher.engines.engine import Completion
@@ -24,11 +25,12 @@ DAMAGED, SPOILT, LAST = 4, 6, 10
 
 
 class CountsSpans(EmbeddedEngine):
-    """Counts the completions that more than one version has sampled."""
+    """Counts the completions that more than one version has sampled; slow, so that swaps fall within them."""
 
     num_mixed = 0
 
     def step(self) -> list[Completion]:
+        time.sleep(0.01)
         completions = super().step()
         self.num_mixed += sum(len(completion.version_spans) > 1 for completion in completions)
         return completions

@@ -52,6 +52,14 @@ class ScorerSpec(StrictModel):
         return 1.0 if self.gate is None else 0.0
 
 
+class ReadSpec(ScorerSpec):
+    """The settings of scorers whose work a response can make endless or impossible."""
+
+    unreadable: Literal["unknown"] | Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
+    """The score if the response itself cannot be scored: it is unreadable, too long, or takes too much CPU time or
+    memory. `unknown`: no score, which costs a policy nothing. Faults of the data or the service are always unknown."""
+
+
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
 
@@ -72,7 +80,7 @@ class LastNumberSpec(ScorerSpec):
     """Where the prompt's data has the answer: one number, or a list of numbers, each of them right."""
 
 
-class MathSpec(ScorerSpec):
+class MathSpec(ReadSpec):
     """1 if the final answer of the response is mathematically the same as the gold answer, else 0 (math-verify)."""
 
     kind: Literal["math"]
@@ -84,7 +92,7 @@ class MathSpec(ScorerSpec):
     without a box, where math-verify finds one (after "answer is", the last formula, the last number)."""
 
 
-class FormatSpec(ScorerSpec):
+class FormatSpec(ReadSpec):
     """1 if a regular expression is found in the response, else 0."""
 
     kind: Literal["format"]

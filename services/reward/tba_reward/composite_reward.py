@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tba.api.scores import ANSWER_REASONS, STARTING
-from tba.config.reward import FormatSpec, HttpSpec, MathSpec, ModelScorerSpec, ScorerSpec
+from tba.config.reward import HttpSpec, ModelScorerSpec, ReadSpec, ScorerSpec
 from tba.logs import get_logger
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import OK, Failure, InlineScorer, Item, Outcome, Scorer, checked
@@ -236,10 +236,12 @@ class RewardComponent:
                     log.error("scorer_broken", task=self.task, scorer=self.name, detail=outcome.detail)
 
     def _with_unreadable_score(self, outcome: Outcome) -> Outcome:
-        """Return 0 where the answer is the reason that a rule which reads it has no score."""
+        """Return the recipe's `unreadable` score where the answer is the reason that there is no score."""
+        if not isinstance(self.spec, ReadSpec) or isinstance(self.spec.unreadable, str):
+            return outcome
         # without it nonsense, which has no score, would cost a policy less than a mistake, which scores 0
         is_answers_fault = isinstance(outcome, Failure) and outcome.reason in ANSWER_REASONS
-        return 0.0 if is_answers_fault and isinstance(self.spec, FormatSpec | MathSpec) else outcome
+        return self.spec.unreadable if is_answers_fault else outcome
 
 
 @dataclass(slots=True)

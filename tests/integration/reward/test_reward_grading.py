@@ -13,6 +13,8 @@ from tests.support.reward_process import running_reward
 MATH = {"kind": "math", "timeout_s": 2.0}
 TASKS = {
     "math": {"scorers": [MATH]},
+    "unknown": {"scorers": [{**MATH, "unreadable": "unknown"}]},
+    "minus": {"scorers": [{**MATH, "unreadable": -1.0}]},
     "endless": {"scorers": [{"kind": "format", "pattern": "(x+x+)+y", "timeout_s": 0.5}]},
 }
 SLOW = r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}"
@@ -50,6 +52,14 @@ def test_what_the_answer_causes_is_wrong_and_costs_no_other_item(url: str) -> No
     for reason in ("ambiguous", "too_long"):
         assert f'tba_reward_scores_total{{result="{reason}",scorer="math",task="math"}}' in text
     assert graded(url, ("x" * 40, None), task="endless") == [0.0]
+
+
+def test_the_recipe_says_what_an_answer_without_a_score_gets(url: str) -> None:
+    items = [(UNREADABLE, "x+1"), (LONG, "x+1")]
+    assert graded(url, *items, task="minus") == [-1.0, -1.0]
+    assert graded(url, *items, task="unknown") == ["ambiguous", "too_long"]
+    (slow,) = graded(url, (SLOW, "4"), task="unknown")
+    assert slow in ("too_slow", "out_of_memory")
 
 
 def test_what_the_gold_answer_causes_stays_unknown(url: str) -> None:

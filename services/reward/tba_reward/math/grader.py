@@ -3,7 +3,8 @@ r"""The rule of kind `math`: 1 if the final answer of a response is the gold ans
 **Wrong (0)**: another value; no closed box and no answer element (unless `extract` is `anywhere`); a box that cannot
 be read and holds no letter or digit. **No score**: a gold answer that is missing, prose, or cannot be read
 (`bad_data`), an answer of more than MAX_ANSWER_CHARS characters (`too_long`), an answer that cannot be read or compared
-(`ambiguous`). Where the answer is to blame, the service gives 0 instead (`tba_reward.composite_reward`).
+(`ambiguous`). Where the answer is to blame, the service gives the recipe's `unreadable` instead,
+0 by default (`tba_reward.composite_reward`).
 """
 
 from __future__ import annotations

@@ -243,8 +243,7 @@ class PythonSpec(ScorerSpec):
 
     kind: Literal["python"]
     function: str
-    """`module:name` (docs/extending.md). The reward version
-    has a digest of its file."""
+    """`module:name` (docs/extending.md). The reward version has a digest of its file."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments that every call gets by these names, as they are; a column of the same name is not passed on."""
 

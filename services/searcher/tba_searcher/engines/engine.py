@@ -7,7 +7,8 @@ tokenizer, safetensors files), the version and `EngineSettings`. The caller veri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, Sampling, VersionSpan
@@ -103,6 +105,28 @@ def spans_of(marks: VersionMarks, num_tokens: int) -> tuple[VersionSpan, ...]:
             start = spans.pop().start
         spans.append(VersionSpan(version=version, start=start, end=end))
     return tuple(spans)
+
+
+def make_completion(
+    request: Request,
+    tokens: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    finish_reason: str,
+    *,
+    marks: VersionMarks,
+    started_at_s: float,
+) -> Completion:
+    """Return the completion of a request that ends now."""
+    return Completion(
+        request_id=request.request_id,
+        response_tokens=tokens,
+        sampler_logprobs=logprobs,
+        sampling=request.sampling,
+        finish_reason=finish_reason,
+        version_spans=spans_of(marks, len(tokens)),
+        started_at_s=started_at_s,
+        finished_at_s=time.time(),
+    )
 
 
 @runtime_checkable
@@ -266,3 +290,33 @@ def check_request(request: Request, settings: EngineSettings, *, is_known: bool,
         )
     if is_known:
         raise EngineError(f"{name} is already being worked on")
+
+
+def check_vllm_request(request: Request, vllm_ends: Collection[int | None]) -> None:
+    """Refuse what vLLM would sample from another distribution than asked.
+
+    Args:
+        vllm_ends: the ids that vLLM itself takes for end of sequence.
+
+    Raises:
+        EngineError: the temperature, or end-of-sequence ids that vLLM would ban beside those of the request.
+    """
+    temperature = request.sampling.temperature
+    if temperature != 0 and not VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:
+        raise EngineError(
+            f"request {request.request_id}: temperature {temperature:g}; vLLM samples at 0 or at "
+            f"{VLLM_MIN_TEMPERATURE:g} to {VLLM_MAX_TEMPERATURE:g}"
+        )
+    others = {each for each in vllm_ends if each is not None}.difference(request.eos_ids)
+    if request.min_response_tokens and others:
+        raise EngineError(
+            f"request {request.request_id}: with min_response_tokens vLLM also bans {sorted(others)}, which its "
+            "files call end of sequence and the request does not; add them to eos_ids"
+        )
+
+
+def as_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of a config, which names one, several or none."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -27,7 +27,14 @@ from tba.versions import PolicyVersion
 from tba.weights import params_sha256_of_files
 from tba.weights.publishing import MODEL_CONFIG_NAME
 from tba.wire import Manifest
-from tba_searcher.engines.engine import Completion, EngineSettings, Request, VersionMarks, check_request, spans_of
+from tba_searcher.engines.engine import (
+    Completion,
+    EngineSettings,
+    Request,
+    VersionMarks,
+    check_request,
+    make_completion,
+)
 
 CHARS_PER_TOKEN = 4
 TOKENS_PER_S = 50.0
@@ -57,15 +64,9 @@ class _Asked:
 
     def completion(self) -> Completion:
         """Return the completion."""
-        return Completion(
-            request_id=self.request.request_id,
-            response_tokens=self.tokens,
-            sampler_logprobs=self.logprobs,
-            sampling=self.request.sampling,
-            finish_reason="stop" if self.tokens[-1] in self.request.eos_ids else "length",
-            version_spans=spans_of(self.marks, len(self.tokens)),
-            started_at_s=self.started_at_s,
-            finished_at_s=time.time(),
+        reason = "stop" if self.tokens[-1] in self.request.eos_ids else "length"
+        return make_completion(
+            self.request, self.tokens, self.logprobs, reason, marks=self.marks, started_at_s=self.started_at_s
         )
 
 

@@ -42,8 +42,10 @@ from tba_searcher.engines.engine import (
     EngineSettings,
     Request,
     VersionMarks,
+    as_ids,
     check_request,
-    spans_of,
+    check_vllm_request,
+    make_completion,
 )
 from tba_searcher.engines.openai.vllm_server import LOWEST_LOGPROB, Piece, connect
 from tba_searcher.engines.openai.weight_folders import WeightFolders
@@ -82,7 +84,8 @@ class _Open:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: VersionMarks = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: str = ""
+    """Empty until it has ended."""
     is_resent: bool = False
     """Whether its last call was cut off."""
     send_at_s: float = 0.0
@@ -105,11 +108,11 @@ class OpenAiEngine:
         self, folder: Path, tensors_paths: Sequence[Path], version: PolicyVersion, settings: OpenAiSettings
     ) -> None:
         self._settings, self._folder = settings, folder
-        self._patient = connect(settings.section, retry_s=RETRY_S, ca_file=settings.ca_file)
-        """Its calls are repeated; the other's failures are looked at first."""
-        self._vocab_size, self._default_eos_ids = _read_config(folder, trust_remote_code=settings.trust_remote_code)
+        self.num_slots, self.version = settings.num_slots, version
+        self.vocab_size, self.default_eos_ids = _read_config(folder, trust_remote_code=settings.trust_remote_code)
         num_tokens = settings.max_prompt_tokens + settings.max_response_tokens
-        self._patient.check(num_tokens=num_tokens)
+        self._patient = connect(settings.section, num_tokens=num_tokens, retry_s=RETRY_S, ca_file=settings.ca_file)
+        """Its calls are repeated; the other's failures are looked at first."""
         self._server = self._patient.without_retries()
         expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
         self._folders = WeightFolders(settings.section, expected)
@@ -121,33 +124,12 @@ class OpenAiEngine:
         """Calls for forgotten requests that have not come back."""
         self._failure: str | None = None
         """Why the next step ends the engine: what is finished is handed out first."""
-        self._version = version
         self._params_sha256 = ""
         try:
             self.load_weights(tensors_paths, version)
         except BaseException:
             self._folders.close()
             raise
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The version of the weights in use."""
-        return self._version
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self._vocab_size
-
-    @property
-    def default_eos_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids of the model's generation config; may be empty."""
-        return self._default_eos_ids
-
-    @property
-    def num_slots(self) -> int:
-        """Most requests that the server gets at once."""
-        return self._settings.num_slots
 
     @property
     def num_active(self) -> int:
@@ -161,18 +143,10 @@ class OpenAiEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
-        name = f"request {request.request_id}"
         is_known = request.request_id in self._open
-        check_request(request, self._settings, is_known=is_known, vocab_size=self._vocab_size)
-        # checked here: what the server refuses later would end the engine
-        if problem := self._patient.problem_with(request):
-            raise EngineError(f"{name}: {problem}")
-        others = {*self.default_eos_ids, self._tokenizer.eos_token_id} - {None, *request.eos_ids}
-        if request.min_response_tokens and others:
-            raise EngineError(
-                f"{name}: with min_response_tokens vLLM also bans {sorted(others)}, which its files "
-                "call end of sequence and the request does not; add them to eos_ids"
-            )
+        check_request(request, self._settings, is_known=is_known, vocab_size=self.vocab_size)
+        # what the server refuses later would end the engine
+        check_vllm_request(request, {*self.default_eos_ids, self._tokenizer.eos_token_id})
         self._open[request.request_id] = _Open(request, time.time())
 
     def abort(self, request_id: str) -> None:
@@ -187,7 +161,7 @@ class OpenAiEngine:
             raise EngineDiedError(self._failure)
         self._abort_forgotten()
         for entry in list(self._open.values())[: self.num_slots]:
-            if entry.call is None and entry.finish_reason is None and time.monotonic() >= entry.send_at_s:
+            if entry.call is None and not entry.finish_reason and time.monotonic() >= entry.send_at_s:
                 self._send(entry)
         under_way = [entry.call for entry in self._open.values() if entry.call is not None]
         if under_way:
@@ -197,7 +171,20 @@ class OpenAiEngine:
                 self._check_label()
         elif self._open:
             time.sleep(POLL_S)  # they wait to be sent again
-        return self._completions()
+        ended = [entry for entry in self._open.values() if entry.finish_reason]
+        for entry in ended:
+            del self._open[entry.request.request_id]
+        return [
+            make_completion(
+                entry.request,
+                np.array(entry.tokens, np.int32),
+                np.array(entry.logprobs, np.float32),
+                entry.finish_reason,
+                marks=entry.versions,
+                started_at_s=entry.started_at_s,
+            )
+            for entry in ended
+        ]
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
         """Put the files where the server finds them (see `StagingEngine`)."""
@@ -217,14 +204,11 @@ class OpenAiEngine:
             self._server.load_weights(new.at_server, label, timeout_s=ENGINE_TIMEOUT_S)
         except ServiceError as error:
             problem = f"{self._server.base_url} could not load version {version} from {new.at_server}: {error}"
-            try:
-                is_the_same = self._patient.label() == before
-            except ServiceError:
-                is_the_same = False
-            if not is_the_same:
-                raise EngineDiedError(problem) from None
-            raise EngineError(f"{problem}; does it see that folder (searcher.openai.weights_folder)?") from None
-        self._version, self._params_sha256, self._label = version, new.params_sha256, label
+            with contextlib.suppress(ServiceError):
+                if self._patient.label() == before:
+                    raise EngineError(f"{problem}; does it see that folder (searcher.openai.weights_folder)?") from None
+            raise EngineDiedError(problem) from None
+        self.version, self._params_sha256, self._label = version, new.params_sha256, label
 
     def verify(self, manifest: Manifest) -> None:
         """Check the digest of the files that the server read, and its canary (see `Engine.verify`)."""
@@ -251,14 +235,11 @@ class OpenAiEngine:
     def _send(self, entry: _Open) -> None:
         self._num_calls += 1
         sent_id, request, before = f"{self._name}-{self._num_calls}", entry.request, tuple(entry.tokens)
-        label = self._label
-        seed = request.sampling.seed
-        # the server begins its stream anew with each call, and must not draw the same numbers again
-        own_seed = None if seed is None else (seed + 1_000_003 * len(before)) % (MAX_SEED + 1)
+        label, seed = self._label, request.sampling.seed
+        if seed is not None:  # the server begins its stream anew with each call, and must not draw the same numbers
+            seed = (seed + 1_000_003 * len(before)) % (MAX_SEED + 1)
         entry.sent_id = sent_id
-        entry.call = begin_in_thread(
-            lambda: self._server.complete(sent_id, request, before, seed=own_seed, label=label)
-        )
+        entry.call = begin_in_thread(lambda: self._server.complete(sent_id, request, before, seed=seed, label=label))
 
     def _take_answers(self, *, called_back: bool = False) -> None:
         """Add the answers that are there to their responses.
@@ -269,8 +250,7 @@ class OpenAiEngine:
         Raises:
             EngineDiedError: the server is not the one that has the weights.
         """
-        pieces: list[tuple[_Open, Piece]] = []
-        failed: list[tuple[_Open, ServiceError]] = []
+        pieces, failed = list[tuple[_Open, Piece]](), list[tuple[_Open, ServiceError]]()
         for entry in self._open.values():
             if entry.call is None or not entry.call.done():
                 continue
@@ -306,9 +286,9 @@ class OpenAiEngine:
         entry.is_resent = False
         entry.tokens += piece.tokens
         entry.logprobs += piece.logprobs
-        looks = bool(request.sampling.stop) and start > 0
-        completes_stop = self._cut_at_stop(entry, start) if looks else piece.completes_stop
-        entry.versions.append((self._version, start))
+        is_cut = bool(request.sampling.stop) and start > 0
+        completes_stop = self._cut_at_stop(entry, start) if is_cut else piece.completes_stop
+        entry.versions.append((self.version, start))
         # the tokens decide and not the server, which may stop for a reason that the request does not know
         if entry.tokens[-1] in request.eos_ids:
             entry.finish_reason = "stop"
@@ -322,33 +302,14 @@ class OpenAiEngine:
         tokens, highest = piece.tokens, max(piece.logprobs)
         if len(tokens) > num_asked:
             return f"{len(tokens)} tokens, and at most {num_asked} were asked for"
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             odd = min(tokens) if min(tokens) < 0 else max(tokens)
-            return f"token id {odd}, and the model has {self._vocab_size} ids; give it the model of the run"
+            return f"token id {odd}, and the model has {self.vocab_size} ids; give it the model of the run"
         if not min(piece.logprobs) > LOWEST_LOGPROB:
-            return f"logits that are not finite under version {self._version}; its weights are broken"
+            return f"logits that are not finite under version {self.version}; its weights are broken"
         if highest > MAX_LOGPROB:
             return f"a log-prob of {highest:.4g}, and none is above 0"
         return None
-
-    def _completions(self) -> list[Completion]:
-        """Hand out the responses that are complete."""
-        ended = [entry for entry in self._open.values() if entry.finish_reason is not None]
-        for entry in ended:
-            del self._open[entry.request.request_id]
-        return [
-            Completion(
-                request_id=entry.request.request_id,
-                response_tokens=np.array(entry.tokens, np.int32),
-                sampler_logprobs=np.array(entry.logprobs, np.float32),
-                sampling=entry.request.sampling,
-                finish_reason=entry.finish_reason or "",
-                version_spans=spans_of(entry.versions, len(entry.tokens)),
-                started_at_s=entry.started_at_s,
-                finished_at_s=time.time(),
-            )
-            for entry in ended
-        ]
 
     def _cut_at_stop(self, entry: _Open, start: int) -> bool:
         """Cut a response at the first token from `start` on that completes a stop string; return whether one does."""
@@ -390,7 +351,7 @@ class OpenAiEngine:
         self._checked_at_s = time.monotonic()
         if self._label not in ("", found):
             raise EngineDiedError(
-                f"{self._patient.base_url} no longer has version {self._version} (its label is {found!r}, not "
+                f"{self._patient.base_url} no longer has version {self.version} (its label is {found!r}, not "
                 f"{self._label!r}): it has started again, or something else gives it weights; each searcher needs a "
                 "server of its own"
             )
@@ -402,7 +363,7 @@ class OpenAiEngine:
 
     @cached_property
     def _stops(self) -> StopStringMatcher:
-        return StopStringMatcher(response_decoder(self._tokenizer), self._vocab_size)
+        return StopStringMatcher(response_decoder(self._tokenizer), self.vocab_size)
 
 
 def _read_config(folder: Path, *, trust_remote_code: bool) -> tuple[int, tuple[int, ...]]:
@@ -411,8 +372,7 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> tuple[int, tuple[i
 
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     try:
-        ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
-        ids = GenerationConfig.from_model_config(config).eos_token_id
-    eos_ids = () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-    return int(config.get_text_config().vocab_size), eos_ids
+        generation = GenerationConfig.from_model_config(config)
+    return int(config.get_text_config().vocab_size), as_ids(generation.eos_token_id)

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from tba.clients.service_client import Reply, ServiceClient, message_of
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, OpenAiSection
+from tba.clients.service_client import ServiceClient, message_of
+from tba.config.searcher import OpenAiSection
 from tba.errors import BadReplyError, ConfigError, NotFoundError, UnavailableError
 from tba.fields import StrictModel
 from tba_searcher.engines.engine import Request
@@ -106,14 +106,15 @@ class _Reset(StrictModel):
     success: bool
 
 
-def connect(section: OpenAiSection, *, retry_s: float, ca_file: str | None) -> VllmServer:
-    """Return a client of the server that the settings name.
+def connect(section: OpenAiSection, *, num_tokens: int, retry_s: float, ca_file: str | None) -> VllmServer:
+    """Return a client of the server that the settings name, once it has shown that it can be an engine.
 
     Args:
+        num_tokens: of the longest prompt and response together.
         retry_s: how long calls are repeated.
 
     Raises:
-        ConfigError: it is no vLLM, or its token cannot be used.
+        ConfigError: it cannot, with what to do; or its token cannot be used.
         ServiceError: it does not answer, or refuses this client.
     """
     name = section.token_env
@@ -124,14 +125,11 @@ def connect(section: OpenAiSection, *, retry_s: float, ca_file: str | None) -> V
             f"{section.url} there"
         )
     server = VllmServer(section.url or "", token=token, retry_s=retry_s, timeout_s=CONTROL_TIMEOUT_S, ca_file=ca_file)
-    owner = server.model().owned_by
-    if owner != "vllm":
+    try:
+        server.check(num_tokens)
+    except BaseException:
         server.close()
-        raise ConfigError(
-            f"{section.url} says that {owner or 'nobody'} owns its models (/v1/models), and vLLM alone is known to "
-            "give exact log-probs and to take weights; give the address of such a server itself, not of a router "
-            "before it"
-        )
+        raise
     return server
 
 
@@ -144,37 +142,23 @@ class VllmServer(ServiceClient):
         twin._retry_s = 0.0
         return twin
 
-    def model(self) -> _ServedModel:
-        """Return what the server says of its model."""
-        return self._read(_Models, "GET", "/v1/models").data[0]
-
-    def check(self, *, num_tokens: int) -> None:
-        """Check once that the server can be an engine.
-
-        Args:
-            num_tokens: of the longest prompt and response together.
-
-        Raises:
-            ConfigError: it cannot; with what to do.
-            ServiceError: it does not answer, or refuses this client.
-        """
-        limit = self.model().max_model_len
-        if limit is not None and limit < num_tokens:
+    def check(self, num_tokens: int) -> None:
+        """Check once that the server can be an engine (see `connect`)."""
+        model = self._read(_Models, "GET", "/v1/models").data[0]
+        if model.owned_by != "vllm":
             raise ConfigError(
-                f"{self.base_url} has a context of {limit} tokens, and max_prompt_tokens + max_response_tokens of "
-                f"[searcher] need {num_tokens}; start it with --max-model-len {num_tokens}, or lower them"
+                f"{self.base_url} says that {model.owned_by or 'nobody'} owns its models (/v1/models). Only vLLM is "
+                "known to give exact log-probs and to take weights. Give the address of such a server itself, not of "
+                "a router before it"
+            )
+        if model.max_model_len is not None and model.max_model_len < num_tokens:
+            raise ConfigError(
+                f"{self.base_url} has a context of {model.max_model_len} tokens, and max_prompt_tokens + "
+                f"max_response_tokens of [searcher] need {num_tokens}; start it with --max-model-len {num_tokens}, or "
+                "lower them"
             )
         self._check_updates()
         self._check_logprobs()
-
-    def problem_with(self, request: Request) -> str | None:
-        """Return why vLLM cannot sample as a request asks; None where it can."""
-        temperature = request.sampling.temperature
-        if temperature == 0 or VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:
-            return None
-        return (
-            f"temperature {temperature:g}; vLLM samples at 0 or at {VLLM_MIN_TEMPERATURE:g} to {VLLM_MAX_TEMPERATURE:g}"
-        )
 
     def complete(self, sent_id: str, request: Request, before: Sequence[int], *, seed: int | None, label: str) -> Piece:
         """Continue the response to a request.
@@ -260,9 +244,8 @@ class VllmServer(ServiceClient):
             ]
         except NotFoundError as error:
             raise ConfigError(
-                f"{self.base_url} offers no weight updates ({error}), so it would answer with the weights that it "
-                "began with under the name of newer ones; give the address of a server itself and not of a router, "
-                f"and {_START_HINT}"
+                f"{self.base_url} offers no weight updates ({error}), so its answers would come from old weights under "
+                f"the name of newer ones; give the address of a server itself and not of a router, and {_START_HINT}"
             ) from None
         if sizes[0] != sizes[1]:
             # the canary would check the copy that happens to answer
@@ -316,12 +299,11 @@ class VllmServer(ServiceClient):
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
         }
-        defaults = {"top_p": 1.0, "top_k": 0}
-        body = {**fixed, **defaults, **body}
+        body = {**fixed, "top_p": 1.0, "top_k": 0, **body}
         return self._read(_Completions, "POST", "/v1/completions", body, timeout_s=timeout_s).choices[0]
 
-    def _post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Reply:
-        return self._call("POST", path, json=json.dumps(body).encode(), timeout_s=timeout_s)
+    def _post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> None:
+        self._call("POST", path, json=json.dumps(body).encode(), timeout_s=timeout_s)
 
     def _read(
         self,

@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tba.versions import PolicyVersion
-from tba_searcher.engines.engine import Completion, Request, VersionMarks, spans_of
+from tba_searcher.engines.engine import Completion, Request, VersionMarks, make_completion
 
 Prefix = tuple[int, ...]
 """All prompt tokens but the last one."""
@@ -211,15 +211,13 @@ class Batch:
         active = self.requests[slot]
         assert active is not None
         response = slice(int(self._prompt_len[slot]), int(self.position[slot]) + 1)
-        return Completion(
-            request_id=active.request.request_id,
-            response_tokens=self.tokens[slot, response].astype(np.int32),
-            sampler_logprobs=self.logprobs[slot, response].copy(),
-            sampling=active.request.sampling,
-            finish_reason=reason,
-            version_spans=spans_of(active.versions, response.stop - response.start),
+        return make_completion(
+            active.request,
+            self.tokens[slot, response].astype(np.int32),
+            self.logprobs[slot, response].copy(),
+            reason,
+            marks=active.versions,
             started_at_s=active.started_at_s,
-            finished_at_s=time.time(),
         )
 
     def _arrays(self) -> tuple[NDArray, ...]:

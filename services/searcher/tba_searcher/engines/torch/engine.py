@@ -33,6 +33,7 @@ from tba_searcher.engines.engine import (
     EngineDiedError,
     EngineSettings,
     Request,
+    as_ids,
     check_request,
 )
 from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
@@ -67,8 +68,10 @@ class EmbeddedEngine:
         self._max_len = settings.max_prompt_tokens + settings.max_response_tokens
         self._model = _load_model(folder, settings, self._max_len)
         use_grouped_attention(self._model)
+        self.num_slots = settings.num_slots
+        self.default_eos_ids = as_ids(getattr(self._model.generation_config, "eos_token_id", None))
         config = self._model.config.get_text_config()
-        self._vocab_size = int(config.vocab_size)
+        self.vocab_size = int(config.vocab_size)
         self._windows = attention_windows(config, self._max_len)
         num_prefix_slots = max(4, settings.num_slots // 4)
         try:
@@ -89,25 +92,15 @@ class EmbeddedEngine:
         self._batch = Batch(settings.num_slots, self._max_len)
         self._waiting: deque[Request] = deque()
         self._ids: set[str] = set()
-        self._version = version
+        self.version = version
         self._staged: StagedParams | None = None
         self._cache_is_stale = False
         """Keys and values belong to the weights before."""
         self._generator = _generator(self._device, settings.seed)
-        self._stops = StopStringMatcher(lambda ids: self._decode_texts(ids), self._vocab_size)
+        self._stops = StopStringMatcher(lambda ids: self._decode_texts(ids), self.vocab_size)
         self._columns = torch.arange(self._max_len, device=self._device)
         self._check_decoding()
         self._generator = _generator(self._device, settings.seed)  # the check has drawn from it
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The version of the weights in use."""
-        return self._version
-
-    @property
-    def num_slots(self) -> int:
-        """Most requests that are active at once."""
-        return self._settings.num_slots
 
     @property
     def num_active(self) -> int:
@@ -119,22 +112,10 @@ class EmbeddedEngine:
         """Submitted requests that have no slot yet."""
         return len(self._waiting)
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self._vocab_size
-
-    @property
-    def default_eos_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids of the model's generation config; may be empty."""
-        # one id or a list of them: both forms are in use
-        ids = getattr(self._model.generation_config, "eos_token_id", None)
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
         is_known = request.request_id in self._ids
-        check_request(request, self._settings, is_known=is_known, vocab_size=self._vocab_size)
+        check_request(request, self._settings, is_known=is_known, vocab_size=self.vocab_size)
         self._ids.add(request.request_id)
         self._waiting.append(request)
 
@@ -170,7 +151,7 @@ class EmbeddedEngine:
         tokens, logprobs = self._decode()
         # weights that passed their checks can still overflow on a long response; its tokens would be noise
         if not np.isfinite(logprobs).all():
-            raise EngineDiedError(f"the logits are not finite under version {self._version}; its weights are broken")
+            raise EngineDiedError(f"the logits are not finite under version {self.version}; its weights are broken")
         completions = []
         for slot, reason in self._batch.append(tokens, logprobs, self._completes_stop):
             completion = self._batch.completion(slot, reason)
@@ -192,7 +173,7 @@ class EmbeddedEngine:
         elif self._staged is staged:
             self._staged = None
         staged.put_into(self._model)
-        self._version = version
+        self.version = version
         # of requests that begin from here on
         self._prefixes.clear()
         # recomputed by the next step, and not here: a second load may follow at once, as when a version is refused
@@ -245,7 +226,7 @@ class EmbeddedEngine:
         num, rng = min(NUM_TOKENS, (length - 1) // 2), np.random.default_rng(0)
         if not num:
             return
-        name, random = type(self._model).__name__, rng.integers(0, self._vocab_size, length).tolist()
+        name, random = type(self._model).__name__, rng.integers(0, self.vocab_size, length).tolist()
         try:
             (first,) = self._decode_probes([random[:1]], num)
             begun = [random[0], *first.response_tokens.tolist()]
@@ -316,13 +297,13 @@ class EmbeddedEngine:
             return None
         slots, tokens = batch.banned()
         # an id beyond the vocabulary, as of a tokenizer with more ids than the model, cannot be drawn anyway
-        is_in_vocab, limited = tokens < self._vocab_size, batch.limited()
+        is_in_vocab, limited = tokens < self.vocab_size, batch.limited()
         top_k = batch.top_k[limited]
         return SamplingOptions(
             banned_rows=self._tensor(slots[is_in_vocab]),
             banned_tokens=self._tensor(tokens[is_in_vocab]),
             limited_rows=self._tensor(limited),
-            top_k=self._tensor(np.where(top_k > 0, top_k, self._vocab_size)),
+            top_k=self._tensor(np.where(top_k > 0, top_k, self.vocab_size)),
             top_p=self._tensor(batch.top_p[limited]),
             seeded=batch.seeded(),
         )
@@ -348,7 +329,7 @@ class EmbeddedEngine:
             if new_prefixes:
                 self._prefill([prefix for prefix, _ in new_prefixes], [slot for _, slot in new_prefixes])
             source = [self._prefixes.slot_of(request) for request in admitted]
-            target = [self._batch.add(request, self._version, self._own_generator(request)) for request in admitted]
+            target = [self._batch.add(request, self.version, self._own_generator(request)) for request in admitted]
             # all prompt tokens but the last, with which the request begins to decode
             longest = max(len(request.prompt_tokens) for request in admitted) - 1
             self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(target)), longest)

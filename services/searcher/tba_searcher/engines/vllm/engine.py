@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE, SearcherVllmSection, check_tensor_parallel
+from tba.config.searcher import SearcherVllmSection, check_tensor_parallel
 from tba.errors import ConfigError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
@@ -46,7 +46,8 @@ from tba_searcher.engines.engine import (
     Request,
     VersionMarks,
     check_request,
-    spans_of,
+    check_vllm_request,
+    make_completion,
 )
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
 from tba_searcher.engines.vllm.internals import (
@@ -107,7 +108,7 @@ class VllmEngine:
     def __init__(
         self, folder: Path, tensors_paths: Sequence[Path], version: PolicyVersion, settings: VllmSettings
     ) -> None:
-        self._settings = settings
+        self._settings, self.num_slots, self.version = settings, settings.num_slots, version
         self._expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
         model_config = json.loads((folder / "config.json").read_bytes())
         check_tensor_parallel(model_config, settings.tensor_parallel_size)
@@ -116,11 +117,9 @@ class VllmEngine:
         self._workers = Workers(self._llm)
         self._sampled = SampledTokens(self._llm)
         self._requests: dict[str, _Asked] = {}
-        self._default_eos_ids = generation_eos_ids(self._llm)  # reads the model's files
-        self._masked_ids = {*self._default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
-        """The ids that vLLM takes for end of sequence, and masks while a response is shorter than its minimum."""
+        self.vocab_size, self.default_eos_ids = vocab_size(self._llm), generation_eos_ids(self._llm)
+        self._vllm_ends = {*self.default_eos_ids, self._llm.get_tokenizer().eos_token_id}
         self._params_sha256 = ""
-        self._version = version
         try:
             reason = max(self._workers.call("tba_open_staging", on_cpu, doing="starting"))
             if reason:
@@ -129,26 +128,6 @@ class VllmEngine:
         except BaseException:
             self.close()  # ranks would keep their GPUs
             raise
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The version of the weights in use."""
-        return self._version
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return vocab_size(self._llm)
-
-    @property
-    def default_eos_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids of the model's generation config; may be empty."""
-        return self._default_eos_ids
-
-    @property
-    def num_slots(self) -> int:
-        """Most requests that are active at once."""
-        return self._settings.num_slots
 
     @property
     def num_active(self) -> int:
@@ -162,22 +141,15 @@ class VllmEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
-        name = f"request {request.request_id}"
         is_known = request.request_id in self._requests or request.request_id == _CANARY_ID
         check_request(request, self._settings, is_known=is_known, vocab_size=self.vocab_size)
-        # vLLM masks its own ids below min_tokens, so the log-probs would be those of another distribution
-        others = self._masked_ids - set(request.eos_ids)
-        if request.min_response_tokens and others:
-            raise EngineError(
-                f"{name}: with min_response_tokens vLLM also bans {sorted(others)}, which its files call end of "
-                "sequence and the request does not; add them to eos_ids"
-            )
+        check_vllm_request(request, self._vllm_ends)
         try:
             vllm_id = add_request(self._llm, request.request_id, request.prompt_tokens, _sampling_params(request))
         except (ValueError, TypeError) as error:
-            raise EngineError(f"{name} is refused by vLLM: {error}") from None
+            raise EngineError(f"request {request.request_id} is refused by vLLM: {error}") from None
         sampled = self._sampled.follow(vllm_id, needs_text=bool(request.sampling.stop))
-        self._requests[request.request_id] = _Asked(request, vllm_id, sampled, time.time(), [(self._version, 0)])
+        self._requests[request.request_id] = _Asked(request, vllm_id, sampled, time.time(), [(self.version, 0)])
 
     def abort(self, request_id: str) -> None:
         """Forget a request (see `Engine.abort`)."""
@@ -194,9 +166,7 @@ class VllmEngine:
         for completion in completions:
             self._sampled.forget(self._requests.pop(completion.request_id).vllm_id)
             if not np.isfinite(completion.sampler_logprobs).all():
-                raise EngineDiedError(
-                    f"the logits are not finite under version {self._version}; its weights are broken"
-                )
+                raise EngineDiedError(f"the logits are not finite under version {self.version}; its weights are broken")
         return completions
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
@@ -228,7 +198,7 @@ class VllmEngine:
         finally:
             self._drop_keys_and_values()
         self._params_sha256 = table_sha256(itertools.chain.from_iterable(hashed))
-        self._version = version
+        self.version = version
         for asked in self._requests.values():
             asked.versions.append((version, len(asked.sampled.tokens)))
 
@@ -287,16 +257,13 @@ class VllmEngine:
             reason = "length"
         else:
             raise EngineDiedError(f"vLLM ended request {request.request_id} with {response.finish_reason!r}")
-        tokens = np.array(asked.sampled.tokens, np.int32)
-        return Completion(
-            request_id=request.request_id,
-            response_tokens=tokens,
-            sampler_logprobs=np.array(asked.sampled.logprobs, np.float32),
-            sampling=request.sampling,
-            finish_reason=reason,
-            version_spans=spans_of(asked.versions, len(tokens)),
+        return make_completion(
+            request,
+            np.array(asked.sampled.tokens, np.int32),
+            np.array(asked.sampled.logprobs, np.float32),
+            reason,
+            marks=asked.versions,
             started_at_s=asked.started_at_s,
-            finished_at_s=time.time(),
         )
 
 
@@ -341,20 +308,11 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
 
 
 def _sampling_params(request: Request) -> Any:
-    """Return vLLM's sampling parameters for a request.
-
-    Raises:
-        EngineError: vLLM would sample from another distribution than asked.
-    """
+    """Return vLLM's sampling parameters for a request."""
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
-    if sampling.temperature != 0 and not VLLM_MIN_TEMPERATURE <= sampling.temperature <= VLLM_MAX_TEMPERATURE:
-        raise EngineError(
-            f"request {request.request_id}: temperature {sampling.temperature:g}; vLLM samples at 0 or at "
-            f"{VLLM_MIN_TEMPERATURE:g} to {VLLM_MAX_TEMPERATURE:g}"
-        )
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

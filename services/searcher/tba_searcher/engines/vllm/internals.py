@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tba.errors import ConfigError
+from tba_searcher.engines.engine import as_ids
 
 # ---- The start ----------------------------------------------------------------------------------------------------
 
@@ -85,8 +86,7 @@ def vocab_size(llm: Any) -> int:
 
 def generation_eos_ids(llm: Any) -> tuple[int, ...]:
     """Return the end-of-sequence ids of the model's generation config; may be empty."""
-    ids = llm.vllm_config.model_config.try_get_generation_config().get("eos_token_id")
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    return as_ids(llm.vllm_config.model_config.try_get_generation_config().get("eos_token_id"))
 
 
 def add_request(llm: Any, request_id: str, tokens: Sequence[int], params: Any) -> str:

@@ -5,7 +5,7 @@ from tba.weights.node_cache import NodeCache
 from tba.weights.publishing import DeltaSettings
 from tba.weights.repository import (
     WeightVersions,
-    check_lineage,
+    check_redis_is_newest,
     checkpoint_prefix,
     complete_versions,
     delete_incomplete,

@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
+from tba.api.run import RunInfo
 from tba.errors import MalformedError, ObjectNotFoundError, OlderRedisError
 from tba.logs import get_logger
 from tba.store import ObjectStore
@@ -67,23 +68,27 @@ def _note_foreign(folder: str) -> None:
     log.warning("folder_is_no_version", folder=folder)
 
 
-def check_lineage(store: ObjectStore, run: str, known_lineage: Callable[[], int]) -> None:
-    """Check that Redis knows every lineage whose versions and checkpoints are in the store.
+def check_redis_is_newest(store: ObjectStore, run: str, read_run: Callable[[], RunInfo]) -> None:
+    """Check that Redis knows every step whose version or checkpoint is in the store.
 
     Args:
-        known_lineage: asks the buffer for the newest lineage of the run; called after the store was read.
+        read_run: asks the buffer; called after the store was read, so that a live trainer is not taken for a gap.
 
     Raises:
-        OlderRedisError: it does not; a trainer would give their names to other weights.
+        OlderRedisError: it does not; a trainer would make these steps again, and delete the versions it does not know.
         StoreUnavailableError
     """
     prefixes = f"runs/{run}/weights/", checkpoint_prefix(run)
     newest = max(chain.from_iterable(complete_versions(store, prefix) for prefix in prefixes), default=START)
-    if newest.lineage > (known := known_lineage()):
+    info = read_run()
+    known = PolicyVersion(info.lineage, info.step)
+    # the steps of a loss that an operator has accepted stay unknown, and so do those that a fork copied
+    may_lack_steps = info.num_lost_changes > 0 or (info.origin is not None and info.lineage <= info.origin.lineage)
+    if newest.lineage > known.lineage or (newest > known and not may_lack_steps):
         raise OlderRedisError(
-            f"{store.url} holds version {newest} of run {run!r}, and the newest start of a trainer that Redis knows is "
-            f"{known}: the data of Redis was replaced, or is an older copy. Nothing was changed. Restore the data of "
-            "Redis, or begin a run of another name with a snapshot (run.snapshot) or an exported model (`tba export`)"
+            f"{store.url} holds version {newest} of run {run!r}, and the newest step that Redis knows is {known}: the "
+            "data of Redis was replaced, or is an older copy. Nothing was changed. Restore the data of Redis, or begin "
+            "a run of another name with a snapshot (run.snapshot) or an exported model (`tba export`)"
         )
 
 

@@ -39,7 +39,7 @@ from tba.config import Recipe
 from tba.errors import ChildError, ConfigError, OlderRedisError, ServiceError, WaitTimeoutError
 from tba.store import ObjectStore
 from tba.tokens import operator_client_token
-from tba.weights import check_lineage
+from tba.weights import check_redis_is_newest
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, until_first_end
 from tba_cli.local.progress import until_over
@@ -273,7 +273,7 @@ class Supervisor:
                 "gone, or another redis-server is used than before (PATH), which cannot read them. "
                 "Nothing was changed. Put that right, or begin again with --fresh, or another run with --run-name"
             )
-        check_lineage(self.store, run, lambda: self._client.run().lineage)
+        check_redis_is_newest(self.store, run, self._client.run)
         if (made := self._client.run().step) > num_steps:
             raise ConfigError(f"run {run!r} has made {made} steps, and trainer.num_steps is {num_steps}: ask for more")
 

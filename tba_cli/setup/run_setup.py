@@ -20,7 +20,7 @@ from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
 from tba.store import open_store
 from tba.store.open import wait_for_store
 from tba.tokens import client_token
-from tba.weights import check_lineage
+from tba.weights import check_redis_is_newest
 from tba_cli.artifacts import ArtifactStore
 from tba_cli.console import Console
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, upload_prompts
@@ -95,7 +95,7 @@ def run_setup(
             f"prompts: {reply.num_new} new and {reply.num_same} known; the run has {reply.num_train} to train on and "
             f"{reply.num_heldout} held out"
         )
-        check_lineage(store, recipe.run.name, lambda: buffer.run().lineage)
+        check_redis_is_newest(store, recipe.run.name, buffer.run)
         info = buffer.run()
     on_progress(f"run {info.run!r} is {info.state} at step {info.step}; everything is there")
 

@@ -133,6 +133,7 @@ class RecordedBuffer:
         self.state: Any = "running"
         self.reason: str | None = None
         self.lineage, self.step = 0, 0
+        self.num_lost_changes = 0
         self.parents: dict[int, str] = {}
         self.num_rollbacks = 0
         self.rollback: RollbackInfo | None = None
@@ -165,6 +166,7 @@ class RecordedBuffer:
             state_reason=self.reason,
             step=self.step,
             lineage=self.lineage,
+            num_lost_changes=self.num_lost_changes,
             parents=dict(self.parents),
             latest_version=self.marks[-1] if self.marks else None,
             checkpoint=self.checkpoint and self.checkpoint[0],
@@ -186,7 +188,7 @@ class RecordedBuffer:
             if request.obeys is not None and not obeys:
                 raise ConflictError("the rollback that it obeys does not wait any more")
             self.lineage += 1
-            self.parents[self.lineage] = request.parent
+            self.parents[self.lineage], self.step = request.parent, parent.step
             self.num_rollbacks += request.rollback
             if self.checkpoint is not None and PolicyVersion.parse(self.checkpoint[0]).step > parent.step:
                 key = request.checkpoint_key

@@ -23,7 +23,7 @@ from tba.store.open import wait_for_store
 from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START
-from tba.weights import DeltaSettings, WeightVersions, check_lineage, sha256_of_file
+from tba.weights import DeltaSettings, WeightVersions, check_redis_is_newest, sha256_of_file
 from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
 from tba_trainer.distributed.checkpoints import TeamCheckpoints
@@ -183,7 +183,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     if context.stop.is_set():
         return "stopped"
     # Before a lineage is taken: from then on an older trainer of the run is fenced off.
-    check_lineage(store, recipe.run.name, lambda: buffer.run().lineage)
+    check_redis_is_newest(store, recipe.run.name, buffer.run)
     check_starting_model(start, versions, origin)
     session = start_lineage(
         context,

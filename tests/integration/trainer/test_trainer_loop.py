@@ -136,16 +136,30 @@ def test_a_restart_without_a_checkpoint_begins_again_at_the_starting_model(world
     assert world.buffer.marks == ["0-0", "0-0", "2-4"]
 
 
-def test_a_redis_that_knows_less_of_the_run_than_the_store_is_refused(world: World, model: Path) -> None:
-    """Its volume was replaced."""
+@pytest.mark.parametrize("is_same_start", [False, True], ids=["its volume was replaced", "a copy of the same start"])
+def test_a_redis_that_knows_less_of_the_run_than_the_store_is_refused(
+    world: World, model: Path, is_same_start: bool
+) -> None:
     world.stop_after(3)
     world.train(make_recipe(model, trainer={"sync_interval": 2}))
     versions = world.versions.versions()
     world.buffer = RecordedBuffer()
+    if is_same_start:
+        world.buffer.lineage, world.buffer.step, world.buffer.parents = 1, 2, {1: "0-0"}
+    lineage = world.buffer.lineage
     for _ in range(2):  # a restart changes nothing
-        with pytest.raises(OlderRedisError, match=r"version 1-\d of run 'demo'"):
+        with pytest.raises(OlderRedisError, match="version 1-3 of run 'demo'"):
             world.train(make_recipe(model, trainer={"sync_interval": 2}))
-        assert (world.buffer.lineage, world.versions.versions()) == (0, versions)
+        assert (world.buffer.lineage, world.versions.versions()) == (lineage, versions)
+
+
+def test_a_run_continues_without_the_steps_whose_loss_was_accepted(world: World, model: Path) -> None:
+    world.stop_after(3)
+    world.train(make_recipe(model, trainer={"sync_interval": 2}))
+    world.buffer.step, world.buffer.num_lost_changes = 2, 1
+    world.buffer.before = lambda method: None
+    world.train(make_recipe(model, trainer={"sync_interval": 2}))
+    assert world.buffer.state == "done"
 
 
 def test_another_model_temperature_or_dtype_under_the_same_run_is_refused(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_trainer.learner.forward_backward import ForwardBackward, Given
+from tba_trainer.learner.forward_backward import ForwardBackward
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.objectives import Sequences, Tokens, Totals, advantages, objective_loss, resolve
 from torch import Tensor
@@ -34,7 +34,6 @@ def ours(work: Workload) -> Step:
             work.rollouts,
             groups=group_numbers(work),
             rewards=work.rewards,
-            given=Given(),
             policy_ages=[0] * len(work.rollouts),
             beta=0.0,
             micro_batch_tokens=work.micro_batch_tokens,

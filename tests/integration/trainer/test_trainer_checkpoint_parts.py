@@ -91,7 +91,7 @@ def save(folder: Path, sections: Sections, version: str, num: int = 1, known: st
     for index in range(num):
         layout = Layout(index, num)
         store = store_of(folder, layout)
-        reused = {} if known is None else store.known_objects(PolicyVersion.parse(known))
+        reused = {} if known is None else store.reusable_objects(PolicyVersion.parse(known))
         part = store.begin_part(
             PolicyVersion.parse(version), rows_of(sections, layout), known=reused, in_background=index % 2 == 0
         )

@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 from tba_trainer.distributed.leader import encode_drawn_batch
 from tba_trainer.learner.batch_metrics import batch_metrics
 from tba_trainer.learner.forward_backward import (
+    ALONE,
     ForwardBackward,
     ForwardResult,
-    Given,
+    Logprobs,
+    Plan,
     Ranks,
+    plan_micro_batches,
+    split_rounds,
 )
-from tba_trainer.learner.micro_batches import MicroBatch, Plan, plan_micro_batches
 from tba_trainer.model.context import Context, set_context
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.policy import load_policy
@@ -52,40 +55,15 @@ def section(preset: str, **values: Any) -> ObjectiveSection:
     return ObjectiveSection.model_validate({"preset": preset, "beta": {"value": BETA}, **values})
 
 
-def passes(
-    policy: LogprobModel,
-    objective: ObjectiveSection,
-    batch: Batch,
-    max_tokens: int,
-    ranks: Ranks,
-    rewards: np.ndarray | None = None,
-    known: Given | None = None,
-    ages: list[int] = AGES,
-) -> ForwardBackward:
-    rng, resolved = np.random.default_rng(0), resolve(objective, max_response_tokens=32)
-    return ForwardBackward(
-        policy,
-        resolved,
-        batch.rollouts,
-        groups=batch.group_numbers,
-        rewards=rng.random(len(batch.rollouts)) if rewards is None else rewards,
-        given=known or given_of(batch, resolved, rng),
-        policy_ages=ages[: len(batch.rollouts)],
-        beta=BETA,
-        micro_batch_tokens=max_tokens,
-        ranks=ranks,
-    )
-
-
-def given_of(batch: Batch, objective: Objective, rng: np.random.Generator) -> Given:
-    """What the objective asks for."""
-    ref = [-2 * rng.random(len(rollout.response_tokens)) for rollout in batch.rollouts]
-    recomputed = [r.sampler_logprobs + 0.1 * rng.random(len(r.response_tokens)) for r in batch.rollouts]
-    return Given(
-        ref_logprobs=[float(values.sum()) for values in ref],
-        ref_token_logprobs=ref if objective.clamps_tokens else None,
-        trainer_logprobs=recomputed if objective.parts.old_policy == "trainer" else None,
-    )
+def known_of(batch: Batch, objective: Objective, rng: np.random.Generator) -> dict[str, Logprobs]:
+    """What the reference and the old policy say of the rollouts; they are asked for no other."""
+    own = {id(r): -2 * rng.random(len(r.response_tokens)) for r in batch.rollouts}
+    old = {id(r): r.sampler_logprobs + 0.1 * rng.random(len(r.response_tokens)) for r in batch.rollouts}
+    recomputes = objective.parts.old_policy == "trainer"
+    return {
+        "reference": lambda rollouts: [own[id(r)] for r in rollouts],
+        "old_policy": lambda rollouts: [old[id(r)] for r in rollouts] if recomputes else None,
+    }
 
 
 Result = tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int]
@@ -97,9 +75,9 @@ def run(
     objective: ObjectiveSection,
     batch: Batch,
     max_tokens: int,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     rewards: np.ndarray | None = None,
-    known: Given | None = None,
+    known: dict[str, Logprobs] | None = None,
     ages: list[int] = AGES,
     context: Context | None = None,
 ) -> Result:
@@ -113,8 +91,18 @@ def run(
 
     model = copy.deepcopy(model)
     set_context(model, context)
-    work = passes(
-        Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks(), rewards, known, ages
+    rng, resolved = np.random.default_rng(0), resolve(objective, max_response_tokens=32)
+    work = ForwardBackward(
+        Counting(model, temperature=1.0),
+        resolved,
+        batch.rollouts,
+        groups=batch.group_numbers,
+        rewards=rng.random(len(batch.rollouts)) if rewards is None else rewards,
+        **(known or known_of(batch, resolved, rng)),
+        policy_ages=ages[: len(batch.rollouts)],
+        beta=BETA,
+        micro_batch_tokens=max_tokens,
+        ranks=ranks,
     )
     metrics = work.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -263,14 +251,13 @@ def run_tied(
 ) -> tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int]:
     batch, policy = make_batch(0), _Watched(copy.deepcopy(model).double())
     objective = resolve(ObjectiveSection.model_validate(values), max_response_tokens=32)
-    given_values = Given(ref_logprobs=[-5.0] * 12) if objective.needs_reference else Given()
     work = ForwardBackward(
         policy,
         objective,
         batch.rollouts,
         groups=batch.group_numbers,
         rewards=rewards,
-        given=given_values,
+        reference=lambda rollouts: [np.array([-5.0])] * len(rollouts) if objective.needs_reference else None,
         policy_ages=AGES,
         beta=values.get("beta", {}).get("value", 0.0),
         micro_batch_tokens=max_tokens,
@@ -321,30 +308,22 @@ def test_tied_groups_have_their_pass_where_more_than_rewards_decide(model: Any, 
 def test_masked_tied_groups_cost_no_pass_and_only_their_part_of_the_gradient_is_missing(
     model: Any, preset: str, max_tokens: int
 ) -> None:
-    """The gradient is that of the group that is left, divided by all rollouts; nothing that is known of the others is
-    read."""
+    """The gradient is that of the group that is left, divided by all rollouts; nothing is asked of the others."""
     batch, theta, objective = make_batch(0), copy.deepcopy(model).double(), section(preset, mask_tied=True)
     resolved = resolve(objective, max_response_tokens=32)
-    known = given_of(batch, resolved, np.random.default_rng(0))
+    known = known_of(batch, resolved, np.random.default_rng(0))
+    asked: list[Any] = []
 
-    def of_rows(values: Any, others: Any) -> Any:
-        return None if values is None else [v if row in range(4, 8) else others(v) for row, v in enumerate(values)]
+    def noted(logprobs: Logprobs) -> Logprobs:
+        return lambda rollouts: (asked.append([r.rollout_id for r in rollouts]), logprobs(rollouts))[1]
 
-    unread = Given(
-        ref_logprobs=of_rows(known.ref_logprobs, lambda _: 1e9),
-        ref_token_logprobs=of_rows(known.ref_token_logprobs, lambda v: 1e9 + v),
-        trainer_logprobs=of_rows(known.trainer_logprobs, lambda v: 1e9 + v),
-    )
-    found, metrics, results, _ = run(theta, objective, batch, max_tokens, rewards=REWARDS, known=unread)
-    alone = replace(batch, groups=batch.groups[1:2])
+    watched = {name: noted(logprobs) for name, logprobs in known.items()}
+    found, metrics, results, _ = run(theta, objective, batch, max_tokens, rewards=REWARDS, known=watched)
     rows = slice(4, 8)
-    of_alone = Given(
-        ref_logprobs=known.ref_logprobs and known.ref_logprobs[rows],
-        ref_token_logprobs=known.ref_token_logprobs and known.ref_token_logprobs[rows],
-        trainer_logprobs=known.trainer_logprobs and known.trainer_logprobs[rows],
-    )
+    assert asked == [[r.rollout_id for r in batch.rollouts[rows]]] * 2
+    alone = replace(batch, groups=batch.groups[1:2])
     # the ages of the group: AGES repeats after three rollouts and not after four
-    expected, *_ = run(theta, section(preset), alone, 4096, rewards=REWARDS[rows], known=of_alone, ages=AGES[rows])
+    expected, *_ = run(theta, section(preset), alone, 4096, rewards=REWARDS[rows], known=known, ages=AGES[rows])
     expected *= 4 / 12
     # norms and rotary embeddings of the model are float32 in any case
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
@@ -421,7 +400,6 @@ def test_without_a_reference_there_is_no_ref_logprob(model: Any) -> None:
         make_batch(0).rollouts,
         groups=make_batch(0).group_numbers,
         rewards=np.zeros(12),
-        given=Given(),
         policy_ages=AGES,
         beta=BETA,
         micro_batch_tokens=4096,
@@ -439,11 +417,17 @@ ROWS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 6)), min_size=1, ma
 
 def plan_of(rows: Rows, max_tokens: int, *, num_ranks: int = 1, keep_groups: bool = True) -> Plan:
     lengths, groups = [length for length, _ in rows], [group for _, group in rows]
-    return plan_micro_batches(lengths, groups, max_tokens, num_ranks=num_ranks, keep_groups=keep_groups)
+    return plan_micro_batches(
+        lengths, groups, max_tokens, rows=range(len(rows)), num_ranks=num_ranks, keep_groups=keep_groups
+    )
 
 
-def load(rows: Rows, micro_batch: MicroBatch) -> int:
-    return sum(rows[i][0] for i in micro_batch.indices)
+def split(rows: Rows, plan: Plan) -> list[int]:
+    return split_rounds(plan, [group for _, group in rows])
+
+
+def load(rows: Rows, micro_batch: list[int]) -> int:
+    return sum(rows[i][0] for i in micro_batch)
 
 
 @given(rows=ROWS, max_tokens=st.integers(1, 500), num_ranks=st.integers(1, 5), keep_groups=st.booleans())
@@ -451,30 +435,27 @@ def test_every_rollout_is_in_exactly_one_micro_batch_within_the_bound(
     rows: Rows, max_tokens: int, num_ranks: int, keep_groups: bool
 ) -> None:
     plan = plan_of(rows, max_tokens, num_ranks=num_ranks, keep_groups=keep_groups)
-    everything = [micro_batch for micro_batches in plan.rounds for micro_batch in micro_batches]
-    assert sorted(i for micro_batch in everything for i in micro_batch.indices) == list(range(len(rows)))
+    everything = [micro_batch for micro_batches in plan for micro_batch in micro_batches]
+    assert sorted(i for micro_batch in everything for i in micro_batch) == list(range(len(rows)))
     for micro_batch in everything:
-        assert load(rows, micro_batch) <= max_tokens or len(micro_batch.indices) == 1
-    assert {len(micro_batches) for micro_batches in plan.rounds} == {num_ranks}
-    assert [plan.of_rank(rank) for rank in range(num_ranks)] == [
-        [micro_batches[rank] for micro_batches in plan.rounds] for rank in range(num_ranks)
-    ]
-
-
-@given(rows=ROWS, max_tokens=st.integers(1, 500), num_ranks=st.integers(1, 5), keep_groups=st.booleans())
-def test_a_micro_batch_knows_whether_its_groups_are_complete(
-    rows: Rows, max_tokens: int, num_ranks: int, keep_groups: bool
-) -> None:
-    plan = plan_of(rows, max_tokens, num_ranks=num_ranks, keep_groups=keep_groups)
-    split = []
-    for number, micro_batches in enumerate(plan.rounds):
+        assert load(rows, micro_batch) <= max_tokens or len(micro_batch) == 1
+    assert {len(micro_batches) for micro_batches in plan} == {num_ranks}
+    incomplete = []
+    for number, micro_batches in enumerate(plan):
         for micro_batch in micro_batches:
-            here = {rows[i][1] for i in micro_batch.indices}
-            complete = {i for i, (_, group) in enumerate(rows) if group in here} == set(micro_batch.indices)
-            assert micro_batch.whole_groups == complete
-        if not all(micro_batch.whole_groups for micro_batch in micro_batches):
-            split.append(number)
-    assert plan.split_rounds() == split
+            here = {rows[i][1] for i in micro_batch}
+            if {i for i, (_, group) in enumerate(rows) if group in here} != set(micro_batch):
+                incomplete.append(number)
+    assert split(rows, plan) == sorted(set(incomplete))
+
+
+def test_a_plan_of_some_rollouts_is_that_of_them_alone() -> None:
+    rows = [(5, 0), (50, 1), (8, 0), (3, 2), (7, 2)]
+    chosen = [0, 2, 3, 4]
+    lengths, groups = [length for length, _ in rows], [group for _, group in rows]
+    plan = plan_micro_batches(lengths, groups, 13, rows=chosen, num_ranks=2, keep_groups=True)
+    alone = plan_of([rows[row] for row in chosen], 13, num_ranks=2)
+    assert plan == [[[chosen[i] for i in micro_batch] for micro_batch in micro_batches] for micro_batches in alone]
 
 
 @given(rows=ROWS, spare_tokens=st.integers(0, 200))
@@ -485,13 +466,13 @@ def test_on_one_rank_no_group_is_split_where_all_fit(rows: Rows, spare_tokens: i
     for length, group in rows:
         sizes[group] += length
     plan = plan_of(rows, max(sizes.values()) + spare_tokens)
-    assert plan.split_rounds() == []
+    assert split(rows, plan) == []
 
 
 @given(rows=ROWS, max_tokens=st.integers(60, 500), num_ranks=st.integers(1, 5))
 def test_loads_differ_by_no_more_than_the_longest_rollout(rows: Rows, max_tokens: int, num_ranks: int) -> None:
     plan = plan_of(rows, max_tokens, num_ranks=num_ranks, keep_groups=False)
-    loads = [load(rows, micro_batch) for micro_batches in plan.rounds for micro_batch in micro_batches]
+    loads = [load(rows, micro_batch) for micro_batches in plan for micro_batch in micro_batches]
     assert max(loads) - min(loads) <= max(length for length, _ in rows)
     assert loads == sorted(loads, reverse=True)  # ranks with similar loads work at the same time
 
@@ -504,36 +485,25 @@ def test_there_are_not_many_more_micro_batches_than_the_tokens_need(
     half = [(max(1, length // 2), group) for length, group in rows]
     plan = plan_of(half, max_tokens, num_ranks=num_ranks, keep_groups=False)
     need = -(-sum(length for length, _ in half) // (max_tokens * num_ranks))
-    assert len(plan.rounds) <= 2 * need
+    assert len(plan) <= 2 * need
 
 
-def test_a_group_is_split_over_ranks_that_would_otherwise_be_idle() -> None:
-    rows = [(10, 0)] * 8
-    together = plan_of(rows, 100)
-    assert [m.indices for m in together.rounds[0]] == [tuple(range(8))]
-    apart = plan_of(rows, 100, num_ranks=4)
-    assert [load(rows, m) for m in apart.rounds[0]] == [20] * 4
-    assert apart.split_rounds() == [0]
+@pytest.mark.parametrize(
+    ("rows", "max_tokens", "num_ranks", "expected"),
+    [
+        ([(10, 0)] * 8, 100, 1, [[[*range(8)]]]),
+        ([(10, 0)] * 8, 100, 4, [[[0, 4], [1, 5], [2, 6], [3, 7]]]),  # no rank is idle
+        ([(5, 0)], 10, 3, [[[0], [], []]]),
+        ([(50, 0), (3, 1), (2, 2)], 10, 1, [[[0]], [[1, 2]]]),  # longer than the bound: alone
+        ([(8, 0), (2, 1), (7, 2), (3, 3)], 11, 1, [[[0, 1]], [[2, 3]]]),  # balanced by tokens
+    ],
+)
+def test_plans(rows: Rows, max_tokens: int, num_ranks: int, expected: Plan) -> None:
+    assert plan_of(rows, max_tokens, num_ranks=num_ranks) == expected
 
 
 def test_groups_stay_whole_over_ranks_where_that_is_balanced_enough() -> None:
     rows = [(10, group) for group in range(4) for _ in range(8)] + [(1, 4)]
     plan = plan_of(rows, 100, num_ranks=2)
-    assert plan.split_rounds() == []
-    assert [[load(rows, m) for m in micro_batches] for micro_batches in plan.rounds] == [[81, 80], [80, 80]]
-
-
-def test_too_few_rollouts_leave_empty_micro_batches() -> None:
-    plan = plan_of([(5, 0)], 10, num_ranks=3)
-    assert [m.indices for m in plan.rounds[0]] == [(0,), (), ()]
-    assert all(m.whole_groups for m in plan.rounds[0])
-
-
-def test_a_rollout_longer_than_the_bound_goes_alone() -> None:
-    plan = plan_of([(50, 0), (3, 1), (2, 2)], 10)
-    assert [m.indices for (m,) in plan.rounds] == [(0,), (1, 2)]
-
-
-def test_micro_batches_are_balanced_by_tokens() -> None:
-    plan = plan_of([(8, 0), (2, 1), (7, 2), (3, 3)], 11)
-    assert [m.indices for (m,) in plan.rounds] == [(0, 1), (2, 3)]
+    assert split(rows, plan) == []
+    assert [[load(rows, m) for m in micro_batches] for micro_batches in plan] == [[81, 80], [80, 80]]

@@ -171,7 +171,7 @@ def test_of_masked_tied_groups_nothing_is_computed_and_the_others_learn_as_witho
     expected = gradient(alone, replace(batch, groups=batch.groups[1:2])) * 4 / 12
     assert expected.norm() > 0
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
-    cached = [each.reference.cache_tensors() for each in (masked, alone)]
+    cached = [each.reference.cache.tensors() for each in (masked, alone)]
     assert cached[0].keys() == cached[1].keys()
     assert all(len(cached[0][name]) == len(cached[1][name]) for name in cached[0])
     assert [result.logprob is None for result in masked.results] == [True] * 4 + [False] * 4 + [True] * 4

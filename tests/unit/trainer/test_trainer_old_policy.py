@@ -1,4 +1,4 @@
-"""What the learner keeps beside theta: weights of published versions, log Z of prompts; and the clip of gradients."""
+"""What the learner keeps beside theta: weights of published versions; and the clip of gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tba_trainer.learner.forward_backward import ALONE
 from tba_trainer.learner.learner import OLD_LOGPROBS, OLD_POLICY, Learner
 from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.model.logprobs import LogprobModel
@@ -34,9 +35,11 @@ def token_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarray:
         return LogprobModel(model, temperature=1.0).token_logprobs(sequences).numpy()
 
 
-def old_policy_of(learner: Learner, *, max_versions: int = 8, max_cached: int = 100) -> OldPolicy:
+def old_policy_of(learner: Learner, *, max_versions: int = 8) -> OldPolicy:
     policy = LogprobModel(learner.model, temperature=1.0)
-    return OldPolicy(learner.model, policy, max_versions=max_versions, max_cached=max_cached, micro_batch_tokens=4096)
+    return OldPolicy(
+        learner.model, policy, max_versions=max_versions, max_cached=100, micro_batch_tokens=4096, ranks=ALONE
+    )
 
 
 # ---- Behaviour log-probs, computed again ----------------------------------------------------------------------------
@@ -91,7 +94,7 @@ def test_another_name_of_the_same_weights_is_no_second_copy(folder: Path) -> Non
     found = old.logprobs(rollouts)
     assert old.num_missing_tokens == 0
     again = old_policy_of(make_learner(folder), max_versions=2)
-    again.load(dict(written_slices(old.tensors(), Layout())), old.cache_tensors())
+    again.load(dict(written_slices(old.tensors(), Layout())))
     more = [make_rollout(rng, version=version) for version in versions]
     for mine, theirs in zip(again.logprobs(more), old.logprobs(more), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -134,9 +137,6 @@ def test_a_checkpoint_keeps_the_weights_of_published_versions_and_their_log_prob
     assert ours is not None
     assert theirs is not None
     np.testing.assert_array_equal(ours.logprobs([later])[0], theirs.logprobs([later])[0])
-
-
-# ---- log Z ----------------------------------------------------------------------------------------------------------
 
 
 # ---- The clip -------------------------------------------------------------------------------------------------------

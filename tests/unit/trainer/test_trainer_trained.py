@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tba_trainer.learner import forward_backward
-from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given
+from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult
 from tba_trainer.loop.training_loop import BYTES_PER_TRAINED, MAX_TRAINED, trained_rollouts
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.policy import load_policy
@@ -65,29 +65,27 @@ def run(
     section = {"beta": {"value": 0.2}, **aggregation, **values}
     objective = resolve(ObjectiveSection.model_validate(section), max_response_tokens=32)
     rng = np.random.default_rng(0)
-    recomputed = [r.sampler_logprobs + 0.3 * rng.normal(size=len(r.response_tokens)) for r in batch.rollouts]
-    ref = [-2 * rng.random(len(rollout.response_tokens)) for rollout in batch.rollouts]
+    old = {r.rollout_id: r.sampler_logprobs + 0.3 * rng.normal(size=len(r.response_tokens)) for r in batch.rollouts}
+    ref = {r.rollout_id: -2 * rng.random(len(r.response_tokens)) for r in batch.rollouts}
+    recomputes = objective.parts.old_policy == "trainer"
     work = ForwardBackward(
         policy,
         objective,
         batch.rollouts,
         groups=batch.group_numbers,
         rewards=REWARDS,
-        given=Given(
-            ref_logprobs=[float(each.sum()) for each in ref],
-            ref_token_logprobs=ref if objective.clamps_tokens else None,
-            trainer_logprobs=recomputed if objective.parts.old_policy == "trainer" else None,
-        ),
+        reference=lambda rollouts: [ref[r.rollout_id] for r in rollouts],
+        old_policy=lambda rollouts: [old[r.rollout_id] for r in rollouts] if recomputes else None,
         policy_ages=AGES,
         beta=section["beta"]["value"],
         micro_batch_tokens=max_tokens,
     )
     work.backward()
     pulls: list[float | None] = [None] * len(batch.rollouts)
-    for micro_batch, logprobs in zip(work._plan.of_rank(0), policy.passes, strict=True):
+    for rows, logprobs in zip(work._micro_batches, policy.passes, strict=True):
         assert logprobs.grad is not None
         at = 0
-        for row in micro_batch.indices:
+        for row in rows:
             end = at + len(batch.rollouts[row].response_tokens)
             pulls[row] = -float(logprobs.grad[at:end].sum())
             at = end

@@ -93,7 +93,7 @@ class CheckpointStore:
         Args:
             version: the name of the weights.
             rows: what this process writes (`Learner.capture`).
-            known: digest -> lineage of the objects that need not be written again (`known_objects`).
+            known: digest -> lineage of the objects that need not be written again (`reusable_objects`).
             in_background: copy all rows to memory now, if it has room; otherwise they are read as they are uploaded.
 
         Raises:
@@ -112,7 +112,7 @@ class CheckpointStore:
             is_staged=copies is not None,
         )
 
-    def known_objects(self, version: PolicyVersion) -> dict[str, int]:
+    def reusable_objects(self, version: PolicyVersion) -> dict[str, int]:
         """Return digest -> lineage of the objects of a checkpoint that stays until the next one is registered."""
         if self._committed is not None and self._committed[0] == version:
             known = self._committed[1]

@@ -86,7 +86,7 @@ class TeamCheckpoints(CheckpointStore):
         Args:
             state: names the version, hence the key.
             rows: of this process (`Learner.capture`).
-            known: `known_objects` of a checkpoint that stays until this one is registered.
+            known: `reusable_objects` of a checkpoint that stays until this one is registered.
             in_background: copy everything to memory and return; where a process has no room, the weights must stay as
                 they are until the upload has ended (`Upload.is_staged`). Otherwise this process's part is stored, or
                 has failed, on return.

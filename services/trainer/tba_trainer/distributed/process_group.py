@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tba.errors import ConfigError, TbaError, TeamError
 from tba.logs import get_logger
 from tba_trainer.distributed.launch import LAUNCHER_VARIABLE
-from tba_trainer.learner.forward_backward import Ranks
+from tba_trainer.learner.forward_backward import ALONE, Ranks
 from tba_trainer.model.context import Context
 
 
@@ -140,7 +140,7 @@ class Team:
 
     def ranks(self) -> Ranks:
         """Return the team as forward and backward passes need it."""
-        return Ranks() if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks, self.context)
+        return ALONE if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks, self.context)
 
     def start_beats(self, on_loss: Callable[[], None]) -> None:
         """Send beats from now on while the leader is idle (leader only)."""

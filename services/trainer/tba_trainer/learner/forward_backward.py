@@ -17,9 +17,10 @@ leaves zeros for the others; a sum over the ranks completes them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tba.wire import Rollout
-from tba_trainer.learner.micro_batches import MicroBatch, plan_micro_batches
+from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import PackedSequences, pack_sequences, response_sums, upload
 from tba_trainer.objectives import (
     Objective,
@@ -44,43 +45,19 @@ from tba_trainer.objectives import (
     tied_group_share,
 )
 
+Values = NDArray[np.float64]
+"""Log-probs of one rollout: one number per response token, or their sum alone [1]."""
+Logprobs = Callable[[Sequence[Rollout]], Sequence[Values] | None]
+"""Gives the log-probs of rollouts under another policy than theta; None where the objective needs none."""
+Plan = list[list[list[int]]]
+"""Rounds, ranks, rollouts: the ranks work on the micro-batches of a round at the same time. One may be empty."""
 _Found = tuple[dict[str, Float[Tensor, ""]], Float[Tensor, " b"]]
 """Of one micro-batch of b rollouts, in float64 on the device: its share of the metrics, and the mean weight of each
 rollout's tokens."""
+FIRST_PASS_COST = 1 / 3
+"""A pass without gradient, as a share of one with: forward against forward and backward."""
 _FILLER = np.zeros(1, dtype=np.int32)
 """Prompt and response of the filler of an empty micro-batch."""
-
-
-class Policy(Protocol):
-    """theta at the policy temperature: a `LogprobModel`, or a test's substitute."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        ...
-
-    def token_logprobs(self, sequences: PackedSequences) -> Float[Tensor, " T"]:
-        """Return log pi of every response token, with gradient."""
-        ...
-
-    def logprobs_and_entropy(self, sequences: PackedSequences) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
-        """Return the same, and the mean entropy of pi at some of the positions, in nats, without gradient."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What is known of the N rollouts of a batch before theta has seen them; None where the objective needs none.
-
-    Of a rollout that `unread_rows` has, anything may stand here: nothing reads it.
-    """
-
-    ref_logprobs: Sequence[float] | None = None
-    """[N] log pi_ref, sums over the responses."""
-    ref_token_logprobs: Sequence[NDArray[np.float64]] | None = None
-    """The same per token, where the objective clamps tokens."""
-    trainer_logprobs: Sequence[NDArray[np.float64]] | None = None
-    """Log-probs per token of the policy that sampled, computed again by the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +68,9 @@ class Ranks:
     num_ranks: int = 1
     all_reduce: Callable[[Tensor], Tensor] = lambda values: values
     """The sum of a float64 CPU tensor over all ranks, in every rank; called by all at the same points."""
+
+
+ALONE = Ranks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +91,6 @@ class ForwardResult:
     """The mean of w_jt over the tokens; None: no pass was made, or the objective has no such weight."""
 
 
-def tied_rows(objective: Objective, rewards: NDArray[np.float64], groups: Sequence[int]) -> NDArray[np.bool_]:
-    """Return which rollouts the objective leaves out, since the rewards of their group are all equal. [N]"""
-    if not objective.mask_tied:
-        return np.zeros(len(rewards), dtype=np.bool_)
-    return is_tied(torch.from_numpy(rewards), torch.tensor(groups)).numpy()
-
-
-def unread_rows(objective: Objective, rewards: NDArray[np.float64], groups: Sequence[int]) -> NDArray[np.bool_]:
-    """Return which rollouts no pass is made for, whatever theta is: those left out that no other depends on. [N]"""
-    tied = tied_rows(objective, rewards, groups)
-    return np.zeros_like(tied) if objective.needs_complete_batch else tied
-
-
 class ForwardBackward:
     """Passes over N rollouts. Every rank gets the same arguments but `ranks.rank`.
 
@@ -133,31 +100,32 @@ class ForwardBackward:
         rollouts: [N] the whole batch, whatever share of it this rank works on.
         groups: [N] group of each rollout, numbered from 0: its slot, so two slots of one prompt are two groups.
         rewards: [N] the rollouts' rewards, shuffled under `trainer.shuffle_rewards`.
-        given: log-probs of other policies.
+        reference: gives log pi_ref, per token where the objective clamps tokens. It is not asked for rollouts that
+            nothing reads.
+        old_policy: gives the log-probs per token of the policy that sampled, computed again by the trainer.
         policy_ages: [N] optimizer steps.
         beta: KL coefficient of this step.
         micro_batch_tokens: upper bound of the tokens of one pass.
-        ranks: the processes that share the batch; None: this one alone.
+        ranks: the processes that share the batch.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: LogprobModel,
         objective: Objective,
         rollouts: Sequence[Rollout],
         *,
         groups: Sequence[int],
         rewards: NDArray[np.float64],
-        given: Given,
+        reference: Logprobs | None = None,
+        old_policy: Logprobs | None = None,
         policy_ages: Sequence[int],
         beta: float,
         micro_batch_tokens: int,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._policy, self._objective, self._rollouts, self._beta = policy, objective, rollouts, beta
-        self._ranks = ranks or Ranks()
-        self._ages, self._given = list(policy_ages), given
-        self._token_clamp = objective.parts.log_ratio_token_clamp or math.inf
+        self._ages, self._groups, self._ranks = list(policy_ages), groups, ranks
         num_tokens = torch.tensor([len(r.response_tokens) for r in rollouts])
         # Rollouts that were cut off count in the baseline of their group, and nowhere else.
         truncated = [objective.mask_truncated and r.finish_reason == "length" for r in rollouts]
@@ -168,49 +136,69 @@ class ForwardBackward:
             num_tokens=int(num_tokens[self._kept].sum()),
             num_groups=len({group for group, is_cut in zip(groups, truncated, strict=True) if not is_cut}),
         )
-        # after the divisors: the gradient is what it was without the part of these groups
-        self._kept &= ~torch.from_numpy(tied_rows(objective, rewards, groups))
-        self._unread = unread_rows(objective, rewards, groups)  # [N]
-        self._sequences = self._given_sums(rewards, groups, num_tokens)
-        self._advantage = torch.zeros(len(rollouts), dtype=torch.float64)
-        self._weight = torch.zeros(len(rollouts), dtype=torch.float64)
+        self._is_read = torch.ones(len(rollouts), dtype=torch.bool)  # [N]
+        """Rollouts that something depends on, whatever theta is."""
+        if objective.mask_tied:
+            tied = is_tied(torch.from_numpy(rewards), torch.tensor(groups))
+            # after the divisors: the gradient is what it was without the part of these groups
+            self._kept &= ~tied
+            if not objective.needs_complete_batch:
+                self._is_read = ~tied
+        self._ref = self._ask(reference)
+        self._recomputed = self._ask(old_policy)
+        self._sampler = [rollout.sampler_logprobs for rollout in rollouts]
+        self._sequences = self._sums(rewards, num_tokens)
         self._reward_advantage: Tensor | None = None
         """A_j where rewards alone decide it."""
         self._passed = self._rows_with_gradient()
         self._plan = plan_micro_batches(
-            [len(rollouts[i].prompt_tokens) + len(rollouts[i].response_tokens) for i in self._passed],
-            [groups[i] for i in self._passed],
+            [len(rollout.prompt_tokens) + len(rollout.response_tokens) for rollout in rollouts],
+            groups,
             micro_batch_tokens,
-            num_ranks=self._ranks.num_ranks,
+            rows=self._passed,
+            num_ranks=ranks.num_ranks,
             keep_groups=objective.needs_complete_groups,
-        ).renumbered(self._passed)
+        )
+        self._micro_batches = [micro_batches[ranks.rank] for micro_batches in self._plan]
+        self._advantage, self._weight, self._logprob, self._abs_gap = torch.zeros(4, len(rollouts), dtype=torch.float64)
         num_squares = int(num_tokens.sum()) if objective.needs_all_tokens else 0
         self._squares = torch.zeros(num_squares, dtype=torch.float64)
         """(log rho)^2 of every token of the batch, where the objective needs all of them."""
-        self._logprob = torch.zeros(len(rollouts), dtype=torch.float64)
-        self._abs_gap = torch.zeros(len(rollouts), dtype=torch.float64)
 
-    def _given_sums(self, rewards: NDArray[np.float64], groups: Sequence[int], num_tokens: Tensor) -> Sequences:
+    def _ask(self, logprobs: Logprobs | None) -> list[Values] | None:
+        """Return the log-probs under another policy, and zeros for the rollouts that nothing reads."""
+        rows = self._is_read.nonzero()[:, 0].tolist()
+        values = None if logprobs is None else logprobs([self._rollouts[row] for row in rows])
+        if values is None:
+            return None
+        everything = [np.zeros(len(rollout.response_tokens)) for rollout in self._rollouts]
+        for row, found in zip(rows, values, strict=True):
+            everything[row] = found
+        return everything
+
+    def _sums(self, rewards: NDArray[np.float64], num_tokens: Tensor) -> Sequences:
         """Return the sequence sums without theta's, which the passes fill in."""
         # sums are small and many: they live on the CPU, in float64
-        given, rollouts = self._given, self._rollouts
-        behaviour = given.trainer_logprobs or [r.sampler_logprobs for r in rollouts]
+        behaviour = self._recomputed or self._sampler
         sampler_logprob = torch.tensor([values.sum(dtype=np.float64) for values in behaviour])
-        ref_logprob = torch.tensor(given.ref_logprobs or [0.0] * len(rollouts), dtype=torch.float64)
-        sampler_ref_log_ratio = sampler_logprob - ref_logprob
-        if given.ref_token_logprobs is not None:
-            differences = [a.astype(np.float64) - b for a, b in zip(behaviour, given.ref_token_logprobs, strict=True)]
+        self._ref_logprob = torch.zeros(len(behaviour), dtype=torch.float64)
+        if self._ref is not None:
+            self._ref_logprob = torch.tensor([float(values.sum()) for values in self._ref], dtype=torch.float64)
+        sampler_ref_log_ratio = sampler_logprob - self._ref_logprob
+        self._token_clamp = self._objective.parts.log_ratio_token_clamp or math.inf
+        self._ref_tokens = self._ref if self._objective.clamps_tokens else None
+        if self._ref_tokens is not None:
+            differences = [a.astype(np.float64) - b for a, b in zip(behaviour, self._ref_tokens, strict=True)]
             limit = self._token_clamp
             sampler_ref_log_ratio = torch.tensor([difference.clip(-limit, limit).sum() for difference in differences])
-        self._ref_logprob = ref_logprob
         return Sequences(
-            logprob=torch.zeros(len(rollouts), dtype=torch.float64),
+            logprob=torch.zeros(len(behaviour), dtype=torch.float64),
             sampler_logprob=sampler_logprob,
-            ref_log_ratio=torch.zeros(len(rollouts), dtype=torch.float64),
+            ref_log_ratio=torch.zeros(len(behaviour), dtype=torch.float64),
             sampler_ref_log_ratio=sampler_ref_log_ratio,
             reward=torch.tensor(rewards, dtype=torch.float64),
             policy_age=torch.tensor(self._ages),
-            group=torch.tensor(groups),
+            group=torch.tensor(self._groups),
             num_tokens=num_tokens,
         )
 
@@ -220,15 +208,14 @@ class ForwardBackward:
         # A_j depends on theta: it is known only after the pass
         if objective.reads_theta or objective.needs_all_tokens:
             # one that was cut off has its pass: the others of its group are centred by it
-            return np.flatnonzero(~self._unread).tolist()
+            return self._is_read.nonzero()[:, 0].tolist()
         self._reward_advantage = advantages(self._sequences, objective, beta=self._beta)
         return ((self._reward_advantage != 0) & self._kept).nonzero()[:, 0].tolist()
 
     def backward(self) -> dict[str, float | None]:
         """Accumulate the gradient of this rank's share of the batch; return the objective's metrics of the batch."""
         self._first_pass()
-        micro_batches = self._plan.of_rank(self._ranks.rank)
-        totals = self._read([self._micro_batch(each) for each in micro_batches], micro_batches)
+        totals = self._read([self._micro_batch(rows) for rows in self._micro_batches])
         # One exchange for everything: each all_reduce waits for the slowest rank. The order of names must be the same
         # in all ranks, and so must the names: every rank has a micro-batch in every round.
         names = sorted(totals)
@@ -244,22 +231,23 @@ class ForwardBackward:
         found["num_rollouts_without_gradient"] = float(len(self._rollouts) - len(self._passed))
         return found
 
-    def _read(self, found: Sequence[_Found], micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def _read(self, found: Sequence[_Found]) -> dict[str, float]:
         """Fill in the weights that the micro-batches had, and return the sums of their metrics."""
         # not after each micro-batch: while the device is at its backward pass, the host prepares the next one
         vectors = [torch.cat([torch.stack([*metrics.values()]), weights]) for metrics, weights in found]  # [M + b] each
         values = torch.cat(vectors).cpu().split([len(vector) for vector in vectors])
         totals: dict[str, float] = {}
-        for micro_batch, (metrics, weights), vector in zip(micro_batches, found, values, strict=True):
+        for rows, (metrics, weights), vector in zip(self._micro_batches, found, values, strict=True):
             of_metrics, of_rollouts = vector.split([len(metrics), len(weights)])
-            self._weight[list(micro_batch.indices)] = of_rollouts
+            self._weight[rows] = of_rollouts
             for name, value in zip(metrics, of_metrics.tolist(), strict=True):
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
     def results(self) -> list[ForwardResult]:
         """Return what `backward` found of each rollout, in the order of the batch."""
-        passed, refs, has_parts = set(self._passed), self._given.ref_logprobs, self._objective.function is None
+        passed, has_parts = set(self._passed), self._objective.function is None
+        refs = None if self._ref is None else self._ref_logprob.tolist()
         # complete also for rollouts without a pass
         advantage = self._advantage if self._reward_advantage is None else self._reward_advantage
         columns = [each.tolist() for each in (self._logprob, self._abs_gap, advantage, self._weight)]
@@ -282,30 +270,28 @@ class ForwardBackward:
         if not self._objective.needs_complete_groups:
             return
         # with a single micro-batch its own forward pass is the whole batch
-        everything = self._objective.needs_complete_batch and len(self._plan.rounds) * self._ranks.num_ranks > 1
-        rounds = range(len(self._plan.rounds)) if everything else self._plan.split_rounds()
+        everything = self._objective.needs_complete_batch and len(self._plan) * self._ranks.num_ranks > 1
+        rounds = range(len(self._plan)) if everything else split_rounds(self._plan, self._groups)
         if not rounds:
             return
-        micro_batches = self._plan.of_rank(self._ranks.rank)
         for i in rounds:
-            sequences = self._packed(micro_batches[i])
-            self._put_sums(micro_batches[i], self._policy.token_logprobs(sequences), sequences)
+            sequences = self._packed(self._micro_batches[i])
+            self._put_sums(self._micro_batches[i], self._policy.token_logprobs(sequences), sequences)
         # one exchange for everything, as in `backward`
         mine = (self._sequences.logprob, self._sequences.ref_log_ratio, self._squares)
         added = self._ranks.all_reduce(torch.cat(mine))  # [2 N + T]
         for values, found in zip(mine, added.split([len(values) for values in mine]), strict=True):
             values.copy_(found)
-        if everything:
+        if everything and self._objective.needs_all_tokens:
             self._cut_second_moment()
 
-    def _micro_batch(self, micro_batch: MicroBatch) -> _Found:
+    def _micro_batch(self, rows: list[int]) -> _Found:
         """Run the forward and backward pass of one micro-batch; return what `_read` reads."""
-        rows = list(micro_batch.indices)
-        sequences = self._packed(micro_batch)
+        sequences = self._packed(rows)
         logprobs, entropy = self._policy.logprobs_and_entropy(sequences)  # [T]
         # A_j is a constant of the loss (stopgrad in Eq. 5's A-form): its log-probs are detached before they are summed
-        tokens = self._put_sums(micro_batch, logprobs, sequences)
-        if self._objective.needs_all_tokens and len(self._plan.rounds) * self._ranks.num_ranks == 1:
+        tokens = self._put_sums(rows, logprobs, sequences)
+        if self._objective.needs_all_tokens and len(self._plan) * self._ranks.num_ranks == 1:
             self._cut_second_moment()  # the first pass did it where there are several micro-batches
         self._logprob[rows] = self._sequences.logprob[rows]
         loss, metrics, weights = self._loss(tokens, rows)
@@ -332,28 +318,25 @@ class ForwardBackward:
 
     def _cut_second_moment(self) -> None:
         """Choose the tokens that the weight `second_moment` masks."""
-        if not self._objective.needs_all_tokens:
-            return
         squares = self._squares[self._kept.repeat_interleave(self._sequences.num_tokens)]
-        cut = second_moment_cut(squares)
-        self._totals = replace(self._totals, max_second_moment=cut)
+        self._totals = replace(self._totals, max_second_moment=second_moment_cut(squares))
 
-    def _put_sums(self, micro_batch: MicroBatch, logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
+    def _put_sums(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
         """Fill in what advantages and weights need of theta; return the tokens of the micro-batch."""
-        rows, objective, found = list(micro_batch.indices), self._objective, logprobs.detach()
+        found = logprobs.detach()
         tokens = self._tokens(rows, logprobs, sequences)
         summed = [found, (found - tokens.sampler_logprobs).abs()]
-        if self._given.ref_token_logprobs is not None:
-            ref = self._on_device(self._given.ref_token_logprobs, rows, logprobs)
+        if self._ref_tokens is not None:
+            ref = self._on_device(self._ref_tokens, rows, logprobs)
             summed.append((found - ref).clamp(-self._token_clamp, self._token_clamp))
         columns = [response_sums(values, sequences)[: len(rows)] for values in summed]
-        if objective.needs_all_tokens and rows:
-            columns.append(log_ratios(tokens, objective).square())
+        if self._objective.needs_all_tokens and rows:
+            columns.append(log_ratios(tokens, self._objective).square())
         # one wait for the device
         on_cpu = torch.cat(columns).double().cpu().split([len(values) for values in columns])
         logprob, self._abs_gap[rows], *more = on_cpu
         self._sequences.logprob[rows] = logprob
-        clamped = more.pop(0) if self._given.ref_token_logprobs is not None else logprob - self._ref_logprob[rows]
+        clamped = more.pop(0) if self._ref_tokens is not None else logprob - self._ref_logprob[rows]
         self._sequences.ref_log_ratio[rows] = clamped
         if more:
             starts = self._sequences.num_tokens.cumsum(0) - self._sequences.num_tokens  # [N]
@@ -364,13 +347,12 @@ class ForwardBackward:
         return tokens
 
     def _tokens(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
-        sampler = [rollout.sampler_logprobs for rollout in self._rollouts]
-        recomputed = self._given.trainer_logprobs
         prompts = [len(self._rollouts[i].prompt_tokens) for i in rows] or [len(_FILLER)]
         kept = self._kept[rows] if rows else torch.zeros(1, dtype=torch.bool)  # a filler teaches nothing
+        recomputed = self._recomputed
         return Tokens(
             logprobs=logprobs,
-            sampler_logprobs=self._on_device(sampler, rows, logprobs),
+            sampler_logprobs=self._on_device(self._sampler, rows, logprobs),
             row=sequences.row,
             num_rows=sequences.num_rows,
             trainer_logprobs=None if recomputed is None else self._on_device(recomputed, rows, logprobs),
@@ -383,8 +365,8 @@ class ForwardBackward:
         joined = np.concatenate([values[i] for i in rows] or [_FILLER])
         return upload(torch.from_numpy(joined).to(like.dtype), like.device)
 
-    def _packed(self, micro_batch: MicroBatch) -> PackedSequences:
-        return pack_rollouts([self._rollouts[i] for i in micro_batch.indices], self._policy.device)
+    def _packed(self, rows: list[int]) -> PackedSequences:
+        return pack_rollouts([self._rollouts[i] for i in rows], self._policy.device)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> PackedSequences:
@@ -392,3 +374,87 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> PackedSe
     # an empty micro-batch is passed through the model all the same: the other ranks wait in the same collectives
     prompts, responses = [r.prompt_tokens for r in rollouts], [r.response_tokens for r in rollouts]
     return pack_sequences(prompts or [_FILLER], responses or [_FILLER], device)
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    max_tokens: int,
+    *,
+    rows: Sequence[int],
+    num_ranks: int,
+    keep_groups: bool,
+) -> Plan:
+    """Distribute rollouts over micro-batches of at most `max_tokens`, all with about the same number of tokens.
+
+    A rollout longer than `max_tokens` gets a micro-batch of its own. A pure function of lengths and groups: every rank
+    computes the plan of all. All ranks get the same number of micro-batches, some of them empty where rollouts are few,
+    because every pass of a sharded model is a collective.
+
+    Args:
+        lengths: [N] prompt plus response tokens.
+        groups: [N] group number of each rollout.
+        max_tokens: of one micro-batch.
+        rows: the rollouts that are distributed, ascending.
+        num_ranks: processes that share the batch.
+        keep_groups: keep a group in one micro-batch where it fits, so that it needs no first pass; False where no
+            advantage depends on theta's log-probs of other rollouts.
+    """
+    plan = _pack([[row] for row in rows], lengths, max_tokens, num_ranks)
+    if not keep_groups:
+        return plan
+    members: dict[int, list[int]] = {}
+    for row in rows:
+        members.setdefault(groups[row], []).append(row)
+    items: list[list[int]] = []
+    for group in members.values():
+        fits = sum(lengths[row] for row in group) <= max_tokens
+        items.extend([group] if fits else [[row] for row in group])
+    kept = _pack(items, lengths, max_tokens, num_ranks)
+    # groups are split all the same where ranks would else wait for each other longer than the first pass takes
+    return min(kept, plan, key=lambda each: _cost(each, lengths, groups))
+
+
+def _pack(items: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Plan:
+    """Put items into micro-batches, the largest first, each into the emptiest; those of about one load are a round."""
+
+    def load(rows: list[int]) -> int:
+        return sum(lengths[row] for row in rows)
+
+    order = sorted(items, key=lambda item: (-load(item), item))
+    # an item longer than a micro-batch fills one, no more
+    num_tokens = sum(min(load(item), max_tokens) for item in items)
+    # -(-a // b) is a / b, rounded up. No fewer can hold that many tokens; more are tried where they do not fit.
+    num_bins = num_ranks * max(1, -(-num_tokens // (max_tokens * num_ranks)))
+    while True:  # with one more per rank each time, until everything fits
+        bins: list[list[int]] = [[] for _ in range(num_bins)]
+        loads = [0] * num_bins
+        for item in order:
+            emptiest = min(range(num_bins), key=loads.__getitem__)
+            if loads[emptiest] and loads[emptiest] + load(item) > max_tokens:
+                break
+            bins[emptiest].extend(item)
+            loads[emptiest] += load(item)
+        else:
+            break
+        num_bins += num_ranks
+    # the largest first: a micro-batch that does not fit into memory then fails at once
+    by_load = [sorted(rows) for rows in sorted(bins, key=lambda rows: (-load(rows), rows))]
+    return [by_load[start : start + num_ranks] for start in range(0, len(by_load), num_ranks)]
+
+
+def split_rounds(plan: Plan, groups: Sequence[int]) -> list[int]:
+    """Return the rounds in which some rank has a part of a group: one forward pass does not give its statistics."""
+    sizes = Counter(groups[row] for micro_batches in plan for rows in micro_batches for row in rows)
+
+    def is_split(rows: list[int]) -> bool:
+        here = Counter(groups[row] for row in rows)
+        return any(num < sizes[group] for group, num in here.items())
+
+    return [i for i, micro_batches in enumerate(plan) if any(map(is_split, micro_batches))]
+
+
+def _cost(plan: Plan, lengths: Sequence[int], groups: Sequence[int]) -> float:
+    """Return the token passes until the slowest rank is done with every round."""
+    rounds = [max(sum(lengths[row] for row in rows) for rows in micro_batches) for micro_batches in plan]
+    return sum(rounds) + FIRST_PASS_COST * sum(rounds[i] for i in split_rounds(plan, groups))

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
@@ -22,9 +21,9 @@ from tba.config import Recipe, TrainerSection
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tba.versions import START, PolicyVersion
-from tba.wire import Batch, Rollout
+from tba.wire import Batch
 from tba_trainer.learner.batch_metrics import batch_metrics, gap_limit
-from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks, unread_rows
+from tba_trainer.learner.forward_backward import ALONE, ForwardBackward, ForwardResult, Ranks
 from tba_trainer.learner.guards import GuardState
 from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.learner.reference import AdapterWeights, FrozenCopyWeights, ReferenceWeights, make_reference
@@ -59,12 +58,9 @@ class Learner:
         ranks: the processes that share every batch; all make the same calls with the same arguments.
     """
 
-    def __init__(self, model: Any, recipe: Recipe, rng: np.random.Generator, *, ranks: Ranks | None = None) -> None:
-        self._ranks = ranks
-        self.model = model
-        self.rng = rng
+    def __init__(self, model: Any, recipe: Recipe, rng: np.random.Generator, *, ranks: Ranks = ALONE) -> None:
+        self.model, self.rng, self._ranks = model, rng, ranks
         self._recipe = recipe
-        self._tasks_with_minimum = recipe.searcher.tasks_with_minimum
         autocast_dtype = torch.bfloat16 if recipe.trainer.compute_dtype == "bfloat16" else None
         self._policy = LogprobModel(model, temperature=recipe.model.policy_temperature, autocast_dtype=autocast_dtype)
         self.objective = resolve(recipe.objective, max_response_tokens=recipe.searcher.max_response_tokens)
@@ -72,16 +68,21 @@ class Learner:
         if recipe.trainer.compile:  # theta alone: copies such as the reference are not compiled
             compile_layers(model)
         self.reference = make_reference(
-            self.objective,
-            recipe,
-            lambda: self._reference_weights(autocast_dtype),
-            ranks,
+            self.objective, recipe, lambda: self._reference_weights(autocast_dtype), self._ranks
         )
         self.results: list[ForwardResult] = []
         """Of the last `gradients`, in the order of its batch."""
-        self._old_policy = self._make_old_policy()
-        if self._old_policy is not None:  # in every process, while all of them build
-            self._old_policy.remember(START)
+        self._old_policy: OldPolicy | None = None
+        if self.objective.function is None and self.objective.parts.old_policy == "trainer":
+            self._old_policy = OldPolicy(
+                model,
+                self._policy,
+                max_versions=recipe.objective.old_policy_versions,
+                max_cached=recipe.buffer.max_rollouts,
+                micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+                ranks=self._ranks,
+            )
+            self._old_policy.remember(START)  # in every process, while all of them build
 
     def gradients(
         self,
@@ -105,51 +106,43 @@ class Learner:
             Metrics of the step. With a NaN or infinite loss or gradient norm it must be skipped, not applied. `results`
             then says what was found of each rollout.
         """
-        rollouts = batch.rollouts
-        rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
+        recipe, old_policy = self._recipe, self._old_policy
+        rewards = np.array([r.reward for r in batch.rollouts], dtype=np.float64)
         # Control experiment: nothing can be learned from shuffled rewards, so whatever still improves is an artefact.
-        if self._recipe.trainer.shuffle_rewards:
+        if recipe.trainer.shuffle_rewards:
             rewards = self.rng.permutation(rewards)
-        values = values or scheduled(self._recipe, step=step)
-        unread = unread_rows(self.objective, rewards, batch.group_numbers)
+        values = values or scheduled(recipe, step=step)
         forward_backward = ForwardBackward(
             self._policy,
             self.objective,
-            rollouts,
+            batch.rollouts,
             groups=batch.group_numbers,
             rewards=rewards,
-            given=self._given(rollouts, np.flatnonzero(~unread)),
+            reference=self.reference.logprobs,
+            old_policy=None if old_policy is None else old_policy.logprobs,
             policy_ages=policy_ages,
             beta=values.beta,
-            micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
+            micro_batch_tokens=recipe.trainer.micro_batch_tokens,
             ranks=self._ranks,
         )
         self.optimizer.discard()  # `backward` adds to the gradients that are there
-        loss_metrics = forward_backward.backward()
+        metrics = forward_backward.backward()
         # Clipped here, not in `apply`: the guards read the norm before they decide whether there is an `apply` at all.
         clip = self.optimizer.clip(usual_grad_norm)
         self.results = forward_backward.results()
-        measured = batch_metrics(
+        metrics |= batch_metrics(
             self.results,
             step=step,
-            success_reward=self._recipe.eval.success_reward,
-            policy_temperature=self._recipe.model.policy_temperature,
-            tasks_with_minimum=self._tasks_with_minimum,
-            max_gap=gap_limit(self._recipe),
-            has_foreign_start=self._recipe.run.snapshot is not None,
+            success_reward=recipe.eval.success_reward,
+            policy_temperature=recipe.model.policy_temperature,
+            tasks_with_minimum=recipe.searcher.tasks_with_minimum,
+            max_gap=gap_limit(recipe),
+            has_foreign_start=recipe.run.snapshot is not None,
         )
-        return {
-            **loss_metrics,
-            **measured,
-            **clip,
-            **(
-                {}
-                if self._old_policy is None
-                else {"old_policy_missing_tokens": float(self._old_policy.num_missing_tokens)}
-            ),
-            "learning_rate": values.learning_rate,
-            "beta": values.beta,
-        }
+        metrics |= clip
+        if old_policy is not None:
+            metrics["old_policy_missing_tokens"] = float(old_policy.num_missing_tokens)
+        return {**metrics, "learning_rate": values.learning_rate, "beta": values.beta}
 
     def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
         """Update the weights; reset or average the reference where that is due.
@@ -205,13 +198,13 @@ class Learner:
             MODEL: trainable(self.model),
             OPTIMIZER: self.optimizer.state_tensors(),
             # the cache too: computed again in another micro-batch, a ref log-prob may differ in the last bit
-            REF_LOGPROBS: self.reference.cache_tensors(),
+            REF_LOGPROBS: self.reference.cache.tensors(),
         }
         if not self.reference.is_start:  # the starting model is at model.path
             sections[REFERENCE] = self.reference.tensors()
         if self._old_policy is not None:
             sections[OLD_POLICY] = self._old_policy.tensors()
-            sections[OLD_LOGPROBS] = self._old_policy.cache_tensors()
+            sections[OLD_LOGPROBS] = self._old_policy.cache.tensors()
         layout = self.layout()
 
         def copies() -> Iterator[tuple[str, str, TensorSlice]]:
@@ -238,53 +231,20 @@ class Learner:
         self.optimizer.load_state_tensors(sections.get(OPTIMIZER, {}))
         if REFERENCE in sections:
             self.reference.load(sections[REFERENCE], PolicyVersion.parse(state.reference_version))
-        self.reference.load_cache(_whole(sections[REF_LOGPROBS]))
+        self.reference.cache.load(_whole(sections[REF_LOGPROBS]))
         # a recipe may ask for them only from this resume on
         if self._old_policy is not None and OLD_LOGPROBS in sections:
-            self._old_policy.load(sections.get(OLD_POLICY, {}), _whole(sections[OLD_LOGPROBS]))
+            self._old_policy.load(sections.get(OLD_POLICY, {}))
+            self._old_policy.cache.load(_whole(sections[OLD_LOGPROBS]))
         # building the model has drawn some numbers, for the first values of an adapter: that is undone here
         self.rng.bit_generator.state = state.rng
         torch.set_rng_state(decode_torch_rng(state.torch_rng))
-
-    def _given(self, rollouts: Sequence[Rollout], rows: NDArray[np.intp]) -> Given:
-        """Return what is known of the rollouts `rows` before theta has seen them, and zeros for the others."""
-        read = [rollouts[row] for row in rows]
-        nothing = [np.zeros(len(rollout.response_tokens)) for rollout in rollouts]
-        old = None if self._old_policy is None else self._old_policy.logprobs(read)
-        return Given(
-            ref_logprobs=_spread(self.reference.logprobs(read), rows, [0.0] * len(rollouts)),
-            ref_token_logprobs=_spread(self.reference.token_logprobs(read), rows, nothing),
-            trainer_logprobs=_spread(old, rows, nothing),
-        )
-
-    def _make_old_policy(self) -> OldPolicy | None:
-        recipe = self._recipe
-        if self.objective.function is not None or self.objective.parts.old_policy != "trainer":
-            return None
-        return OldPolicy(
-            self.model,
-            self._policy,
-            max_versions=recipe.objective.old_policy_versions,
-            max_cached=recipe.buffer.max_rollouts,
-            micro_batch_tokens=recipe.trainer.micro_batch_tokens,
-            ranks=self._ranks,
-        )
 
     def _reference_weights(self, autocast_dtype: torch.dtype | None) -> ReferenceWeights:
         if has_adapter(self.model):  # theta's model without its adapter is the starting model
             return AdapterWeights(self.model, self._policy)
         temperature = self._recipe.model.policy_temperature
-        return FrozenCopyWeights.of(self.model, temperature=temperature, autocast_dtype=autocast_dtype)
-
-
-def _spread(values: Sequence[Any] | None, rows: NDArray[np.intp], everything: Sequence[Any]) -> list[Any] | None:
-    """Return `everything` with the values in their rows; None where there are no values."""
-    if values is None:
-        return None
-    found = list(everything)
-    for row, value in zip(rows.tolist(), values, strict=True):
-        found[row] = value
-    return found
+        return FrozenCopyWeights(self.model, temperature=temperature, autocast_dtype=autocast_dtype)
 
 
 class Optimizer:

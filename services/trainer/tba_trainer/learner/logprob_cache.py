@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tba.wire import Rollout
-from tba_trainer.learner.forward_backward import Policy, Ranks, pack_rollouts
-from tba_trainer.learner.micro_batches import plan_micro_batches
+from tba_trainer.learner.forward_backward import Ranks, Values, pack_rollouts, plan_micro_batches
+from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import response_sums
-
-Values = NDArray[np.float64]
 
 
 class LogprobCache:
@@ -81,7 +78,7 @@ class LogprobCache:
 
 @torch.no_grad()
 def compute_logprobs(
-    policy: Policy, rollouts: Sequence[Rollout], *, per_token: bool, micro_batch_tokens: int, ranks: Ranks
+    policy: LogprobModel, rollouts: Sequence[Rollout], *, per_token: bool, micro_batch_tokens: int, ranks: Ranks
 ) -> list[Values]:
     """Return the log-probs of some rollouts, at least one, under a policy; every rank gets all of them.
 
@@ -94,6 +91,7 @@ def compute_logprobs(
         [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts],
         range(len(rollouts)),
         micro_batch_tokens,
+        rows=range(len(rollouts)),
         num_ranks=ranks.num_ranks,
         keep_groups=False,
     )
@@ -101,11 +99,12 @@ def compute_logprobs(
     ends = np.cumsum(lengths).tolist()
     # each rank fills in its own rollouts; the sum over the ranks completes them
     values = torch.zeros(ends[-1], dtype=torch.float64)
-    for micro_batch in plan.of_rank(ranks.rank):
-        sequences = pack_rollouts([rollouts[i] for i in micro_batch.indices], policy.device)
+    for micro_batches in plan:
+        rows = micro_batches[ranks.rank]
+        sequences = pack_rollouts([rollouts[i] for i in rows], policy.device)
         logprobs = policy.token_logprobs(sequences)  # [T]
         found = logprobs if per_token else response_sums(logprobs, sequences)
-        at = [j for i in micro_batch.indices for j in range(ends[i] - lengths[i], ends[i])]
+        at = [j for i in rows for j in range(ends[i] - lengths[i], ends[i])]
         # an empty micro-batch ran with a filler, which has a value too: the slice drops it
         values[at] = found[: len(at)].double().cpu()
     return [part.copy() for part in np.split(ranks.all_reduce(values).numpy(), ends[:-1])]

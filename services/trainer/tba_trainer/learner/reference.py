@@ -22,10 +22,10 @@ from tba.config import Recipe
 from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
-from tba_trainer.learner.forward_backward import Policy, Ranks
-from tba_trainer.learner.logprob_cache import LogprobCache, Values, compute_logprobs
+from tba_trainer.learner.forward_backward import Ranks, Values
+from tba_trainer.learner.logprob_cache import LogprobCache, compute_logprobs
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.parameters import is_adapted, trainable
+from tba_trainer.model.parameters import copied, exchanged, is_adapted, trainable
 from tba_trainer.model.policy import frozen_copy, load_tensors
 from tba_trainer.model.slices import TensorSlice
 from tba_trainer.objectives import Objective
@@ -34,23 +34,22 @@ from tba_trainer.objectives import Objective
 class Reference:
     """No reference: the objective needs none. Base class of the other two."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_cached: int = 0) -> None:
         self.version = START
         self.num_computed = 0
         """Rollouts that have gone through the reference model."""
-        self._cache = LogprobCache()
+        self.cache = LogprobCache(max_cached)
 
     @property
     def is_start(self) -> bool:
         """Whether the reference is still the starting model."""
         return self.version == START
 
-    def logprobs(self, rollouts: Sequence[Rollout]) -> list[float] | None:
-        """Return the sum of the reference's log-probs over each response; None: the objective needs none."""
-        return None
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[Values] | None:
+        """Return the reference's log-prob of every response token where the objective clamps tokens, else their sum.
 
-    def token_logprobs(self, rollouts: Sequence[Rollout]) -> list[Values] | None:
-        """Return the reference's log-probs of every response token; None: the objective does not need them."""
+        None: the objective needs no reference.
+        """
         return None
 
     def after_step(self, version: PolicyVersion) -> None:
@@ -68,19 +67,11 @@ class Reference:
             TbaError: the tensors are not those of the model.
         """
 
-    def cache_tensors(self) -> dict[str, Tensor]:
-        """Return the cache of log-probs for a checkpoint."""
-        return self._cache.tensors()
-
-    def load_cache(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the cache from a checkpoint."""
-        self._cache.load(tensors)
-
 
 class CarriedReference(Reference):
     """A reference whose log-probs searchers compute, under the starting model; rollouts carry them."""
 
-    def logprobs(self, rollouts: Sequence[Rollout]) -> list[float]:
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[Values]:
         """Return the values that the rollouts carry.
 
         Raises:
@@ -95,7 +86,7 @@ class CarriedReference(Reference):
                     f"{what} carries no ref log-prob of the starting model, and objective.reference_placement is "
                     '"searcher"'
                 )
-            values.append(carried.value)
+            values.append(np.array([carried.value]))
         return values
 
     def load(self, tensors: Mapping[str, TensorSlice], version: PolicyVersion) -> None:
@@ -110,39 +101,21 @@ class ModelReference(Reference):
     """A reference whose log-probs are computed here, once per rollout and version."""
 
     def __init__(
-        self,
-        weights: ReferenceWeights,
-        objective: Objective,
-        *,
-        micro_batch_tokens: int,
-        max_cached: int,
-        ranks: Ranks | None = None,
+        self, weights: ReferenceWeights, objective: Objective, *, micro_batch_tokens: int, max_cached: int, ranks: Ranks
     ) -> None:
-        super().__init__()
-        self._ranks = ranks or Ranks()
-        self._weights, self._objective = weights, objective
-        self._micro_batch_tokens, self._cache = micro_batch_tokens, LogprobCache(max_cached)
+        super().__init__(max_cached=max_cached)
+        self._weights, self._objective, self._ranks = weights, objective, ranks
+        self._micro_batch_tokens = micro_batch_tokens
 
-    def logprobs(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the sum of the reference's log-probs over each response; compute what is not cached or carried."""
-        return [float(values.sum()) for values in self._values(rollouts)]
-
-    def token_logprobs(self, rollouts: Sequence[Rollout]) -> list[Values] | None:
-        """Return the reference's log-probs per token where the objective clamps tokens."""
-        return self._values(rollouts) if self._objective.clamps_tokens else None
-
-    def _values(self, rollouts: Sequence[Rollout]) -> list[Values]:
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[Values]:
+        """See `Reference.logprobs`; what is not cached or carried is computed."""
         # by id: a rollout that is in the batch twice is computed once
         missing = list({r.rollout_id: r for r in rollouts if self._known(r) is None}.values())
         if missing:  # every rank sees the same cache, so every rank goes on: no collective is left waiting
             self._compute(missing)
-        found = []
-        for rollout in rollouts:
-            values = self._known(rollout)
-            assert values is not None
-            found.append(values)
-        self._cache.evict()
-        return found
+        found = [self._known(rollout) for rollout in rollouts]
+        self.cache.evict()
+        return [values for values in found if values is not None]
 
     def after_step(self, version: PolicyVersion) -> None:
         """Reset the reference if the objective asks for it at this step."""
@@ -163,7 +136,7 @@ class ModelReference(Reference):
 
     def _set_version(self, version: PolicyVersion) -> None:
         self.version = version
-        self._cache.clear()  # its log-probs are those of the old version
+        self.cache.clear()  # its log-probs are those of the old version
 
     def _known(self, rollout: Rollout) -> Values | None:
         per_token = self._objective.clamps_tokens
@@ -171,7 +144,7 @@ class ModelReference(Reference):
         carried = rollout.ref_logprob
         if carried is not None and carried.version == self.version and not per_token:
             return np.array([carried.value])
-        return self._cache.get(rollout, len(rollout.response_tokens) if per_token else 1)
+        return self.cache.get(rollout, len(rollout.response_tokens) if per_token else 1)
 
     def _compute(self, rollouts: Sequence[Rollout]) -> None:
         with self._weights.active():
@@ -183,12 +156,12 @@ class ModelReference(Reference):
                 ranks=self._ranks,
             )
         for rollout, values in zip(rollouts, found, strict=True):
-            self._cache.put(rollout, values)
+            self.cache.put(rollout, values)
         self.num_computed += len(rollouts)
 
 
 def make_reference(
-    objective: Objective, recipe: Recipe, weights: Callable[[], ReferenceWeights], ranks: Ranks | None = None
+    objective: Objective, recipe: Recipe, weights: Callable[[], ReferenceWeights], ranks: Ranks
 ) -> Reference:
     """Return the reference that the objective needs."""
     if objective.reference_placement is None:
@@ -207,14 +180,9 @@ def make_reference(
 class FrozenCopyWeights:
     """Weights of the reference in a second model beside theta."""
 
-    def __init__(self, theta: Any, model: Any, policy: Policy) -> None:
-        self._theta, self._model, self.policy = theta, model, policy
-
-    @classmethod
-    def of(cls, theta: Any, *, temperature: float, autocast_dtype: torch.dtype | None) -> FrozenCopyWeights:
-        """Copy the current theta."""
-        model = frozen_copy(theta)
-        return cls(theta, model, LogprobModel(model, temperature=temperature, autocast_dtype=autocast_dtype))
+    def __init__(self, theta: Any, *, temperature: float, autocast_dtype: torch.dtype | None) -> None:
+        self._theta, self._model = theta, frozen_copy(theta)
+        self.policy = LogprobModel(self._model, temperature=temperature, autocast_dtype=autocast_dtype)
 
     def active(self) -> AbstractContextManager[Any]:
         """Do nothing: the copy is always the reference."""
@@ -238,33 +206,20 @@ class FrozenCopyWeights:
 class AdapterWeights:
     """Weights of a reference with LoRA: theta's model with an older adapter or none. There is no second model."""
 
-    def __init__(self, model: Any, policy: Policy) -> None:
+    def __init__(self, model: Any, policy: LogprobModel) -> None:
         self.policy = policy
         self._layers = [module for module in model.modules() if is_adapted(module)]
         self._theta = trainable(model)
         self._tensors: dict[str, Tensor] | None = None
         """The adapter of the reference; None: the starting model, which has none."""
 
-    @contextmanager
-    @torch.no_grad()
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[Any]:
         """Make theta's model the reference while the context is open."""
-        if self._tensors is None:
-            with self._without_adapter():
-                yield
-            return
-        # An adapter is small: theta's is put aside here, and put back below, also after an error.
-        kept = self._copies()
-        self._put(self._tensors)
-        try:
-            yield
-        finally:
-            self._put(kept)
+        return self._without_adapter() if self._tensors is None else exchanged(self._theta, self._tensors)
 
-    @torch.no_grad()
     def reset_to_theta(self) -> None:
         """Make a copy of the current adapter the reference's."""
-        self._tensors = self._copies()
+        self._tensors = copied(self._theta)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the reference's adapter by the names of theta's; nothing while it is the starting model."""
@@ -272,16 +227,9 @@ class AdapterWeights:
 
     def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
         """Load an adapter of a reference that is not the starting model."""
-        copies = self._copies()
+        copies = copied(self._theta)
         load_tensors(copies, tensors, what=what)
         self._tensors = copies
-
-    def _copies(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._theta.items()}
-
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._theta.items():
-            parameter.copy_(tensors[name])
 
     @contextmanager
     def _without_adapter(self) -> Iterator[None]:

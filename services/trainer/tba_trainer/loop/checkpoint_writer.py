@@ -122,7 +122,7 @@ class CheckpointWriter:
         """Begin a checkpoint of the current weights. Arguments and errors of `TeamCheckpoints.begin`."""
         context = self._context
         # `saved` stays in the store until this one is registered
-        known = context.checkpoints.known_objects(self.saved)
+        known = context.checkpoints.reusable_objects(self.saved)
         rows = context.learner.capture()
         return context.checkpoints.begin(self._state(), rows, known=known, in_background=in_background)
 

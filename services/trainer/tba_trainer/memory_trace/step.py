@@ -28,9 +28,8 @@ from tba.versions import START
 from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.distributed.process_group import mesh_of_all, ranks_of
-from tba_trainer.learner.forward_backward import Ranks
+from tba_trainer.learner.forward_backward import ALONE, Plan, Ranks, plan_micro_batches
 from tba_trainer.learner.learner import Learner, trainer_rng
-from tba_trainer.learner.micro_batches import Plan, plan_micro_batches
 from tba_trainer.memory_trace.fake_device import FakeDevice, cuda_branches
 from tba_trainer.memory_trace.live_bytes import LiveBytes
 from tba_trainer.model.context import Context
@@ -98,7 +97,7 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any]) -> StepBytes:
 
 def max_micro_batch_tokens(recipe: Recipe) -> int:
     """Return the tokens of the largest micro-batch where every rollout is as long as it may be."""
-    most = max(len(each.indices) for micro_batches in _plan(recipe).rounds for each in micro_batches)
+    most = max(len(rows) for micro_batches in _plan(recipe) for rows in micro_batches)
     return most * (recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens)
 
 
@@ -202,7 +201,7 @@ def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
     """Join a process group of which this is rank 0 and which sends nothing."""
     num_processes = recipe.trainer.num_processes
     if num_processes == 1:
-        yield Ranks(), None
+        yield ALONE, None
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -223,6 +222,7 @@ def _plan(recipe: Recipe) -> Plan:
         [searcher.max_prompt_tokens + searcher.max_response_tokens] * num_rollouts,
         [i // sampling.group_size for i in range(num_rollouts)],
         recipe.trainer.micro_batch_tokens,
+        rows=range(num_rollouts),
         num_ranks=max(1, recipe.trainer.num_processes // recipe.trainer.sharding.context),
         keep_groups=objective.needs_complete_groups,
     )
@@ -231,8 +231,8 @@ def _plan(recipe: Recipe) -> Plan:
 def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
     """Return the rollouts of the largest micro-batches, in their groups."""
     rng = np.random.default_rng(0)
-    rounds = _plan(recipe).rounds[:TRACED_ROUNDS]
-    chosen = sorted(i for micro_batches in rounds for each in micro_batches for i in each.indices)
+    rounds = _plan(recipe)[:TRACED_ROUNDS]
+    chosen = sorted(row for micro_batches in rounds for rows in micro_batches for row in rows)
     parts: list[list[int]] = []
     for _, members in groupby(chosen, lambda i: i // recipe.sampling.group_size):
         part = list(members)

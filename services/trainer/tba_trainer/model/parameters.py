@@ -8,6 +8,7 @@ tensors are whole, have their names in Hugging Face format, and have the adapter
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,25 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
     """Return the trained parameters by their `named_parameters` name: all, or with LoRA the adapter's."""
     # a tied head is in `named_parameters` once: it gets one gradient, one moment and one tensor in a checkpoint
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors, sharded as they are, without gradient."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@contextmanager
+@torch.no_grad()
+def exchanged(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters the values of `tensors` while the context is open; their own come back bit by bit."""
+    kept = copied(parameters)
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
+    try:
+        yield
+    finally:  # also after an error
+        for name, parameter in parameters.items():
+            parameter.copy_(kept[name])
 
 
 def full(tensor: Tensor) -> Tensor:

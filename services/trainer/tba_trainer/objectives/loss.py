@@ -48,10 +48,10 @@ def objective_loss(
         [B], 0 for one that teaches nothing itself.
     """
     token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
-    weights = token_weights(tokens, token_advantage, objective, totals=totals)
-    factor = token_advantage * weights.weight
-    bounded = torch.stack([weights.low | weights.high, weights.high])  # [2, T]
-    mean_weight = _row_means(weights.weight, tokens)  # [B]
+    weight, low, high = token_weights(tokens, token_advantage, objective, totals=totals)
+    factor = token_advantage * weight
+    bounded = torch.stack([low | high, high])  # [2, T]
+    mean_weight = _row_means(weight, tokens)  # [B]
     if tokens.kept is not None:
         factor, bounded = factor * tokens.kept[tokens.row], bounded & tokens.kept[tokens.row]
         advantage, mean_weight = advantage * tokens.kept, mean_weight * tokens.kept

@@ -71,40 +71,24 @@ class Totals:
     """Tokens with a larger (log rho)^2 are masked (`second_moment_cut`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenWeights:
-    """The weights of T tokens."""
-
-    weight: Float[Tensor, " T"]
-    log_rho: Float[Tensor, " T"]
-    """log rho per token, whatever the weight."""
-    low: Bool[Tensor, " T"]
-    """Where rho is clipped, clamped or masked because it is small."""
-    high: Bool[Tensor, " T"]
-    """The same because it is large."""
-
-
 def token_weights(
     tokens: Tokens, advantage: Float[Tensor, " T"], objective: Objective, *, totals: Totals
-) -> TokenWeights:
-    """Return w_jt, and where it is bounded.
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+    """Return w_jt, and where rho is clipped, clamped or masked: because it is small, and because it is large.
 
     Args:
         advantage: A_j of each token's rollout; its sign decides where PPO's clip is active.
     """
-    log_rho = log_ratios(tokens, objective)
+    log_rho, kind = log_ratios(tokens, objective), objective.parts.importance_weight
     nowhere = torch.zeros_like(log_rho, dtype=torch.bool)
-    kind, weight, low, high = objective.parts.importance_weight, torch.ones_like(log_rho), nowhere, nowhere
+    if kind == "none":
+        return torch.ones_like(log_rho), nowhere, nowhere
     if kind in CLIPS:
-        weight, low, high = _clipped(tokens, log_rho, advantage, objective)
-    elif kind == "second_moment":
-        rho, high = _exp(log_rho), log_rho.square() > totals.max_second_moment
-        weight = rho.masked_fill(high, 0.0)
-    elif kind != "none":
-        rho = _exp(log_rho)
-        high = rho > objective.importance_clamp
-        weight = rho.clamp(max=objective.importance_clamp) if kind == "clamp" else rho.masked_fill(high, 0.0)
-    return TokenWeights(weight=weight, log_rho=log_rho, low=low, high=high)
+        return _clipped(tokens, log_rho, advantage, objective)
+    rho = _exp(log_rho)
+    high = log_rho.square() > totals.max_second_moment if kind == "second_moment" else rho > objective.importance_clamp
+    weight = rho.clamp(max=objective.importance_clamp) if kind == "clamp" else rho.masked_fill(high, 0.0)
+    return weight, nowhere, high
 
 
 def log_ratios(tokens: Tokens, objective: Objective) -> Float[Tensor, " T"]:

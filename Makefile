@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -165,9 +165,6 @@ bench-reward: $(VENV)/.test  ## how fast the reward service is, and what a poiso
 
 bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, against a real buffer; nothing may be lost
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py --searchers 256 --seconds 60 --json bench-scale.json
-
-bench-cpu: $(VENV)/.test  ## CPU seconds of the quickstart by process and step (about 2 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu_per_step.py --json bench-cpu.json
 
 bench-weights: $(VENV)/.test $(VENV)/.vllm  ## how fast deltas of weights are, and how soon a searcher has a version
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/weights.py --json bench-weights.json

@@ -1,7 +1,7 @@
 """Run the benchmarks of this checkout and of another one in turn, and print the ratio of every number.
 
     git worktree add ../before REVISION
-    python benchmarks/compare.py ../before [--bench buffer trainer searcher reward cpu_per_step] [--rounds 3] [--json F]
+    python benchmarks/compare.py ../before [--bench buffer trainer searcher reward] [--rounds 3] [--json F]
 
 Machines are noisy, so one run says little: in every round both checkouts run the same benchmark, one right after the
 other, in turned order in every second round. A number's ratio is new by old within a round; the table has the median of
@@ -30,7 +30,6 @@ BENCHES: dict[str, list[str]] = {
     "trainer": ["--rounds", "3", "--ours-only"],
     "searcher": ["--sections", "embedded", "--rounds", "2"],
     "reward": ["--items", "2000"],
-    "cpu_per_step": [],
 }
 """Benchmark -> arguments with which it takes one to three minutes."""
 MORE = re.compile(r"per_(cpu_)?s(\.|$)|ratio|tflops|share")

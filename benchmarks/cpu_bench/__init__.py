@@ -1,1 +1,0 @@
-"""Parts of `benchmarks/cpu_per_step.py`."""

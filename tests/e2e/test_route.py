@@ -40,7 +40,8 @@ TO_GRADIENT = ("lease", "generation", "score", "push", "draw", "gradient")
 SCRIPTS = "Scripts.run_with"
 """Runs the scripts of Redis."""
 BESIDE = (
-    "TrackerGroup.step Metrics.record_results Metrics.record_outcomes RepeatLimit.__call__ _in_order.<locals>.order"
+    "TrackerGroup.step StepRecord.log Metrics.record_results Metrics.record_outcomes RepeatLimit.__call__ "
+    "_in_order.<locals>.order"
 )
 """Metrics, trackers and log lines; no rollout goes through them."""
 AT_TIMES = {

@@ -23,7 +23,7 @@ from tba.store.open import wait_for_store
 from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token
 from tba.versions import START
-from tba.weights import DeltaSettings, WeightVersions, check_redis_is_newest, sha256_of_file
+from tba.weights import WeightVersions, check_redis_is_newest, sha256_of_file
 from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
 from tba_trainer.distributed.checkpoints import TeamCheckpoints
@@ -37,8 +37,8 @@ from tba_trainer.loop.batches import Prefetcher, Requirements, draw_batch
 from tba_trainer.loop.evaluations import Evaluations
 from tba_trainer.loop.publisher import Publisher
 from tba_trainer.loop.shutdown import RunEnd, stop_on_signals
-from tba_trainer.loop.startup import check_starting_model, delete_incomplete, start_lineage, wait_for_origin
-from tba_trainer.loop.status import ALIVE_FILE_VARIABLE, Heartbeats, Progress, Session, Status
+from tba_trainer.loop.startup import LineageStart, check_starting_model, delete_incomplete, wait_for_origin
+from tba_trainer.loop.status import ALIVE_FILE_VARIABLE, Heartbeats, Progress, Status
 from tba_trainer.loop.trainer_context import LineageContext, TrainerContext
 from tba_trainer.loop.training_loop import TrainingLoop
 from tba_trainer.model.policy import side_files
@@ -185,16 +185,23 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     # Before a lineage is taken: from then on an older trainer of the run is fenced off.
     check_redis_is_newest(store, recipe.run.name, buffer.run)
     check_starting_model(start, versions, origin)
-    session = start_lineage(
-        context,
+    session = LineageStart(
+        context=context,
         checkpoints=checkpoints,
         learner=learner,
         model_config_sha256=model_config_sha256,
         rollback=rollback,
-    )
+    ).take()
     context.trackers.start(session.lineage, session.parent)
     delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
-    evaluations = _evaluations(context, session)
+    evaluations = Evaluations(
+        buffer,
+        recipe.eval,
+        token=session.token,
+        start_step=session.parent.step,
+        sync_interval=recipe.trainer.sync_interval,
+        enabled=not recipe.is_offline,
+    )
     publishes_adapter = recipe.model.lora is not None
     lineage = LineageContext(
         **vars(context),
@@ -205,13 +212,21 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         schedules=Schedules(recipe, buffer),
         requirements=Requirements.of(recipe, model),
         snapshots=snapshots,
-        prefetcher=_prefetcher(context, session),
+        prefetcher=Prefetcher(
+            partial(draw_batch, buffer, session),
+            status=context.status,
+            first_step=session.parent.step + 1,
+            last_step=recipe.trainer.num_steps,
+            ahead=recipe.trainer.prefetch_batches,
+            batch_wait_s=recipe.trainer.batch_wait_s,
+            batch_deadline_s=recipe.buffer.batch_deadline_s,
+            stop=context.stop,
+        ),
         publisher=Publisher(
             section=recipe.trainer,
             session=session,
             buffer=buffer,
             versions=versions,
-            deltas=DeltaSettings(),
             checkpoints=checkpoints,
             evaluations=evaluations,
             status=context.status,
@@ -240,35 +255,29 @@ def _train_to_end(lineage: LineageContext, start: WeightSnapshot, *, stores_star
     )
     heartbeats.start()
     lineage.publisher.start()
+    end = None
     try:
         lineage.status.set_state("publishing")
         _publish_first(lineage, start, stores_start=stores_start)
-        end = _run_loop(lineage)
-        if isinstance(end, Rollback) and lineage.stop.is_set():  # an operator's rollback waits for the next start
-            lineage.status.set_state("stopped")
-            return "stopped"
-        return end
+        # what the start has made stays: to search modules of torch and transformers for cycles takes 0.15 s each time
+        gc.freeze()
+        with stop_on_signals(lineage.stop):
+            try:
+                lineage.prefetcher.start()
+                end = TrainingLoop(lineage).run()
+                if isinstance(end, Rollback) and lineage.stop.is_set():
+                    lineage.status.set_state("stopped")  # an operator's rollback waits for the next start
+                    return "stopped"
+                return end
+            finally:
+                # After a rollback a signal ends the process at once again. After any other end it changes nothing: the
+                # exit code is that of what has been done.
+                if not isinstance(end, Rollback):
+                    mark_started()
     finally:
         lineage.prefetcher.close()
         lineage.publisher.close()
         heartbeats.close()  # last: its final beat tells the buffer how it ended
-
-
-def _run_loop(context: LineageContext) -> Rollback | RunEnd:
-    """Run the part that a signal stops cleanly."""
-    end = None
-    # what the start has made stays: to search the modules of torch and transformers for cycles takes 0.15 s each time
-    gc.freeze()
-    with stop_on_signals(context.stop):
-        try:
-            context.prefetcher.start()
-            end = TrainingLoop(context).run()
-            return end
-        finally:
-            # After a rollback a signal ends the process at once again. After any other end it changes nothing: the
-            # exit code is that of what has been done.
-            if not isinstance(end, Rollback):
-                mark_started()
 
 
 def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_start: bool) -> None:
@@ -277,9 +286,9 @@ def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_sta
     Args:
         stores_start: the store must hold 0-0 even if it is not announced, because searchers ask for it.
     """
-    session, publisher, evaluations = context.session, context.publisher, context.evaluations
+    session, publisher, num_prompts = context.session, context.publisher, context.recipe.eval.num_prompts_final
     if session.announces_start:
-        publisher.submit(start, num_eval_prompts=evaluations.num_prompts_final)
+        publisher.submit(start, num_eval_prompts=num_prompts)
     else:
         if stores_start:
             publisher.submit(start, announce=False)
@@ -290,29 +299,4 @@ def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_sta
     publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once
     if not session.announces_start:
         # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is
-        evaluations.request(session.start, evaluations.num_prompts_final)
-
-
-def _evaluations(context: TrainerContext, session: Session) -> Evaluations:
-    return Evaluations(
-        context.buffer,
-        context.recipe.eval,
-        token=session.token,
-        start_step=session.parent.step,
-        sync_interval=context.recipe.trainer.sync_interval,
-        enabled=not context.recipe.is_offline,
-    )
-
-
-def _prefetcher(context: TrainerContext, session: Session) -> Prefetcher:
-    recipe = context.recipe
-    return Prefetcher(
-        partial(draw_batch, context.buffer, session),
-        status=context.status,
-        first_step=session.parent.step + 1,
-        last_step=recipe.trainer.num_steps,
-        ahead=recipe.trainer.prefetch_batches,
-        batch_wait_s=recipe.trainer.batch_wait_s,
-        batch_deadline_s=recipe.buffer.batch_deadline_s,
-        stop=context.stop,
-    )
+        context.evaluations.request(session.start, num_prompts)

@@ -23,7 +23,7 @@ from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
 from tba_trainer.distributed.process_group import mesh_of_all
 from tba_trainer.learner.learner import TrainerState
-from tba_trainer.loop import limits
+from tba_trainer.loop import checkpoint_writer, limits
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.sharding import shard
@@ -474,14 +474,17 @@ def test_the_leader_waits_for_the_upload_of_a_process_without_room_which_goes_on
     monkeypatch.setattr(FileStore, "put_file", hold)
     monkeypatch.setattr(pair, "lead", noted)
     writer = CheckpointWriter.__new__(CheckpointWriter)
-    writer._context = cast(Any, SimpleNamespace(status=pair, stop=threading.Event()))
+    writer._context = cast(
+        Any, SimpleNamespace(status=pair, stop=threading.Event(), learner=SimpleNamespace(model=None))
+    )
     writer._progress, writer.saved = cast(Any, SimpleNamespace(step=1)), START
     rows = rows_of(pair.sections, Layout(0, 2))
     begin = partial(pair.checkpoints.begin, make_state("1-1"), rows, known={}, in_background=True)
     monkeypatch.setattr(writer, "_new", lambda in_background: begin())
     versions = store_of(tmp_path).versions
     monkeypatch.setattr(writer, "_register_saved", lambda version, key: registered.append((key, set(versions()))))
-    writer._begin()
+    monkeypatch.setattr(checkpoint_writer, "checkpoint_bytes", lambda model: limits.BACKGROUND_BYTES)
+    writer.write()
     assert registered == [("runs/demo/checkpoints/1-1", {PolicyVersion(1, 1)})]
     assert pair.waits == ["checkpoint-upload"]
     assert_holds(store_of(tmp_path), "runs/demo/checkpoints/1-1", Layout(), pair.sections)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tba_trainer import trainer as trainer_module
 from tba_trainer.checkpoints.weight_files import WeightSnapshot
+from tba_trainer.loop import publisher
 
 from tba.versions import PolicyVersion
 from tba.weights import DeltaSettings, shares
@@ -26,7 +26,7 @@ def world(tmp_path: Path) -> World:
 
 
 def _whole_every(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_module, "DeltaSettings", partial(DeltaSettings, keyframe_interval=interval))
+    monkeypatch.setattr(publisher, "DeltaSettings", partial(DeltaSettings, keyframe_interval=interval))
 
 
 def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_encoded(

@@ -99,7 +99,7 @@ def test_no_more_than_one_snapshot_is_in_memory_and_a_closed_publisher_holds_non
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
     snapshots = WeightSnapshotWriter(theta, recipe, folder=tmp_path / "snapshots")
     (tmp_path / "snapshots").mkdir()
-    others: Any = dict.fromkeys(("buffer", "versions", "deltas", "checkpoints", "evaluations", "status", "start"))
+    others: Any = dict.fromkeys(("buffer", "versions", "checkpoints", "evaluations", "status", "start"))
     session: Any = SimpleNamespace(token="t", parent=START)
     # its thread is not started: as while a transfer takes for ever
     publisher = Publisher(section=recipe.trainer, session=session, files={}, stop=threading.Event(), **others)

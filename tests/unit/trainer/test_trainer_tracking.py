@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +13,7 @@ import structlog
 from tba_trainer.tracking import TrackerGroup, open_trackers, tracker_group
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
 from tba_trainer.tracking.tensorboard import TensorboardTracker
-from tba_trainer.tracking.tracker import Record, evaluation_record, start_record, step_record
+from tba_trainer.tracking.tracker import Record, evaluation_record
 from tba_trainer.tracking.tracker_group import TrackerThread
 from tba_trainer.tracking.wandb import WandbTracker
 
@@ -47,7 +46,11 @@ def evaluation_request(version: str, lineage: int) -> EvalRequest:
 
 
 def step(number: int, lineage: int = 1, **metrics: float | None) -> Record:
-    return step_record("demo", PolicyVersion(lineage, number), metrics, skipped=None)
+    return Record(kind="step", run="demo", lineage=lineage, step=number, metrics=metrics)
+
+
+def begun(lineage: int, parent: PolicyVersion) -> Record:
+    return Record(kind="start", run="demo", lineage=lineage, step=parent.step, parent=str(parent))
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -91,9 +94,9 @@ class Broken:
 
 def test_a_line_says_what_happened_and_leaves_out_what_does_not_apply(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "new" / "metrics.jsonl")
-    tracker.start(start_record("demo", 2, PolicyVersion(1, 40)))
-    metrics = {"loss": 0.5, "ess": None, "grad_norm": math.inf}
-    tracker.log(step_record("demo", PolicyVersion(2, 41), metrics, skipped="non_finite"))
+    tracker.start(begun(2, PolicyVersion(1, 40)))
+    metrics = {"loss": 0.5, "ess": None}
+    tracker.log(Record(kind="step", run="demo", lineage=2, step=41, skipped="non_finite", metrics=metrics))
     tracker.log(evaluation_record("demo", evaluation("2-40", accuracy=0.25, pass_at={4: 0.75}, num_unknown=1)))
     tracker.close()
     start, made, evaluated = lines_of(tmp_path / "new" / "metrics.jsonl")
@@ -106,7 +109,7 @@ def test_a_line_says_what_happened_and_leaves_out_what_does_not_apply(tmp_path: 
         "lineage": 2,
         "step": 41,
         "skipped": "non_finite",
-        "metrics": {"loss": 0.5, "ess": None, "grad_norm": None},
+        "metrics": metrics,
     }
     assert (evaluated["kind"], evaluated["lineage"], evaluated["step"]) == ("evaluation", 2, 40)
     known = {name: value for name, value in evaluated["metrics"].items() if value is not None}
@@ -201,12 +204,12 @@ def test_tensorboard_draws_one_curve_along_the_active_lineage(tmp_path: Path) ->
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker = TensorboardTracker(tmp_path)
-    tracker.start(start_record("demo", 1, START))
+    tracker.start(begun(1, START))
     for number in range(1, 5):
         tracker.log(step(number, loss=number / 2, ess=None))
     tracker.close()
     tracker = TensorboardTracker(tmp_path)  # after a kill: the last checkpoint was at step 2
-    tracker.start(start_record("demo", 2, PolicyVersion(1, 2)))
+    tracker.start(begun(2, PolicyVersion(1, 2)))
     tracker.log(evaluation_record("demo", evaluation("1-2", accuracy=0.25)))
     for number in range(3, 6):
         tracker.log(step(number, lineage=2, loss=float(number)))
@@ -228,10 +231,10 @@ def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = WandbTracker(WandbSection(), {"trainer": {"num_steps": 3}}, folder=tmp_path)
-    tracker.start(start_record("demo", 1, START))
+    tracker.start(begun(1, START))
     for number in (1, 2, 3):
         tracker.log(step(number, loss=number / 2, ess=None))
-    tracker.start(start_record("demo", 2, PolicyVersion(1, 2)))
+    tracker.start(begun(2, PolicyVersion(1, 2)))
     tracker.log(evaluation_record("demo", evaluation("1-2", accuracy=0.25)))
     tracker.log(step(3, lineage=2, loss=3.0))
     tracker.close()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tba_trainer.learner import forward_backward
 from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult
-from tba_trainer.loop.training_loop import BYTES_PER_TRAINED, MAX_TRAINED, trained_rollouts
+from tba_trainer.loop.step_record import BYTES_PER_TRAINED, MAX_TRAINED, trained_rollouts
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import resolve

@@ -64,8 +64,11 @@ class CheckpointWriter:
         """
         if checkpoint_bytes(self._context.learner.model) < limits.BACKGROUND_BYTES:
             self.save()
-        else:
-            self._begin()
+        elif self._progress.step > self.saved.step:
+            self._upload = self._new(in_background=True)
+            log.info("checkpoint_begun", version=str(self._upload.version), is_staged=self._upload.is_staged)
+            if not self._upload.is_staged:
+                self._wait_unstaged(self._upload)
 
     def save(self) -> None:
         """Write and register a checkpoint of the current weights; do nothing without a step since the last one.
@@ -125,15 +128,6 @@ class CheckpointWriter:
         known = context.checkpoints.reusable_objects(self.saved)
         rows = context.learner.capture()
         return context.checkpoints.begin(self._state(), rows, known=known, in_background=in_background)
-
-    def _begin(self) -> None:
-        """Begin the upload of a checkpoint of the current weights; wait for it where not all of them are in memory."""
-        if self._progress.step == self.saved.step:
-            return
-        self._upload = self._new(in_background=True)
-        log.info("checkpoint_begun", version=str(self._upload.version), is_staged=self._upload.is_staged)
-        if not self._upload.is_staged:
-            self._wait_unstaged(self._upload)
 
     def _wait_unstaged(self, upload: Upload) -> None:
         """Wait for an upload that reads the weights, and register it. A stop ends the wait: no step follows it."""

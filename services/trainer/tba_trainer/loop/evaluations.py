@@ -18,7 +18,7 @@ log = get_logger("evaluations")
 
 
 class Evaluations:
-    """Decides which versions are evaluated on held-out prompts, and asks for it. Searchers evaluate meanwhile."""
+    """Asks for the evaluations that are due, and waits for the last one."""
 
     def __init__(
         self,
@@ -50,11 +50,6 @@ class Evaluations:
         self._last_step = step
         return self._section.num_prompts if due else None
 
-    @property
-    def num_prompts_final(self) -> int:
-        """Held-out prompts of the first and of the last evaluation."""
-        return self._section.num_prompts_final
-
     def request(self, version: PolicyVersion, num_prompts: int) -> EvalInfo | None:
         """Ask for an evaluation of a published version; log a refusal and return None.
 
@@ -84,11 +79,8 @@ class Evaluations:
             log.warning("evaluation_not_requested", version=str(version), error=str(error))
             return None
 
-    def wait(self, evaluation: EvalInfo, status: Status, stop: threading.Event) -> EvalInfo | None:
-        """Wait for an evaluation, `eval.timeout_s` at most.
-
-        Returns:
-            The finished evaluation; None when its time is over or `stop` is set.
+    def wait(self, evaluation: EvalInfo, status: Status, stop: threading.Event) -> None:
+        """Wait for the last evaluation until it is done, its time is over, or `stop` is set.
 
         Raises:
             RollbackError: an operator has asked for a rollback meanwhile.
@@ -99,21 +91,10 @@ class Evaluations:
                 evaluation = self._buffer.get_eval(evaluation.eval_id)
                 if (asked := self._buffer.run().rollback) is not None:  # these weights are given up
                     raise RollbackError(f"an operator has asked for a rollback to {asked.version}")
-        if evaluation.state != "done":
-            if stop.is_set():
-                return None
-            log.warning(
-                "final_evaluation_missing",
-                version=evaluation.version,
-                state=evaluation.state,
-                num_done=evaluation.num_done,
-                num_prompts=evaluation.num_prompts,
-            )
-            return None
-        log.info(
-            "final_evaluation",
-            version=evaluation.version,
-            accuracy=evaluation.accuracy,
-            greedy_accuracy=evaluation.greedy_accuracy,
+        found = evaluation.model_dump(
+            include={"version", "state", "num_done", "num_prompts", "accuracy", "greedy_accuracy"}
         )
-        return evaluation
+        if evaluation.state == "done":
+            log.info("final_evaluation", **found)
+        elif not stop.is_set():
+            log.warning("final_evaluation_missing", **found)

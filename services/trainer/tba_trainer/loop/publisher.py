@@ -30,7 +30,7 @@ import transformers
 from tba.api import VersionRequest
 from tba.clients import BufferClient
 from tba.config import TrainerSection
-from tba.errors import FencedError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
+from tba.errors import StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
 from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
@@ -58,7 +58,6 @@ class Publisher:
         section: limits and deadlines.
         session: its parent is the parent of the first version.
         versions: the published versions of the run.
-        deltas: which versions are stored as deltas.
         checkpoints: of the run; a version that has one is not deleted.
         files: config and tokenizer files by name.
         start: the starting model, whose files stay to the end; None: no version is an adapter.
@@ -72,7 +71,6 @@ class Publisher:
         session: Session,
         buffer: BufferClient,
         versions: WeightVersions,
-        deltas: DeltaSettings,
         checkpoints: CheckpointStore,
         evaluations: Evaluations,
         status: Status,
@@ -81,7 +79,7 @@ class Publisher:
         stop: threading.Event,
     ) -> None:
         self._section, self._token, self._buffer, self._evaluations = section, session.token, buffer, evaluations
-        self._versions, self._deltas, self._checkpoints, self._files = versions, deltas, checkpoints, files
+        self._versions, self._checkpoints, self._files, self._deltas = versions, checkpoints, files, DeltaSettings()
         self._start, self._status, self._stop = start, status, stop
         self.submitted = session.parent
         """The last version that was submitted to be announced: the parent of the next one."""
@@ -323,28 +321,16 @@ class Publisher:
             snapshot.close()
 
     def delete_old_versions(self) -> None:
-        """Delete the versions that nothing keeps (`reasons_to_keep`); while the buffer or the store is away, later.
-
-        Raises:
-            FencedError: a newer trainer owns the run, and decides what is old.
-        """
+        """Delete the versions that nothing keeps (`reasons_to_keep`); while the buffer or the store is away, later."""
         try:
             existing, keep = self._versions.versions(), self._section.keep_versions
             if len(existing) > keep:
-                checkpoints = self._checkpoints.versions()
-                kept = reasons_to_keep(
-                    existing,
-                    self._buffer.run(),
-                    checkpoints,
-                    keep=keep,
-                    needed_by=self._versions.needed_by,
-                )
+                info, checkpoints = self._buffer.run(), self._checkpoints.versions()
+                kept = reasons_to_keep(existing, info, checkpoints, keep=keep, needed_by=self._versions.needed_by)
                 # newest first: a kill in between leaves no version without its base
                 for version in sorted(set(existing) - kept.keys(), reverse=True):
                     self._versions.delete(version)
                     log.info("version_deleted", version=str(version))
-        except FencedError:
-            raise
         except TbaError as error:  # the next version tries again
             log.warning("old_versions_not_deleted", error=str(error))
         else:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 from tba.api import RunCommand
@@ -68,13 +69,14 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
     context.publisher.drain()  # searchers can evaluate only a version that is announced
     if not context.stop.is_set():
         # Asked for first: searchers evaluate while the checkpoint is written.
-        evaluation = context.evaluations.request(progress.version, context.evaluations.num_prompts_final)
+        evaluation = context.evaluations.request(progress.version, recipe.eval.num_prompts_final)
         _retry_until_stored(context, "the last checkpoint", writer.save)
         context.publisher.delete_old_versions()
         if evaluation is not None:
             context.evaluations.wait(evaluation, context.status, context.stop)
         if recipe.trainer.export:  # after the evaluation: its result is on the model card
-            _retry_until_stored(context, "the export", lambda: _export(context))
+            export = partial(upload_export, recipe, context.buffer.run(), context.store, last=progress.version)
+            _retry_until_stored(context, "the export", export)
     # SIGTERM at any moment before this line leaves the run to be resumed; a resume does all of the above again.
     if context.stop.is_set():
         interrupt(context, writer)
@@ -88,11 +90,7 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
     return "done"
 
 
-def _export(context: LineageContext) -> None:
-    upload_export(context.recipe, context.buffer.run(), context.store, last=context.progress.version)
-
-
-def _retry_until_stored(context: LineageContext, what: str, action: Callable[[], None]) -> None:
+def _retry_until_stored(context: LineageContext, what: str, action: Callable[[], object]) -> None:
     """Repeat an action while the store is away; give it up only when the process is told to stop."""
     wait_s = limits.RETRY_S
     deadline = time.monotonic() + wait_s

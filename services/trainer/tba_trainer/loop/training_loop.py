@@ -32,9 +32,9 @@ How training ends:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from tba.api import AckRequest, RunCommand, TrainedRollouts
+from tba.api import RunCommand
 from tba.config import Recipe
 from tba.config.trainer import REMEDIES
 from tba.errors import (
@@ -50,8 +50,7 @@ from tba.errors import (
 )
 from tba.fields import bounded_or_none
 from tba.logs import get_logger
-from tba.wire import Batch
-from tba_trainer.learner.forward_backward import ForwardResult
+from tba.versions import PolicyVersion
 from tba_trainer.learner.guards import (
     Rollback,
     StepAction,
@@ -60,18 +59,14 @@ from tba_trainer.learner.guards import (
     suspects_weights,
     usual_grad_norm,
 )
-from tba_trainer.loop.batches import count_reasons, filter_batch
+from tba_trainer.loop.batches import filter_batch
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
+from tba_trainer.loop.step_record import StepRecord
 from tba_trainer.loop.trainer_context import LineageContext
 
 MAX_VOID_BATCHES = 5
 """Batches in a row that may be void at their ack. More means that a step is slower than `batch_deadline_s`."""
-MAX_TRAINED = 65_536
-"""The rollouts of larger batches are not reported one by one."""
-BYTES_PER_TRAINED = 128
-"""More than a rollout takes in the JSON of an ack."""
-Metrics = dict[str, float | None]
 log = get_logger("loop")
 
 
@@ -164,18 +159,18 @@ class TrainingLoop:
         # ages are taken when the batch is consumed, not when it was drawn
         ages = [session.lineages.policy_age(r.version, progress.newest) for r in batch.rollouts]
         values = context.schedules.at(step)
-        metrics: Metrics | None = None
+        measured = judged = None
         if batch.groups:  # else every rollout was refused: the step is skipped, and the ledger says so
             usual = usual_grad_norm(self._guards, progress.guards)
-            metrics = context.learner.gradients(
+            measured = context.learner.gradients(
                 batch, step=step, policy_ages=ages, values=values, usual_grad_norm=usual
             )
-        judged = {name: value for name, value in (metrics or {}).items() if name not in self._unjudged}
-        action = check_step(self._guards, progress.guards, None if metrics is None else judged)
+            judged = {name: value for name, value in measured.items() if name not in self._unjudged}
+        action = check_step(self._guards, progress.guards, judged)
         metrics = {
             "learning_rate": values.learning_rate,
             "beta": values.beta,
-            **(metrics or {}),
+            **(measured or {}),
             **{f"alarm_{alarm.name}": 1.0 for alarm in action.alarms},
             "skipped": float(action.skip is not None),
             "num_rollouts_refused": float(len(batch.refused)),
@@ -184,10 +179,18 @@ class TrainingLoop:
             "waited_s_total": context.status.waited_s,  # with the waits of refused acks and for places of snapshots
             "train_s": progress.train_s,
         }
+        record = StepRecord(
+            version=PolicyVersion(session.lineage, step),
+            batch=batch,
+            policy_ages=ages,
+            results=context.learner.results if batch.groups else [],
+            action=action,
+            settings_revision=context.schedules.revision,
+            metrics={name: bounded_or_none(value) for name, value in metrics.items()},
+        )
         # The ack comes before the update: a refused one costs one gradient, and the weights stay those of the ledger.
         # A crash between the two is undone by the resume, which abandons the ledger's entries after the checkpoint.
-        results = context.learner.results if batch.groups else []
-        if not self._ack(batch, step, metrics, ages, results, skipped=action.skip):
+        if not self._ack(record):
             context.learner.discard()
             context.prefetcher.discard(step)
             return None
@@ -200,22 +203,13 @@ class TrainingLoop:
             context.learner.skip(step=step, lineage=session.lineage)
         # Only now, after the ack: a step that was refused is made again, and must find the guards as they were.
         progress.step, progress.guards = step, action.state
-        progress.settings_revision = context.schedules.revision
-        context.status.set_step(progress.version, metrics)
-        context.trackers.step(progress.version, metrics, skipped=action.skip)
-        self._log_step(metrics, batch, action)
+        progress.settings_revision = record.settings_revision
+        context.status.set_step(record.version, record.metrics)
+        context.trackers.step(record.version, record.metrics, skipped=action.skip)
+        record.log()
         return action
 
-    def _ack(
-        self,
-        batch: Batch,
-        step: int,
-        metrics: Metrics,
-        policy_ages: list[int],
-        results: Sequence[ForwardResult],
-        *,
-        skipped: str | None,
-    ) -> bool:
+    def _ack(self, record: StepRecord) -> bool:
         """Tell the buffer that the step consumes the batch; False when the batch is void and nothing may be applied.
 
         Raises:
@@ -223,29 +217,19 @@ class TrainingLoop:
             RollbackError: an operator has asked for a rollback.
             TbaError: too many void batches in a row; or the ledger knows another history.
         """
-        context = self._context
-        request = AckRequest(
-            lineage=context.session.lineage,
-            step=step,
-            token=self._token,
-            metrics={name: bounded_or_none(value) for name, value in metrics.items()},
-            policy_ages=policy_ages,
-            settings_revision=context.schedules.revision,
-            skipped=skipped,
-            refused=count_reasons(batch.refused),
-            num_tokens=0 if skipped else sum(len(rollout.response_tokens) for rollout in batch.rollouts),
-            trained=trained_rollouts(results, max_bytes=context.recipe.buffer.max_body_bytes // 2),
-        )
-        if results and request.trained is None and not self._has_left_out_advantages:
+        context, step, batch_id = self._context, record.version.step, record.batch.batch_id
+        request = record.ack_request(self._token, max_bytes=context.recipe.buffer.max_body_bytes // 2)
+        if record.results and request.trained is None and not self._has_left_out_advantages:
             self._has_left_out_advantages = True  # said once: batches of a run have about the same size
-            log.warning("advantages_not_kept", step=step, num_rollouts=len(results), key="buffer.max_body_bytes")
+            num_rollouts = len(record.results)
+            log.warning("advantages_not_kept", step=step, num_rollouts=num_rollouts, key="buffer.max_body_bytes")
         try:
-            context.buffer.ack(batch.batch_id, request)
+            context.buffer.ack(batch_id, request)
         except (FencedError, RunOverError, RollbackError):  # conflicts too, but they end the lineage in another way
             raise
         except VoidBatchError as error:  # its deadline passed while the step ran: its rollouts may be in other batches
             self._num_void_in_row += 1
-            log.warning("batch_void", step=step, batch_id=batch.batch_id, error=str(error))
+            log.warning("batch_void", step=step, batch_id=batch_id, error=str(error))
             if self._num_void_in_row >= MAX_VOID_BATCHES:
                 deadline_s = context.recipe.buffer.batch_deadline_s
                 raise TbaError(
@@ -334,83 +318,40 @@ class TrainingLoop:
             due = context.evaluations.num_prompts_due(progress.step, every_steps=every_steps)
             context.publisher.publish(context.snapshots, progress.version, num_eval_prompts=due)
             context.learner.remember(progress.version)
-        self._settle_checkpoint()
+        try:
+            self._writer.settle()
+        except StoreUnavailableError as error:
+            self._note_failed_checkpoint(error)
         at_interval = progress.step % section.checkpoint_interval == 0
         self._checkpoint_due |= at_interval
         # An attempt costs 30 s while the store is away, so a failed one is not repeated in every step.
         is_time = at_sync or at_interval or not self._checkpoint_failed
         # `finish` writes the last one; one that is still being uploaded comes first
-        if self._checkpoint_due and is_time and progress.step < section.num_steps and not self._writer.is_uploading:
-            self._try_checkpoint()
-
-    def _try_checkpoint(self) -> None:
-        """Write a checkpoint unless an alarm is on; a failed one stays due."""
-        step = self._progress.step
-        if holds_checkpoints(self._guards, self._progress.guards):
-            log.warning("checkpoint_held_back", step=step, reason="an alarm is on")
+        if not (self._checkpoint_due and is_time) or progress.step >= section.num_steps or self._writer.is_uploading:
+            return
+        if holds_checkpoints(self._guards, progress.guards):
+            log.warning("checkpoint_held_back", step=progress.step, reason="an alarm is on")
             return
         try:
             self._writer.write()
-        except StoreUnavailableError as error:
-            self._note_failed_checkpoint(error)
-        else:
             self._checkpoint_due = self._checkpoint_failed = False
-
-    def _settle_checkpoint(self) -> None:
-        """Register a checkpoint whose upload has ended; one that failed is due again."""
-        try:
-            self._writer.settle()
         except StoreUnavailableError as error:
             self._note_failed_checkpoint(error)
 
     def _note_failed_checkpoint(self, error: StoreUnavailableError) -> None:
+        """Log it; the checkpoint is due again."""
         log.warning("checkpoint_failed", step=self._progress.step, error=str(error))
         self._checkpoint_due = self._checkpoint_failed = True
-
-    def _log_step(self, metrics: Metrics, batch: Batch, action: StepAction) -> None:
-        version = str(self._progress.version)
-        shown = ("loss", "reward_mean", "policy_age_mean", "ess", "grad_norm", "step_s", "wait_s")
-        numbers = {name: round(value, 4) for name in shown if (value := metrics.get(name)) is not None}
-        log.info("step", version=version, **numbers, **({} if action.skip is None else {"skipped": action.skip}))
-        if batch.refused:
-            log.warning(
-                "rollouts_refused", version=version, **count_reasons(batch.refused), first=batch.refused[0].detail
-            )
-        for alarm in action.alarms:
-            remedy = REMEDIES[alarm.name]
-            log.warning("alarm", version=version, name=alarm.name, action=alarm.action, what=alarm.text, do=remedy)
-
-
-def trained_rollouts(results: Sequence[ForwardResult], *, max_bytes: int) -> TrainedRollouts | None:
-    """Return what a step made of its rollouts, for the ack; None without any, or where they take too much room.
-
-    Args:
-        results: of the rollouts that were not refused.
-        max_bytes: of JSON. The step must not fail because of what is only for people.
-    """
-    if not results or len(results) > min(MAX_TRAINED, max_bytes // BYTES_PER_TRAINED):
-        return None
-    return TrainedRollouts(
-        rollout_ids=[result.rollout.rollout_id.hex() for result in results],
-        advantages=[_rounded(result.advantage) for result in results],
-        weights=[_rounded(result.weight) for result in results],
-    )
-
-
-def _rounded(value: float | None) -> float | None:
-    """Return a number with 6 significant digits; None where it is not known, or not finite."""
-    known = bounded_or_none(value)
-    return None if known is None else float(f"{known:.6g}")
 
 
 def unjudged_metrics(recipe: Recipe) -> frozenset[str]:
     """Return the metrics that raise no alarm in a run.
 
     Where searchers sample at other temperatures than the policy's, the distance of theta from its data measures those
-    too, so it says nothing of old data. An alarm with an action was set for the run, and goes off all the same.
+    too. Then it says nothing of old data. An alarm with an action was set for the run, and goes off all the same.
     """
-    guards = recipe.trainer.guards
-    metric_of = {"ess": guards.ess_collapse, "log_ratio_token_mean": guards.log_ratio_drift}
     if not recipe.samples_at_other_temperatures:
         return frozenset()
-    return frozenset(name for name, alarm in metric_of.items() if alarm.action == "none")
+    guards = recipe.trainer.guards
+    alarm_of = {"ess": guards.ess_collapse, "log_ratio_token_mean": guards.log_ratio_drift}
+    return frozenset(name for name, alarm in alarm_of.items() if alarm.action == "none")

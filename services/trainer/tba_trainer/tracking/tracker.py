@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -75,18 +74,6 @@ class Record:
         """Return one line of metrics.jsonl, without its newline."""
         document = {name: value for name, value in asdict(self).items() if value is not None}
         return json.dumps(document, allow_nan=False)
-
-
-def start_record(run: str, lineage: int, parent: PolicyVersion) -> Record:
-    """Return the record of a lineage's start."""
-    return Record(kind="start", run=run, lineage=lineage, step=parent.step, parent=str(parent))
-
-
-def step_record(run: str, version: PolicyVersion, metrics: Metrics, *, skipped: str | None) -> Record:
-    """Return the record of an optimizer step, made or skipped."""
-    # JSON has no NaN and no infinity
-    finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}
-    return Record(kind="step", run=run, lineage=version.lineage, step=version.step, skipped=skipped, metrics=finite)
 
 
 def evaluation_record(run: str, evaluation: EvalInfo) -> Record:

@@ -16,7 +16,7 @@ from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
 from tba_trainer.tracking.tensorboard import TensorboardTracker
-from tba_trainer.tracking.tracker import Metrics, Record, Tracker, evaluation_record, start_record, step_record
+from tba_trainer.tracking.tracker import Metrics, Record, Tracker, evaluation_record
 from tba_trainer.tracking.wandb import WandbTracker
 
 EVALUATIONS_INTERVAL_S = 2.0
@@ -50,13 +50,14 @@ class TrackerGroup:
 
     def start(self, lineage: int, parent: PolicyVersion) -> None:
         """Begin a lineage at its parent."""
-        self._submit(start_record(self._run, lineage, parent))
+        self._submit(Record(kind="start", run=self._run, lineage=lineage, step=parent.step, parent=str(parent)))
         if self._evaluations.ident is None:  # after a rollback it runs already
             self._evaluations.start()
 
     def step(self, version: PolicyVersion, metrics: Metrics, *, skipped: str | None) -> None:
         """Record a step; `skipped` says why its batch was not applied."""
-        self._submit(step_record(self._run, version, metrics, skipped=skipped))
+        lineage, step = version.lineage, version.step
+        self._submit(Record(kind="step", run=self._run, lineage=lineage, step=step, skipped=skipped, metrics=metrics))
 
     def gauges(self) -> dict[str, float]:
         """Return the counts of lost records."""

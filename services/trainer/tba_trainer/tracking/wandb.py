@@ -28,20 +28,16 @@ class WandbTracker:
 
     def log(self, record: Record) -> None:
         """Add the numbers of a record."""
+        if self._run is None:
+            self._run = self._init()
         # steps are a metric of their own: W&B's step must grow, and an evaluation is of an earlier step
-        self._opened().log({"step": record.step, **record.numbers})
+        self._run.log({"step": record.step, **record.numbers})
 
     def close(self) -> None:
         """Finish the run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
-
-    def _opened(self) -> Any:
-        """Return the run; begin it where there is none yet."""
-        if self._run is None:
-            self._run = self._init()
-        return self._run
 
     def _init(self) -> Any:
         import wandb

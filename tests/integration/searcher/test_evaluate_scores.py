@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tba_searcher.evaluation import scores
-from tba_searcher.evaluation.completions import Answer, Answers
-from tba_searcher.evaluation.scores import REQUEST_ITEMS, Score, score_all
+from tba_searcher.evaluation.answers import Answer, Answers, Score
+from tba_searcher.evaluation.scores import REQUEST_ITEMS, score_all
 
 from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
@@ -45,8 +45,10 @@ def recipe_for(server: RewardServer, **published: Any) -> Recipe:
     return make_recipe("nowhere", reward={"url": server.url}, eval={"published": published})
 
 
-def ask(recipe: Recipe, answers: Answers) -> dict[tuple[str, str], Score]:
-    return score_all(recipe, answers, on_progress=lambda text: None)
+def ask(recipe: Recipe, answers: Answers) -> dict[tuple[int, str], Score]:
+    """The scores by prompt and task."""
+    score_all(recipe, answers, on_progress=lambda text: None)
+    return {(each.prompt, task): score for each in answers.answers for task, score in each.scores.items()}
 
 
 def test_every_answer_gets_its_own_score_under_every_task(server: RewardServer, answers: Answers) -> None:
@@ -58,7 +60,7 @@ def test_every_answer_gets_its_own_score_under_every_task(server: RewardServer, 
     for n in range(NUM_PROMPTS):
         for task, value in (("addition", float(n)), ("other", n + 0.5)):
             known = Score(value, None, server.version)
-            assert found[f"greedy-{n}-0", task] == (Score(None, "crashed") if n == 7 else known)
+            assert found[n, task] == (Score(None, "crashed") if n == 7 else known)
     assert max(map(len, server.requests)) == REQUEST_ITEMS
     assert server.asked[0]["finish_reason"] == "length"
 
@@ -69,8 +71,7 @@ def test_an_answer_that_a_scorer_raises_for_is_wrong_where_the_scorer_scores_oth
     reasons = {"<1>": "exception", "<2>": "too_long", "<3>": "timeout"}
     server.score = lambda item: "exception" if item["task"] == "broken" else reasons.get(item["response"], 1.0)
     found = ask(recipe_for(server, tasks=["addition", "broken"]), answers)
-    wrong = {(name, task) for (name, task), score in found.items() if score.is_wrong}
-    assert wrong == {("greedy-1-0", "addition"), ("greedy-2-0", "addition")}
+    assert {key for key, score in found.items() if score.is_wrong} == {(1, "addition"), (2, "addition")}
     assert sum(score.value is None for score in found.values()) == NUM_PROMPTS + 3
 
 

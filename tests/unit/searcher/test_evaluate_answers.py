@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,9 @@ import pytest
 import torch
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.tokenizer import TextCodec
-from tba_searcher.evaluation.completions import Answers, answer_all
-from tba_searcher.evaluation.perplexity import negative_log_likelihoods, perplexities
+from tba_searcher.evaluation.answers import Answers, Score, answer_all
+from tba_searcher.evaluation.perplexity import measure_likelihoods, perplexities
 from tba_searcher.evaluation.results import EvaluationMetrics
-from tba_searcher.evaluation.scores import Score
 from transformers import AutoModelForCausalLM
 
 from tba.api import Prompt
@@ -61,6 +61,13 @@ def answer(folder: Path, recipe: Recipe) -> Answers:
         engine.close()
 
 
+def scored(answers: Answers, changes: Mapping[tuple[str, int, int], Score] = MappingProxyType({})) -> Answers:
+    """Give every answer a score under the task `exact`: 1, or that of (mode, prompt, number) in `changes`."""
+    for one in answers.answers:
+        one.scores = {"exact": changes.get((one.mode, one.prompt, one.number), Score(1.0, None, "exact@1"))}
+    return answers
+
+
 def prompts() -> list[Prompt]:
     return [Prompt(prompt_id=f"p-{n}", task="exact", text=text, split="heldout") for n, text in enumerate(TEXTS)]
 
@@ -80,8 +87,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_its_scores_are_unknown(recipe
     assert list(answers.refused) == [TOO_LONG]
     assert "30 prompt tokens" in answers.refused[TOO_LONG]
     assert [len(part) for part in answers.of("greedy")] == [1, 1, 0, 1]
-    scores = {(answer.name, "exact"): Score(1.0, None, "exact@1") for answer in answers.answers}
-    measured = EvaluationMetrics(recipe, answers, scores, {})
+    measured = EvaluationMetrics(recipe, scored(answers))
     counts = measured.report("sampled").scores["exact"]
     assert (counts.num_scored, counts.num_unknown, counts.unknown) == (9, 3, {"no_completion": 3})
     rate = measured.by_name["greedy.exact.success_rate"]
@@ -89,10 +95,8 @@ def test_a_prompt_that_does_not_fit_is_refused_and_its_scores_are_unknown(recipe
 
 
 def test_answers_that_are_why_they_have_no_score_are_failures(recipe: Recipe, answers: Answers) -> None:
-    scores = {(answer.name, "exact"): Score(1.0, None, "exact@1") for answer in answers.answers}
-    scores["sampled-0-1", "exact"] = Score(None, "exception", is_wrong=True)
-    scores["sampled-0-2", "exact"] = Score(None, "crashed")
-    measured = EvaluationMetrics(recipe, answers, scores, {})
+    changes = {("sampled", 0, 1): Score(None, "exception", is_wrong=True), ("sampled", 0, 2): Score(None, "crashed")}
+    measured = EvaluationMetrics(recipe, scored(answers, changes))
     counts = measured.report("sampled").scores["exact"]
     assert (counts.num_scored, counts.wrong) == (7, {"exception": 1})
     assert counts.unknown == {"no_completion": 3, "crashed": 1}
@@ -100,12 +104,10 @@ def test_answers_that_are_why_they_have_no_score_are_failures(recipe: Recipe, an
 
 
 def test_unknown_scores_count_for_nothing_in_any_metric(recipe: Recipe, answers: Answers) -> None:
-    scores = {(answer.name, "exact"): Score(1.0, None, "exact@1") for answer in answers.answers}
-    scores["greedy-0-0", "exact"] = Score(None, "timeout")
-    for number, value in enumerate((1.0, 0.0, None)):
-        scores[f"sampled-0-{number}", "exact"] = Score(value, None if value is not None else "crashed")
-        scores[f"sampled-1-{number}", "exact"] = Score(None, "crashed")
-    metrics = EvaluationMetrics(recipe, answers, scores, {}).by_name
+    crashed = Score(None, "crashed")
+    changes = {("sampled", 1, number): crashed for number in range(3)} | {("greedy", 0, 0): Score(None, "timeout")}
+    changes |= {("sampled", 0, number): score for number, score in enumerate((Score(1.0), Score(0.0), crashed))}
+    metrics = EvaluationMetrics(recipe, scored(answers, changes)).by_name
     assert metrics["greedy.exact.mean_reward"].value == 1.0
     assert metrics["sampled.exact.mean_reward"].value == pytest.approx((0.5 + 1.0) / 2)
 
@@ -114,10 +116,9 @@ def test_metrics_of_a_task_are_given_for_every_value_of_a_key_of_the_data(folder
     recipe = recipe_for(folder, {"num_samples": 3, "by": ["level"]})
     levels = (10, 9, 10, 9)  # numbers in their order: 9 before 10
     data = [p.model_copy(update={"data": {"level": n}}) for p, n in zip(answers.prompts, levels, strict=True)]
-    scores = {
-        (one.name, "exact"): Score(float(one.number == 0 or one.prompt == 3), None, "v") for one in answers.answers
-    }
-    found = EvaluationMetrics(recipe, dataclasses.replace(answers, prompts=data), scores, {}).by_name
+    values = {(one.mode, one.prompt, one.number): float(one.number == 0 or one.prompt == 3) for one in answers.answers}
+    scored(answers, {key: Score(value) for key, value in values.items()})
+    found = EvaluationMetrics(recipe, dataclasses.replace(answers, prompts=data)).by_name
     assert [name for name in found if "[" in name and "success_rate" in name] == [
         f"{mode}.exact.success_rate[level={n}]" for mode in ("greedy", "sampled") for n in (9, 10)
     ]
@@ -151,7 +152,7 @@ def test_both_perplexities_are_what_their_definitions_say(
     folder: Path, recipe: Recipe, answers: Answers, tmp_path: Path
 ) -> None:
     start = make_tiny_model(tmp_path / "start", 6, hidden_size=32)
-    nlls = negative_log_likelihoods(recipe, start, answers, on_progress=lambda text: None)
+    measure_likelihoods(recipe, start, answers, on_progress=lambda text: None)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(start).eval()
     sums, lengths, published = [], [], []
@@ -165,7 +166,7 @@ def test_both_perplexities_are_what_their_definitions_say(
             sums.append(float(each.sum()))
             lengths.append(len(one.tokens))
             published.append(math.exp(float(each.mean())))  # the mean counts the tokens of the prompt, as 0
-    found = perplexities(answers.of("sampled"), answers, nlls)
+    found = perplexities(answers.of("sampled"), answers)
     assert found["per_token"].value == pytest.approx(math.exp(sum(sums) / sum(lengths)), rel=1e-4)
     by_prompt = np.mean([np.mean(published[at : at + 3]) for at in (0, 3, 6)])
     assert found["published"].value == pytest.approx(by_prompt, rel=1e-4)
@@ -177,7 +178,7 @@ def test_a_starting_model_with_another_tokenizer_is_refused(recipe: Recipe, answ
     text = (start / "tokenizer.json").read_text().replace('"1":', '"swap":').replace('"2":', '"1":')
     (start / "tokenizer.json").write_text(text.replace('"swap":', '"2":'))
     with pytest.raises(ConfigError, match="another tokenizer"):
-        negative_log_likelihoods(recipe, start, answers, on_progress=lambda text: None)
+        measure_likelihoods(recipe, start, answers, on_progress=lambda text: None)
 
 
 def test_cosine_distance_is_that_of_all_samples_and_of_the_successes(folder: Path, tmp_path: Path) -> None:
@@ -187,11 +188,9 @@ def test_cosine_distance_is_that_of_all_samples_and_of_the_successes(folder: Pat
     recipe = recipe_for(folder, {}, eval=section)
     answers = answer(folder, recipe)
     values = {0: 0.5, 1: 0.51, 2: 0.9, 3: 0.1}  # strictly above: 1 and 2 of every prompt
-    scores = {
-        (one.name, "exact"): Score(values[one.number] if one.mode == "sampled" else 0.0, None, "v")
-        for one in answers.answers
-    }
-    metrics = EvaluationMetrics(recipe, answers, scores, {}).by_name
+    keys = [(one.mode, one.prompt, one.number) for one in answers.answers]
+    scored(answers, {key: Score(values[key[2]] if key[0] == "sampled" else 0.0) for key in keys})
+    metrics = EvaluationMetrics(recipe, answers).by_name
     whole, good = (metrics[f"sampled.diversity.cosine_distance{name}"] for name in ("", "_of_successes"))
     assert (whole.num_completions, good.num_completions) == (12, 6)
     assert metrics["sampled.exact.success_rate"].value == 0.5

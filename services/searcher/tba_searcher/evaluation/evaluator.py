@@ -16,10 +16,10 @@ from tba.wire import Manifest
 from tba.wire.weight_manifest import decode_manifest
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.tokenizer import open_codec
-from tba_searcher.evaluation.completions import Answers, OnProgress, answer_all, modes_of
-from tba_searcher.evaluation.perplexity import negative_log_likelihoods
+from tba_searcher.evaluation.answers import Answers, OnProgress, answer_all, modes_of
+from tba_searcher.evaluation.perplexity import measure_likelihoods
 from tba_searcher.evaluation.results import EvaluationMetrics
-from tba_searcher.evaluation.scores import Scores, score_all, tasks_of
+from tba_searcher.evaluation.scores import score_all
 from tba_searcher.service import check_device
 
 PRINT_EVERY_S = 2.0
@@ -41,14 +41,13 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
     answers = _generate(recipe, job, manifest, prompts, on_progress)
     on_progress.end_part()
     # one step after the other: each model is freed before the next one is loaded
-    nlls = {}
     if recipe.eval.published.perplexity and job.start is not None:
-        nlls = negative_log_likelihoods(recipe, job.start, answers, on_progress=on_progress)
+        measure_likelihoods(recipe, job.start, answers, on_progress=on_progress)
         on_progress.end_part()
-    scores = score_all(recipe, answers, on_progress=on_progress)
+    score_all(recipe, answers, on_progress=on_progress)
     on_progress.end_part()
-    _write_completions(recipe, job.out / "completions.jsonl", answers, scores, nlls)
-    metrics = EvaluationMetrics(recipe, answers, scores, nlls)
+    _write_completions(job.out / "completions.jsonl", answers)
+    metrics = EvaluationMetrics(recipe, answers)
     report = EvaluationReport(
         subject=job.subject,
         version=job.version,
@@ -59,7 +58,7 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
         finished_at_s=time.time(),
         num_prompts=len(prompts),
         refused_prompts={prompts[index].prompt_id: reason for index, reason in answers.refused.items()},
-        modes={mode: metrics.report(mode) for mode, _ in modes_of(recipe.eval.published)},
+        modes={mode: metrics.report(mode) for mode in modes_of(recipe.eval.published)},
         metrics=metrics.by_name,
         references=metrics.comparisons(),
         generation_s=answers.seconds,
@@ -116,11 +115,10 @@ def _generate(
         engine.close()
 
 
-def _write_completions(recipe: Recipe, path: Path, answers: Answers, scores: Scores, nlls: dict[str, float]) -> None:
+def _write_completions(path: Path, answers: Answers) -> None:
     with path.open("w", encoding="utf-8") as file:
         for answer in answers.answers:
             # texts and scores lie side by side, so that a person can check what was counted
-            found = {task: scores[answer.name, task] for task in tasks_of(recipe, answers, answer.prompt)}
             line = {
                 "mode": answer.mode,
                 "prompt_id": answers.prompts[answer.prompt].prompt_id,
@@ -128,8 +126,8 @@ def _write_completions(recipe: Recipe, path: Path, answers: Answers, scores: Sco
                 "text": answer.text,
                 "num_tokens": len(answer.tokens),
                 "finish_reason": answer.finish_reason,
-                "scores": {task: score.value for task, score in found.items()},
-                "unknown": {task: score.reason for task, score in found.items() if score.value is None},
-                "start_nll": nlls.get(answer.name),
+                "scores": {task: score.value for task, score in answer.scores.items()},
+                "unknown": {task: score.reason for task, score in answer.scores.items() if score.value is None},
+                "start_nll": answer.nll,
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -9,7 +9,7 @@ token included.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tba.config import Recipe
@@ -18,15 +18,13 @@ from tba.evaluation.evaluation_job import Estimate
 from tba.evaluation.statistics import exp_of_ratio, finite_exp, mean_of_prompts
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.reference_logprobs import StartingModel
-from tba_searcher.evaluation.completions import Answer, Answers, OnProgress
+from tba_searcher.evaluation.answers import Answer, Answers, OnProgress
 
 PART_ANSWERS = 64
 
 
-def negative_log_likelihoods(
-    recipe: Recipe, folder: Path, answers: Answers, *, on_progress: OnProgress
-) -> dict[str, float]:
-    """Return name of the answer -> sum of -log pi_start over its tokens, in nats, without sums that are not finite.
+def measure_likelihoods(recipe: Recipe, folder: Path, answers: Answers, *, on_progress: OnProgress) -> None:
+    """Set the `nll` of every answer under the model in `folder`, in nats.
 
     Raises:
         ConfigError: the folder holds no usable model, or one with another tokenizer.
@@ -39,31 +37,26 @@ def negative_log_likelihoods(
         device=recipe.searcher.device,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    found: dict[str, float] = {}
     for at in range(0, len(answers.answers), PART_ANSWERS):
         part = answers.answers[at : at + PART_ANSWERS]
         # in parts, so that progress is seen; the model itself cuts them into passes
         sums = model.sums([answers.prompt_tokens[answer.prompt] for answer in part], [answer.tokens for answer in part])
-        found |= {answer.name: -value for answer, value in zip(part, sums, strict=True) if math.isfinite(value)}
+        for answer, value in zip(part, sums, strict=True):
+            answer.nll = -value if math.isfinite(value) else None
         on_progress(f"{at + len(part)} of {len(answers.answers)} completions under the starting model")
-    return found
 
 
-def perplexities(parts: Sequence[Sequence[Answer]], answers: Answers, nlls: Mapping[str, float]) -> dict[str, Estimate]:
+def perplexities(parts: Sequence[Sequence[Answer]], answers: Answers) -> dict[str, Estimate]:
     """Return `per_token` and `published` over the completions of one mode."""
-    known = [[answer for answer in part if answer.name in nlls] for part in parts]
-    sums = [[nlls[answer.name] for answer in part] for part in known]
-    lengths = [[float(len(answer.tokens)) for answer in part] for part in known]
-    # as published: the tokens of the prompt are counted, their NLL is not
-    whole = [
-        [
-            finite_exp(nlls[answer.name] / (len(answers.prompt_tokens[answer.prompt]) + len(answer.tokens) - 1))
-            for answer in part
-        ]
-        for part in known
-    ]
-    published = mean_of_prompts([[value for value in part if value is not None] for part in whole])
-    return {"per_token": exp_of_ratio(sums, lengths), "published": published}
+    sums, lengths, published = [], [], []
+    for part in parts:
+        known = [(answer.nll, answer) for answer in part if answer.nll is not None]
+        sums.append([nll for nll, _ in known])
+        lengths.append([float(len(answer.tokens)) for _, answer in known])
+        # as published: the tokens of the prompt are counted, their NLL is not
+        whole = (nll / (len(answers.prompt_tokens[one.prompt]) + len(one.tokens) - 1) for nll, one in known)
+        published.append([value for value in map(finite_exp, whole) if value is not None])
+    return {"per_token": exp_of_ratio(sums, lengths), "published": mean_of_prompts(published)}
 
 
 def _check_tokenizer(recipe: Recipe, folder: Path, answers: Answers) -> None:

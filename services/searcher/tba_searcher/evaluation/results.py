@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tba.config import Recipe
 from tba.config.evaluation import Mode
 from tba.evaluation.evaluation_job import Comparison, Estimate, ModeReport, ScoreCounts
 from tba.evaluation.statistics import mean_of_pairs, mean_of_prompts, success_rate
-from tba_searcher.evaluation.completions import Answer, Answers, modes_of, temperature_of
+from tba_searcher.evaluation.answers import Answer, Answers, Score, modes_of, temperature_of
 from tba_searcher.evaluation.perplexity import perplexities
-from tba_searcher.evaluation.scores import Score, Scores, tasks_of
-from tba_searcher.generation.evaluation_results import Embedder, cosine_distances, distinct_share
+from tba_searcher.generation.evaluation_results import Embedder, cosine_distances, distinct_share, without_end
 
 Parts = Sequence[Sequence[Answer]]
-
-
 NO_COMPLETION = Score(None, "no_completion")
 """The score of a prompt that the engine refused."""
 
 
 class EvaluationMetrics:
-    """The numbers of one evaluation.
+    """The numbers of one evaluation."""
 
-    Args:
-        nlls: name of the answer -> -log pi_start; empty when perplexity is off.
-    """
-
-    def __init__(self, recipe: Recipe, answers: Answers, scores: Scores, nlls: Mapping[str, float]) -> None:
-        self._recipe, self._answers, self._scores, self._nlls = recipe, answers, scores, nlls
-        self._section = recipe.eval.published
+    def __init__(self, recipe: Recipe, answers: Answers) -> None:
+        self._recipe, self._answers, self._section = recipe, answers, recipe.eval.published
+        self._prompts: dict[str, list[int]] = {}
+        """Task -> the prompts that are scored under it, in the order of the recipe or of the prompts."""
+        for index in range(len(answers.prompts)):
+            for task in answers.tasks_of(index, self._section):
+                self._prompts.setdefault(task, []).append(index)
         self.by_name: dict[str, Estimate] = {}
         """For example greedy.gsm8k.success_rate."""
-        for mode, _ in modes_of(self._section):
+        for mode in modes_of(self._section):
             self.by_name |= {f"{mode}.{name}": value for name, value in self._metrics(mode)}
 
     def comparisons(self) -> list[Comparison]:
@@ -47,23 +44,24 @@ class EvaluationMetrics:
             temperature=temperature_of(mode, self._recipe),
             num_completions=len(answers),
             finish_reasons=dict(Counter(answer.finish_reason for answer in answers)),
-            scores={task: self._counts(mode, task) for task in self._tasks()},
+            scores={task: self._counts(mode, task) for task in self._prompts},
         )
 
     def _metrics(self, mode: Mode) -> Iterator[tuple[str, Estimate]]:
         parts = self._answers.of(mode)
-        for task in self._tasks():
-            indices = self._prompts_of(task)
+        for task, indices in self._prompts.items():
             yield from self._of_scores(mode, task, indices)
             for key in self._section.by:
                 for value, chosen in self._by_value(key, indices).items():
                     for name, estimate in self._of_scores(mode, task, chosen):
                         yield f"{name}[{key}={value}]", estimate
         if self._section.perplexity:
-            for name, value in perplexities(parts, self._answers, self._nlls).items():
+            for name, value in perplexities(parts, self._answers).items():
                 yield f"perplexity.{name}", value
         if mode == "sampled" and self._section.num_samples > 1:
-            for name, value in self._diversities(parts).items():
+            folder = self._recipe.eval.embedding_model
+            embedder = None if folder is None else Embedder(folder)
+            for name, value in diversities(parts, embedder=embedder, succeeds=self._is_success).items():
                 yield f"diversity.{name}", value
         yield "mean_response_tokens", mean_of_prompts([[len(answer.tokens) for answer in part] for part in parts])
         finished = [[float(answer.finish_reason != "length") for answer in part] for part in parts]
@@ -72,7 +70,8 @@ class EvaluationMetrics:
     def _of_scores(self, mode: Mode, task: str, prompts: Sequence[int]) -> Iterator[tuple[str, Estimate]]:
         """Yield what follows from the scores of these prompts under a task."""
         scores = self._of_task(mode, task, prompts)
-        yield f"{task}.mean_reward", mean_of_prompts(_known(scores))
+        known = [[score.value for score in part if score.value is not None] for part in scores]
+        yield f"{task}.mean_reward", mean_of_prompts(known)
         # unknown scores stay unknown here, and bound the rate from both sides
         successes = [[self._succeeds(task, score) for score in part] for part in scores]
         yield f"{task}.success_rate", success_rate(successes)
@@ -84,35 +83,18 @@ class EvaluationMetrics:
             groups.setdefault(self._answers.prompts[index].data[key], []).append(index)
         return {value: groups[value] for value in sorted(groups, key=lambda value: (isinstance(value, str), value))}
 
-    def _diversities(self, parts: Sequence[Sequence[Answer]]) -> dict[str, Estimate]:
-        """Return the diversities of samples; a success is judged by the first task that the answer is scored under."""
-        folder = self._recipe.eval.embedding_model
-
-        def succeeds(answer: Answer) -> bool:
-            task = tasks_of(self._recipe, self._answers, answer.prompt)[0]
-            return bool(self._succeeds(task, self._scores[answer.name, task]))
-
-        return diversities(parts, embedder=None if folder is None else Embedder(folder), succeeds=succeeds)
-
-    def _prompts_of(self, task: str) -> list[int]:
-        """Return the prompts that are scored under a task."""
-        count = len(self._answers.prompts)
-        return [index for index in range(count) if task in tasks_of(self._recipe, self._answers, index)]
-
-    def _tasks(self) -> list[str]:
-        """Return every task that is scored, in the order of the recipe or of the prompts."""
-        found = (tasks_of(self._recipe, self._answers, index) for index in range(len(self._answers.prompts)))
-        return list(dict.fromkeys(task for tasks in found for task in tasks))
+    def _is_success(self, answer: Answer) -> bool:
+        """Return whether an answer succeeds under the first task that it is scored under."""
+        task, score = next(iter(answer.scores.items()))
+        return bool(self._succeeds(task, score))
 
     def _of_task(self, mode: Mode, task: str, prompts: Sequence[int]) -> list[list[Score]]:
         """Return [prompt][completion] of these prompts under a task; unknown for a refused one."""
-        num, parts = dict(modes_of(self._section))[mode], self._answers.of(mode)
-        return [
-            [self._scores[answer.name, task] for answer in parts[index]] or [NO_COMPLETION] * num for index in prompts
-        ]
+        num, parts = modes_of(self._section)[mode], self._answers.of(mode)
+        return [[answer.scores[task] for answer in parts[index]] or [NO_COMPLETION] * num for index in prompts]
 
     def _counts(self, mode: Mode, task: str) -> ScoreCounts:
-        scores = [score for part in self._of_task(mode, task, self._prompts_of(task)) for score in part]
+        scores = [score for part in self._of_task(mode, task, self._prompts[task]) for score in part]
         wrong = Counter(score.reason or "no reason" for score in scores if score.is_wrong)
         unknown = Counter(score.reason or "no reason" for score in scores if score.value is None) - wrong
         return ScoreCounts(
@@ -146,7 +128,7 @@ def diversities(parts: Parts, *, embedder: Embedder | None, succeeds: Callable[[
 
 def _distinct(parts: Parts, n: int) -> Estimate:
     """Return the mean over the prompts whose samples have n-grams at all."""
-    shares = [distinct_share([answer.tokens_without_end for answer in part], n) for part in parts]
+    shares = [distinct_share([without_end(each.tokens, each.finish_reason) for each in part], n) for part in parts]
     known = [(share, len(part)) for share, part in zip(shares, parts, strict=True) if share is not None]
     found = mean_of_prompts([[share] for share, _ in known])
     return found.model_copy(update={"num_completions": sum(num for _, num in known)})
@@ -162,7 +144,3 @@ def _cosine_distance(parts: Parts, embedder: Embedder) -> Estimate:
         return Estimate(value=value, stderr=stderr, num_prompts=1, num_completions=len(several[0]))
     found = mean_of_prompts([[value] for value, _ in pairs if value is not None])
     return found.model_copy(update={"num_completions": sum(map(len, several))})
-
-
-def _known(scores: Sequence[Sequence[Score]]) -> list[list[float]]:
-    return [[score.value for score in part if score.value is not None] for part in scores]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from tba.api import ScoreItem, ScoreResult
 from tba.api.scores import ANSWER_REASONS
@@ -12,7 +10,7 @@ from tba.clients import RewardClient
 from tba.config import Recipe
 from tba.errors import BadRequestError
 from tba.tokens import client_token
-from tba_searcher.evaluation.completions import Answers, OnProgress
+from tba_searcher.evaluation.answers import Answer, Answers, OnProgress, Score
 from tba_searcher.waits import RETRY_S, WaitRegistry, retry_until
 
 REQUEST_ITEMS = 16
@@ -20,28 +18,7 @@ REQUEST_ITEMS = 16
 REQUESTS_AT_ONCE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A known score, or why it is unknown."""
-
-    value: float | None
-    reason: str | None = None
-    """Why it is unknown."""
-    reward_version: str | None = None
-    is_wrong: bool = False
-    """Whether the answer itself is why its score is unknown: it counts as no success."""
-
-
-Scores = Mapping[tuple[str, str], Score]
-"""(name of the answer, task) -> score."""
-
-
-def tasks_of(recipe: Recipe, answers: Answers, prompt: int) -> Sequence[str]:
-    """Return the tasks that completions of a prompt are scored under."""
-    return recipe.eval.published.tasks or [answers.prompts[prompt].task]
-
-
-def score_all(recipe: Recipe, answers: Answers, *, on_progress: OnProgress) -> dict[tuple[str, str], Score]:
+def score_all(recipe: Recipe, answers: Answers, *, on_progress: OnProgress) -> None:
     """Score all answers.
 
     Raises:
@@ -56,23 +33,21 @@ def score_all(recipe: Recipe, answers: Answers, *, on_progress: OnProgress) -> d
         timeout_s=recipe.reward.request_deadline_s + 15.0,
     )
     try:
-        return asyncio.run(_score_all(recipe, answers, client, on_progress))
+        asyncio.run(_score_all(recipe, answers, client, on_progress))
     finally:
         client.close()
 
 
-async def _score_all(
-    recipe: Recipe, answers: Answers, client: RewardClient, on_progress: OnProgress
-) -> dict[tuple[str, str], Score]:
-    keys, items = [], []
+async def _score_all(recipe: Recipe, answers: Answers, client: RewardClient, on_progress: OnProgress) -> None:
+    scored: list[tuple[Answer, str]] = []
+    items: list[ScoreItem] = []
     for answer in answers.answers:
         prompt = answers.prompts[answer.prompt]
-        for task in tasks_of(recipe, answers, answer.prompt):
-            # an item id is its position: the same answer is scored under several tasks
-            keys.append((answer.name, task))
+        for task in answers.tasks_of(answer.prompt, recipe.eval.published):
+            scored.append((answer, task))
             items.append(
                 ScoreItem(
-                    item_id=str(len(items)),
+                    item_id=str(len(items)),  # its position: the same answer is scored under several tasks
                     task=task,
                     prompt=prompt.text,
                     response=answer.text,
@@ -82,15 +57,15 @@ async def _score_all(
                 )
             )
     # a few requests at once keep the workers of the service busy; more would only run into their deadlines
-    waits, semaphore, found = WaitRegistry(), asyncio.Semaphore(REQUESTS_AT_ONCE), {}
+    waits, semaphore, results = WaitRegistry(), asyncio.Semaphore(REQUESTS_AT_ONCE), dict[int, ScoreResult]()
 
-    async def ask(number: int, part: list[ScoreItem]) -> None:
+    async def ask(part: list[ScoreItem]) -> None:
         try:
             async with semaphore:
                 reply = await retry_until(
                     lambda: client.score(part),
                     waits=waits,
-                    owner=f"scoring-{number}",
+                    owner=f"scoring-{part[0].item_id}",
                     service="reward",
                     deadline_s=RETRY_S,
                 )
@@ -98,24 +73,17 @@ async def _score_all(
             if len(part) == 1:
                 raise
             half = len(part) // 2
-            await ask(number, part[:half])
-            await ask(number, part[half:])
+            await ask(part[:half])
+            await ask(part[half:])
             return
-        for result in reply.results:
-            found[keys[int(result.item_id)]] = _score(result)
-        on_progress(f"{len(found)} of {len(items)} scores")
+        results.update({int(result.item_id): result for result in reply.results})
+        on_progress(f"{len(results)} of {len(items)} scores")
 
-    parts = [items[start : start + REQUEST_ITEMS] for start in range(0, len(items), REQUEST_ITEMS)]
-    await asyncio.gather(*(ask(number, part) for number, part in enumerate(parts)))
-    working = {task for (_, task), score in found.items() if score.value is not None}
-    for key, score in found.items():
+    await asyncio.gather(*(ask(items[at : at + REQUEST_ITEMS]) for at in range(0, len(items), REQUEST_ITEMS)))
+    working = {items[number].task for number, result in results.items() if result.error is None}
+    for number, (answer, task) in enumerate(scored):
+        result = results[number]
+        reason = None if result.error is None else result.error.reason
         # a scorer that raises for one answer and scores others is not broken
-        if score.reason in ANSWER_REASONS or (score.reason == "exception" and key[1] in working):
-            found[key] = replace(score, is_wrong=True)
-    return found
-
-
-def _score(result: ScoreResult) -> Score:
-    if result.error is not None:
-        return Score(None, result.error.reason, result.reward_version)
-    return Score(result.reward, None, result.reward_version)
+        is_wrong = reason in ANSWER_REASONS or (reason == "exception" and task in working)
+        answer.scores[task] = Score(None if reason else result.reward, reason, result.reward_version, is_wrong)

@@ -14,7 +14,6 @@ from tba.api import EvalResult
 from tba.errors import ConfigError
 from tba.fields import bounded_or_none
 from tba.weights.load_report import check_load_report
-from tba_searcher.engines.engine import Completion
 from tba_searcher.generation.visits import Visit
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def result_of(
     plain = EvalResult(lease_id=visit.lease.lease_id, rewards=list(rewards), num_response_tokens=lengths)
     if visit.lease.kind != "sample":  # one greedy completion has no diversity
         return plain
-    responses = [_without_end(completion) for completion in visit.completions]
+    responses = [without_end(each.response_tokens, each.finish_reason) for each in visit.completions]
     distance = None if embedder is None or len(texts) < 2 else mean_cosine_distance(embedder.embed(texts))
     distinct = {f"distinct_{n}": distinct_share(responses, n) for n in (1, 2, 3)}
     return plain.model_copy(
@@ -50,9 +49,9 @@ def failed_result(visit: Visit) -> EvalResult:
     return EvalResult(lease_id=visit.lease.lease_id, rewards=[None] * num, num_response_tokens=[0] * num)
 
 
-def _without_end(completion: Completion) -> NDArray[np.int32]:
-    """Return the response without the end-of-sequence token, which every complete response has."""
-    return completion.response_tokens[: -1 if completion.finish_reason == "stop" else None]
+def without_end(tokens: NDArray[np.int32], finish_reason: str) -> NDArray[np.int32]:
+    """Return a response without the end-of-sequence token, which every response has that ended by itself."""
+    return tokens[: -1 if finish_reason == "stop" else None]
 
 
 def distinct_share(responses: Sequence[NDArray[np.int32]], n: int) -> float | None:

@@ -14,14 +14,26 @@ from tba.config import Recipe
 from tba.config.evaluation import Mode, PublishedSection
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
-from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
+from tba_searcher.engines.engine import Engine, EngineDiedError, EngineError
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.visits import Visit, WorkQueue
 
 OnProgress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A known score, or why it is unknown."""
+
+    value: float | None
+    reason: str | None = None
+    """Why it is unknown."""
+    reward_version: str | None = None
+    is_wrong: bool = False
+    """Whether the answer itself is why its score is unknown: it counts as no success."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Answer:
     """One completion of one prompt."""
 
@@ -34,16 +46,10 @@ class Answer:
     """[R], R >= 1, the end-of-sequence token included when it was sampled."""
     finish_reason: str
     text: str
-
-    @property
-    def name(self) -> str:
-        """The unique name in this evaluation."""
-        return f"{self.mode}-{self.prompt}-{self.number}"
-
-    @property
-    def tokens_without_end(self) -> NDArray[np.int32]:
-        """The tokens without the end-of-sequence token, which every response that ended by itself has."""
-        return self.tokens[: -1 if self.finish_reason == "stop" else None]
+    scores: dict[str, Score] = field(default_factory=dict)
+    """By task; filled by `score_all`."""
+    nll: float | None = None
+    """Sum of -log pi_start over the tokens; None: not measured, or not finite."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +72,10 @@ class Answers:
                 parts[answer.prompt].append(answer)
         return parts
 
+    def tasks_of(self, prompt: int, section: PublishedSection) -> Sequence[str]:
+        """Return the tasks that completions of a prompt are scored under."""
+        return section.tasks or [self.prompts[prompt].task]
+
 
 def answer_all(
     engine: Engine, codec: Codec, recipe: Recipe, prompts: Sequence[Prompt], *, on_progress: OnProgress
@@ -81,17 +91,23 @@ def answer_all(
     queue = WorkQueue(recipe.searcher, run_seed=recipe.run.seed, eos_ids=eos_ids)
     for visit in _visits(recipe, found, engine.version):
         queue.add(visit)
-    num_all = queue.num_unsubmitted
-    done: list[Completion] = []
-    start_s = time.monotonic()
-    num_tokens = 0
+    num_all, num_tokens, start_s = queue.num_unsubmitted, 0, time.monotonic()
+    done = []
     while queue.open_visits() or engine.num_active + engine.num_waiting:
         # no more than can be decoded: a refused prompt then costs one request, not all of its samples
         while engine.num_active + engine.num_waiting < engine.num_slots:
             requests = queue.take_requests(1, pinned=engine.version)
             if not requests:
                 break
-            _submit(engine, requests[0], queue, found)
+            try:
+                engine.submit(requests[0])
+            except EngineDiedError:
+                raise
+            except EngineError as error:
+                # the evaluation continues without this prompt, and the report names it
+                index = int(requests[0].request_id.split("/")[1])
+                found.refused[index] = str(error)
+                queue.drop([visit for visit in queue.open_visits() if visit.lease.lease_id.endswith(f"/{index}")])
         for completion in engine.step():
             queue.add_completion(completion)
             done.append(completion)
@@ -100,14 +116,27 @@ def answer_all(
     found.seconds = time.monotonic() - start_s
     if not done:
         raise ConfigError(f"none of the {len(prompts)} held-out prompts can be completed: {found.refused[0]}")
-    found.answers = _in_order(codec, done)
+    for completion, text in zip(done, codec.decode_responses(done), strict=True):
+        mode, index, number = completion.request_id.split("/")
+        found.answers.append(
+            Answer(
+                mode="greedy" if mode == "greedy" else "sampled",
+                prompt=int(index),
+                number=int(number) - 1,
+                tokens=completion.response_tokens,
+                finish_reason=completion.finish_reason,
+                text=text,
+            )
+        )
+    # completions end in any order, and the files must not depend on it
+    found.answers.sort(key=lambda answer: (answer.mode, answer.prompt, answer.number))
     return found
 
 
-def modes_of(section: PublishedSection) -> list[tuple[Mode, int]]:
+def modes_of(section: PublishedSection) -> dict[Mode, int]:
     """Return the modes that the recipe asks for, each with its number of completions per prompt."""
-    modes: list[tuple[Mode, int]] = [("greedy", 1)] if section.greedy else []
-    return [*modes, ("sampled", section.num_samples)] if section.num_samples else modes
+    numbers: dict[Mode, int] = {"greedy": int(section.greedy), "sampled": section.num_samples}
+    return {mode: num for mode, num in numbers.items() if num}
 
 
 def temperature_of(mode: Mode, recipe: Recipe) -> float:
@@ -120,7 +149,7 @@ def temperature_of(mode: Mode, recipe: Recipe) -> float:
 
 def _visits(recipe: Recipe, found: Answers, version: PolicyVersion) -> Iterator[Visit]:
     # prompt by prompt, so that completions of one prompt share its prefill
-    for mode, num in modes_of(recipe.eval.published):
+    for mode, num in modes_of(recipe.eval.published).items():
         for index, (prompt, tokens) in enumerate(zip(found.prompts, found.prompt_tokens, strict=True)):
             lease = Lease(
                 lease_id=f"{mode}/{index}",
@@ -132,34 +161,3 @@ def _visits(recipe: Recipe, found: Answers, version: PolicyVersion) -> Iterator[
                 expires_in_s=0.0,  # nobody else waits for it
             )
             yield Visit(lease=lease, prompt_tokens=tokens, pinned=version)
-
-
-def _submit(engine: Engine, request: Request, queue: WorkQueue, found: Answers) -> None:
-    """Submit one request, or note that the engine refuses its prompt."""
-    try:
-        engine.submit(request)
-    except EngineDiedError:
-        raise
-    except EngineError as error:
-        # the evaluation continues without this prompt, and the report names it
-        index = int(request.request_id.split("/")[1])
-        found.refused[index] = str(error)
-        queue.drop([visit for visit in queue.open_visits() if visit.lease.lease_id.endswith(f"/{index}")])
-
-
-def _in_order(codec: Codec, done: Sequence[Completion]) -> list[Answer]:
-    answers = list[Answer]()
-    for completion, text in zip(done, codec.decode_responses(list(done)), strict=True):
-        mode, index, number = completion.request_id.split("/")
-        answers.append(
-            Answer(
-                mode="greedy" if mode == "greedy" else "sampled",
-                prompt=int(index),
-                number=int(number) - 1,
-                tokens=completion.response_tokens,
-                finish_reason=completion.finish_reason,
-                text=text,
-            )
-        )
-    # completions end in any order, and the files must not depend on it
-    return sorted(answers, key=lambda answer: (answer.mode, answer.prompt, answer.number))

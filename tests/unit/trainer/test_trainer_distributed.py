@@ -47,13 +47,13 @@ def test_every_method_that_changes_or_gathers_theta_is_led() -> None:
 
 def test_every_command_of_the_leader_is_one_of_the_followers() -> None:
     source = inspect.getsource(leader) + inspect.getsource(checkpoints)
-    led = set(re.findall(r"\.lead\(\"(\w+)\"", source))
+    led = set(re.findall(r"\.(?:lead|collect)\(\"(\w+)\"", source))
     followed = set(re.findall(r"^ {8}\"(\w+)\":", inspect.getsource(follower), re.MULTILINE))
     assert led == followed
     assert len(led) == len(public_methods(LeaderLearner)) + 1 + 4  # a snapshot; the commands of checkpoints
     assert ".lead(BUILD)" in inspect.getsource(leader)
     source = inspect.getsource(shares)
-    asked = set(re.findall(r"\.lead\(\"(\w+)\"", source))
+    asked = set(re.findall(r"\.(?:lead|collect)\(\"(\w+)\"", source))
     assert asked == set(re.findall(r"^ {12}\"(\w+)\":", source, re.MULTILINE))
     assert len(asked) == 4
 

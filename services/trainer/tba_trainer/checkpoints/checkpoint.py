@@ -75,13 +75,17 @@ class CheckpointStore:
         layout: Layout | None = None,
         num_sharers: int = 1,
     ) -> None:
-        self._store, self._run = store, run
+        self._store = store
         self.folder, self._max_bytes = folder, max_bytes
         self._layout = layout or Layout()
-        self._prefix = checkpoint_prefix(run)
+        self._num_sharers = num_sharers
+        self.belong_to(run)
+
+    def belong_to(self, run: str) -> None:
+        """Read and write the checkpoints of a run from now on."""
+        self._run, self._prefix = run, checkpoint_prefix(run)
         self._committed: tuple[PolicyVersion, dict[str, int]] | None = None
         """The last checkpoint that was made here, and its objects."""
-        self._num_sharers = num_sharers
 
     def key(self, version: PolicyVersion) -> str:
         """Return the key of the checkpoint of a version, whether there is one or not."""

@@ -12,6 +12,7 @@ is gone breaks the team. A team of one exchanges nothing.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from tba.wire.checkpoint_manifest import CheckpointObject, object_key
 from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from tba_trainer.checkpoints.parts import Part
-from tba_trainer.distributed.jobs import Job, Reply, failure_of, give_reply, note_replies
+from tba_trainer.distributed.jobs import Job, Replies, Reply, give_reply
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.learner import Learner, TrainerState
 from tba_trainer.model.slices import Layout, Rows
@@ -69,16 +70,9 @@ class TeamCheckpoints(CheckpointStore):
 
     def of_run(self, run: str) -> TeamCheckpoints:
         """Return the checkpoints of another run in the same store."""
-        return TeamCheckpoints(
-            self._store,
-            run,
-            folder=self.folder,
-            max_bytes=self._max_bytes,
-            team=self.team,
-            layout=self._layout,
-            retry_s=self._retry_s,
-            named_wait=self._named_wait,
-        )
+        other = copy.copy(self)
+        other.belong_to(run)
+        return other
 
     def begin(self, state: TrainerState, rows: Rows, *, known: Mapping[str, int], in_background: bool) -> Upload:
         """Begin a checkpoint in all processes.
@@ -139,8 +133,7 @@ class TeamCheckpoints(CheckpointStore):
             failure = error
         # the others are waited for in any case: none may be busy with this one when an older one is asked for
         replies = self._wait_fetched(key, max(self._retry_s, time.monotonic() - begin))
-        if failure is None:
-            failure = failure_of(replies, _KINDS, StoreUnavailableError)
+        failure = failure or replies.failure(_KINDS, StoreUnavailableError)
         if failure is not None:
             if own is not None:
                 own.close()
@@ -148,32 +141,20 @@ class TeamCheckpoints(CheckpointStore):
         assert own is not None
         return own
 
-    def _wait_fetched(self, key: str, wait_s: float) -> dict[int, Reply]:
+    def _wait_fetched(self, key: str, wait_s: float) -> Replies:
         """Return the replies of all followers; those that are missing after `wait_s` are replies that name an error."""
-        replies: dict[int, Reply] = {}
-        deadline = time.monotonic() + wait_s
+        replies, deadline = Replies(self.team), time.monotonic() + wait_s
         with self._named_wait("checkpoint-download", wait_s):
-            while len(replies) < self.team.num_ranks - 1:
-                self.collect(key, replies)
-                if time.monotonic() >= deadline:
-                    break
-                if len(replies) < self.team.num_ranks - 1:
-                    time.sleep(_POLL_S)
-        if late := [rank for rank in range(1, self.team.num_ranks) if rank not in replies]:
+            while not replies.collect("reply", job=key) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        if late := replies.missing:
             self.drop(key)
             error = (
                 f"did not fetch its part of {key} within {wait_s:g} s, once that of process 0 was here "
                 f"(as long as that took, {self._retry_s:g} s at least; the wait checkpoint-download)"
             )
-            replies |= {rank: {"error": error, "kind": ""} for rank in late}
+            replies.of_rank |= {rank: {"error": error, "kind": ""} for rank in late}
         return replies
-
-    def collect(self, job: str, replies: dict[int, Reply]) -> None:
-        """Ask the followers how far they are, and note those that have ended."""
-        if len(replies) == self.team.num_ranks - 1:
-            return
-        with self.team.lead("reply", job=job):
-            note_replies(self.team, replies)
 
     def drop(self, job: str) -> None:
         """Tell the followers that a checkpoint will not be made."""
@@ -181,14 +162,14 @@ class TeamCheckpoints(CheckpointStore):
             with self.team.lead("drop_part", job=job):
                 pass
 
-    def commit_parts(self, state: TrainerState, own: list[CheckpointObject], replies: Mapping[int, Reply]) -> str:
+    def commit_parts(self, state: TrainerState, own: list[CheckpointObject], replies: Replies) -> str:
         """Write the manifest of a checkpoint whose parts are all stored.
 
         Raises:
             StoreUnavailableError: the store cannot be used, or a follower uses another one.
         """
         objects, key = list(own), self.key(PolicyVersion.parse(state.version))
-        for rank, reply in sorted(replies.items()):
+        for rank, reply in sorted(replies.of_rank.items()):
             for each in reply["objects"]:
                 stored = CheckpointObject.model_validate(each)
                 if self._store.size_bytes(object_key(key, stored)) != stored.size_bytes:
@@ -217,7 +198,7 @@ class Upload:
         self.error: Exception | None = None
         """Why there is no checkpoint."""
         self._checkpoints, self._state, self._part = checkpoints, state, part
-        self._replies: dict[int, Reply] = {}
+        self._replies = Replies(checkpoints.team)
         self._all_ended = threading.Event()
         """No follower has anything left to do."""
         self._commits = threading.Lock()
@@ -225,8 +206,7 @@ class Upload:
             self._all_ended.set()
         if not in_background:
             self._try(part.upload)
-        steps = [part.upload, self._commit] if in_background else [self._commit]
-        self._thread = threading.Thread(target=self._run, args=(steps,), name="checkpoint-upload", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(in_background,), name="checkpoint-upload", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
@@ -251,8 +231,7 @@ class Upload:
 
     def missing(self) -> str:
         """Return who has not stored its part, for a message."""
-        ranks = range(1, self._checkpoints.team.num_ranks)
-        return ", ".join(f"process {rank}" for rank in ranks if rank not in self._replies) or "process 0"
+        return ", ".join(f"process {rank}" for rank in self._replies.missing) or "process 0"
 
     def give_up(self) -> None:
         """Write no further object and no manifest, in no process; a manifest that is being written is waited for."""
@@ -265,22 +244,22 @@ class Upload:
             pass
 
     def _collect(self) -> None:
-        if self.error is not None:  # of this process: the others need not finish
-            self.give_up()
-            return
-        self._checkpoints.collect(str(self.version), self._replies)
-        if (failure := failure_of(self._replies, _KINDS, StoreUnavailableError)) is not None:
-            self.error = failure
-            self.give_up()
-        elif len(self._replies) == self._checkpoints.team.num_ranks - 1:
-            self._all_ended.set()
-
-    def _run(self, steps: list[Callable[[], None]]) -> None:
-        for step in steps:
+        if self.error is None:  # else of this process: the others need not finish
+            has_ended = self._replies.collect("reply", job=str(self.version))
+            self.error = self._replies.failure(_KINDS, StoreUnavailableError)
             if self.error is None:
-                self._try(step)
+                if has_ended:
+                    self._all_ended.set()
+                return
+        self.give_up()
+
+    def _run(self, in_background: bool) -> None:
+        if in_background:
+            self._try(self._part.upload)
+        if self.error is None:
+            self._try(self._commit)
         # in the background a full disk is no reason to end: the next try may find room
-        if len(steps) > 1 and isinstance(self.error, OSError) and not isinstance(self.error, TbaError):
+        if in_background and isinstance(self.error, OSError) and not isinstance(self.error, TbaError):
             self.error = StoreUnavailableError(f"the checkpoint was not stored: {self.error}")
 
     def _commit(self) -> None:

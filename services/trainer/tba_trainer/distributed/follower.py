@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tba.config import Recipe
 from tba.logs import get_logger
@@ -18,8 +18,9 @@ from tba_trainer.distributed.shares import KeptShares
 from tba_trainer.learner.learner import TrainerState
 from tba_trainer.learner.schedules import StepValues
 
-Arguments = dict[str, Any]
+T = TypeVar("T")
 log = get_logger("follower")
+Commands = dict[str, Callable[..., object]]
 
 
 def follow(recipe: Recipe, team: Team) -> None:
@@ -30,7 +31,7 @@ def follow(recipe: Recipe, team: Team) -> None:
         TbaError: this process cannot do its part; for example, it does not find the model.
     """
     log.info("follows", rank=team.rank, num_ranks=team.num_ranks, device=team.device)
-    commands: dict[str, Callable[[Arguments], object]] = {}
+    commands: Commands = {}
     with temporary_folder("tba-trainer-") as folder:
         assert team.beside is not None
         shares = KeptShares(recipe, team.beside, deadline_s=recipe.trainer.collective_timeout_s)
@@ -41,42 +42,39 @@ def follow(recipe: Recipe, team: Team) -> None:
                 shares.clear()
                 commands = _commands(recipe, team, shares, folder)
             else:
-                commands[command](arguments)
+                commands[command](**arguments)
         shares.join()
     log.info("followed_to_the_end", rank=team.rank)
 
 
-def _commands(recipe: Recipe, team: Team, shares: KeptShares, folder: Path) -> dict[str, Callable[[Arguments], object]]:
+def _commands(recipe: Recipe, team: Team, shares: KeptShares, folder: Path) -> Commands:
     learner, snapshots = build_follower(recipe, team, folder=folder)
     checkpoints = FollowerCheckpoints(recipe, learner, team, folder=folder)
 
-    def snapshot(*, version: str, share: str) -> None:
+    def snapshot(*, version: dict[str, int], share: str) -> None:
         shares.make_room()
-        shares.keep(share, snapshots.follow(PolicyVersion.parse(version)))
+        shares.keep(share, snapshots.follow(PolicyVersion(**version)))
 
     return {
-        "gradients": lambda a: learner.gradients(
-            decode_batch(a["batch"]),
-            step=a["step"],
-            policy_ages=a["policy_ages"],
-            values=_values(a),
-            usual_grad_norm=a["usual_grad_norm"],
+        "gradients": lambda batch, values, **others: learner.gradients(
+            decode_batch(batch), values=_read(StepValues, values), **others
         ),
-        "apply": lambda a: learner.apply(step=a["step"], lineage=a["lineage"], values=_values(a)),
-        "skip": lambda a: learner.skip(step=a["step"], lineage=a["lineage"]),
-        "discard": lambda _a: learner.discard(),
-        "remember": lambda a: learner.remember(
-            PolicyVersion.parse(a["version"]), same_as=a["same_as"] and PolicyVersion.parse(a["same_as"])
+        "apply": lambda values, **others: learner.apply(values=_read(StepValues, values), **others),
+        "skip": learner.skip,
+        "discard": learner.discard,
+        "remember": lambda version, same_as: learner.remember(
+            PolicyVersion(**version), same_as=_read(PolicyVersion, same_as)
         ),
-        "load_weights": lambda a: learner.load_weights(BroadcastTensors(team, a["names"]), what=a["what"]),
-        "restore": lambda a: checkpoints.restore(TrainerState.model_validate_json(a["state"])),
-        "write_part": lambda a: checkpoints.write(**a),
-        "fetch_part": lambda a: checkpoints.fetch(**a),
-        "reply": lambda a: checkpoints.reply(**a),
-        "drop_part": lambda a: checkpoints.drop(**a),
-        "snapshot": lambda a: snapshot(**a),
+        "load_weights": lambda names, what: learner.load_weights(BroadcastTensors(team, names), what=what),
+        "restore": lambda state: checkpoints.restore(TrainerState.model_validate_json(state)),
+        "write_part": checkpoints.write,
+        "fetch_part": checkpoints.fetch,
+        "reply": checkpoints.reply,
+        "drop_part": checkpoints.drop,
+        "snapshot": snapshot,
     }
 
 
-def _values(arguments: Arguments) -> StepValues | None:
-    return None if arguments["values"] is None else StepValues(**arguments["values"])
+def _read(kind: Callable[..., T], fields: dict[str, Any] | None) -> T | None:
+    """Return a dataclass that the leader has sent, or None."""
+    return None if fields is None else kind(**fields)

@@ -8,7 +8,7 @@ a command that begins a job    -->    start a thread
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec.msgpack
@@ -33,26 +33,19 @@ class Job:
 
     def start(self, work: Callable[[], Reply]) -> None:
         """Do it in a thread."""
-        threading.Thread(target=self.run, args=(work,), name=self.name, daemon=True).start()
 
-    def run(self, work: Callable[[], Reply]) -> None:
-        """Do it now."""
-        try:
-            self.reply = work()
-        except Exception as error:  # the leader says it
-            self.fail(error)
+        def run() -> None:
+            try:
+                self.reply = work()
+            except Exception as error:  # the leader says it
+                self.fail(error)
+
+        threading.Thread(target=run, name=self.name, daemon=True).start()
 
     def fail(self, error: Exception) -> None:
         """Note why it was not done."""
         log.warning("part_failed", part=self.name, error=str(error))
         self.reply = {"error": str(error) or repr(error), "kind": getattr(error, "slug", "")}
-
-
-def note_replies(team: Team, replies: dict[int, Reply]) -> None:
-    """Note which followers have ended (leader, while they `give_reply`)."""
-    for rank, data in enumerate(team.gather(b"")):
-        if data:
-            replies[rank] = msgspec.msgpack.decode(data)
 
 
 def give_reply(team: Team, jobs: dict[str, Job], name: str) -> None:
@@ -64,15 +57,35 @@ def give_reply(team: Team, jobs: dict[str, Job], name: str) -> None:
     team.gather(b"" if reply is None else msgspec.msgpack.encode(reply))
 
 
-def failure_of(replies: Mapping[int, Reply], kinds: Sequence[type[TbaError]], other: type[TbaError]) -> TbaError | None:
-    """Return the error of the first process that has failed.
+class Replies:
+    """What the followers say of one job (leader only)."""
 
-    Args:
-        kinds: the errors that keep their type.
-        other: any other's.
-    """
-    known = {kind.slug: kind for kind in kinds}
-    for rank, reply in sorted(replies.items()):
-        if "error" in reply:
-            return known.get(reply["kind"], other)(f"process {rank}: {reply['error']}")
-    return None
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self.of_rank: dict[int, Reply] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        """Followers that have not ended it."""
+        return [rank for rank in range(1, self._team.num_ranks) if rank not in self.of_rank]
+
+    def collect(self, command: str, **job: str) -> bool:
+        """Ask for them by a command in which every follower will `give_reply`; return whether all have ended."""
+        if self.missing:
+            with self._team.lead(command, **job):
+                answers = self._team.gather(b"")
+            self.of_rank |= {rank: msgspec.msgpack.decode(data) for rank, data in enumerate(answers) if data}
+        return not self.missing
+
+    def failure(self, kinds: Sequence[type[TbaError]], other: type[TbaError]) -> TbaError | None:
+        """Return the error of the first process that has failed.
+
+        Args:
+            kinds: the errors that keep their type.
+            other: any other's.
+        """
+        known = {kind.slug: kind for kind in kinds}
+        for rank, reply in sorted(self.of_rank.items()):
+            if "error" in reply:
+                return known.get(reply["kind"], other)(f"process {rank}: {reply['error']}")
+        return None

@@ -7,7 +7,6 @@ themselves. Every method here has its command in follower.py; a new one needs bo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +83,13 @@ class LeaderLearner(Learner):
     ) -> dict[str, float | None]:
         """See `Learner.gradients`."""
         # The whole batch goes to every rank, not a share: each computes the same plan and picks its own micro-batches.
-        arguments = {
-            "batch": encode_drawn_batch(batch),
-            "step": step,
-            "policy_ages": list(policy_ages),
-            "values": None if values is None else asdict(values),
-            "usual_grad_norm": usual_grad_norm,
-        }
-        with self._team.lead("gradients", **arguments):
-            return super().gradients(
-                batch, step=step, policy_ages=policy_ages, values=values, usual_grad_norm=usual_grad_norm
-            )
+        arguments: Any = {"step": step, "policy_ages": list(policy_ages), "usual_grad_norm": usual_grad_norm}
+        with self._team.lead("gradients", batch=encode_drawn_batch(batch), values=values, **arguments):
+            return super().gradients(batch, values=values, **arguments)
 
     def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
         """See `Learner.apply`."""
-        arguments = {"step": step, "lineage": lineage, "values": None if values is None else asdict(values)}
-        with self._team.lead("apply", **arguments):
+        with self._team.lead("apply", step=step, lineage=lineage, values=values):
             super().apply(step=step, lineage=lineage, values=values)
 
     def skip(self, *, step: int, lineage: int) -> None:
@@ -116,7 +106,7 @@ class LeaderLearner(Learner):
         """See `Learner.remember`."""
         if self._old_policy is None:
             return
-        with self._team.lead("remember", version=str(version), same_as=None if same_as is None else str(same_as)):
+        with self._team.lead("remember", version=version, same_as=same_as):
             super().remember(version, same_as=same_as)
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
@@ -140,7 +130,7 @@ class LeaderWeightSnapshotWriter(WeightSnapshotWriter):
     def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
         """See `WeightSnapshotWriter.take`. The followers keep their shares under the name of the folder."""
         folder = self._new_folder(version)  # before the others begin to wait
-        with self._team.lead("snapshot", version=str(version), share=folder.name):
+        with self._team.lead("snapshot", version=version, share=folder.name):
             snapshot = self._take_into(folder, version, parent)
         if self._lora is None and self._team.beside is not None:
             own = sum(self._sizes[name] for name in snapshot.held)

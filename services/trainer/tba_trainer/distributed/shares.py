@@ -24,7 +24,7 @@ from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
 from tba.weights.shares import CheckedFiles, Share, ShareBase, ShareTable
 from tba_trainer.checkpoints.weight_files import SharesOfTeam, WeightSnapshot
-from tba_trainer.distributed.jobs import Job, Reply, failure_of, give_reply, note_replies
+from tba_trainer.distributed.jobs import Job, Replies, Reply, give_reply
 from tba_trainer.distributed.process_group import Team
 
 _POLL_S = 0.1
@@ -43,7 +43,7 @@ class FollowersShares(SharesOfTeam):
         self.base: SharesOfTeam | None = None
         self._team, self.name, self._prefix, self._size_bytes = team, name, prefix, size_bytes
         self._given_up = threading.Event()
-        self._missing: list[int] = []
+        self._replies: Replies | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -64,7 +64,7 @@ class FollowersShares(SharesOfTeam):
             StoreUnavailableError, ObjectExistsError, MalformedError, TbaError: of the first process that has failed.
             TeamError: a follower is gone.
         """
-        return [ShareTable.model_validate(reply["table"]) for _, reply in sorted(self._wait().items())]
+        return [ShareTable.model_validate(reply["table"]) for _, reply in sorted(self._wait().of_rank.items())]
 
     def begin_upload(self, *, whole: bool, changes: bool) -> None:
         """See `OtherShares`."""
@@ -81,7 +81,7 @@ class FollowersShares(SharesOfTeam):
 
     def missing(self) -> str:
         """See `SharesOfTeam`."""
-        return ", ".join(f"process {rank}" for rank in self._missing)
+        return ", ".join(f"process {rank}" for rank in (self._replies.missing if self._replies else ()))
 
     def close(self) -> None:
         """See `SharesOfTeam`. Where followers are gone, so are their files."""
@@ -91,21 +91,16 @@ class FollowersShares(SharesOfTeam):
         except TeamError as error:
             log.info("share_not_dropped", share=self.name, reason=str(error))
 
-    def _wait(self) -> dict[int, Reply]:
-        replies: dict[int, Reply] = {}
-        while len(replies) < self._team.num_ranks - 1:
-            self._missing = [rank for rank in range(1, self._team.num_ranks) if rank not in replies]
-            if self._given_up.is_set():
-                raise TbaError(f"the shares {self.name} of the other processes are given up")
-            with self._team.lead("share_reply", share=self.name):
-                note_replies(self._team, replies)
-            # all of them are waited for: none may be busy with this version when it is tried again
-            if len(replies) < self._team.num_ranks - 1:
-                self._given_up.wait(_POLL_S)
-        self._missing = []
-        if (failure := failure_of(replies, _KINDS, TbaError)) is not None:
-            raise failure
-        return replies
+    def _wait(self) -> Replies:
+        self._replies = replies = Replies(self._team)
+        # all of them are waited for: none may be busy with this version when it is tried again
+        while not self._given_up.is_set():
+            if replies.collect("share_reply", share=self.name):
+                if (failure := replies.failure(_KINDS, TbaError)) is not None:
+                    raise failure
+                return replies
+            self._given_up.wait(_POLL_S)
+        raise TbaError(f"the shares {self.name} of the other processes are given up")
 
 
 class KeptShares:

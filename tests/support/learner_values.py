@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from tba_trainer.learner.learner import Learner, TrainerState, encode_torch_rng
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import load_policy
 
+from tba.wire import Batch, Rollout
 from tests.support.trainer_values import make_recipe
 
 
@@ -27,6 +30,19 @@ def move(learner: Learner, *, seed: int = 1) -> Learner:
         for parameter in learner.model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return learner
+
+
+def gradient(learner: Learner, batch: Batch, ages: list[int] | None = None) -> torch.Tensor:
+    """The gradient of a batch."""
+    learner.gradients(batch, step=1, policy_ages=ages or [0] * len(batch.rollouts))
+    return torch.cat([p.grad.flatten() for p in learner.model.parameters()])
+
+
+def token_logprobs(model: Any, rollout: Rollout, temperature: float = 1.0) -> np.ndarray:
+    """The log-probs of a rollout's response tokens under a model."""
+    sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
+    with torch.no_grad():
+        return LogprobModel(model, temperature=temperature).token_logprobs(sequences).numpy()
 
 
 def make_state(version: str, learner: Learner | None = None) -> TrainerState:

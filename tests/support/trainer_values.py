@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,13 @@ def make_batch(seed: int, *, num_groups: int = 3, group_size: int = 4, batch_id:
         log_position=0,
         groups=tuple(groups),
     )
+
+
+def changed(batch: Batch, change: Callable[[int, Rollout], Rollout]) -> Batch:
+    """The batch with what `change` makes of each row and its rollout."""
+    rows = itertools.count()
+    groups = [replace(group, rollouts=tuple(change(next(rows), r) for r in group.rollouts)) for group in batch.groups]
+    return replace(batch, groups=tuple(groups))
 
 
 class RecordedBuffer:

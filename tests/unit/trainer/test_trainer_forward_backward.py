@@ -342,28 +342,16 @@ def test_masked_tied_groups_cost_no_pass_and_only_their_part_of_the_gradient_is_
     assert measured["kl_to_ref"] == pytest.approx(np.mean(differences))
 
 
-def test_a_batch_of_masked_tied_groups_alone_has_no_gradient(model: Any) -> None:
-    found = run_ranks(model, section("tba_prime", mask_tied=True), make_batch(0), 4096, 3, np.ones(12))
-    assert [result[3] for result in found] == [1, 1, 1]  # the filler: all make the same passes
-    assert all(float(gradient.abs().max()) == 0 for gradient, *_ in found)
-    assert [metrics["entropy"] for _, metrics, *_ in found] == [None] * 3
+MASKED = section("tba_prime_published", mask_tied=True, mask_truncated=True)
+PLAIN = [section(name, beta={"value": 0.0}) for name in ("grpo", "reinforce", "ppo_clip", "raft", "cispo")]
 
 
+@pytest.mark.parametrize("objective", [*PLAIN, MASKED], ids=lambda each: each.preset)
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 4096), (3, 30), (7, 4096)])
-def test_ranks_agree_about_masked_tied_groups(model: Any, num_ranks: int, max_tokens: int) -> None:
-    objective = section("tba_prime_published", mask_tied=True, mask_truncated=True)
-    whole = run(model, objective, make_batch(0), 4096, rewards=REWARDS)
-    results = run_ranks(model, objective, make_batch(0), max_tokens, num_ranks, REWARDS)
-    torch.testing.assert_close(torch.stack([r[0] for r in results]).sum(dim=0), whole[0], atol=2e-6, rtol=2e-4)
-    assert whole[0].norm() > 0
-    assert len({result[3] for result in results}) == 1
-
-
-@pytest.mark.parametrize("preset", ["grpo", "reinforce", "ppo_clip", "raft", "cispo"])
-@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 4096), (3, 30), (7, 4096)])
-def test_ranks_agree_about_what_needs_no_pass(model: Any, preset: str, num_ranks: int, max_tokens: int) -> None:
+def test_ranks_agree_about_what_needs_no_pass(
+    model: Any, objective: ObjectiveSection, num_ranks: int, max_tokens: int
+) -> None:
     """Also with fewer rollouts than ranks. All make the same number of passes, since each is a collective."""
-    objective = ObjectiveSection.model_validate({"preset": preset, "beta": {"value": 0.0}})
     whole = run(model, objective, make_batch(0), 4096, rewards=REWARDS)
     results = run_ranks(model, objective, make_batch(0), max_tokens, num_ranks, REWARDS)
     torch.testing.assert_close(torch.stack([r[0] for r in results]).sum(dim=0), whole[0], atol=2e-6, rtol=2e-4)
@@ -374,12 +362,12 @@ def test_ranks_agree_about_what_needs_no_pass(model: Any, preset: str, num_ranks
     assert len({result[3] for result in results}) == 1
 
 
-def test_ranks_of_a_batch_of_tied_groups_alone_make_the_same_passes(model: Any) -> None:
-    objective = ObjectiveSection.model_validate({"preset": "grpo", "beta": {"value": 0.0}})
-    results = run_ranks(model, objective, make_batch(0), 4096, 3, np.ones(12))
-    assert [result[3] for result in results] == [1, 1, 1]
-    assert [result[1]["entropy"] for result in results] == [None] * 3
-    assert all(float(result[0].abs().max()) == 0 for result in results)
+@pytest.mark.parametrize("objective", [PLAIN[0], section("tba_prime", mask_tied=True)], ids=lambda each: each.preset)
+def test_ranks_of_a_batch_of_tied_groups_alone_make_the_same_passes(model: Any, objective: ObjectiveSection) -> None:
+    found = run_ranks(model, objective, make_batch(0), 4096, 3, np.ones(12))
+    assert [result[3] for result in found] == [1, 1, 1]  # the filler
+    assert all(float(gradient.abs().max()) == 0 for gradient, *_ in found)
+    assert [metrics["entropy"] for _, metrics, *_ in found] == [None] * 3
 
 
 def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model: Any) -> None:
@@ -391,21 +379,6 @@ def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model:
     found = batch_metrics(results, step=1, success_reward=1.0, policy_temperature=1.0)
     assert [found[name] for name in ("ess", "log_ratio_mean", "kl_to_ref", "ess_age_0")] == [None] * 4
     assert found["num_rollouts"] == 12
-
-
-def test_without_a_reference_there_is_no_ref_logprob(model: Any) -> None:
-    work = ForwardBackward(
-        LogprobModel(copy.deepcopy(model), temperature=1.0),
-        resolve(section("tb_behaviour")),
-        make_batch(0).rollouts,
-        groups=make_batch(0).group_numbers,
-        rewards=np.zeros(12),
-        policy_ages=AGES,
-        beta=BETA,
-        micro_batch_tokens=4096,
-    )
-    work.backward()
-    assert {item.ref_logprob for item in work.results()} == {None}
 
 
 # ---- Micro-batch plans ----------------------------------------------------------------------------------------------

@@ -16,19 +16,17 @@ from tba_trainer.learner.forward_backward import (
     ForwardBackward,
     ForwardResult,
 )
-from tba_trainer.learner.learner import Learner, Optimizer
-from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.packing import pack_sequences
+from tba_trainer.learner.learner import Optimizer
 from tba_trainer.model.policy import frozen_copy, load_policy
 from transformers import AutoModelForCausalLM
 
 from tba.config import TrainerSection
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
-from tba.wire import Batch, Rollout, VersionSpan
-from tests.support.learner_values import make_learner, move
+from tba.wire import VersionSpan
+from tests.support.learner_values import gradient, make_learner, move, token_logprobs
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_batch, make_recipe, make_rollout
+from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
-def gradient(learner: Learner, batch: Batch, ages: list[int] | None = None) -> torch.Tensor:
-    ages = ages or [0] * len(batch.rollouts)
-    learner.gradients(batch, step=1, policy_ages=ages)
-    return torch.cat([p.grad.flatten() for p in learner.model.parameters()])
-
-
-def logprob(model: Any, rollout: Rollout, temperature: float) -> float:
-    sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
-    with torch.no_grad():
-        return float(LogprobModel(model, temperature=temperature).token_logprobs(sequences).sum())
-
-
 def test_group_means_are_per_prompt_even_when_two_prompts_share_a_micro_batch(folder: Path) -> None:
     """A prompt whose rewards are all equal teaches nothing at theta = reference, for any rewards of its neighbour."""
     batch = make_batch(0, num_groups=2)
-    first, second = batch.groups
-    level = replace(first, rollouts=tuple(replace(r, reward=1.0) for r in first.rollouts))
-    zero = replace(second, rollouts=tuple(replace(r, reward=0.0) for r in second.rollouts))
     learner = make_learner(folder)
-    assert gradient(learner, replace(batch, groups=(level, zero))).abs().max() < 1e-4
+    level = changed(batch, lambda row, r: replace(r, reward=float(row < 4)))
+    assert gradient(learner, level).abs().max() < 1e-4
     assert gradient(learner, batch).abs().max() > 1e-2
 
 
@@ -68,8 +52,8 @@ def test_theta_and_reference_use_the_policy_temperature_and_never_that_of_the_ro
     values = learner.reference.logprobs([hot])
     assert values is not None
     [value] = values
-    assert value == pytest.approx(logprob(start, hot, 0.7), abs=1e-4)
-    assert value != pytest.approx(logprob(start, hot, 1.0), abs=1e-2)
+    assert value == pytest.approx(token_logprobs(start, hot, 0.7).sum(), abs=1e-4)
+    assert value != pytest.approx(token_logprobs(start, hot).sum(), abs=1e-2)
     others = make_batch(0).groups[0]
     results = []
     for rollout in (hot, cold):
@@ -81,7 +65,9 @@ def test_theta_and_reference_use_the_policy_temperature_and_never_that_of_the_ro
     assert results[0] == results[1]
     measured = results[0]["kl_to_ref"]
     rollouts = (hot, *others.rollouts[1:])
-    expected = np.mean([logprob(learner.model, r, 0.7) - logprob(start, r, 0.7) for r in rollouts])
+    expected = np.mean(
+        [(token_logprobs(learner.model, r, 0.7) - token_logprobs(start, r, 0.7)).sum() for r in rollouts]
+    )
     assert measured == pytest.approx(expected, abs=1e-4)
 
 
@@ -118,13 +104,7 @@ def test_shuffled_rewards_that_reach_the_passes_are_permuted_over_the_whole_batc
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rollout has a reward of its own, so that each can be followed."""
-    batch = make_batch(0)
-    numbered = iter(range(12))
-    groups = [
-        replace(group, rollouts=tuple(replace(r, reward=float(next(numbered))) for r in group.rollouts))
-        for group in batch.groups
-    ]
-    batch = replace(batch, groups=tuple(groups))
+    batch = changed(make_batch(0), lambda row, r: replace(r, reward=float(row)))
     reached: list[list[float]] = []
 
     class Recording(ForwardBackward):
@@ -150,55 +130,17 @@ def test_shuffled_rewards_that_reach_the_passes_are_permuted_over_the_whole_batc
         assert any(int(reward) // 4 != place // 4 for place, reward in enumerate(rewards))  # across groups of 4
 
 
-@pytest.mark.parametrize("preset", ["tba_prime_published", "tba_prime_clip", "kimi"])
-def test_of_masked_tied_groups_nothing_is_computed_and_the_others_learn_as_without_them(
-    folder: Path, preset: str
-) -> None:
-    batch, section = make_batch(0), {"preset": preset, "beta": 0.2}
-    rewards = ([1.0] * 4, [0.0, 1.0, 1.0, 0.0], [0.5] * 4)
-    batch = replace(
-        batch,
-        groups=tuple(
-            replace(group, rollouts=tuple(replace(r, reward=r_) for r, r_ in zip(group.rollouts, those, strict=True)))
-            for group, those in zip(batch.groups, rewards, strict=True)
-        ),
-    )
-    # no clip: it would hide the divisor
-    trainer = {"max_grad_norm": 1e9}
-    masked = move(make_learner(folder, objective={**section, "mask_tied": True}, trainer=trainer))
-    found = gradient(masked, batch)
-    alone = move(make_learner(folder, objective=section, trainer=trainer))
-    expected = gradient(alone, replace(batch, groups=batch.groups[1:2])) * 4 / 12
-    assert expected.norm() > 0
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
-    cached = [each.reference.cache.tensors() for each in (masked, alone)]
-    assert cached[0].keys() == cached[1].keys()
-    assert all(len(cached[0][name]) == len(cached[1][name]) for name in cached[0])
-    assert [result.logprob is None for result in masked.results] == [True] * 4 + [False] * 4 + [True] * 4
-    assert [result.ref_logprob is None for result in masked.results] == [
-        preset == "kimi" or result.logprob is None for result in masked.results
-    ]
-
-
 def test_at_policy_age_0_ess_is_near_1_and_the_gap_near_0(folder: Path) -> None:
     learner = make_learner(folder)
     batch = make_batch(0)
-    rollouts = []
-    for rollout in batch.rollouts:
-        sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
-        with torch.no_grad():
-            values = LogprobModel(learner.model, temperature=1.0).token_logprobs(sequences).numpy()
-        rollouts.append(replace(rollout, sampler_logprobs=values))
-    group = replace(batch.groups[0], rollouts=tuple(rollouts))
-    metrics = learner.gradients(replace(batch, groups=(group,)), step=1, policy_ages=[0] * 12)
+    exact = changed(batch, lambda _, r: replace(r, sampler_logprobs=token_logprobs(learner.model, r)))
+    metrics = learner.gradients(exact, step=1, policy_ages=[0] * 12)
     assert metrics["ess"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["logprob_gap_on_policy"] == pytest.approx(0.0, abs=1e-5)
-    hot = replace(group, rollouts=tuple(replace(r, sampler_logprobs=r.sampler_logprobs * 0.5) for r in rollouts))
-    off = learner.gradients(replace(batch, groups=(hot,)), step=1, policy_ages=[0] * 12)
-    assert off["ess"] is not None
-    assert off["ess"] < 0.9
-    assert off["logprob_gap_on_policy"] is not None
-    assert off["logprob_gap_on_policy"] > 0.5
+    hot = changed(exact, lambda _, r: replace(r, sampler_logprobs=r.sampler_logprobs * 0.5))
+    off = learner.gradients(hot, step=1, policy_ages=[0] * 12)
+    assert (off["ess"] or 1.0) < 0.9
+    assert (off["logprob_gap_on_policy"] or 0.0) > 0.5
 
 
 def test_ess_counts_effective_samples() -> None:
@@ -211,40 +153,6 @@ def test_optimizer_state_of_another_model_is_refused(folder: Path) -> None:
     learner = make_learner(folder)
     with pytest.raises(TbaError, match=r"'exp_avg\.nothing' in the checkpoint belongs to no parameter"):
         learner.optimizer.load_state_tensors({"exp_avg.nothing": torch.zeros(1)})
-
-
-# ---- Every objective through the learner ----------------------------------------------------------------------------
-
-
-NUM_GROUPS, GROUP_SIZE = 3, 4
-
-
-@pytest.fixture(scope="module")
-def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
-
-
-def batch_of_different_rewards() -> Batch:
-    batch, rng = make_batch(0, num_groups=NUM_GROUPS, group_size=GROUP_SIZE), np.random.default_rng(1)
-    groups = [
-        replace(g, rollouts=tuple(replace(r, reward=float(rng.normal())) for r in g.rollouts)) for g in batch.groups
-    ]
-    return replace(batch, groups=tuple(groups))
-
-
-def step(one_layer: Path, preset: str, micro_batch_tokens: int) -> tuple[torch.Tensor, dict[str, float | None]]:
-    """The gradient of one batch, and its metrics; theta is away from the reference."""
-    trainer = {"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9}
-    recipe = make_recipe(one_layer, objective={"preset": preset, "beta": 0.3}, trainer=trainer)
-    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    learner = Learner(model, recipe, np.random.default_rng(0))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    ages = [0, 40, 3] * (NUM_GROUPS * GROUP_SIZE // 3)
-    metrics = learner.gradients(batch_of_different_rewards(), step=1, policy_ages=ages)
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), metrics
 
 
 # ---- Metrics of a batch, whole and per policy age -------------------------------------------------------------------

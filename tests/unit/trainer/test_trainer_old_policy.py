@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ from tba_trainer.learner.forward_backward import ALONE
 from tba_trainer.learner.learner import OLD_LOGPROBS, OLD_POLICY, Learner
 from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import load_policy
 from tba_trainer.model.slices import Layout, TensorSlice, written_slices
 
 from tba.versions import START, PolicyVersion
-from tba.wire import Batch, Rollout, VersionSpan
-from tests.support.learner_values import make_learner, make_state, move
+from tba.wire import Batch, VersionSpan
+from tests.support.learner_values import gradient, make_learner, make_state, move, token_logprobs
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_batch, make_rollout
+from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
 
 FIRST, SECOND, THIRD = PolicyVersion(1, 2), PolicyVersion(1, 4), PolicyVersion(1, 6)
 
@@ -27,12 +28,6 @@ FIRST, SECOND, THIRD = PolicyVersion(1, 2), PolicyVersion(1, 4), PolicyVersion(1
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
-
-
-def token_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarray:
-    sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
-    with torch.no_grad():
-        return LogprobModel(model, temperature=1.0).token_logprobs(sequences).numpy()
 
 
 def old_policy_of(learner: Learner, *, max_versions: int = 8) -> OldPolicy:
@@ -102,17 +97,10 @@ def test_another_name_of_the_same_weights_is_no_second_copy(folder: Path) -> Non
     assert all(len(values) == len(rollout.response_tokens) for values, rollout in zip(found, rollouts, strict=True))
 
 
-def gradient(learner: Learner, batch: Batch) -> torch.Tensor:
-    learner.gradients(batch, step=1, policy_ages=[0] * len(batch.rollouts))
-    return torch.cat([p.grad.flatten() for p in learner.model.parameters()])
-
-
 def test_the_ratio_is_taken_to_the_log_probs_that_were_computed_again(folder: Path) -> None:
     """Whatever the sampler reported: with the old policy `trainer` it does not matter."""
     batch, objective = make_batch(0), {"preset": "tba_prime_published", "beta": 0.3}
-    group = batch.groups[0]
-    wrong = tuple(replace(r, sampler_logprobs=r.sampler_logprobs - 0.5) for r in group.rollouts)
-    other = replace(batch, groups=(replace(group, rollouts=wrong), *batch.groups[1:]))
+    other = changed(batch, lambda row, r: replace(r, sampler_logprobs=r.sampler_logprobs - 0.5 * (row < 4)))
     found = [gradient(move(make_learner(folder, objective=objective)), each) for each in (batch, other)]
     torch.testing.assert_close(found[0], found[1])
     assert found[0].norm() > 0
@@ -168,18 +156,18 @@ def test_the_clip_is_absolute_or_relative_to_the_usual_norm_or_none(folder: Path
 
 @pytest.mark.parametrize("preset", ["tb", "dapo", "grpo"])
 def test_a_truncated_rollout_counts_in_its_group_and_teaches_nothing(folder: Path, preset: str) -> None:
-    batch = make_batch(0)
-    first, *others = batch.groups
-    cut = replace(first.rollouts[0], finish_reason="length")
-    masked = replace(batch, groups=(replace(first, rollouts=(cut, *first.rollouts[1:])), *others))
+    def with_first(**fields: Any) -> Batch:
+        return changed(masked, lambda row, r: replace(r, **fields) if row == 0 else r)
+
+    masked = make_batch(0)
+    masked = with_first(finish_reason="length")
     objective = {"preset": preset, "mask_truncated": True}
     found = gradient(move(make_learner(folder, objective=objective)), masked)
     # what it says does not matter, what it got does
-    tokens = replace(cut, response_tokens=(cut.response_tokens + 1) % 33, sampler_logprobs=cut.sampler_logprobs)
     if preset != "tb":  # there its log-ratio is in the group mean
-        said = replace(masked, groups=(replace(first, rollouts=(tokens, *first.rollouts[1:])), *others))
+        said = with_first(response_tokens=(masked.rollouts[0].response_tokens + 1) % 33)
         torch.testing.assert_close(gradient(move(make_learner(folder, objective=objective)), said), found)
-    got = replace(masked, groups=(replace(first, rollouts=(replace(cut, reward=9.0), *first.rollouts[1:])), *others))
+    got = with_first(reward=9.0)
     assert not torch.allclose(gradient(move(make_learner(folder, objective=objective)), got), found)
     plain = gradient(move(make_learner(folder, objective={"preset": preset})), masked)
     assert not torch.allclose(plain, found)
@@ -187,27 +175,21 @@ def test_a_truncated_rollout_counts_in_its_group_and_teaches_nothing(folder: Pat
 
 def test_shares_and_divisors_leave_masked_rollouts_out(folder: Path) -> None:
     """As if they were not in the batch, but for the baseline of their group."""
-    batch = make_batch(0)
-    first, second, third = batch.groups
-    cut = replace(third, rollouts=tuple(replace(r, finish_reason="length") for r in third.rollouts))
+    batch = changed(make_batch(0), lambda row, r: replace(r, finish_reason="length" if row >= 8 else "stop"))
     for aggregation in ("rollouts", "groups", "tokens", "sequence_mean"):
         objective = {"preset": "cispo", "aggregation": aggregation, "importance_clamp": 1.1, "mask_truncated": True}
         learners = [move(make_learner(folder, objective=objective)) for _ in range(2)]
-        masked = learners[0].gradients(replace(batch, groups=(first, second, cut)), step=1, policy_ages=[0] * 12)
-        without = learners[1].gradients(replace(batch, groups=(first, second)), step=1, policy_ages=[0] * 8)
+        masked = learners[0].gradients(batch, step=1, policy_ages=[0] * 12)
+        without = learners[1].gradients(replace(batch, groups=batch.groups[:2]), step=1, policy_ages=[0] * 8)
         for name in ("loss", "grad_norm", "clipped_share", "clipped_high_share", "advantage_abs_mean"):
             assert masked[name] == pytest.approx(without[name], rel=1e-4), (aggregation, name)
         assert 0 < (masked["clipped_share"] or 0) < 1
 
 
 def test_a_batch_of_truncated_rollouts_alone_gives_no_gradient(folder: Path) -> None:
-    batch = make_batch(0)
-    groups = [
-        replace(group, rollouts=tuple(replace(r, finish_reason="length") for r in group.rollouts))
-        for group in batch.groups
-    ]
+    batch = changed(make_batch(0), lambda _, r: replace(r, finish_reason="length"))
     learner = move(make_learner(folder, objective={"preset": "tb", "mask_truncated": True}))
-    assert gradient(learner, replace(batch, groups=tuple(groups))).abs().max() == 0.0
+    assert gradient(learner, batch).abs().max() == 0.0
 
 
 def test_the_entropy_is_that_of_theta(folder: Path) -> None:
@@ -217,10 +199,6 @@ def test_the_entropy_is_that_of_theta(folder: Path) -> None:
     group = replace(batch.groups[0], rollouts=(rollout, replace(rollout, rollout_id=rng.bytes(16), reward=0.0)))
     metrics = learner.gradients(replace(batch, groups=(group,)), step=1, policy_ages=[0, 0])
     ids = torch.from_numpy(np.concatenate([rollout.prompt_tokens, rollout.response_tokens])).long()[None]
-    from tba_trainer.model.policy import load_policy
-
-    from tests.support.trainer_values import make_recipe
-
     model = load_policy(make_recipe(folder).model, device="cpu", gradient_checkpointing=False)
     with torch.no_grad():
         logits = model(ids).logits[0, len(rollout.prompt_tokens) - 1 : -1] / 0.7

@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tba_trainer.learner.learner import Learner
 from tba_trainer.learner.reference import CarriedReference, ModelReference
-from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.packing import pack_sequences
 
 from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
-from tba.wire import Batch, RefLogprob, Rollout
-from tests.support.learner_values import make_learner, move
+from tba.wire import Batch, RefLogprob
+from tests.support.learner_values import make_learner, move, token_logprobs
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_batch, make_rollout
+from tests.support.trainer_values import changed, make_batch, make_rollout
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +29,9 @@ def model_reference(learner: Learner) -> ModelReference:
     return learner.reference
 
 
-def logprob(model: Any, rollout: Rollout) -> float:
-    sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
-    with torch.no_grad():
-        return float(LogprobModel(model, temperature=1.0).token_logprobs(sequences).sum())
-
-
 def carrying(batch: Batch, values: list[float], version: PolicyVersion = START) -> Batch:
     """The batch with ref log-probs."""
-    left = iter(values)
-    groups = [
-        replace(
-            group,
-            rollouts=tuple(
-                replace(r, ref_logprob=RefLogprob(value=next(left), version=version)) for r in group.rollouts
-            ),
-        )
-        for group in batch.groups
-    ]
-    return replace(batch, groups=tuple(groups))
+    return changed(batch, lambda row, r: replace(r, ref_logprob=RefLogprob(value=values[row], version=version)))
 
 
 def test_a_ref_log_prob_that_a_rollout_carries_counts_only_for_its_version(folder: Path) -> None:
@@ -76,7 +57,7 @@ def test_ref_log_probs_are_computed_once_until_a_reset(folder: Path) -> None:
     after = reference.logprobs(batch.rollouts)
     assert reference.num_computed == 24
     assert reference.version == PolicyVersion(1, 50)
-    assert after[0] == pytest.approx(logprob(learner.model, batch.rollouts[0]), abs=1e-4)
+    assert after[0] == pytest.approx(token_logprobs(learner.model, batch.rollouts[0]).sum(), abs=1e-4)
     assert after[0] != pytest.approx(before[0], abs=1e-3)
 
 

@@ -25,9 +25,9 @@ from tba_trainer.objectives import resolve
 from tba.config import ObjectiveSection
 from tba.config.objective import PRESETS
 from tba.fields import MAX_NUMBER
-from tba.wire import Batch
+from tba.wire import Batch, Rollout
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_batch, make_recipe, make_rollout
+from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
 
 OWN = "tests.support.objective_values:weighted_loss"
 REWARDS = np.array([1.0, 0.25, 0.5, 0.0] + [0.5] * 4 + [0.0, 1.0, 1.0, 0.0])
@@ -94,15 +94,12 @@ def run(
 
 def near(batch: Batch) -> Batch:
     """The same batch, by a sampler so near to the tiny model that weights differ from 0."""
-    groups = []
     rng = np.random.default_rng(1)
-    for group in batch.groups:
-        rollouts = [
-            replace(r, sampler_logprobs=(-3.5 + 0.4 * rng.normal(size=len(r.response_tokens))).astype(np.float32))
-            for r in group.rollouts
-        ]
-        groups.append(replace(group, rollouts=tuple(rollouts)))
-    return replace(batch, groups=tuple(groups))
+
+    def sampled(r: Rollout) -> np.ndarray:
+        return (-3.5 + 0.4 * rng.normal(size=len(r.response_tokens))).astype(np.float32)
+
+    return changed(batch, lambda _, r: replace(r, sampler_logprobs=sampled(r)))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -129,10 +126,7 @@ def test_they_are_what_the_gradient_was_made_of(model: Any, preset: str, max_tok
 
 def test_without_a_pass_the_advantage_is_known_all_the_same(model: Any) -> None:
     """Of a tied group, and of rollouts that are masked."""
-    batch = make_batch(0)
-    first = batch.groups[0]
-    cut = tuple(replace(r, finish_reason="length") if i == 0 else r for i, r in enumerate(first.rollouts))
-    batch = near(replace(batch, groups=(replace(first, rollouts=cut), *batch.groups[1:])))
+    batch = near(changed(make_batch(0), lambda row, r: r if row else replace(r, finish_reason="length")))
     values = {"preset": "dr_grpo_clamp", "beta": {"value": 0.0}, "mask_truncated": True}
     results, pulls = run(model, batch, 60, values)
     expected = REWARDS - REWARDS.reshape(3, 4).mean(axis=1).repeat(4)

@@ -11,8 +11,8 @@ from tba import plugins
 from tba.config import Recipe, parse_recipe
 from tba.config.data import with_replaced
 from tba.config.searcher import ENGINES
-from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
+from tba.model_folders import check_embedding_model, check_tokenizer
 from tba.tls import address
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.redis_server import redis_url

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,8 +15,6 @@ from tba.errors import ConfigError, ServiceError, WaitTimeoutError
 from tba.tokens import operator_client_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tba.api import RunInfo, SnapshotInfo
     from tba.clients import BufferClient
     from tba_cli.run_folder import RunFolder
@@ -170,11 +169,8 @@ def ask_for_rollback(client: BufferClient, step: int, reason: str | None) -> Run
     return client.rollback(RollbackRequest(step=step, reason=reason))
 
 
-def save_snapshot(client: BufferClient, name: str, *, show: Callable[[SnapshotInfo], None]) -> SnapshotInfo:
-    """Save the buffer of a run in progress, and wait for it.
-
-    Args:
-        show: called with the state of the save whenever it changes.
+def save_snapshot(client: BufferClient, name: str) -> SnapshotInfo:
+    """Save the buffer of a run in progress, and wait for it; print its progress to stderr.
 
     Raises:
         ConflictError: a snapshot of this name exists, or the buffer saves or loads another one.
@@ -188,7 +184,8 @@ def save_snapshot(client: BufferClient, name: str, *, show: Callable[[SnapshotIn
         # any change counts as progress: rollouts, files or the state
         if info != before:
             moved_s = time.monotonic()
-            show(info)
+            if info.state == "saving":
+                print(f"{info.num_written} rollouts written, {info.num_rollouts} stored", file=sys.stderr, flush=True)
         elif time.monotonic() - moved_s > SILENCE_S:
             raise WaitTimeoutError(f"wait 'snapshot-save': nothing was written for {SILENCE_S:.0f} s, see `tba status`")
     if info.state == "failed":

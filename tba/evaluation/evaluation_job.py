@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ class EvaluationJob(StrictModel):
     """Manifest of that version: the engine proves that it holds exactly these weights."""
     start: Path | None = None
     """Folder of the starting model; given where perplexity is measured."""
-    prompts: Path
-    """JSONL: the held-out prompts, in order."""
+    prompts: list[Prompt]
+    """The held-out prompts, in order."""
     out: Path
     """Folder for completions.jsonl and evaluation.json."""
 
@@ -47,22 +46,6 @@ def load_job(path: Path) -> EvaluationJob:
     except (OSError, ValidationError) as error:
         first_line = str(error).partition("\n")[0]
         raise ConfigError(f"evaluation job {path} cannot be read ({first_line}); `tba evaluate` writes it") from None
-
-
-def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Write prompts for the evaluator."""
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(prompt.model_dump_json() + "\n" for prompt in prompts)
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Read the prompts of a job."""
-    # binary: a line ends at a line feed alone, and texts may hold other separators, such as U+2028
-    with path.open("rb") as file:
-        return [Prompt.model_validate_json(line) for line in file]
-
-
-SCHEMA = 1
 
 
 class Estimate(StrictModel):
@@ -124,7 +107,7 @@ class Comparison(StrictModel):
 class EvaluationReport(StrictModel):
     """evaluation.json."""
 
-    schema_version: int = SCHEMA
+    schema_version: int = 1
     subject: str
     version: str | None
     params_sha256: str | None

@@ -6,16 +6,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 
-from tba.api import LoadRequest, RunCommand, SnapshotInfo
+from tba.api import LoadRequest, RunCommand
 from tba.errors import ServiceError
 from tba.fields import escape_controls
 from tba.versions import PolicyVersion
 from tba.wire.snapshot_manifest import SnapshotSource, check_snapshot_name
-from tba_cli.console import Console, print_answer
-from tba_cli.run_folder import RunFolder
+from tba_cli.console import print_answer
 from tba_cli.run_target import ended_run, open_client, save_snapshot
 
 POLL_S = 0.5
@@ -26,10 +24,12 @@ def save_command(args: argparse.Namespace) -> int:
     check_snapshot_name(args.name)
     folder = ended_run(args)
     if folder is not None:
-        info = save_folder(folder, args.name)
+        from tba_cli.local.ended_run import save_ended  # no image holds the launcher
+
+        info = save_ended(folder, args.name)
     else:
         with closing(open_client(args)) as client:
-            info = save_snapshot(client, args.name, show=show_save())
+            info = save_snapshot(client, args.name)
     saved = f"{info.num_rollouts} rollouts, {info.num_bytes} bytes, log position {info.log_position}"
     print_answer(info, [f"saved {info.source}: {saved}"], as_json=args.json)
     return 0
@@ -48,9 +48,8 @@ def load_command(args: argparse.Namespace) -> int:
             # a line per change: a load of minutes must not print twice a second
             if origin.num_checked + origin.num_loaded != shown:
                 shown = origin.num_checked + origin.num_loaded
-                _print_progress(
-                    f"{origin.num_checked} rollouts checked, {origin.num_loaded} loaded, of {origin.num_rollouts}"
-                )
+                done = f"{origin.num_checked} rollouts checked, {origin.num_loaded} loaded"
+                print(f"{done}, of {origin.num_rollouts}", file=sys.stderr, flush=True)
             time.sleep(POLL_S)
             origin = client.run().origin or origin
     if origin.state == "failed":
@@ -73,24 +72,3 @@ def accept_loss_command(args: argparse.Namespace) -> int:
         print(f"accepted: {escape_controls(loss)}")
         print(f"{info.num_lost_changes} acknowledged changes were accepted as lost so far; the run takes writes again")
     return 0
-
-
-def save_folder(folder: RunFolder, name: str) -> SnapshotInfo:
-    """Save the buffer of a local run that has ended."""
-    from tba_cli.local.ended_run import save_ended
-
-    return save_ended(folder, name, console=Console("normal", stream=sys.stderr), show=show_save())
-
-
-def show_save() -> Callable[[SnapshotInfo], None]:
-    """Return a callback that prints the progress of a save to stderr."""
-
-    def show(info: SnapshotInfo) -> None:
-        if info.state == "saving":
-            _print_progress(f"{info.num_written} rollouts written, {info.num_rollouts} stored")
-
-    return show
-
-
-def _print_progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tba.api import Prompt
 from tba.config import Recipe, load_recipe
-from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
-from tba.evaluation.evaluation_job import EvaluationJob, EvaluationReport, write_prompts
+from tba.evaluation.evaluation_job import EvaluationJob, EvaluationReport
+from tba.model_folders import check_embedding_model, check_tokenizer
 from tba.tokens import role_token
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
@@ -19,7 +19,7 @@ from tba.wire.weight_manifest import encode_manifest
 from tba_cli.artifacts.prepared import check_prepared
 from tba_cli.commands.export import choose, source_of
 from tba_cli.commands.run import loudness_of
-from tba_cli.local.evaluate import PROMPTS_NAME, EvaluationConsole, evaluate_here
+from tba_cli.local.evaluate import EvaluationConsole, evaluate_here
 from tba_cli.prompts.reader import heldout_prompts
 from tba_cli.reports.answers import compare, comparison_lines
 from tba_cli.reports.comparison import evaluation_markdown
@@ -130,8 +130,8 @@ def _evaluate(
     """Fetch one model, and evaluate it in the folder `out`.
 
     Raises:
-        ConfigError: the folder is of something else.
-        TbaError: as `evaluate_here`.
+        ConfigError: the folder is of something else, or there is no starting model to measure perplexity under.
+        TbaError: as `evaluate_here`, or the store holds something damaged.
     """
     folder = RunFolder(out)
     # clear() below deletes the content: only our own folder, or an empty one, may lose it
@@ -142,48 +142,39 @@ def _evaluate(
             raise ConfigError(f"--out {out} is the folder of a run; name another one")
         folder.clear()
         folder.logs_path.mkdir()
-        write_prompts(folder.path / PROMPTS_NAME, prompts)
         # in the result's folder, which has room for it; /tmp may be small
         with tempfile.TemporaryDirectory(dir=folder.path, prefix="weights-") as weights:
-            job = _job(subject, Path(weights), folder)
+            model, manifest = subject.folder, None
+            if subject.versions is not None and subject.version is not None:
+                model, manifest = Path(weights) / str(subject.version), Path(weights) / "manifest.json"
+                fetched = subject.versions.download_model(subject.version, model)
+                manifest.write_bytes(encode_manifest(fetched.manifest))
+            assert model is not None
+            has_perplexity = subject.recipe.eval.published.perplexity
+            job = EvaluationJob(
+                subject=subject.description,
+                model=model,
+                version=None if subject.version is None else str(subject.version),
+                manifest=manifest,
+                start=_start(subject, Path(weights)) if has_perplexity else None,
+                prompts=prompts,
+                out=folder.path,
+            )
             console.info(f"evaluating {job.subject} on {len(prompts)} held-out prompts")
             return evaluate_here(
                 subject.recipe, job, folder=folder, lock_fd=lock_fd, reward_url=args.reward_url, console=console
             )
 
 
-def _job(subject: Subject, weights: Path, folder: RunFolder) -> EvaluationJob:
-    """Fetch what is in a store, verify every digest, and return the job with all paths.
-
-    Raises:
-        StoreError: the store does not answer, or holds something damaged.
-        ConfigError: there is no starting model to measure perplexity under.
-    """
-    model, manifest_path = subject.folder, None
-    if subject.versions is not None and subject.version is not None:
-        model, manifest_path = weights / str(subject.version), weights / "manifest.json"
-        manifest_path.write_bytes(encode_manifest(subject.versions.download_model(subject.version, model).manifest))
-    assert model is not None
-    return EvaluationJob(
-        subject=subject.description,
-        model=model,
-        version=None if subject.version is None else str(subject.version),
-        manifest=manifest_path,
-        start=_start(subject, weights) if subject.recipe.eval.published.perplexity else None,
-        prompts=folder.path / PROMPTS_NAME,
-        out=folder.path,
-    )
-
-
 def _start(subject: Subject, weights: Path) -> Path:
     """Return the folder of the starting model: as the run published it, else as the recipe names it."""
-    if subject.versions is not None and subject.versions.exists(START):
-        folder = weights / str(START)
-        # else _job has downloaded it already
-        if subject.version != START:
-            subject.versions.download_model(START, folder)
-        return folder
-    return _checked(subject.recipe.model.path, "the starting model, for eval.published.perplexity,")
+    if subject.versions is None or not subject.versions.exists(START):
+        return _checked(subject.recipe.model.path, "the starting model, for eval.published.perplexity,")
+    folder = weights / str(START)
+    # else it is the evaluated model, and here already
+    if subject.version != START:
+        subject.versions.download_model(START, folder)
+    return folder
 
 
 def _of_recipe(args: argparse.Namespace) -> Subject:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tba.api import SnapshotInfo
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe
 from tba.config.recipe_file import read_document
@@ -19,7 +19,7 @@ from tba.tokens import operator_client_token
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire.snapshot_manifest import SnapshotSource
-from tba_cli.commands.buffer import save_folder, show_save
+from tba_cli.local.ended_run import save_ended
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import RUNS_DIR, endpoints_of, save_snapshot
 from tba_cli.setup.origin import check_origin, store_of_run
@@ -76,7 +76,7 @@ def parse_fork(text: str) -> tuple[str, PolicyVersion]:
         raise ConfigError(f"{text!r} is not of the form RUN@LINEAGE-STEP, for example quickstart@1-40") from None
 
 
-def _ensure_saved(folder: RunFolder, source: SnapshotSource, version: PolicyVersion) -> SnapshotInfo | None:
+def _ensure_saved(folder: RunFolder, source: SnapshotSource, version: PolicyVersion) -> None:
     """Save the buffer for this fork, unless the snapshot exists."""
     store = store_of_run(folder)
     if store is None:
@@ -93,12 +93,10 @@ def _ensure_saved(folder: RunFolder, source: SnapshotSource, version: PolicyVers
         )
     # the snapshot of an earlier fork of this version is used again: evictions since then have lost more
     if store.size_bytes(source.manifest_key) is not None:
-        return None
+        return
     if not folder.is_in_use:
-        return save_folder(folder, source.name)
+        save_ended(folder, source.name)
+        return
     url, tokens_file, ca_file = endpoints_of(folder)
-    client = BufferClient(url, token=operator_client_token(tokens_file), ca_file=ca_file)
-    try:
-        return save_snapshot(client, source.name, show=show_save())
-    finally:
-        client.close()
+    with closing(BufferClient(url, token=operator_client_token(tokens_file), ca_file=ca_file)) as client:
+        save_snapshot(client, source.name)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from tba.tokens import operator_client_token, operator_token
 from tba_cli.child_processes import interrupt_on_signals
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, run_with_processes
-from tba_cli.local.services import Services, wait_until_ready
+from tba_cli.local.services import process_spec, wait_until_ready
 from tba_cli.redis_server import ask_redis, find_redis_server, shut_off_acting_commands, wait_for_redis
 from tba_cli.reports.history import load_end
 from tba_cli.resolve import absolute_store_url, with_real_addresses
@@ -37,11 +38,7 @@ CALL_RETRY_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
-class _ReadableError(Exception):
-    """The buffer is not ready, because nobody has accepted a loss of Redis; it answers reads all the same."""
-
-
-def save_ended(folder: RunFolder, name: str, *, console: Console, show: Callable[[SnapshotInfo], None]) -> SnapshotInfo:
+def save_ended(folder: RunFolder, name: str) -> SnapshotInfo:
     """Save the buffer of a run that has ended; its folder is locked meanwhile.
 
     Raises:
@@ -51,15 +48,14 @@ def save_ended(folder: RunFolder, name: str, *, console: Console, show: Callable
     """
     if not folder.has_begun:
         raise ConfigError(f"there is no run in {folder.path} to save the buffer of")
+    console = Console("normal", stream=sys.stderr)
     # the lock keeps a `tba run --resume` from starting Redis over the same files
     with folder.acquire(resume=True, fresh=False) as lock_fd:
         # a run in progress may have the ports of the recipe
         recipe = load_recipe(folder.recipe_path, sets=["buffer.port=0", "reward.port=0"], environ={})
-
-        async def save(client: BufferClient, _: Recipe) -> SnapshotInfo:
-            return await asyncio.to_thread(save_snapshot, client, name, show=show)
-
-        return asyncio.run(_with_buffer(recipe, folder, lock_fd, console, save))
+        return asyncio.run(
+            _with_buffer(recipe, folder, lock_fd, console, lambda client, _: save_snapshot(client, name))
+        )
 
 
 def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
@@ -69,13 +65,9 @@ def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
         ConfigError: its files are not there, there is no room for a copy of them, or they changed meanwhile.
         ChildError, WaitTimeoutError: Redis or the buffer service could not be started.
     """
-    recipe = _read_only_recipe(folder)
-
-    async def read(client: BufferClient, _: Recipe) -> T:
-        return await asyncio.to_thread(use, client)
-
+    recipe, console = _read_only_recipe(folder), Console("quiet", stream=sys.stderr)
     with _copy_of(folder, recipe.run.name) as (copy, lock_fd):
-        return asyncio.run(_with_buffer(recipe, copy, lock_fd, _quiet(), read))
+        return asyncio.run(_with_buffer(recipe, copy, lock_fd, console, lambda client, _: use(client)))
 
 
 def serve_ended(folder: RunFolder, *, port: int, show: Callable[[Page], None]) -> None:
@@ -90,23 +82,21 @@ def serve_ended(folder: RunFolder, *, port: int, show: Callable[[Page], None]) -
         ChildError, WaitTimeoutError: as `read_ended`, or a process died later.
         KeyboardInterrupt: a signal came before the page was there.
     """
-    recipe, is_shown = _read_only_recipe(folder, port=port), False
+    recipe, console = _read_only_recipe(folder, port=port), Console("quiet", stream=sys.stderr)
+    is_shown = threading.Event()
 
-    async def use(_: BufferClient, config: Recipe) -> None:
-        nonlocal is_shown
+    def show_page(_: BufferClient, config: Recipe) -> None:
         tokens_file = config.auth.tokens_file
         assert tokens_file is not None, "a copy has tokens of its own"
         show(Page(page_url(config.buffer_url, operator_token(tokens_file)), tokens_file))
-        is_shown = True
+        is_shown.set()
         print("read-only, from a copy of the files of the run; Ctrl-C ends it", file=sys.stderr)
-        # until a signal or the death of a child cancels it
-        await asyncio.Event().wait()
 
     with interrupt_on_signals(), _copy_of(folder, recipe.run.name) as (copy, lock_fd):
         try:
-            asyncio.run(_with_buffer(recipe, copy, lock_fd, _quiet(), use))
+            asyncio.run(_with_buffer(recipe, copy, lock_fd, console, show_page, stays=True))
         except KeyboardInterrupt:
-            if not is_shown:
+            if not is_shown.is_set():
                 raise
 
 
@@ -172,45 +162,50 @@ def _copy_redis_files(folder: RunFolder, to: Path) -> None:
         raise ConfigError(f"run {folder.path.name!r} was just started again; repeat this command")
 
 
-def _quiet() -> Console:
-    return Console("quiet", stream=sys.stderr)
-
-
 async def _with_buffer(
     recipe: Recipe,
     folder: RunFolder,
     lock_fd: int,
     console: Console,
-    use: Callable[[BufferClient, Recipe], Awaitable[T]],
+    use: Callable[[BufferClient, Recipe], T],
+    *,
+    stays: bool = False,
 ) -> T:
-    """Start Redis and a buffer service in `folder`, use them with the recipe that they have, stop them."""
+    """Start Redis and a buffer service in `folder`, use them with the recipe that they have, stop them.
+
+    Args:
+        stays: after its use the service stays, until a signal or the death of a child.
+    """
     redis_binary = find_redis_server()
     config = with_real_addresses(recipe, folder)
     is_copy = recipe.buffer.read_only is not None
     folder.make_folders()
     script = shut_off_acting_commands(redis_binary, folder.redis_conf_path) if is_copy else None
     folder.write_json(folder.config_path, config.model_dump(mode="json"))
-    services = Services(config, folder)
     token = operator_client_token(config.auth.tokens_file)
     client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S, ca_file=config.tls.ca_file)
 
-    def check_loss() -> None:
-        with suppress(ServiceError):
-            if client.run().loss is not None:
-                raise _ReadableError
+    def is_readable() -> bool:
+        """Return whether nobody has accepted a loss of Redis: the buffer answers reads then, and is never ready."""
+        try:
+            return client.run().loss is not None
+        except ServiceError:
+            return False
 
     async def work(processes: ProcessManager) -> T:
         async with asyncio.timeout(config.local.start_timeout_s):
-            await processes.start(services.spec("redis"))
+            await processes.start(process_spec(config, folder, "redis"))
             await wait_for_redis(folder.redis_socket_path, folder.redis_password_path)
             if script is not None:
                 from tba_buffer.storage.losses import READ  # the one script that a view runs
 
                 await ask_redis(folder.redis_socket_path, folder.redis_password_path, script, "LOAD", READ)
-            await processes.start(services.spec("buffer"))
-            with suppress(_ReadableError):
-                await wait_until_ready(config.buffer_url, config.tls.ca_file, check=check_loss)
-        return await use(client, config)
+            await processes.start(process_spec(config, folder, "buffer"))
+            await wait_until_ready(config.buffer_url, config.tls.ca_file, is_enough=is_readable)
+        result = await asyncio.to_thread(use, client, config)
+        if stays:
+            await asyncio.Event().wait()
+        return result
 
     try:
         return await run_with_processes(work, folder, console, lock_fd, config.local.stop_timeout_s)

@@ -18,7 +18,6 @@ from tba_cli.artifacts.prepared import check_prepared
 from tba_cli.console import Console
 from tba_cli.doctor.checks.machine import check_devices
 from tba_cli.local.reward_trial import try_scorers
-from tba_cli.local.services import Services
 from tba_cli.local.supervisor import StopRequestedError, Supervisor
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
@@ -91,7 +90,6 @@ def run_local(
                 recipe=config,
                 original=original,
                 folder=folder,
-                services=Services(config, folder),
                 store=store,
                 prompts=prompts,
                 console=console,

@@ -85,14 +85,21 @@ class ChildProcess:
     of the process, then at most 2 s for the end of its output.
     """
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, reaper: OrphanReaper) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        process: asyncio.subprocess.Process,
+        log_path: Path,
+        on_line: Callable[[str, str], None],
+        reaper: OrphanReaper,
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process = process
         self._reaper = reaper
-        self._copy: asyncio.Task[None] | None = None
-        self.exit_code: asyncio.Task[int] | None = None
+        self._copy = asyncio.create_task(self._copy_output(log_path, on_line), name=f"log of {spec.name}")
+        self.exit_code = asyncio.create_task(self._wait(), name=f"end of {spec.name}")
 
     @classmethod
     async def start(
@@ -129,10 +136,7 @@ class ChildProcess:
             raise ChildError(
                 f"{spec.name} was not started: the process that kills children with `tba run` is gone"
             ) from None
-        child = cls(spec, process, reaper)
-        child._copy = asyncio.create_task(child._copy_output(log_path, on_line), name=f"log of {spec.name}")
-        child.exit_code = asyncio.create_task(child._wait(), name=f"end of {spec.name}")
-        return child
+        return cls(spec, process, log_path, on_line, reaper)
 
     @property
     def pid(self) -> int:
@@ -163,14 +167,12 @@ class ChildProcess:
 
     async def wait_or_kill(self, timeout_s: float) -> int:
         """Wait up to `timeout_s` for the process to end, then send SIGKILL; return the exit code."""
-        assert self.exit_code is not None
         await asyncio.wait({self.exit_code}, timeout=timeout_s)
         self.send(signal.SIGKILL)
         return await asyncio.shield(self.exit_code)  # a cancelled waiter must not cancel the wait of the others
 
     async def _wait(self) -> int:
         code = await self._process.wait()
-        assert self._copy is not None
         # a grandchild may hold the pipe open
         await asyncio.wait({self._copy}, timeout=OUTPUT_END_TIMEOUT_S)
         self._copy.cancel()
@@ -222,10 +224,10 @@ class ProcessManager:
     folder: RunFolder
     console: Console
     reaper: OrphanReaper
-    is_over: Callable[[], Awaitable[bool]]
-    """Asks the buffer service whether the run is over; only then may a trainer or searcher end with code 0."""
     stop_timeout_s: float
     """From SIGTERM to SIGKILL, per stage of the stop order."""
+    is_over: Callable[[], Awaitable[bool]] | None = None
+    """Asks the buffer service whether the run is over; only then may a trainer or searcher end with code 0."""
     _children: dict[str, ChildProcess] = field(default_factory=dict, init=False)
     _ended: asyncio.Queue[ChildProcess] = field(default_factory=asyncio.Queue, init=False)
     _num_searcher_restarts: int = field(default=0, init=False)
@@ -245,7 +247,6 @@ class ProcessManager:
             spec, log_path=self.folder.log_path(spec.name), on_line=self.console.child_line, reaper=self.reaper
         )
         self._children[spec.name] = child
-        assert child.exit_code is not None
         child.exit_code.add_done_callback(lambda _: self._ended.put_nowait(child))
         return child
 
@@ -257,7 +258,6 @@ class ProcessManager:
         """
         while True:
             child = await self._ended.get()
-            assert child.exit_code is not None
             await self._handle_end(child, child.exit_code.result())
 
     def run_is_over(self) -> None:
@@ -322,7 +322,9 @@ class ProcessManager:
         part = child.spec.part
         if child in self._retired or (self._run_is_over and part.ends == "with the run"):
             return
-        if code == 0 and (part.ends == "by itself" or (part.ends == "with the run" and await self.is_over())):
+        if code == 0 and part.ends == "by itself":
+            return
+        if code == 0 and part.ends == "with the run" and self.is_over is not None and await self.is_over():
             return
         if not part.is_restarted:
             raise ChildError(self._describe_end(child, code))
@@ -392,14 +394,8 @@ async def run_with_processes(
     Raises:
         ChildError: a child died, which explains a failure of the work better than the error of the work.
     """
-
-    async def never() -> bool:
-        return False
-
     reaper = OrphanReaper(lock_fd)
-    processes = ProcessManager(
-        folder=folder, console=console, reaper=reaper, is_over=never, stop_timeout_s=stop_timeout_s
-    )
+    processes = ProcessManager(folder=folder, console=console, reaper=reaper, stop_timeout_s=stop_timeout_s)
     try:
         return await until_first_end(work(processes), processes.watch())
     finally:

@@ -10,6 +10,7 @@ import importlib.util
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +22,8 @@ from tba.config.reward import REASONING, ModelScorerSpec, TaskReward
 from tba.errors import ChildError, ConfigError, WaitTimeoutError
 from tba_cli.console import Console
 from tba_cli.doctor.checks.recipe import Alike, Trial
-from tba_cli.local.evaluate import CONFIG_NAME, reward_client, start_reward, with_own_tokens, with_reward
 from tba_cli.local.processes import ProcessManager, run_with_processes
+from tba_cli.local.reward_service import reward_client, start_reward, with_own_reward
 from tba_cli.run_folder import RunFolder
 
 T = TypeVar("T")
@@ -86,23 +87,19 @@ def ask_scorers(recipe: Recipe, ask: Callable[[RewardClient], T]) -> T:
     """
     if importlib.util.find_spec(SERVICE) is None:
         raise ConfigError("the reward service is not installed here: pip install 'tba[reward]'")
-    config = with_reward(recipe, None)
 
     async def work(processes: ProcessManager) -> T:
         await start_reward(processes, config, folder, console)
         # the deadline of the service itself: it answers before
-        client = reward_client(config, timeout_s=config.reward.request_deadline_s)
-        try:
+        with closing(reward_client(config, timeout_s=config.reward.request_deadline_s)) as client:
             return await asyncio.to_thread(ask, client)
-        finally:
-            client.close()
 
     console = Console("quiet")
     with tempfile.TemporaryDirectory(prefix="tba-check-") as place:
         folder = RunFolder(Path(place))
         folder.logs_path.mkdir()
-        config = with_own_tokens(config, folder)
-        folder.write_json(folder.path / CONFIG_NAME, config.model_dump(mode="json"))
+        config = with_own_reward(recipe, folder)
+        folder.write_json(folder.config_path, config.model_dump(mode="json"))
         try:
             return asyncio.run(run_with_processes(work, folder, console, None, STOP_TIMEOUT_S))
         except ChildError as error:  # the folder of the log that it names is deleted
@@ -187,13 +184,15 @@ def _takes_bare_answers(reward: TaskReward, prompt: Prompt) -> bool:
 def _without(recipe: Recipe, left_out: dict[str, str], *, http: bool) -> Recipe:
     """Return the recipe without the tasks that are not tried; put the reason for each into `left_out`."""
     document = recipe.model_dump(mode="json")
+    # each worker imports what its scorers need, which takes longer than the few responses of the trial
+    document["reward"]["num_workers"] = 1
     tasks: dict[str, Any] = document["reward"]["tasks"]
     for task, reward in recipe.reward.tasks.items():
         why = _why_not(reward, http=http)
         if why is not None:
             left_out[task] = why
             del tasks[task]
-    return parse_recipe(document, where="recipe") if left_out else recipe
+    return parse_recipe(document, where="recipe")
 
 
 def _why_not(reward: TaskReward, *, http: bool) -> str | None:

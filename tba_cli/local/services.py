@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 from tba.api import SearchersInfo
 from tba.clients import RewardClient
@@ -15,7 +15,6 @@ from tba.clients.service_client import ServiceClient
 from tba.config import Recipe
 from tba.errors import ServiceError, UnavailableError
 from tba_cli.child_processes import child_environ
-from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, ProcessSpec
 from tba_cli.prompts.reader import check_healthy
 from tba_cli.redis_server import find_redis_server, redis_command
@@ -29,67 +28,53 @@ DRAIN_SLACK_S = 10.0
 WITH_TOKENS = ("buffer", "reward", "searcher", "trainer")
 
 
-@dataclass(frozen=True)
-class Services:
-    """Makes the specification of every child."""
+def process_spec(
+    recipe: Recipe, folder: RunFolder, kind: str, number: int = 0, *, words: Sequence[str] = ()
+) -> ProcessSpec:
+    """Return how to start a process.
 
-    recipe: Recipe
-    folder: RunFolder
-
-    def spec(self, kind: str, number: int = 0, *, words: Sequence[str] = ()) -> ProcessSpec:
-        """Return how to start a process.
-
-        Args:
-            kind: of `processes.PARTS`.
-            number: of a searcher, from 0.
-            words: more arguments.
-        """
-        if kind == "redis":
-            return self._redis()
-        trainer, gpus = self.recipe.trainer, self.recipe.local.gpus
-        # `tba scale` may ask for more searchers than the recipe lists GPUs for
-        searcher_gpus = None if gpus.searchers is None else gpus.searchers[number % len(gpus.searchers)]
-        # one thread: services wait most of the time, and searchers may be many; OMP_NUM_THREADS gives these more
-        module, num_threads, own_gpus = {
-            "warm-start": ("tba_cli.starter_models.warm_start", trainer.torch_num_threads, None),
-            "buffer": ("tba_buffer", 1, None),
-            "reward": ("tba_reward", 1, gpus.reward),
-            "trainer": ("tba_trainer", trainer.torch_num_threads, gpus.trainer),
-            "torchrun": ("tba_trainer.distributed.launch", trainer.torch_num_threads, gpus.trainer),
-            "searcher": ("tba_searcher", None, searcher_gpus),
-            "evaluator": ("tba_searcher.evaluation", None, searcher_gpus),
-        }[kind]
-        # a child gets only the tokens that it needs; a tokens file of the recipe is for everyone
-        has_own = self.recipe.auth.tokens_file == str(self.folder.tokens_path("all"))
-        role = "trainer" if kind == "torchrun" else kind
-        environ = child_environ(
-            os.environ,
-            num_threads=num_threads,
-            searcher_id=f"searcher-{number}" if kind == "searcher" else None,
-            tokens_file=self.folder.tokens_path(role) if has_own and role in WITH_TOKENS else None,
-            gpus=own_gpus,
-        )
-        return ProcessSpec(
-            name=f"searcher-{number}" if kind == "searcher" else role,
-            kind=kind,
-            command=[sys.executable, "-m", module, *words, "--config", str(self.folder.config_path)],
-            environ=environ,
-        )
-
-    def trainer(self) -> ProcessSpec:
-        """Return how to start the trainer; torchrun starts it where it has several processes."""
-        num = self.recipe.trainer.num_processes
-        return self.spec("trainer") if num == 1 else self.spec("torchrun", words=[str(num)])
-
-    def _redis(self) -> ProcessSpec:
+    Args:
+        kind: of `processes.PARTS`; a trainer of several processes is started by torchrun.
+        number: of a searcher, from 0.
+        words: more arguments.
+    """
+    if kind == "redis":
         command = redis_command(
-            find_redis_server(),
-            socket=self.folder.redis_socket_path,
-            folder=self.folder.redis_path,
-            conf=self.folder.redis_conf_path,
+            find_redis_server(), socket=folder.redis_socket_path, folder=folder.redis_path, conf=folder.redis_conf_path
         )
         environ = child_environ(os.environ, num_threads=1) | {"BLOCK_WITH": sys.executable}
         return ProcessSpec(name="redis", kind="redis", command=command, environ=environ)
+    trainer, gpus = recipe.trainer, recipe.local.gpus
+    if kind == "trainer" and trainer.num_processes > 1:
+        kind, words = "torchrun", [str(trainer.num_processes)]
+    # `tba scale` may ask for more searchers than the recipe lists GPUs for
+    searcher_gpus = None if gpus.searchers is None else gpus.searchers[number % len(gpus.searchers)]
+    # one thread: services wait most of the time, and searchers may be many; OMP_NUM_THREADS gives these more
+    module, num_threads, own_gpus = {
+        "warm-start": ("tba_cli.starter_models.warm_start", trainer.torch_num_threads, None),
+        "buffer": ("tba_buffer", 1, None),
+        "reward": ("tba_reward", 1, gpus.reward),
+        "trainer": ("tba_trainer", trainer.torch_num_threads, gpus.trainer),
+        "torchrun": ("tba_trainer.distributed.launch", trainer.torch_num_threads, gpus.trainer),
+        "searcher": ("tba_searcher", None, searcher_gpus),
+        "evaluator": ("tba_searcher.evaluation", None, searcher_gpus),
+    }[kind]
+    # a child gets only the tokens that it needs; a tokens file of the recipe is for everyone
+    has_own = recipe.auth.tokens_file == str(folder.tokens_path("all"))
+    role = "trainer" if kind == "torchrun" else kind
+    environ = child_environ(
+        os.environ,
+        num_threads=num_threads,
+        searcher_id=f"searcher-{number}" if kind == "searcher" else None,
+        tokens_file=folder.tokens_path(role) if has_own and role in WITH_TOKENS else None,
+        gpus=own_gpus,
+    )
+    return ProcessSpec(
+        name=f"searcher-{number}" if kind == "searcher" else role,
+        kind=kind,
+        command=[sys.executable, "-m", module, *words, "--config", str(folder.config_path)],
+        environ=environ,
+    )
 
 
 class SearcherPool:
@@ -107,9 +92,8 @@ class SearcherPool:
         recipe: its number holds until somebody asks for another one.
     """
 
-    def __init__(self, recipe: Recipe, *, processes: ProcessManager, services: Services, console: Console) -> None:
-        self._processes, self._services, self._console = processes, services, console
-        self._recipe_num = recipe.searcher.num_searchers
+    def __init__(self, recipe: Recipe, processes: ProcessManager) -> None:
+        self._recipe, self._processes = recipe, processes
         self._stop_s = max(recipe.local.stop_timeout_s, recipe.searcher.drain_s + DRAIN_SLACK_S)
         self._revision = 0
         self._desired: int | None = None
@@ -124,11 +108,12 @@ class SearcherPool:
         Raises:
             ChildError: a searcher cannot be started.
         """
-        desired = self._recipe_num if searchers is None or searchers.desired is None else searchers.desired
+        desired = None if searchers is None else searchers.desired
+        desired = self._recipe.searcher.num_searchers if desired is None else desired
         revision = 0 if searchers is None else searchers.revision
         is_new_request, self._revision = revision != self._revision, revision
         if self._desired not in (None, desired):
-            self._console.result(f"searchers: {self._desired} -> {desired}")
+            self._processes.console.result(f"searchers: {self._desired} -> {desired}")
         self._desired = desired
         for name in sorted(self._processes.searchers(), key=_number, reverse=True):
             if _number(name) >= desired and self._processes.retire(name):
@@ -136,7 +121,7 @@ class SearcherPool:
                 self._stopping.add(task := asyncio.create_task(stop, name=f"stop {name}"))
                 task.add_done_callback(self._stopping.discard)
         for number in range(desired):
-            spec = self._services.spec("searcher", number)
+            spec = process_spec(self._recipe, self._processes.folder, "searcher", number)
             if self._processes.may_start(spec.name, even_if_given_up=is_new_request):
                 await self._processes.start(spec)
 
@@ -150,14 +135,15 @@ async def wait_until_ready(
     ca_file: str | None = None,
     *,
     on_progress: Callable[[str], None] | None = None,
-    check: Callable[[], None] | None = None,
+    is_enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Return when GET /readyz answers 200. The caller bounds the wait.
 
     Args:
         ca_file: the authorities that are trusted for an https URL; None: the system's.
         on_progress: called with every new reason why the service is not ready, after its first moments.
-        check: called in a thread each time that the service is not ready; it raises where waiting cannot help.
+        is_enough: asked in a thread each time that the service is not ready: True ends the wait. It raises where
+            waiting cannot help.
 
     Raises:
         ConfigError: the URL is https and `ca_file` cannot be used.
@@ -167,8 +153,8 @@ async def wait_until_ready(
     begun_s, shown = time.monotonic(), ""
     try:
         while (reason := await asyncio.to_thread(_why_not, client)) is not None:
-            if reason and check is not None:
-                await asyncio.to_thread(check)
+            if reason and await asyncio.to_thread(is_enough):
+                return
             if reason not in ("", shown) and on_progress is not None and time.monotonic() - begun_s > QUIET_START_S:
                 on_progress(reason)
                 shown = reason
@@ -186,14 +172,12 @@ async def wait_for_reward(
         ConfigError: a scorer did not start (says why), or as `wait_until_ready`.
     """
 
-    def check() -> None:
-        try:
-            rewards = client.rewards()
-        except ServiceError:  # the service ends or becomes ready right now; the next check tells
-            return
-        check_healthy(rewards)
+    def is_enough() -> bool:
+        with suppress(ServiceError):  # the service ends or becomes ready right now; the next check tells
+            check_healthy(client.rewards())
+        return False
 
-    await wait_until_ready(client.base_url, ca_file, on_progress=on_progress, check=check)
+    await wait_until_ready(client.base_url, ca_file, on_progress=on_progress, is_enough=is_enough)
 
 
 def _why_not(client: ServiceClient) -> str | None:

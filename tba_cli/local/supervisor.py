@@ -30,6 +30,7 @@ import shlex
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -41,10 +42,10 @@ from tba.store import ObjectStore
 from tba.tokens import operator_client_token
 from tba.weights import check_redis_is_newest
 from tba_cli.console import Console
-from tba_cli.local.processes import ProcessManager, until_first_end
+from tba_cli.local.processes import ChildProcess, ProcessManager, until_first_end
 from tba_cli.local.progress import until_over
 from tba_cli.local.resume import this_program
-from tba_cli.local.services import SearcherPool, Services, wait_for_reward, wait_until_ready
+from tba_cli.local.services import SearcherPool, process_spec, wait_for_reward, wait_until_ready
 from tba_cli.orphan_reaper import OrphanReaper
 from tba_cli.prompts.reader import check_healthy, check_tasks, upload_prompts
 from tba_cli.redis_server import wait_for_redis
@@ -73,7 +74,6 @@ class Supervisor:
     original: Recipe
     """The recipe as resolved before ports were chosen; a resume starts from it."""
     folder: RunFolder
-    services: Services
     store: ObjectStore
     prompts: Sequence[Prompt]
     console: Console
@@ -101,7 +101,7 @@ class Supervisor:
             is_over=self._is_over,
             stop_timeout_s=recipe.local.stop_timeout_s,
         )
-        self._pool = SearcherPool(recipe, processes=self._processes, services=self.services, console=self.console)
+        self._pool = SearcherPool(recipe, self._processes)
         self._loss = ""
         """The loss of Redis that nobody has accepted, as the buffer described it last during the wait for it."""
 
@@ -156,17 +156,26 @@ class Supervisor:
         # a supervisor that died between the run's last step and its summary leaves a run that only lacks the summary
         is_done = info.state == "done"
         if not is_done:
-            await self._processes.start(self.services.trainer())
+            await self._start("trainer")
             await self._pool.keep(info.searchers)
-            await self._watch_run(failed_lineage=info.lineage if info.state == "failed" else None)
+            await until_over(
+                self._client,
+                self.console,
+                num_steps=self.recipe.trainer.num_steps,
+                silence_s=self.recipe.local.start_timeout_s,
+                failed_lineage=info.lineage if info.state == "failed" else None,
+                on_run=lambda run: self._pool.keep(run.searchers),
+            )
         return await self._finish(trainer_ran=not is_done)
+
+    async def _start(self, kind: str) -> ChildProcess:
+        return await self._processes.start(process_spec(self.recipe, self.folder, kind))
 
     async def _warm_start(self) -> None:
         """Make the starting model; its time is not part of the run's."""
         self.console.info(f"making the starting model {self.recipe.model.path} (once; later runs reuse it)")
         begun_s = time.monotonic()
-        child = await self._processes.start(self.services.spec("warm-start"))
-        assert child.exit_code is not None
+        child = await self._start("warm-start")
         if await asyncio.shield(child.exit_code) != 0:
             await asyncio.Event().wait()  # the watch of the manager explains the end, and cancels this
         warm_start_s = time.monotonic() - begun_s
@@ -177,33 +186,29 @@ class Supervisor:
         self.console.info(f"run {self.recipe.run.name!r} in {self.folder.path}")
         self._write_timing(starts=(*load_timing(self.folder).starts, time.time()))
         # in order: the buffer is not ready before Redis has read its file
-        await self._processes.start(self.services.spec("redis"))
+        await self._start("redis")
         await self._within("redis", wait_for_redis(self.folder.redis_socket_path, self.folder.redis_password_path))
-        await self._processes.start(self.services.spec("buffer"))
+        await self._start("buffer")
         ca_file = self.recipe.tls.ca_file
         ready = wait_until_ready(
-            self.recipe.buffer_url, ca_file, on_progress=self._not_ready("buffer"), check=self._explain_loss
+            self.recipe.buffer_url, ca_file, on_progress=self._not_ready("buffer"), is_enough=self._explain_loss
         )
         await self._within("buffer", ready)
         self._loss = ""
-        await self._processes.start(self.services.spec("reward"))
+        await self._start("reward")
         await self._within("reward", wait_for_reward(self._rewards, ca_file, on_progress=self._not_ready("reward")))
 
     def _not_ready(self, name: str) -> Callable[[str], None]:
         return lambda reason: self.console.info(f"{name} is not ready yet: {reason}")
 
-    def _explain_loss(self) -> None:
+    def _explain_loss(self) -> bool:
         """Print the command that accepts a loss: a buffer over a Redis that has lost data waits for a person."""
+        loss = None
         # one attempt, without the retries of the other calls
-        client = BufferClient(self.recipe.buffer_url, retry_s=0, **self._calls)
-        try:
+        with closing(BufferClient(self.recipe.buffer_url, retry_s=0, **self._calls)) as client, suppress(ServiceError):
             loss = client.run().loss
-        except ServiceError:
-            return
-        finally:
-            client.close()
         if loss is None or loss == self._loss:
-            return
+            return False
         self._loss = loss
         self._write_endpoints()  # the command finds the buffer by them
         command = [*this_program(), "buffer", "accept-loss", "--run-dir", os.path.relpath(self.folder.path)]
@@ -212,6 +217,7 @@ class Supervisor:
             f"to continue without what is lost, type within {self.recipe.local.start_timeout_s:.0f} s in another "
             f"terminal: {shlex.join(command)}"
         )
+        return False
 
     async def _prepare_run(self) -> RunInfo:
         """Wait for the origin, check and upload the prompts, write the addresses, resume a paused run; return the run.
@@ -276,16 +282,6 @@ class Supervisor:
         check_redis_is_newest(self.store, run, self._client.run)
         if (made := self._client.run().step) > num_steps:
             raise ConfigError(f"run {run!r} has made {made} steps, and trainer.num_steps is {num_steps}: ask for more")
-
-    async def _watch_run(self, *, failed_lineage: int | None) -> None:
-        await until_over(
-            self._client,
-            self.console,
-            num_steps=self.recipe.trainer.num_steps,
-            silence_s=self.recipe.local.start_timeout_s,
-            failed_lineage=failed_lineage,
-            on_run=lambda info: self._pool.keep(info.searchers),
-        )
 
     async def _finish(self, *, trainer_ran: bool) -> dict[str, Any]:
         """Collect history, ledger and model from the services, and write the outputs; return the summary."""

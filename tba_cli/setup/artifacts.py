@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tba.config import Recipe
-from tba.config.sections import check_tokenizer
 from tba.errors import ConfigError
+from tba.model_folders import check_tokenizer
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.child_processes import run_program
 from tba_cli.console import Console

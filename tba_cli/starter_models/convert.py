@@ -1,6 +1,6 @@
 """`python -m tba_cli.starter_models.convert`: check a model folder, render chats, or convert weights to safetensors.
 
-check     load config and tokenizer, verify every safetensors file; answer sizes, and lengths of texts in tokens
+check     load config and tokenizer; answer sizes, and lengths of texts in tokens
 chat      render conversations by the tokenizer's chat template, up to the place where the model answers
 convert   replace pickled weights (pytorch_model.bin, read with `weights_only`) by safetensors
 
@@ -17,14 +17,12 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from inspect import signature
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from tba.config.sections import TOKENIZER_FILES, trust_hint
 from tba.errors import ConfigError
+from tba.model_folders import TOKENIZER_FILES, trust_hint
 from tba.no_torch import hide_torch
-from tba_cli.starter_models.weight_files import tensors_of
 
 PICKLED = "pytorch_model*.bin*"
 MAX_SHOWN_UNKNOWN = 5
@@ -39,7 +37,7 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
         trust: run code that comes with the model.
 
     Returns:
-        Architecture, number of parameters, vocabulary size, longest sequence in tokens (or none), tokens of each text,
+        Architecture, vocabulary size, longest sequence in tokens (or none), tokens of each text,
         number of texts with something unknown, and what that is; and whether answers end (`_endless`).
 
     Raises:
@@ -60,7 +58,6 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
     rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return {
         "architecture": (config.architectures or ["unknown"])[0],
-        "num_parameters": sum(prod(header["shape"]) for header in tensors_of(folder).values()),
         "vocab_size": config.get_text_config().vocab_size,
         "max_length_tokens": getattr(config.get_text_config(), "max_position_embeddings", None),
         "text_tokens": [len(row) for row in rows],

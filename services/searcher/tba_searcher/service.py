@@ -21,9 +21,9 @@ from tba.clients import BufferClient, RewardClient
 from tba.clients.service_client import START_WAIT_S
 from tba.concurrency import in_thread
 from tba.config import Recipe
-from tba.config.sections import check_embedding_model
 from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
+from tba.model_folders import check_embedding_model
 from tba.store import open_store
 from tba.temporary_folders import temporary_folder
 from tba.tokens import client_token

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tba.config.sections import check_tokenizer
 from tba.errors import ConfigError, MalformedError, StoreError
+from tba.model_folders import check_tokenizer
 from tba.store import open_store
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.artifacts.artifact_store import describe

@@ -18,7 +18,7 @@ from tba.api import Prompt, ScoreError, ScoreResult
 from tba.clients import RewardClient
 from tba.errors import ConfigError
 from tba_cli.doctor.checks.recipe import Trial
-from tba_cli.local import evaluate
+from tba_cli.local import reward_service
 from tba_cli.local.reward_trial import _alike
 from tba_cli.main import main
 from tests.support.broken_weights import break_weights
@@ -217,7 +217,7 @@ def test_a_scorer_that_does_not_come_up_in_time_is_quoted(
             await asyncio.sleep(0.1)
         raise TimeoutError
 
-    monkeypatch.setattr(evaluate, "wait_for_reward", not_in_time)
+    monkeypatch.setattr(reward_service, "wait_for_reward", not_in_time)
     code, out = check(function="slow:same", model={"path": "nowhere"})
     assert code == 1
     (line,) = [line for line in failures(out) if line.startswith("FAIL scorer: ")]

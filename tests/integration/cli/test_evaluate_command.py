@@ -170,9 +170,10 @@ def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_start
     assert f"{num} of {num} scores\n" in out
     assert report.version is None
     assert [line["text"] for line in completions(folder)] == [line["text"] for line in completions(best)]
+    prompts = json.loads((folder / "job.json").read_text())["prompts"]
+    answers = {prompt["prompt_id"]: prompt["data"]["answer"] for prompt in prompts}
     for line in completions(folder):
-        prompt = next(p for p in _prompts(folder) if p["prompt_id"] == line["prompt_id"])
-        assert line["scores"] == {"exact": float(line["text"] == prompt["data"]["answer"])}
+        assert line["scores"] == {"exact": float(line["text"] == answers[line["prompt_id"]])}
     assert (folder / "logs" / "reward.log").exists()
     # the service asked for tokens that no other user of this machine could read
     tokens = folder / "secrets" / "tokens" / "all.json"
@@ -248,7 +249,3 @@ def test_an_evaluator_that_says_nothing_is_killed(
     monkeypatch.setattr(local_evaluate, "SILENCE_S", 0.01)
     assert main(["evaluate", "demo", "--reward-url", rewards.url]) == 2
     assert "wait 'evaluator': it reported nothing for 0.01 s" in capsys.readouterr().err
-
-
-def _prompts(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ import pytest
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.errors import ConfigError
 from tba_cli.child_processes import child_environ
-from tba_cli.local.services import Services
+from tba_cli.local.services import process_spec
 from tba_cli.redis_server import find_redis_server, redis_command
 from tba_cli.resolve import absolute_store_url, check_model, seed_warning, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
@@ -118,10 +118,11 @@ def test_children_inherit_no_recipe_overrides():
 
 
 def test_the_threads_that_the_shell_names_are_those_of_searchers_and_evaluators_alone(tmp_path, monkeypatch):
-    services = Services(make(), RunFolder(tmp_path / "r"))
+    recipe, folder = make(), RunFolder(tmp_path / "r")
 
     def threads():
-        return [services.spec(kind).environ["OMP_NUM_THREADS"] for kind in ("searcher", "evaluator", "buffer")]
+        kinds = ("searcher", "evaluator", "buffer")
+        return [process_spec(recipe, folder, kind).environ["OMP_NUM_THREADS"] for kind in kinds]
 
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert threads() == ["4", "4", "1"]
@@ -153,11 +154,11 @@ def test_children_see_the_gpus_that_the_recipe_gives_them(tmp_path, monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = {"trainer": [0, 1], "searchers": [[2], [3]], "reward": [3]}
     recipe = make(local={"gpus": gpus}, trainer={"num_processes": 2})
-    services = Services(recipe, RunFolder(tmp_path / "r"))
-    searchers = [services.spec("searcher", number) for number in range(3)]
-    children = [services.trainer(), services.spec("reward"), *searchers]
+    folder = RunFolder(tmp_path / "r")
+    searchers = [process_spec(recipe, folder, "searcher", number) for number in range(3)]
+    children = [process_spec(recipe, folder, "trainer"), process_spec(recipe, folder, "reward"), *searchers]
     assert [child.environ["CUDA_VISIBLE_DEVICES"] for child in children] == ["0,1", "3", "2", "3", "2"]
-    assert "CUDA_VISIBLE_DEVICES" not in services.spec("buffer").environ
+    assert "CUDA_VISIBLE_DEVICES" not in process_spec(recipe, folder, "buffer").environ
 
 
 def test_every_process_of_the_trainer_needs_a_gpu_of_its_own():

@@ -190,7 +190,7 @@ def saved(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]
     """The (run, snapshot) pairs that a fork saved. The run `old` was killed: its addresses are still there."""
     found: list[tuple[str, str]] = []
     monkeypatch.chdir(place.runs_dir.parent)
-    monkeypatch.setattr(fork, "save_folder", lambda folder, name: found.append((folder.path.name, name)))
+    monkeypatch.setattr(fork, "save_ended", lambda folder, name: found.append((folder.path.name, name)))
     monkeypatch.setattr("tba_cli.commands.run.run_local", lambda recipe, **how: 0)
     old = RunFolder(place.runs_dir / "old")
     old.recipe_path.write_text(old.config_path.read_text())

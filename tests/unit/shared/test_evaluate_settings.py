@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tba.api import Prompt
 from tba.config.evaluation import EvalSection, PublishedNumber
 from tba.evaluation.evaluation_job import (
     Comparison,
@@ -15,8 +13,6 @@ from tba.evaluation.evaluation_job import (
     EvaluationReport,
     ModeReport,
     ScoreCounts,
-    read_prompts,
-    write_prompts,
 )
 from tba_cli.reports.comparison import evaluation_markdown
 
@@ -28,13 +24,6 @@ def section(**published: Any) -> EvalSection:
 def test_an_evaluation_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing would be generated"):
         section(greedy=False)
-
-
-def test_prompts_with_any_separator_of_lines_reach_the_evaluator(tmp_path: Path) -> None:
-    texts = ["a\u2028b", "c\x85d\x0be", "f\ng\r\nh", "ünï"]
-    prompts = [Prompt(prompt_id=str(n), task="t", text=text, split="heldout") for n, text in enumerate(texts)]
-    write_prompts(tmp_path / "prompts.jsonl", prompts)
-    assert read_prompts(tmp_path / "prompts.jsonl") == prompts
 
 
 def test_the_tables_show_errors_unknown_scores_and_the_difference_to_published_numbers() -> None:

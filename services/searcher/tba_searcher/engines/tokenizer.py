@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.config import Recipe
-from tba.config.sections import trust_hint
 from tba.errors import ConfigError, ModelError
+from tba.model_folders import trust_hint
 from tba_searcher.engines.engine import Completion
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import tba
 from tba.api import Prompt
 from tba.config import Recipe
-from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport, read_prompts
+from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport
 from tba.versions import START, PolicyVersion
 from tba.wire import Manifest
 from tba.wire.weight_manifest import decode_manifest
@@ -36,7 +36,7 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
     """
     check_device(recipe.searcher.device)
     on_progress = Progress()
-    prompts = read_prompts(job.prompts)
+    prompts = job.prompts
     manifest = None if job.manifest is None else decode_manifest(job.manifest.read_bytes())
     answers = _generate(recipe, job, manifest, prompts, on_progress)
     on_progress.end_part()

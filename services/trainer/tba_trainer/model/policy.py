@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from tba.config.sections import ModelSection, check_tokenizer, trust_hint
+from tba.config.sections import ModelSection
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
+from tba.model_folders import check_tokenizer, trust_hint
 from tba.weights.load_report import check_load_report
 from tba_trainer.model.logprobs import AUTOCAST_EXPERTS, autocast_experts
 from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Iterable
-from typing import Literal, TextIO
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TextIO
 
 from tba.fields import StrictModel, escape_controls
 
@@ -17,9 +18,14 @@ _WARNING = re.compile(r"\[(warning|error|critical) *\]|\"level\": ?\"(warning|er
 _NAME_WIDTH = 11
 
 
-def print_answer(answer: StrictModel, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print an answer of a service, as JSON or as lines for people; neither steers the terminal."""
-    print(answer.model_dump_json(indent=2, ensure_ascii=True) if as_json else "\n".join(map(escape_controls, lines)))
+def print_answer(answer: StrictModel | Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
+    """Print an answer, as JSON or as lines for people; neither steers the terminal."""
+    if not as_json:
+        print("\n".join(map(escape_controls, lines)))
+    elif isinstance(answer, StrictModel):
+        print(answer.model_dump_json(indent=2, ensure_ascii=True))
+    else:
+        print(json.dumps(answer, indent=2))
 
 
 class Console:

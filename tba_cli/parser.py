@@ -1,6 +1,6 @@
 """Every flag of `tba`, in one place that imports nothing heavy: `tba --help` answers at once.
 
-Each command stands with its examples, which its --help and the reference (tools/cli_docs.py) show.
+MANUAL has the texts that --help and the reference (tools/cli_docs.py) show.
 """
 
 from __future__ import annotations
@@ -20,6 +20,93 @@ if TYPE_CHECKING:
 DESCRIPTION = "Post-train language models with Trajectory Balance with Asynchrony."
 TARGET = ("url", "run_dir", "token_file", "ca_file")
 """The options of tba itself that name a run and its service."""
+
+MANUAL = """\
+run: run a recipe on this machine: Redis and every service
+    tba run quickstart                # a recipe that ships with tba
+    tba run my.toml --resume          # continue where it stopped
+    tba run --fork quickstart@1-40 --run-name warmer --set objective.beta=0.1
+demo: train a small model by TBA on this machine, from nothing: the recipe quickstart as run quickstart-seedN
+    tba demo --seed 1 --set trainer.num_steps=100
+init: write a folder for a task of your own: recipe, prompts, scorer and examples
+    tba init mytask --folder tasks/first
+score: try the scorers of a recipe on examples, before a run
+    tba score examples.jsonl --recipe mytask.toml
+status: show state, components, waits and evaluations of a run
+    tba status                        # the newest run under runs/
+    tba status quickstart-seed0 --follow
+    tba status --url https://buffer:8700 --token-file operator.token --json
+pause: pause a run: no new leases, no new batches
+    tba pause quickstart-seed0 --reason "the judge is down"
+resume: let a paused run continue
+    tba resume quickstart-seed0 --reason "the judge is down"
+stop: end a run after the step in progress, with its last checkpoint and evaluation
+    tba stop quickstart-seed0 --reason "the judge is down"
+rollback: return to an older checkpoint, or show which ones there are
+    tba rollback                      # show the checkpoints
+    tba rollback --step 450 --reason "the reward fell"
+set: change settings of a run in progress, or show what was changed and when
+    tba set                           # show them
+    tba set learning_rate=1e-4 --reason "spikes"
+    tba set 'beta={kind="linear", value=0.1, final=0.01, steps=400}' quickstart-seed0
+scale: start or stop searchers of a run in progress, or show how many there are
+    tba scale                         # show how many there are
+    tba scale 4 quickstart-seed0 --reason "the night is cheap"
+config check: find what in a recipe would fail: prompts, model, scorers
+    tba config check my.toml --offline --json
+config show: print the resolved recipe as JSON
+    tba config show my.toml --set trainer.num_steps=50
+config schema: print the JSON schema of recipes
+    tba config schema > recipe.schema.json
+sizing: trace and estimate the memory and disk that a recipe needs
+    tba sizing gsm8k --set model.path=Qwen/Qwen2.5-7B --gpu-memory-gib 40
+data prepare: fetch, make or train what is missing, then show prompts
+    tba data prepare my.toml --set model.path=models/small
+setup: prepare a deployed run: bucket, starting model, model folders, prompts; safe to repeat
+    tba setup --config recipe.toml --create-bucket --prepare
+    tba setup --config recipe.toml --only models --pull
+model pull: fetch what a service needs to where the recipe wants it
+    tba model pull --config recipe.toml --for searcher --wait-s 60
+doctor: check everything that a run needs, and say how to fix what is wrong
+    tba doctor                        # for the recipe quickstart
+    tba doctor --config recipe.toml --for searcher --gpus 1 --check disk
+prompts upload: upload a file; it is safe to repeat
+    tba prompts upload more.jsonl quickstart-seed0
+ledger check: check that the active lineage has every step exactly once
+    tba ledger check quickstart-seed0
+view: show the page of a run in a browser; a run that is over is served read-only until Ctrl-C
+    tba view seed0                    # without a name: the newest run under runs/
+    tba view --url https://buffer:8700 --token-file operator.token
+table: compare finished runs in a Markdown table
+    tba table runs/quickstart-seed0 runs/quickstart-seed1
+rollouts list: list stored rollouts: prompt, completion, reward, version, age
+    tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don't know" --limit 20
+    tba rollouts list quickstart-seed0 --id 0123456789abcdef0123456789abcdef
+rollouts export: write stored rollouts to a Parquet file, the oldest first, with tokens and log-probs
+    tba rollouts export quickstart-seed0 --out good.parquet --min-reward 1 --from-version 1-100
+rescore: score the stored rollouts again, with the reward as it is now
+    tba rescore quickstart-seed0 --only failed
+    tba rescore --show                # how far it is, or what it changed
+buffer save: save what is stored; the run may be in progress or over
+    tba buffer save end quickstart-seed0
+buffer load: begin a run that stores nothing yet with a snapshot
+    tba buffer load quickstart/before-change new-run --version 1-40
+buffer accept-loss: continue without the acknowledged changes that Redis has lost
+    tba buffer accept-loss quickstart-seed0 --reason "the disk was replaced"
+weights list: list the weight versions that the store has: how they are stored, and why they are kept
+    tba weights list quickstart-seed0
+    tba weights list --url https://buffer:8700 --token-file operator.token --recipe recipe.toml
+weights gc: delete the weight versions that nothing needs, by the rule of the trainer, and half-written ones
+    tba weights gc --dry-run
+    tba weights gc --recipe recipe.toml --run-is-over
+export: write a version of a run as a Hugging Face folder with a model card
+    tba export quickstart-seed0 --version best --out model
+evaluate: the published evaluation of a task: generate, score, measure, compare
+    tba evaluate my.toml              # the starting model
+    tba evaluate quickstart-seed0 --compare start best    # answers before and after, side by side
+    tba evaluate my.toml --model model --set eval.published.num_prompts=50
+"""
+"""Help and examples of each command."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,18 +195,12 @@ def _examples(*lines: str) -> str:
 
 
 def _command(
-    group: Subparsers,
-    name: str,
-    function: str,
-    help: str,
-    *examples: str,
-    run: bool = False,
-    takes: Sequence[str] = (),
-    json: bool = True,
+    group: Subparsers, words: str, function: str, *, run: bool = False, takes: Sequence[str] = (), json: bool = True
 ) -> argparse.ArgumentParser:
     """Add a command.
 
     Args:
+        words: behind `tba`, as in `MANUAL`.
         function: `module:function` of tba_cli.commands; its module, with all that it imports, is loaded for this
             command alone.
         run: it takes RUN, and the options of tba itself that name a run.
@@ -128,13 +209,32 @@ def _command(
     """
     takes = (*(TARGET if run else ()), *takes, *(["json"] if json else ()))
     also = f"also {' '.join(map(flag_of, takes))} (tba --help)\n\n" if takes else ""
+    help, examples = _manual()[words]
     parser = group.add_parser(
-        name, help=help, description=help, epilog=also + _examples(*examples), formatter_class=_Formatter
+        words.rpartition(" ")[2],
+        help=help,
+        description=help,
+        epilog=also + _examples(*examples),
+        formatter_class=_Formatter,
     )
     parser.set_defaults(command=f"tba_cli.commands.{function}", takes=takes)
     if run:
         _add_run_name(parser)
     return parser
+
+
+def _manual() -> dict[str, tuple[str, list[str]]]:
+    """Return help and examples of each command, by its words."""
+    texts: dict[str, tuple[str, list[str]]] = {}
+    examples: list[str] = []
+    for line in MANUAL.splitlines():
+        if line.startswith("    "):
+            examples.append(line.strip())
+        else:
+            words, _, help = line.partition(": ")
+            examples = []
+            texts[words] = (help, examples)
+    return texts
 
 
 def flag_of(name: str) -> str:
@@ -189,16 +289,7 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(commands: Subparsers) -> None:
-    run = _command(
-        commands,
-        "run",
-        "run:run_command",
-        "run a recipe on this machine: Redis and every service",
-        "tba run quickstart                # a recipe that ships with tba",
-        "tba run my.toml --resume          # continue where it stopped",
-        "tba run --fork quickstart@1-40 --run-name warmer --set objective.beta=0.1",
-        json=False,
-    )
+    run = _command(commands, "run", "run:run_command", json=False)
     _add_recipe(run, nargs="?", default_is="with --fork the recipe that the other run began with")
     run.add_argument("--run-name", metavar="NAME", help="name of the run, instead of run.name of the recipe")
     run.add_argument("--seed", type=int, metavar="N", help="seed of the run, instead of run.seed of the recipe")
@@ -214,14 +305,7 @@ def _add_run(commands: Subparsers) -> None:
     again.add_argument("--resume", action="store_true", help="continue the run in its folder, from its checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
     _add_loudness(run)
-    demo = _command(
-        commands,
-        "demo",
-        "run:demo_command",
-        "train a small model by TBA on this machine, from nothing: the recipe quickstart as run quickstart-seedN",
-        "tba demo --seed 1 --set trainer.num_steps=100",
-        json=False,
-    )
+    demo = _command(commands, "demo", "run:demo_command", json=False)
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (0); the same one starts over")
     _add_overrides(demo)
     _add_loudness(demo)
@@ -229,22 +313,10 @@ def _add_run(commands: Subparsers) -> None:
 
 def _add_task(commands: Subparsers) -> None:
     """Add the commands for a task of one's own."""
-    init = _command(
-        commands,
-        "init",
-        "init:init_command",
-        "write a folder for a task of your own: recipe, prompts, scorer and examples",
-        "tba init mytask --folder tasks/first",
-    )
+    init = _command(commands, "init", "init:init_command")
     init.add_argument("task", metavar="TASK", help="name of the task, of small letters, digits, - and _")
     init.add_argument("--folder", metavar="DIR", help="where to write; default: a new folder with the name of the task")
-    score = _command(
-        commands,
-        "score",
-        "score:score_command",
-        "try the scorers of a recipe on examples, before a run",
-        "tba score examples.jsonl --recipe mytask.toml",
-    )
+    score = _command(commands, "score", "score:score_command")
     score.add_argument(
         "file",
         metavar="FILE",
@@ -256,35 +328,15 @@ def _add_task(commands: Subparsers) -> None:
 
 
 def _add_control(commands: Subparsers) -> None:
-    status = _command(
-        commands,
-        "status",
-        "status:status_command",
-        "show state, components, waits and evaluations of a run",
-        "tba status                        # the newest run under runs/",
-        "tba status quickstart-seed0 --follow",
-        "tba status --url https://buffer:8700 --token-file operator.token --json",
-        run=True,
-    )
+    status = _command(commands, "status", "status:status_command", run=True)
     status.add_argument(
         "--follow", action="store_true", help="show what happens, line by line, until the run is over or Ctrl-C"
     )
-    for name, help in {
-        "pause": "pause a run: no new leases, no new batches",
-        "resume": "let a paused run continue",
-        "stop": "end a run after the step in progress, with its last checkpoint and evaluation",
-    }.items():
-        example = f'tba {name} quickstart-seed0 --reason "the judge is down"'
-        _add_reason(_command(commands, name, f"status:{name}_command", help, example, run=True))
-    rollback = _command(
-        commands,
-        "rollback",
-        "control:rollback_command",
-        "return to an older checkpoint, or show which ones there are",
-        "tba rollback                      # show the checkpoints",
-        'tba rollback --step 450 --reason "the reward fell"',
-        run=True,
-    )
+    for name in ("pause", "resume", "stop"):
+        change = _command(commands, name, "status:change_command", run=True)
+        change.set_defaults(change=name)
+        _add_reason(change)
+    rollback = _command(commands, "rollback", "control:rollback_command", run=True)
     rollback.add_argument(
         "--step",
         type=int,
@@ -293,16 +345,7 @@ def _add_control(commands: Subparsers) -> None:
         "run is paused. None: show them",
     )
     _add_reason(rollback)
-    change = _command(
-        commands,
-        "set",
-        "control:set_command",
-        "change settings of a run in progress, or show what was changed and when",
-        "tba set                           # show them",
-        'tba set learning_rate=1e-4 --reason "spikes"',
-        "tba set 'beta={kind=\"linear\", value=0.1, final=0.01, steps=400}' quickstart-seed0",
-        takes=TARGET,
-    )
+    change = _command(commands, "set", "control:set_command", takes=TARGET)
     change.add_argument(
         "items",
         metavar="KEY=VALUE",
@@ -312,15 +355,7 @@ def _add_control(commands: Subparsers) -> None:
         "the recipe). A word without = is the name of a run under runs/ (default: the newest). None: show them",
     )
     _add_reason(change)
-    scale = _command(
-        commands,
-        "scale",
-        "control:scale_command",
-        "start or stop searchers of a run in progress, or show how many there are",
-        "tba scale                         # show how many there are",
-        'tba scale 4 quickstart-seed0 --reason "the night is cheap"',
-        takes=TARGET,
-    )
+    scale = _command(commands, "scale", "control:scale_command", takes=TARGET)
     scale.add_argument(
         "number",
         metavar="N|recipe",
@@ -333,39 +368,13 @@ def _add_control(commands: Subparsers) -> None:
 
 def _add_config(commands: Subparsers) -> None:
     kinds = _group(commands, "config", "check, show or describe recipes")
-    check = _command(
-        kinds,
-        "check",
-        "config:check_command",
-        "find what in a recipe would fail: prompts, model, scorers",
-        "tba config check my.toml --offline --json",
-    )
+    check = _command(kinds, "config check", "config:check_command")
     _add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
-    show = _command(
-        kinds,
-        "show",
-        "config:show_command",
-        "print the resolved recipe as JSON",
-        "tba config show my.toml --set trainer.num_steps=50",
-        json=False,
-    )
+    show = _command(kinds, "config show", "config:show_command", json=False)
     _add_recipe(show)
-    _command(
-        kinds,
-        "schema",
-        "config:schema_command",
-        "print the JSON schema of recipes",
-        "tba config schema > recipe.schema.json",
-        json=False,
-    )
-    sizing = _command(
-        commands,
-        "sizing",
-        "sizing:sizing_command",
-        "trace and estimate the memory and disk that a recipe needs",
-        "tba sizing gsm8k --set model.path=Qwen/Qwen2.5-7B --gpu-memory-gib 40",
-    )
+    _command(kinds, "config schema", "config:schema_command", json=False)
+    sizing = _command(commands, "sizing", "sizing:sizing_command")
     _add_recipe(sizing)
     sizing.add_argument(
         "--gpu-memory-gib",
@@ -377,24 +386,9 @@ def _add_config(commands: Subparsers) -> None:
 
 def _add_setup(commands: Subparsers) -> None:
     data = _group(commands, "data", "fetch or make the models and data sets that a recipe needs")
-    prepare = _command(
-        data,
-        "prepare",
-        "setup:prepare_command",
-        "fetch, make or train what is missing, then show prompts",
-        "tba data prepare my.toml --set model.path=models/small",
-        json=False,
-    )
+    prepare = _command(data, "data prepare", "setup:prepare_command", json=False)
     _add_recipe(prepare)
-    setup = _command(
-        commands,
-        "setup",
-        "setup:setup_command",
-        "prepare a deployed run: bucket, starting model, model folders, prompts; safe to repeat",
-        "tba setup --config recipe.toml --create-bucket --prepare",
-        "tba setup --config recipe.toml --only models --pull",
-        json=False,
-    )
+    setup = _command(commands, "setup", "setup:setup_command", json=False)
     _add_config_file(setup)
     setup.add_argument("--create-bucket", action="store_true", help="make the bucket where there is none")
     setup.add_argument(
@@ -406,14 +400,7 @@ def _add_setup(commands: Subparsers) -> None:
     setup.add_argument("--only", choices=["models", "prompts"], help="do only one part (models contacts no service)")
     _add_wait(setup)
     model = _group(commands, "model", "keep folders of models and data sets in the object store")
-    pull = _command(
-        model,
-        "pull",
-        "setup:pull_command",
-        "fetch what a service needs to where the recipe wants it",
-        "tba model pull --config recipe.toml --for searcher --wait-s 60",
-        json=False,
-    )
+    pull = _command(model, "model pull", "setup:pull_command", json=False)
     _add_config_file(pull)
     pull.add_argument(
         "--for",
@@ -426,14 +413,7 @@ def _add_setup(commands: Subparsers) -> None:
 
 
 def _add_doctor(commands: Subparsers) -> None:
-    doctor = _command(
-        commands,
-        "doctor",
-        "doctor:doctor_command",
-        "check everything that a run needs, and say how to fix what is wrong",
-        "tba doctor                        # for the recipe quickstart",
-        "tba doctor --config recipe.toml --for searcher --gpus 1 --check disk",
-    )
+    doctor = _command(commands, "doctor", "doctor:doctor_command")
     _add_config_file(doctor, default="quickstart")
     doctor.add_argument(
         "--for",
@@ -446,14 +426,8 @@ def _add_doctor(commands: Subparsers) -> None:
 
 
 def _add_prompts(commands: Subparsers) -> None:
-    upload = _command(
-        _group(commands, "prompts", "upload the prompts of a run"),
-        "upload",
-        "prompts:upload_command",
-        "upload a file; it is safe to repeat",
-        "tba prompts upload more.jsonl quickstart-seed0",
-        takes=TARGET,
-    )
+    kinds = _group(commands, "prompts", "upload the prompts of a run")
+    upload = _command(kinds, "prompts upload", "prompts:upload_command", takes=TARGET)
     upload.add_argument(
         "file", metavar="FILE", type=Path, help='JSONL, rows of {"prompt_id", "task", "text", "data", "split"}'
     )
@@ -461,48 +435,20 @@ def _add_prompts(commands: Subparsers) -> None:
 
 
 def _add_views(commands: Subparsers) -> None:
-    _command(
-        _group(commands, "ledger", "check what each optimizer step consumed"),
-        "check",
-        "report:check_command",
-        "check that the active lineage has every step exactly once",
-        "tba ledger check quickstart-seed0",
-        run=True,
-    )
-    view = _command(
-        commands,
-        "view",
-        "view:view_command",
-        "show the page of a run in a browser; a run that is over is served read-only until Ctrl-C",
-        "tba view seed0                    # without a name: the newest run under runs/",
-        "tba view --url https://buffer:8700 --token-file operator.token",
-        run=True,
-    )
+    kinds = _group(commands, "ledger", "check what each optimizer step consumed")
+    _command(kinds, "ledger check", "report:check_command", run=True)
+    view = _command(commands, "view", "view:view_command", run=True)
     view.add_argument(
         "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"
     )
     view.add_argument("--no-open", action="store_true", help="only print the address")
-    table = _command(
-        commands,
-        "table",
-        "report:table_command",
-        "compare finished runs in a Markdown table",
-        "tba table runs/quickstart-seed0 runs/quickstart-seed1",
-    )
+    table = _command(commands, "table", "report:table_command")
     table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
 
 
 def _add_rollouts(commands: Subparsers) -> None:
     kinds = _group(commands, "rollouts", "list and export the stored rollouts of a run")
-    listed = _command(
-        kinds,
-        "list",
-        "rollouts:list_command",
-        "list stored rollouts: prompt, completion, reward, version, age",
-        'tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don\'t know" --limit 20',
-        "tba rollouts list quickstart-seed0 --id 0123456789abcdef0123456789abcdef",
-        run=True,
-    )
+    listed = _command(kinds, "rollouts list", "rollouts:list_command", run=True)
     orders = ["newest", "oldest", "best", "worst"]
     listed.add_argument("--order", choices=orders, default="newest", help="which ones to show first (default: newest)")
     listed.add_argument("--limit", type=int, default=5, metavar="N", help="how many (default: 5)")
@@ -515,27 +461,12 @@ def _add_rollouts(commands: Subparsers) -> None:
         help="print all of this one as JSON, without filters; all 32 hexadecimal digits, as `tba rollouts list` prints "
         "them",
     )
-    export = _command(
-        kinds,
-        "export",
-        "rollouts:export_command",
-        "write stored rollouts to a Parquet file, the oldest first, with tokens and log-probs",
-        "tba rollouts export quickstart-seed0 --out good.parquet --min-reward 1 --from-version 1-100",
-        run=True,
-    )
+    export = _command(kinds, "rollouts export", "rollouts:export_command", run=True)
     export.add_argument("--out", metavar="FILE", required=True, help="a file that ends with .parquet")
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
     for command in (listed, export):
         _add_filters(command)
-    rescore = _command(
-        commands,
-        "rescore",
-        "rescore:rescore_command",
-        "score the stored rollouts again, with the reward as it is now",
-        "tba rescore quickstart-seed0 --only failed",
-        "tba rescore --show                # how far it is, or what it changed",
-        run=True,
-    )
+    rescore = _command(commands, "rescore", "rescore:rescore_command", run=True)
     rescore.add_argument("--task", metavar="NAME", help="only rollouts of this task")
     rescore.add_argument(
         "--only", choices=["all", "scored", "failed", "pending"], default="all", help="only rollouts of this status"
@@ -564,58 +495,21 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 def _add_buffer(commands: Subparsers) -> None:
     kinds = _group(commands, "buffer", "save the rollouts of a run, and begin another one with them")
-    save = _command(
-        kinds,
-        "save",
-        "buffer:save_command",
-        "save what is stored; the run may be in progress or over",
-        "tba buffer save end quickstart-seed0",
-        takes=TARGET,
-    )
+    save = _command(kinds, "buffer save", "buffer:save_command", takes=TARGET)
     save.add_argument("name", metavar="NAME", help="name of the snapshot; no other of this run may have it")
     _add_run_name(save)
-    load = _command(
-        kinds,
-        "load",
-        "buffer:load_command",
-        "begin a run that stores nothing yet with a snapshot",
-        "tba buffer load quickstart/before-change new-run --version 1-40",
-        takes=TARGET,
-    )
+    load = _command(kinds, "buffer load", "buffer:load_command", takes=TARGET)
     load.add_argument("source", metavar="RUN/NAME", help="the snapshot, in the store of the run")
     load.add_argument("--version", metavar="VERSION", help="fork: rollouts up to the publication of this version")
     _add_run_name(load)
-    accept = _command(
-        kinds,
-        "accept-loss",
-        "buffer:accept_loss_command",
-        "continue without the acknowledged changes that Redis has lost",
-        'tba buffer accept-loss quickstart-seed0 --reason "the disk was replaced"',
-        run=True,
-    )
+    accept = _command(kinds, "buffer accept-loss", "buffer:accept_loss_command", run=True)
     _add_reason(accept)
 
 
 def _add_weights(commands: Subparsers) -> None:
     kinds = _group(commands, "weights", "list and delete the weight versions of a run")
-    listed = _command(
-        kinds,
-        "list",
-        "weights:list_command",
-        "list the weight versions that the store has: how they are stored, and why they are kept",
-        "tba weights list quickstart-seed0",
-        "tba weights list --url https://buffer:8700 --token-file operator.token --recipe recipe.toml",
-        run=True,
-    )
-    gc = _command(
-        kinds,
-        "gc",
-        "weights:gc_command",
-        "delete the weight versions that nothing needs, by the rule of the trainer, and half-written ones",
-        "tba weights gc --dry-run",
-        "tba weights gc --recipe recipe.toml --run-is-over",
-        run=True,
-    )
+    listed = _command(kinds, "weights list", "weights:list_command", run=True)
+    gc = _command(kinds, "weights gc", "weights:gc_command", run=True)
     for command in (listed, gc):
         command.add_argument(
             "--recipe",
@@ -628,14 +522,7 @@ def _add_weights(commands: Subparsers) -> None:
         action="store_true",
         help="delete even if no buffer service says what is held: nothing samples, trains, or will resume",
     )
-    export = _command(
-        commands,
-        "export",
-        "export:export_command",
-        "write a version of a run as a Hugging Face folder with a model card",
-        "tba export quickstart-seed0 --version best --out model",
-        run=True,
-    )
+    export = _command(commands, "export", "export:export_command", run=True)
     export.add_argument(
         "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, start, best, or last (default)"
     )
@@ -644,16 +531,7 @@ def _add_weights(commands: Subparsers) -> None:
 
 
 def _add_evaluate(commands: Subparsers) -> None:
-    evaluate = _command(
-        commands,
-        "evaluate",
-        "evaluate:evaluate_command",
-        "the published evaluation of a task: generate, score, measure, compare",
-        "tba evaluate my.toml              # the starting model",
-        "tba evaluate quickstart-seed0 --compare start best    # answers before and after, side by side",
-        "tba evaluate my.toml --model model --set eval.published.num_prompts=50",
-        takes=["token_file"],
-    )
+    evaluate = _command(commands, "evaluate", "evaluate:evaluate_command", takes=["token_file"])
     evaluate.add_argument(
         "source",
         metavar="RECIPE|RUN",

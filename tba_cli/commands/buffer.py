@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from contextlib import closing
 
 from tba.api import LoadRequest, RunCommand
 from tba.errors import ServiceError
-from tba.fields import escape_controls
 from tba.versions import PolicyVersion
 from tba.wire.snapshot_manifest import SnapshotSource, check_snapshot_name
 from tba_cli.console import print_answer
@@ -64,11 +62,10 @@ def accept_loss_command(args: argparse.Namespace) -> int:
         # read before, since accepting it clears it
         loss = client.run().loss
         info = client.command("accept-loss", RunCommand(reason=args.reason))
-    if args.json:
-        print(json.dumps({"accepted": loss, "num_lost_changes": info.num_lost_changes}, indent=1))
-    elif loss is None:
-        print("Redis has lost nothing that was acknowledged; nothing was changed")
-    else:
-        print(f"accepted: {escape_controls(loss)}")
-        print(f"{info.num_lost_changes} acknowledged changes were accepted as lost so far; the run takes writes again")
+    num = info.num_lost_changes
+    lines = ["Redis has lost nothing that was acknowledged; nothing was changed"]
+    if loss is not None:
+        lines = [f"accepted: {loss}"]
+        lines.append(f"{num} acknowledged changes were accepted as lost so far; the run takes writes again")
+    print_answer({"accepted": loss, "num_lost_changes": num}, lines, as_json=args.json)
     return 0

@@ -6,9 +6,8 @@ It needs no torch.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from tba.store import open_store
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba.weights.export import RunFacts, write_export
+from tba_cli.console import print_answer
 from tba_cli.reports.history import load_history
-from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client, run_folder
 
 
@@ -44,21 +43,6 @@ def export_command(args: argparse.Namespace) -> int:
     source = source_of(args)
     versions = source.versions
     version = choose(args.version, source, versions)
-    _write_whole(out, lambda half: write_export(versions, version, half, source.facts))
-    run = source.facts.recipe.run.name
-    if args.json:
-        print(json.dumps({"run": run, "version": str(version), "out": str(out)}, indent=1))
-    else:
-        print(f"exported version {version} of run {run!r} to {out}")
-    return 0
-
-
-def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
-    """Make a folder that appears only when it is whole.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(dir=out.parent, prefix=".tba-export-")
@@ -66,9 +50,13 @@ def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
     with temporary as name:
         half = Path(name) / "export"
-        write(half)
+        write_export(versions, version, half, source.facts)
         # one step: nobody sees a folder that is half written
         half.rename(out)
+    run = source.facts.recipe.run.name
+    line = f"exported version {version} of run {run!r} to {out}"
+    print_answer({"run": run, "version": str(version), "out": str(out)}, [line], as_json=args.json)
+    return 0
 
 
 def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVersion:
@@ -112,12 +100,13 @@ def source_of(args: argparse.Namespace) -> Exportable:
     recipe = recipe_of(args)
     ended = ended_run(args)
     if ended is not None:
-        return _of_ended(ended, recipe)
-    client = open_client(args)
-    try:
+        # a run that was stopped before its end left no history: its card has no evaluations
+        if not ended.history_path.exists():
+            return Exportable(facts=RunFacts(recipe=recipe))
+        history = load_history(ended.history_path)
+        return Exportable(facts=RunFacts(recipe=recipe, evals=history.info.evals, best=history.info.best))
+    with closing(open_client(args)) as client:
         info = client.run()
-    finally:
-        client.close()
     # with --url, recipe and service are named apart from each other
     if info.run != recipe.run.name:
         raise ConfigError(f"the recipe is that of run {recipe.run.name!r}, but {args.url} serves run {info.run!r}")
@@ -140,11 +129,3 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     if not folder.config_path.exists():
         raise ConfigError(f"there is no run in {folder.path}; give --url and --recipe, or another run")
     return load_recipe(folder.config_path, environ={})
-
-
-def _of_ended(folder: RunFolder, recipe: Recipe) -> Exportable:
-    # a run that was stopped before its end left no history: its card has no evaluations
-    if not folder.history_path.exists():
-        return Exportable(facts=RunFacts(recipe=recipe))
-    history = load_history(folder.history_path)
-    return Exportable(facts=RunFacts(recipe=recipe, evals=history.info.evals, best=history.info.best))

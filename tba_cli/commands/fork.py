@@ -38,7 +38,7 @@ def forked_recipe(args: argparse.Namespace) -> tuple[Recipe, dict[str, Any]]:
         raise ConfigError(f"there is no run {run!r} under {RUNS_DIR}/; give the recipe of the fork as well")
     values: dict[str, Any] = {
         "run.name": args.run_name,
-        "run.snapshot": f"{run}/{args.buffer or _snapshot_of(version)}",
+        "run.snapshot": f"{run}/{args.buffer or f'fork-{version}'}",
         "run.fork_version": str(version),
     }
     values |= {} if args.seed is None else {"run.seed": args.seed}
@@ -56,11 +56,7 @@ def save_origin(args: argparse.Namespace, recipe: Recipe, folder: RunFolder) -> 
     # before the buffer is saved, which may take minutes
     check_origin(recipe)
     folder.check(resume=args.resume, fresh=args.fresh)
-    _ensure_saved(RunFolder(Path(recipe.local.runs_dir) / run), SnapshotSource(run, _snapshot_of(version)), version)
-
-
-def _snapshot_of(version: PolicyVersion) -> str:
-    return f"fork-{version}"
+    _ensure_saved(RunFolder(Path(recipe.local.runs_dir) / run), SnapshotSource(run, f"fork-{version}"), version)
 
 
 def parse_fork(text: str) -> tuple[str, PolicyVersion]:

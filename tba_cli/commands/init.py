@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 from pathlib import Path
 
 from tba.config.reward import BUILT_IN_TASKS
 from tba.errors import ConfigError
+from tba_cli.console import print_answer
 from tba_cli.task_files import write_task
 
 NAME = re.compile("[a-z][a-z0-9_-]{0,40}")
@@ -29,9 +29,8 @@ def init_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} exists already, and nothing in it is overwritten; name another one with --folder")
     files = write_task(folder, task)
     steps = [f"tba score examples.jsonl --recipe {task}.toml", f"tba config check {task}.toml", f"tba run {task}.toml"]
-    if args.json:
-        print(json.dumps({"folder": str(folder), "files": list(map(str, files)), "next": steps}, indent=1))
-        return 0
-    print(f"wrote {', '.join(map(str, files))}\nnext:\n  cd {shlex.quote(str(folder))}")
-    print("\n".join(f"  {step}" for step in steps))
+    names = list(map(str, files))
+    shown = [f"  {step}" for step in (f"cd {shlex.quote(str(folder))}", *steps)]
+    lines = [f"wrote {', '.join(names)}", "next:", *shown]
+    print_answer({"folder": str(folder), "files": names, "next": steps}, lines, as_json=args.json)
     return 0

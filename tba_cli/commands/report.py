@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from tba.api import RunInfo
 from tba.clients import BufferClient
 from tba.errors import ConfigError
 from tba_cli.commands.rollouts import with_run
+from tba_cli.console import print_answer
 from tba_cli.reports.comparison import runs_markdown
 from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
 from tba_cli.run_folder import RunFolder
@@ -54,31 +54,9 @@ def check_command(args: argparse.Namespace) -> int:
     """Check the ledger, of a run that is over from its files; return 1 on a violation."""
     info, check = with_run(args, _read_ledger)
     violations = check.violations()
-    if args.json:
-        print(json.dumps(_check_document(info, check, violations), indent=1))
-        return EXIT_VIOLATION if violations else 0
-    # one lost entry can make every later one a violation
-    for violation in violations[:MAX_SHOWN]:
-        print(violation)
-    if len(violations) > MAX_SHOWN:
-        print(f"... and {len(violations) - MAX_SHOWN} more")
-    fork = "" if check.forked_from is None else f", forked from {check.forked_from} of another run"
-    counts = (
-        f"{info.step} steps, {check.num_batches} batches, {check.num_abandoned} of them abandoned, "
-        f"{check.num_skipped} skipped, "
-        f"trainer starts: {check.num_starts}, active lineage {info.lineage}{fork}"
-    )
-    if violations:
-        print(f"ledger of {info.run!r}: {len(violations)} violations ({counts})")
-        return EXIT_VIOLATION
-    print(f"ledger of {info.run!r}: every step of the active lineage exactly once ({counts})")
-    return 0
-
-
-def _check_document(info: RunInfo, check: LedgerCheck, violations: Sequence[str]) -> dict[str, Any]:
-    return {
+    document = {
         "run": info.run,
-        "violations": list(violations),
+        "violations": violations,
         "num_steps": info.step,
         "num_batches": check.num_batches,
         "num_abandoned": check.num_abandoned,
@@ -87,6 +65,20 @@ def _check_document(info: RunInfo, check: LedgerCheck, violations: Sequence[str]
         "lineage": info.lineage,
         "forked_from": None if check.forked_from is None else str(check.forked_from),
     }
+    # one lost entry can make every later one a violation
+    lines = violations[:MAX_SHOWN]
+    if len(violations) > MAX_SHOWN:
+        lines.append(f"... and {len(violations) - MAX_SHOWN} more")
+    fork = "" if check.forked_from is None else f", forked from {check.forked_from} of another run"
+    counts = (
+        f"{info.step} steps, {check.num_batches} batches, {check.num_abandoned} of them abandoned, "
+        f"{check.num_skipped} skipped, "
+        f"trainer starts: {check.num_starts}, active lineage {info.lineage}{fork}"
+    )
+    result = f"{len(violations)} violations" if violations else "every step of the active lineage exactly once"
+    lines.append(f"ledger of {info.run!r}: {result} ({counts})")
+    print_answer(document, lines, as_json=args.json)
+    return EXIT_VIOLATION if violations else 0
 
 
 def _read_ledger(client: BufferClient) -> tuple[RunInfo, LedgerCheck]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from contextlib import closing
@@ -15,6 +14,7 @@ from tba.clients import BufferClient
 from tba.clients.buffer import RolloutFilters
 from tba.errors import ConfigError
 from tba.fields import escape_controls
+from tba_cli.console import print_answer
 from tba_cli.run_target import ended_run, open_client
 
 T = TypeVar("T")
@@ -42,15 +42,10 @@ def list_command(args: argparse.Namespace) -> int:
     if args.id is not None:
         return _show(args)
     page = with_run(args, lambda client: _found(client, args))
-    if args.json:
-        print(page.model_dump_json(indent=2, ensure_ascii=True))
-        return 0
-    for rollout in page.rollouts:
-        print("\n".join(lines_of(rollout)))
+    lines = [line for rollout in page.rollouts for line in lines_of(rollout)] or ["no stored rollout matches"]
     if page.next is not None:
-        print("there are more: raise --limit")
-    elif not page.rollouts:
-        print("no stored rollout matches")
+        lines.append("there are more: raise --limit")
+    print_answer(page, lines, as_json=args.json)
     return 0
 
 
@@ -75,10 +70,11 @@ def _found(client: BufferClient, args: argparse.Namespace) -> RolloutPage:
 def lines_of(rollout: RolloutInfo) -> list[str]:
     """Return a rollout of a list in three lines, or four where its prompt has gold data."""
     why = f" ({rollout.reward_reason})" if rollout.reward_reason else ""
+    reward = rollout.reward_status if rollout.reward is None else f"{rollout.reward:.4g}"
     prompt = "not among the prompts of the run" if rollout.prompt_text is None else repr(rollout.prompt_text)
     more = " ..." if rollout.response_text_cut else ""
     return [
-        f"{rollout.rollout_id}  reward {_reward(rollout)}{escape_controls(why)}, version {rollout.version}, age "
+        f"{rollout.rollout_id}  reward {reward}{escape_controls(why)}, version {rollout.version}, age "
         f"{rollout.policy_age_steps} steps, {rollout.num_response_tokens} tokens, {rollout.finish_reason}",
         # a model may write anything, also the escapes that rewrite a terminal
         escape_controls(f"  prompt {rollout.prompt_id}: {prompt}"),
@@ -118,12 +114,10 @@ def export_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"the folder of --out {path} does not exist; make it first")
     num_bytes = with_run(args, lambda client: client.export_rollouts(path, **filters_of(args)))
     found = _counts(path)
-    if args.json:
-        print(json.dumps({"out": str(path), **found, "num_bytes": num_bytes}, indent=1))
-        return 0
     what = "the rollouts" if found["num_rollouts"] is None else f"{found['num_rollouts']} rollouts"
     evicted = f" ({found['num_evicted']} more were evicted before they were read)" if found["num_evicted"] else ""
-    print(f"wrote {what}{evicted} to {path}, {num_bytes:,} bytes")
+    line = f"wrote {what}{evicted} to {path}, {num_bytes:,} bytes"
+    print_answer({"out": str(path), **found, "num_bytes": num_bytes}, [line], as_json=args.json)
     return 0
 
 
@@ -136,7 +130,3 @@ def _counts(path: Path) -> dict[str, int | None]:
     metadata = parquet.read_metadata(path)
     num_evicted = int((metadata.metadata or {}).get(EVICTED_KEY.encode(), 0))
     return {"num_rollouts": metadata.num_rows, "num_evicted": num_evicted}
-
-
-def _reward(rollout: RolloutInfo) -> str:
-    return rollout.reward_status if rollout.reward is None else f"{rollout.reward:.4g}"

@@ -27,7 +27,10 @@ def run_command(args: argparse.Namespace) -> int:
     if args.fork is not None:
         recipe, document = forked_recipe(args)
     elif args.recipe is not None:
-        recipe = load_recipe(args.recipe, sets=[*args.set, *flag_sets(args)])
+        # these flags win over all other overrides
+        flags = {"run.name": args.run_name, "run.snapshot": args.buffer, "run.seed": args.seed}
+        own = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+        recipe = load_recipe(args.recipe, sets=[*args.set, *own])
         document = read_document(Path(args.recipe))
     else:
         raise ConfigError("name a recipe, such as quickstart, or another run with --fork RUN@VERSION")
@@ -63,13 +66,6 @@ def loudness_of(args: argparse.Namespace) -> Loudness:
     return "quiet" if args.quiet else "verbose" if args.verbose else "normal"
 
 
-def flag_sets(args: argparse.Namespace) -> list[str]:
-    """Return --run-name, --buffer and --seed as `--set` overrides, which win over all others."""
-    sets = [] if args.run_name is None else [f"run.name={json.dumps(args.run_name)}"]
-    sets += [] if args.buffer is None else [f"run.snapshot={json.dumps(args.buffer)}"]
-    return sets if args.seed is None else [*sets, f"run.seed={args.seed}"]
-
-
 def resumed_recipe(folder: RunFolder, args: argparse.Namespace, console: Console) -> Recipe | None:
     """Return the recipe that the run began with, plus --set. Variables of the environment do not count.
 
@@ -91,14 +87,10 @@ def resumed_recipe(folder: RunFolder, args: argparse.Namespace, console: Console
 
 def command_line(args: argparse.Namespace) -> str:
     """Return the command that began this run, without --resume and --fresh."""
-    words = [*this_program(), "run"]
-    words += [] if args.recipe is None else [args.recipe]
-    words += [] if args.fork is None else ["--fork", args.fork]
-    words += [] if args.run_name is None else ["--run-name", args.run_name]
-    words += [] if args.buffer is None else ["--buffer", args.buffer]
-    words += [] if args.seed is None else ["--seed", str(args.seed)]
-    for item in args.set:
-        words += ["--set", item]
+    words = [*this_program(), "run"] + ([] if args.recipe is None else [args.recipe])
+    flags = [("--fork", args.fork), ("--run-name", args.run_name), ("--buffer", args.buffer), ("--seed", args.seed)]
+    for flag, value in [*flags, *(("--set", item) for item in args.set)]:
+        words += [] if value is None else [flag, str(value)]
     return shlex.join(words)
 
 

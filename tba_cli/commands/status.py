@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from tba.api import ENDED, ComponentInfo, EvalInfo, RunChange, RunCommand, RunInfo, SettingsInfo, Stats
 from tba.clients import BufferClient
-from tba.clients.buffer import Command
 from tba.config.live_settings import setting_text
 from tba.config.trainer import REMEDIES
 from tba.fields import escape_controls
@@ -76,7 +75,8 @@ def _ended_status(folder: RunFolder, *, as_json: bool) -> int:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.at_s))
     lines = [f"run {document['run']['run']!r} is over since {since}: {end.reason}"]
     if not folder.is_finished:
-        lines.append(f"  resume with: tba run {_short(folder.recipe_path)} --resume")
+        path, here = folder.recipe_path, Path.cwd()
+        lines.append(f"  resume with: tba run {path.relative_to(here) if path.is_relative_to(here) else path} --resume")
     print("\n".join(map(escape_controls, [*lines, f"  its last state: {state}", *others])))
     return 0
 
@@ -104,28 +104,10 @@ def follow(client: BufferClient, *, as_json: bool) -> int:
         time.sleep(FOLLOW_S)
 
 
-def _short(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def pause_command(args: argparse.Namespace) -> int:
-    """Pause a run: no new leases, no new batches."""
-    return _change(args, "pause")
-
-
-def resume_command(args: argparse.Namespace) -> int:
-    """Let a paused run continue."""
-    return _change(args, "resume")
-
-
-def stop_command(args: argparse.Namespace) -> int:
-    """End the run after the step in progress."""
-    return _change(args, "stop")
-
-
-def _change(args: argparse.Namespace, name: Command) -> int:
+def change_command(args: argparse.Namespace) -> int:
+    """Pause a run, let it continue, or end it after the step in progress."""
     with closing(open_client(args)) as client:
-        info = client.command(name, RunCommand(reason=args.reason))
+        info = client.command(args.change, RunCommand(reason=args.reason))
     print_answer(info, [state_line(info)], as_json=args.json)
     return 0
 

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 
 from tba_cli.browser import opened_page
@@ -20,7 +19,9 @@ READ_S = 5.0
 def view_command(args: argparse.Namespace) -> int:
     """Open the page in a browser and print its address without its token; that of a run that is over is served here."""
     ended = ended_run(args)
-    is_opened = not args.no_open and has_display(os.environ)
+    # in a terminal without a window, a text browser would take it over
+    has_display = sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
+    is_opened = has_display and not args.no_open
     with ExitStack() as stack:
 
         def show(page: Page) -> None:
@@ -59,8 +60,3 @@ def _page(args: argparse.Namespace) -> Page:
         # a wrong address or token is a sentence here, and an empty page in a browser
         client.run()
     return Page(url, args.token_file or (None if args.url else endpoints_of(run_folder(args))[1]))
-
-
-def has_display(environ: Mapping[str, str]) -> bool:
-    """Return whether a browser would open a window; in a terminal without one, a text browser would take it over."""
-    return sys.platform != "linux" or any(environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))

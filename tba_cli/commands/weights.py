@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from typing import Any
 
 from tba.api import RunInfo
@@ -20,7 +19,8 @@ from tba.weights.retention import reasons_to_keep
 from tba.wire.weight_manifest import Manifest
 from tba_cli.commands.config import size_text
 from tba_cli.commands.export import recipe_of
-from tba_cli.run_target import ended_run, open_client, run_folder
+from tba_cli.commands.rollouts import with_run
+from tba_cli.run_target import run_folder
 
 ANY_LINEAGE = 10**9
 """Greater than every lineage."""
@@ -61,7 +61,7 @@ def _is_store_alone(args: argparse.Namespace) -> bool:
     return args.recipe is not None and not (args.url or args.run_dir or args.run)
 
 
-def _ask(args: argparse.Namespace, place: VersionStore) -> RunInfo:
+def _ask(args: argparse.Namespace) -> RunInfo:
     """Return the run as its buffer knows it: the service, or a read-only one over the files of a run that is over.
 
     Raises:
@@ -69,15 +69,7 @@ def _ask(args: argparse.Namespace, place: VersionStore) -> RunInfo:
     """
     if _is_store_alone(args):
         raise ConfigError("--recipe alone names no buffer service")
-    if (folder := ended_run(args)) is not None:
-        # no image holds the launcher
-        from tba_cli.local.ended_run import read_ended
-
-        info = read_ended(folder, lambda client: client.run())
-    else:
-        with closing(open_client(args)) as client:
-            info = client.run()
-    return info
+    return with_run(args, lambda client: client.run())
 
 
 def _check_run(info: RunInfo, place: VersionStore) -> None:
@@ -95,7 +87,7 @@ def list_command(args: argparse.Namespace) -> int:
     existing = place.versions.versions()
     reasons, unknown, damaged = None, None, None
     try:
-        info = _ask(args, place)
+        info = _ask(args)
     except TbaError as error:
         unknown = str(error)
     else:
@@ -210,7 +202,7 @@ def _held(args: argparse.Namespace, place: VersionStore) -> RunInfo | None:
         ConfigError: nobody can be asked, and nobody has said that the run is over; or it is in progress.
     """
     try:
-        info = _ask(args, place)
+        info = _ask(args)
     except TbaError as error:
         if not args.run_is_over:
             raise ConfigError(

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from tba.errors import ChildError, ConfigError, TbaError
 from tba_cli.child_processes import PIPED
@@ -62,16 +61,6 @@ class Command:
         self._on_error_line = on_error_line
         self._reader = threading.Thread(target=self._read_errors, name="stderr of tba", daemon=True)
         self._reader.start()
-
-    def __enter__(self) -> Command:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End it."""
-        self.close()
 
     @property
     def is_running(self) -> bool:

@@ -70,94 +70,76 @@ def prepare(
             and `fresh`, or is in use.
     """
     if isinstance(recipe, Mapping):
-        document, path = _copy_of(recipe), None
+        document = _copy_of(recipe)
     else:
         path = _path_of(recipe)
         document = read_document(Path(path))
-    if path is not None and objective is None and rewards is None and prompts is None:
-        return Inputs(recipe=path, folder=run_folder_of(load_recipe(path, sets=sets)))
-    with tempfile.TemporaryDirectory(prefix="tba-inputs-") as name:
-        draft = _Draft(Path(name), document, sets)
-        # first: tasks come from the prompts
-        if prompts is not None:
-            draft.take_prompts(prompts)
-        if objective is not None:
-            draft.take_objective(objective)
-        if rewards is not None:
-            draft.take_rewards(rewards)
-        folder = run_folder_of(draft.recipe())
-        place = _make_place(folder, resume=resume, fresh=fresh)
-        draft.write_to(place)
+        if objective is None and rewards is None and prompts is None:
+            return Inputs(recipe=path, folder=run_folder_of(load_recipe(path, sets=sets)))
+    files: dict[str, str] = {}
+    import_folders: list[str] = []
+    tasks: list[str] = []
+    # first: tasks come from the prompts
+    if prompts is not None:
+        rows = [_checked(row, number) for number, row in enumerate(_rows_of(prompts))]
+        files[PROMPTS_FILE] = "".join(f"{json.dumps(row)}\n" for row in rows)
+        kept = {key: value for key, value in document.get("data", {}).items() if key not in SOURCES}
+        document["data"] = {**kept, "path": PROMPTS_FILE}
+        tasks = sorted({row["task"] for row in rows})
+    if isinstance(objective, str):
+        document["objective"] = {**document.get("objective", {}), "preset": objective}
+    elif objective is not None:
+        preset = _take(objective, "objective", files, import_folders)
+        document["objective"] = {**document.get("objective", {}), "preset": preset}
+    if rewards is not None:
+        scorers = _scorers_of(rewards, files, import_folders)
+        section = document.setdefault("reward", {})
+        entries = {task: {"scorers": scorers} for task in tasks or _tasks_of(_resolved(document, sets))}
+        section["tasks"] = {**section.get("tasks", {}), **entries}
+    folder = run_folder_of(_resolved(document, sets))
+    place = _make_place(folder, resume=resume, fresh=fresh)
+    if prompts is not None:
+        document["data"]["path"] = str(place / PROMPTS_FILE)
+    files[RECIPE_FILE] = json.dumps(document, indent=2) + "\n"
+    for name, text in files.items():
+        (place / name).write_text(text, encoding="utf-8")
     return Inputs(
-        recipe=str(place / RECIPE_FILE),
-        folder=folder,
-        import_folders=[str(place), *dict.fromkeys(draft.import_folders)],
+        recipe=str(place / RECIPE_FILE), folder=folder, import_folders=[str(place), *dict.fromkeys(import_folders)]
     )
 
 
-class _Draft:
-    """A recipe that becomes complete, with its files, in a temporary folder."""
+def _resolved(document: dict[str, Any], sets: Sequence[str]) -> Recipe:
+    with tempfile.TemporaryDirectory(prefix="tba-inputs-") as name:
+        path = Path(name) / RECIPE_FILE
+        path.write_text(json.dumps(document), encoding="utf-8")
+        return load_recipe(path, sets=sets)
 
-    def __init__(self, folder: Path, document: dict[str, Any], sets: Sequence[str]) -> None:
-        self._folder, self._document, self._sets = folder, document, sets
-        self._tasks: list[str] | None = None
-        self.import_folders: list[str] = []
 
-    def recipe(self) -> Recipe:
-        """Return it as it is now, resolved."""
-        self._write_recipe()
-        return load_recipe(self._folder / RECIPE_FILE, sets=self._sets)
+def _scorers_of(
+    rewards: Iterable[Function | Mapping[str, Any]], files: dict[str, str], import_folders: list[str]
+) -> list[dict[str, Any]]:
+    if callable(rewards) or isinstance(rewards, Mapping):
+        raise ConfigError("rewards is one scorer; give a list of them: rewards=[...]")
+    scorers = []
+    for number, reward in enumerate(rewards):
+        if isinstance(reward, Mapping):
+            scorers.append(dict(reward))
+        else:
+            function = _take(reward, f"rewards[{number}]", files, import_folders)
+            scorers.append({"kind": "python", "function": function})
+    if not scorers:
+        raise ConfigError("rewards is empty; give at least one scorer, or leave it out for those of the recipe")
+    return scorers
 
-    def take_prompts(self, prompts: Any) -> None:
-        section: dict[str, Any] = self._document.get("data", {})
-        rows = [_checked(row, number) for number, row in enumerate(_rows_of(prompts))]
-        path = self._folder / PROMPTS_FILE
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-        kept = {key: value for key, value in section.items() if key not in SOURCES}
-        self._document["data"] = {**kept, "path": str(path)}
-        self._tasks = sorted({row["task"] for row in rows})
 
-    def take_objective(self, objective: Function | str) -> None:
-        name = objective if isinstance(objective, str) else self._take(objective, what="objective")
-        self._document["objective"] = {**self._document.get("objective", {}), "preset": name}
-
-    def take_rewards(self, rewards: Iterable[Function | Mapping[str, Any]]) -> None:
-        if callable(rewards) or isinstance(rewards, Mapping):
-            raise ConfigError("rewards is one scorer; give a list of them: rewards=[...]")
-        scorers = []
-        for number, reward in enumerate(rewards):
-            if isinstance(reward, Mapping):
-                scorers.append(dict(reward))
-                continue
-            scorers.append({"kind": "python", "function": self._take(reward, what=f"rewards[{number}]")})
-        if not scorers:
-            raise ConfigError("rewards is empty; give at least one scorer, or leave it out for those of the recipe")
-        tasks = self._tasks or _tasks_of(self.recipe())
-        section = self._document.get("reward", {})
-        entries = {task: {"scorers": scorers} for task in tasks}
-        self._document["reward"] = {**section, "tasks": {**section.get("tasks", {}), **entries}}
-
-    def write_to(self, place: Path) -> None:
-        """Move the files there."""
-        data = self._document.get("data", {})
-        if self._tasks is not None:
-            data["path"] = str(place / PROMPTS_FILE)
-        self._write_recipe()
-        shutil.copytree(self._folder, place, dirs_exist_ok=True)
-
-    def _take(self, function: Function, *, what: str) -> str:
-        found = named(function, what=what)
-        if found.source is not None:
-            file = self._folder / found.file_name
-            if file.exists() and file.read_text(encoding="utf-8") != found.source:
-                raise ConfigError(f"{what}: another function is called {function.__name__!r} too; rename one of them")
-            file.write_text(found.source, encoding="utf-8")
-        if found.import_folder is not None:
-            self.import_folders.append(found.import_folder)
-        return found.path
-
-    def _write_recipe(self) -> None:
-        (self._folder / RECIPE_FILE).write_text(json.dumps(self._document, indent=2) + "\n", encoding="utf-8")
+def _take(function: Function, what: str, files: dict[str, str], import_folders: list[str]) -> str:
+    """Return how services import a function; add the file and the folder that they need for it."""
+    found = named(function, what=what)
+    if found.source is not None and files.setdefault(found.file_name, found.source) != found.source:
+        raise ConfigError(f"{what}: another function is called {function.__name__!r} too; rename one of them")
+    if found.import_folder is not None:
+        import_folders.append(found.import_folder)
+    return found.path
 
 
 def _rows_of(prompts: Any) -> Iterable[Any]:

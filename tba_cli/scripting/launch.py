@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tba.errors import TbaError
@@ -79,11 +80,8 @@ def run(
     words = ["run", inputs.recipe, *(word for item in all_sets for word in ("--set", item))]
     words += ["--fresh"] if fresh else []
     words += ["--resume"] if resume else []
-    with Command(
-        words,
-        on_error_line=_print_error if progress else lambda _: None,
-        import_folders=inputs.import_folders,
-    ) as command:
+    on_error_line = partial(print, file=sys.stderr, flush=True) if progress else lambda _: None
+    with closing(Command(words, on_error_line=on_error_line, import_folders=inputs.import_folders)) as command:
         with _interruptible():
             code = _until_end(command, progress=progress)
         if code not in (0, EXIT_INTERRUPTED):
@@ -140,7 +138,3 @@ def _failure(command: Command, code: int, *, with_output: bool) -> TbaError:
     if with_output and LINES_ABOVE in text:
         text = f"{''.join(command.last_lines)}{text}"
     return type(error)(text)
-
-
-def _print_error(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -59,11 +59,7 @@ def child_environ(
 
 
 def run_program(module: str, words: Sequence[str]) -> str:
-    """Run a program that needs torch or transformers, and return its stdout.
-
-    Raises:
-        ConfigError: the program is not installed, ran into its deadline, or says what is wrong.
-    """
+    """Run a program that needs torch or transformers, and return its stdout."""
     environ = child_environ(os.environ, num_threads=1)  # threads that spin make small models slower
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with _program(module, words, env=environ, encoding="utf-8", errors="replace", **pipes) as program:
@@ -139,7 +135,8 @@ def _last_words(lines: Sequence[str], code: int) -> str:
         last = f"{last}{'; ' if last else ''}it was ended by signal {-code} ({signal.Signals(-code).name})"
     # a module that `python -m` is given is named otherwise than one that it imports
     extras = {"tokenizers": "models", "torch": "models", "transformers": "models", "tba_trainer": "trainer"}
-    named = (f"No module named '{name}" in last or f"specification for '{name}" in last for name in extras)
-    extra = next((extra for extra, is_missing in zip(extras.values(), named, strict=True) if is_missing), None)
-    hint = "" if extra is None else f"; install the extra: pip install 'tba[{extra}]'"
-    return f"{last.removeprefix('error: ')}{hint}"
+    last = last.removeprefix("error: ")
+    for name, extra in extras.items():
+        if f"No module named '{name}" in last or f"specification for '{name}" in last:
+            return f"{last}; install the extra: pip install 'tba[{extra}]'"
+    return last

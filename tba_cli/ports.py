@@ -25,9 +25,6 @@ def choose_ports(requests: Sequence[PortRequest]) -> list[int]:
     """Return a free port for every request, all different.
 
     Another process may take one before the child does; the child then fails with the sentence of tba/server/serve.py.
-
-    Raises:
-        ConfigError: a port is in use, or the address is not one of this machine.
     """
     # all are bound at once, so that no port is chosen twice, and released for the children at the end
     with ExitStack() as held:

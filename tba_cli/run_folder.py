@@ -117,11 +117,7 @@ class RunFolder:
         return self.secrets_path / "tokens" / f"{who}.json"
 
     def check(self, *, resume: bool, fresh: bool) -> None:
-        """Check that the content of the folder fits the flags.
-
-        Raises:
-            ConfigError: it is not a run folder, holds a run (without resume and fresh), or holds none (with resume).
-        """
+        """Check that the content of the folder fits the flags."""
         holds_work = self.summary_path.exists() or any(self.store_path.glob("runs/*/checkpoints/*/manifest.json"))
         if holds_work and not self.has_begun and not fresh:
             raise ConfigError(
@@ -142,11 +138,7 @@ class RunFolder:
             )
 
     def check_entries(self) -> None:
-        """Check that what lies at the top is files and folders: reading a device or a pipe need not end.
-
-        Raises:
-            ConfigError: something is a link to a file, a device, a pipe or a socket, or a document that is too large.
-        """
+        """Check that what lies at the top is files and folders: reading a device or a pipe need not end."""
         for entry in os.scandir(self.path) if self.path.is_dir() else ():
             is_file = entry.is_file(follow_symlinks=False)
             if not (is_file or entry.is_dir()):
@@ -156,11 +148,7 @@ class RunFolder:
 
     @contextmanager
     def acquire(self, *, resume: bool, fresh: bool) -> Iterator[int]:
-        """Lock the folder after `check`; yield the descriptor of the lock.
-
-        Raises:
-            ConfigError: as `check`, or the folder is in use.
-        """
+        """Lock the folder after `check`; yield the descriptor of the lock."""
         self.check(resume=resume, fresh=fresh)
         self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)
@@ -254,11 +242,7 @@ class RunFolder:
 
 
 def num_plain_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder.
-
-    Raises:
-        ConfigError: something there is a link, a device, a pipe or a socket, and copying it need not end.
-    """
+    """Return the bytes of all files below a folder."""
     num_bytes = 0
     for place, names, files in os.walk(folder):
         for path in (Path(place) / name for name in (*names, *files)):

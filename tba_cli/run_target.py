@@ -8,16 +8,14 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
+from tba.api import SnapshotInfo
+from tba.clients import BufferClient
 from tba.errors import ConfigError, ServiceError, WaitTimeoutError
 from tba.tokens import operator_client_token
-
-if TYPE_CHECKING:
-    from tba.api import RunInfo, SnapshotInfo
-    from tba.clients import BufferClient
-    from tba_cli.run_folder import RunFolder
+from tba_cli.run_folder import MARKER, RunFolder
 
 RUNS_DIR = Path("runs")
 RETRY_S = 3.0
@@ -29,22 +27,12 @@ MAX_NAMED = 10
 
 
 def open_client(args: argparse.Namespace) -> BufferClient:
-    """Return a client for the buffer service that the target flags name.
-
-    Raises:
-        ConfigError: there is no such run, or it is not in progress.
-    """
+    """Return a client for the buffer service that the target flags name."""
     return open_target(args)[0]
 
 
 def open_target(args: argparse.Namespace) -> tuple[BufferClient, str]:
-    """Return a client as `open_client`, and the address of the page of the run, with the token of that client.
-
-    Raises:
-        ConfigError: there is no such run, or it is not in progress.
-    """
-    from tba.clients import BufferClient
-
+    """Return a client as `open_client`, and the address of the page of the run, with the token of that client."""
     url, tokens_file, ca_file = (args.url, None, None) if args.url else endpoints_of(run_folder(args))
     token = operator_client_token(args.token_file or tokens_file)
     client = BufferClient(url, token=token, retry_s=RETRY_S, ca_file=args.ca_file or ca_file)
@@ -71,11 +59,7 @@ def page_url(buffer_url: str, token: str | None) -> str:
 
 
 def ended_run(args: argparse.Namespace) -> RunFolder | None:
-    """Return the folder of the chosen run if it is a local run that is over or was killed, else None.
-
-    Raises:
-        ConfigError: no run is named, and there is none.
-    """
+    """Return the folder of the chosen run if it is a local run that is over or was killed, else None."""
     if args.url:
         return None
     folder = run_folder(args)
@@ -84,27 +68,21 @@ def ended_run(args: argparse.Namespace) -> RunFolder | None:
 
 
 def run_folder(args: argparse.Namespace) -> RunFolder:
-    """Return the folder of the local run that the target flags name.
-
-    Raises:
-        ConfigError: no run is named, and there is none; or something in its folder is no plain file.
-    """
-    from tba_cli.run_folder import RunFolder
-
+    """Return the folder of the local run that the target flags name."""
     folder = RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
     folder.check_entries()
     return folder
 
 
 def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
-    """Return (buffer URL, tokens file, file of trusted authorities) of a run in progress.
-
-    Raises:
-        ConfigError: the run never began, is over, was killed, or is starting or ending right now.
-    """
+    """Return (buffer URL, tokens file, file of trusted authorities) of a run in progress."""
     path = folder.endpoints_path
     if not folder.path.is_dir():
-        raise ConfigError(_no_such_run(folder.path))
+        raise ConfigError(
+            f"there is no run {folder.path.name!r}: {folder.path} does not exist, and the runs beside it are: "
+            f"{runs_beside(folder.path)}; name one of them, give --run-dir DIR or --url URL, or start one with "
+            "`tba run RECIPE`"
+        )
     if not folder.is_in_use:
         raise ConfigError(f"run {folder.path.name!r} is not in progress; start it, or give --url")
     try:
@@ -123,27 +101,15 @@ def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
 
 def runs_beside(folder: Path) -> str:
     """Return the names of the runs in the parent of a run's folder, the newest first; "none" if there are none."""
-    from tba_cli.run_folder import MARKER
-
     markers = sorted(folder.parent.glob(f"*/{MARKER}"), key=lambda path: path.stat().st_mtime, reverse=True)
     names = [path.parent.name for path in markers[:MAX_NAMED]]
     return ", ".join(names) + (", ..." if len(markers) > MAX_NAMED else "") if names else "none"
-
-
-def _no_such_run(folder: Path) -> str:
-    """Return a sentence about a run that does not exist: which runs there are, and what to do."""
-    return (
-        f"there is no run {folder.name!r}: {folder} does not exist, and the runs beside it are: {runs_beside(folder)}; "
-        "name one of them, give --run-dir DIR or --url URL, or start one with `tba run RECIPE`"
-    )
 
 
 def _folder_of(run: str | None) -> Path:
     if run is not None:
         # a path is taken as it is, a name is below runs/
         return Path(run) if "/" in run else RUNS_DIR / run
-    from tba_cli.run_folder import RunFolder
-
     going = [RunFolder(path.parent) for path in RUNS_DIR.glob("*/endpoints.json")]
     if going:  # the file of a run that was killed is still there, so the lock counts first
         return max(going, key=lambda folder: (folder.is_in_use, folder.endpoints_path.stat().st_mtime)).path
@@ -151,22 +117,6 @@ def _folder_of(run: str | None) -> Path:
     if not ended:
         raise ConfigError(f"no run is in progress under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
     return max(ended, key=lambda folder: folder.recipe_path.stat().st_mtime).path
-
-
-def ask_for_rollback(client: BufferClient, step: int, reason: str | None) -> RunInfo:
-    """Ask a run in progress to return to the newest checkpoint at or before `step`.
-
-    Raises:
-        ConfigError: no run has a step of this number.
-        ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
-    """
-    from tba.api import RollbackRequest
-    from tba.fields import MAX_STEP
-
-    # the model would refuse it with a traceback
-    if not 0 <= step <= MAX_STEP:
-        raise ConfigError(f"step {step} is out of range; name one from 0 to {MAX_STEP}")
-    return client.rollback(RollbackRequest(step=step, reason=reason))
 
 
 def save_snapshot(client: BufferClient, name: str) -> SnapshotInfo:

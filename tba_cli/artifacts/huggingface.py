@@ -27,9 +27,6 @@ def download(item: PrepareItem, folder: Path) -> str:
 
     Returns:
         The commit that was fetched.
-
-    Raises:
-        ConfigError: the hub does not have it, keeps it behind a licence, or cannot be reached.
     """
     hub, name = hub_library(), item.hub or ""
     patterns = MODEL_FILES if item.kind == "model" else None
@@ -56,11 +53,7 @@ def download(item: PrepareItem, folder: Path) -> str:
 
 
 def shape_on_hub(name: str, revision: str | None) -> ModelShape:
-    """Return the sizes of a model from its config.json on the hub and the hub's count of parameters (a few KB).
-
-    Raises:
-        ConfigError: the hub does not have the model, keeps it behind a licence, cannot be reached, or has no sizes.
-    """
+    """Return the sizes of a model from its config.json on the hub and the hub's count of parameters (a few KB)."""
     hub = hub_library()
     item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
     with _explained(item, "fetch it first (tba data prepare RECIPE)"):
@@ -99,11 +92,7 @@ def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
 
 
 def hub_library() -> Any:
-    """Return the module huggingface_hub.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the module huggingface_hub."""
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError:

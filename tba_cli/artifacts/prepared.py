@@ -26,11 +26,7 @@ DIGEST_DIGITS = 8
 
 
 def is_there(item: PrepareItem) -> bool:
-    """Return whether the folder is there and whole.
-
-    Raises:
-        ConfigError: it holds something else than the recipe asks for; nothing that exists is overwritten.
-    """
+    """Return whether the folder is there and whole."""
     folder = Path(item.path)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{item.path} is a file, and must be a folder; remove it")
@@ -47,11 +43,7 @@ def is_there(item: PrepareItem) -> bool:
 
 
 def needed(recipe: Recipe) -> list[PrepareItem]:
-    """Return the items of `[[prepare]]` that a run needs, there or not.
-
-    Raises:
-        ConfigError: a folder holds something else than the recipe asks for; nothing that exists is overwritten.
-    """
+    """Return the items of `[[prepare]]` that a run needs, there or not."""
     inputs, found, has_training = training_inputs(recipe), list[PrepareItem](), False
     # backwards: what serves to make a model is needed while that is not there
     for item in reversed(recipe.prepare):
@@ -66,9 +58,6 @@ def missing(recipe: Recipe, *, at_start: bool) -> dict[str, str]:
 
     Args:
         at_start: also what `tba run` fetches or makes itself.
-
-    Raises:
-        ConfigError: as `needed`.
     """
     wanted = [item for item in needed(recipe) if at_start or not item.at_start]
     return {item.path: item.kind for item in wanted if not is_there(item)}
@@ -103,9 +92,6 @@ def check_prepared(recipe: Recipe, *, at_start: bool = True) -> None:
 
     Args:
         at_start: also check what `tba run` fetches or makes itself.
-
-    Raises:
-        ConfigError: some are missing; names them, and the command that makes them.
     """
     absent = missing(recipe, at_start=at_start)
     if absent:
@@ -114,11 +100,7 @@ def check_prepared(recipe: Recipe, *, at_start: bool = True) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Return what was recorded when the folder was prepared, or None where it was not.
-
-    Raises:
-        ConfigError: the record is damaged.
-    """
+    """Return what was recorded when the folder was prepared, or None where it was not."""
     path = folder / RECORD
     if not path.is_file():
         return None
@@ -150,11 +132,7 @@ def _partial_folder(item: PrepareItem) -> Path:
 
 
 def publish(item: PrepareItem, made: Path, *, commit: str | None) -> None:
-    """Rename a folder that is whole to that of the item, with a record of where its content came from.
-
-    Raises:
-        ConfigError: another process was faster, the settings changed meanwhile, or nothing can be written there.
-    """
+    """Rename a folder that is whole to that of the item, with a record of where its content came from."""
     if made != _partial_folder(item):
         raise ConfigError(f"{item.path}: its file of settings changed while it was made; run this command again")
     record = {"origin": item.origin, "commit": commit}

@@ -48,11 +48,7 @@ class RequiredFolder:
 
 
 def name_of(path: str, kind: Kind) -> str:
-    """Return the name of a folder in the store: the path after `models/` (a data set: `data/`), else its last part.
-
-    Raises:
-        ConfigError: the store cannot hold such a name.
-    """
+    """Return the name of a folder in the store: the path after `models/` (a data set: `data/`), else its last part."""
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", ".", "~")]
     # machines keep models in different places; the part behind `models/` is the same on all of them
     home = _HOMES[kind]
@@ -80,9 +76,6 @@ def required_folders(recipe: Recipe, service: Service | None = None) -> list[Req
 
     Args:
         service: return only the folders that this one reads; `setup` reads the data sets, for their prompts.
-
-    Raises:
-        ConfigError: two paths have one name in the store.
     """
     found: dict[str, RequiredFolder] = {}
     for folder in _named(recipe):

@@ -8,6 +8,7 @@ from typing import Any
 
 from tba.api import (
     CheckpointList,
+    RollbackRequest,
     RunInfo,
     ScaleAudit,
     ScaleRequest,
@@ -21,8 +22,9 @@ from tba.config import LIVE_NAMES, parse_live
 from tba.config.live_settings import AS_RECIPE, setting_text
 from tba.config.recipe_file import parse_toml_value
 from tba.errors import ConfigError
+from tba.fields import MAX_STEP
 from tba_cli.console import print_answer
-from tba_cli.run_target import ask_for_rollback, open_client
+from tba_cli.run_target import open_client
 
 SOURCES = {
     "operator": "asked for by the operator",
@@ -55,11 +57,7 @@ def settings_lines(info: SettingsInfo) -> list[str]:
 
 
 def _split(args: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:
-    """Return the run that was named, if any, and the settings.
-
-    Raises:
-        ConfigError: two runs, a run beside --url or --run-dir, or a setting given twice.
-    """
+    """Return the run that was named, if any, and the settings."""
     runs = [item for item in args.items if "=" not in item]
     if len(runs) > 1 or (runs and (args.url or args.run_dir)):
         raise ConfigError(f"{runs[-1]!r} is neither KEY=VALUE nor the only name of a run; write settings as beta=0.1")
@@ -119,7 +117,10 @@ def rollback_command(args: argparse.Namespace) -> int:
             found = CheckpointList(versions=client.checkpoints())
             shown = f"checkpoints, newest first: {', '.join(found.versions) or 'none so far'}"
         else:
-            found = ask_for_rollback(client, args.step, args.reason)
+            # the model would refuse it with a traceback
+            if not 0 <= args.step <= MAX_STEP:
+                raise ConfigError(f"step {args.step} is out of range; name one from 0 to {MAX_STEP}")
+            found = client.rollback(RollbackRequest(step=args.step, reason=args.reason))
             shown = rollback_line(found) or f"run {found.run!r} has rolled back already: lineage {found.lineage}"
     print_answer(found, [shown], as_json=args.json)
     return 0
@@ -141,11 +142,7 @@ def _change_line(change: ScaleAudit) -> str:
 
 
 def _number(text: str | None) -> int | None:
-    """Return the number that was asked for, or None for the number of the recipe.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the number that was asked for, or None for the number of the recipe."""
     if text is None or text == AS_RECIPE:
         return None
     # int() would take "1_0", " 4" and digits of other scripts

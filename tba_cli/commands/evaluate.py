@@ -97,11 +97,7 @@ def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> in
 
 
 def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
-    """Check what an evaluation needs before anything is fetched, and return its prompts.
-
-    Raises:
-        ConfigError: something is missing.
-    """
+    """Check what an evaluation needs before anything is fetched, and return its prompts."""
     # its numbers would look like those of a model
     if recipe.searcher.engine == "simulated":
         raise ConfigError(
@@ -219,11 +215,7 @@ def _of_folder(recipe: Recipe, text: str) -> Subject:
 
 
 def _checked(path: str | Path, what: str) -> Path:
-    """Return the folder, if it holds a model with a tokenizer.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Return the folder, if it holds a model with a tokenizer."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -60,11 +60,7 @@ def export_command(args: argparse.Namespace) -> int:
 
 
 def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVersion:
-    """Return the version that --version names: LINEAGE-STEP, start, best, or last.
-
-    Raises:
-        ConfigError: there is no such version.
-    """
+    """Return the version that --version names: LINEAGE-STEP, start, best, or last."""
     # the store and not the buffer decides: a version may be announced and deleted since
     run, existing = source.facts.recipe.run, versions.versions()
     if not existing:
@@ -116,11 +112,7 @@ def source_of(args: argparse.Namespace) -> Exportable:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """Return the recipe of the run, whose store holds the versions.
-
-    Raises:
-        ConfigError: there is no such run, or --url stands without --recipe.
-    """
+    """Return the recipe of the run, whose store holds the versions."""
     if args.recipe:
         return load_recipe(args.recipe)
     if args.url:

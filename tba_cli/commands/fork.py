@@ -60,11 +60,7 @@ def save_origin(args: argparse.Namespace, recipe: Recipe, folder: RunFolder) -> 
 
 
 def parse_fork(text: str) -> tuple[str, PolicyVersion]:
-    """Parse RUN@VERSION.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
+    """Parse RUN@VERSION."""
     run, _, version = text.rpartition("@")
     try:
         return run, PolicyVersion.parse(version)

@@ -29,11 +29,7 @@ def table_command(args: argparse.Namespace) -> int:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Return the summary of a finished run.
-
-    Raises:
-        ConfigError: it cannot be read, or is damaged.
-    """
+    """Return the summary of a finished run."""
     RunFolder(run_dir).check_entries()
     path = run_dir / "summary.json"
     try:

@@ -71,10 +71,6 @@ def resumed_recipe(folder: RunFolder, args: argparse.Namespace, console: Console
 
     Returns:
         None: the run is finished, and this recipe is its own and asks for no more; its results were printed.
-
-    Raises:
-        ConfigError: the recipe's file or a constant has changed; or the run is finished, and another recipe asks for no
-            more training.
     """
     began = with_absolute_paths(load_recipe(folder.recipe_path, environ={}))
     sets = args.set if args.seed is None else [*args.set, f"run.seed={args.seed}"]
@@ -95,11 +91,7 @@ def command_line(args: argparse.Namespace) -> str:
 
 
 def _continues_finished(folder: RunFolder, began: Recipe, recipe: Recipe, console: Console) -> bool:
-    """Return whether a recipe asks for more training than a finished run has done; else print the run's results.
-
-    Raises:
-        ConfigError: it does not, and is not the recipe of the run: what it changes would have no effect.
-    """
+    """Return whether a recipe asks for more training than a finished run has done; else print the run's results."""
     summary = read_summary(folder.path)
     step = summary["steps"]
     if step < recipe.trainer.num_steps:

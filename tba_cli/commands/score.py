@@ -78,11 +78,7 @@ def score_command(args: argparse.Namespace) -> int:
 
 
 def _examples(path: Path) -> dict[str, Example]:
-    """Return name and content of each line.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is no example.
-    """
+    """Return name and content of each line."""
     found = {}
     for row in jsonl_rows(path):
         try:

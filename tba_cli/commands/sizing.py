@@ -32,11 +32,7 @@ PARTS = {
 
 
 def sizing_command(args: argparse.Namespace) -> int:
-    """Print what one recipe needs; return 1 if somebody finds too little memory on a GPU.
-
-    Raises:
-        ConfigError: a number is out of range, or the sizes of the model are not known.
-    """
+    """Print what one recipe needs; return 1 if somebody finds too little memory on a GPU."""
     recipe = load_recipe(args.recipe, sets=args.set)
     gib = CARD_GIB if args.gpu_memory_gib is None else args.gpu_memory_gib
     if not 0 < gib < 1e6:
@@ -64,11 +60,7 @@ def sizing_command(args: argparse.Namespace) -> int:
 
 
 def _shape_in(recipe: Recipe, path: str) -> ModelShape:
-    """Return the sizes of the model that is, or will be, in a folder that the recipe names, without downloading it.
-
-    Raises:
-        ConfigError: it is neither here nor on the hub, or the hub cannot be asked.
-    """
+    """Return the sizes of the model that is, or will be, in a folder that the recipe names, without downloading it."""
     folder = Path(path)
     if folder.is_dir():
         return shape_of_folder(folder)

@@ -27,11 +27,7 @@ ANY_LINEAGE = 10**9
 
 
 class VersionStore:
-    """The store of the run that the target flags name, whether a service of the run is there or not.
-
-    Raises:
-        ConfigError: there is no such run.
-    """
+    """The store of the run that the target flags name, whether a service of the run is there or not."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.recipe: Recipe = recipe_of(args)
@@ -196,11 +192,7 @@ def gc_command(args: argparse.Namespace) -> int:
 
 
 def _held(args: argparse.Namespace, place: VersionStore) -> RunInfo | None:
-    """Return the run as its buffer knows it; None: `--run-is-over`, and nobody can be asked.
-
-    Raises:
-        ConfigError: nobody can be asked, and nobody has said that the run is over; or it is in progress.
-    """
+    """Return the run as its buffer knows it; None: `--run-is-over`, and nobody can be asked."""
     try:
         info = _ask(args)
     except TbaError as error:

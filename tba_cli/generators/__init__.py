@@ -33,11 +33,7 @@ class PromptSource(Protocol):
 
 
 def load_prompt_source(name: str) -> PromptSource:
-    """Return the source that `data.generator` names.
-
-    Raises:
-        ConfigError: there is no such source, or it cannot be imported.
-    """
+    """Return the source that `data.generator` names."""
     if plugins.check_name(name, what=GENERATOR, builtin=BUILT_IN) in BUILT_IN:
         return addition.generate
     source = plugins.load(name, what=GENERATOR)

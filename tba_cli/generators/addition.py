@@ -67,11 +67,7 @@ def stream(split: str, seed: int) -> Iterator[Problem]:
 
 
 def generate(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
-    """Return prompts of both splits; the held-out ones come first and are the same for every seed.
-
-    Raises:
-        ConfigError: more prompts are asked for than the task has.
-    """
+    """Return prompts of both splits; the held-out ones come first and are the same for every seed."""
     prompts: list[Prompt] = []
     for split, count, order_seed in (("heldout", num_heldout, 0), ("train", num_train, seed)):
         problems = all_problems(split)

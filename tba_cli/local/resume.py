@@ -32,9 +32,6 @@ def resume_recipe(
         path: the recipe file that was named; None: none was.
         sets: the overrides of this resume.
         on_difference: called with a line for each key that differs.
-
-    Raises:
-        ConfigError: the file has changed since the run began, or nothing readable says what it was.
     """
     # the variables of the start are in it already; those of this shell may be for something else
     recipe = load_recipe(folder.recipe_path, sets=sets, environ={})
@@ -84,11 +81,7 @@ def differences(
 
 
 def check_constant(began: Recipe, taken: Recipe) -> None:
-    """Check that no constant of the run has changed, by its file or by `--set`.
-
-    Raises:
-        ConfigError: one has; names the key and both values.
-    """
+    """Check that no constant of the run has changed, by its file or by `--set`."""
     sections = {name.partition(".")[0] for name in CONSTANT}
     before, after = (recipe.model_dump(mode="json", include=sections) for recipe in (began, taken))
     for key, (old, new) in differences(before, after):

@@ -166,11 +166,7 @@ async def wait_until_ready(
 async def wait_for_reward(
     client: RewardClient, ca_file: str | None = None, *, on_progress: Callable[[str], None]
 ) -> None:
-    """Return when the reward service is ready; a scorer that did not start ends the wait at once.
-
-    Raises:
-        ConfigError: a scorer did not start (says why), or as `wait_until_ready`.
-    """
+    """Return when the reward service is ready; a scorer that did not start ends the wait at once."""
 
     def is_enough() -> bool:
         with suppress(ServiceError):  # the service ends or becomes ready right now; the next check tells

@@ -67,11 +67,7 @@ def text_of(section: DataSet, values: Mapping[str, Any]) -> str | list[dict[str,
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Return the parts of a template, for example "Q: {question}\\nA:": a text, and the column behind it.
-
-    Raises:
-        ConfigError: it is not a template, names no column, or asks for formatting.
-    """
+    """Return the parts of a template, for example "Q: {question}\\nA:": a text, and the column behind it."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:

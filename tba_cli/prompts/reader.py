@@ -29,11 +29,7 @@ NOT_FAILED = frozenset({"ok", "idle", STARTING})
 
 
 def prompts_of(recipe: Recipe) -> list[Prompt]:
-    """Return every prompt of the recipe.
-
-    Raises:
-        ConfigError: unknown generator, unreadable file, or a split without prompts.
-    """
+    """Return every prompt of the recipe."""
     data = recipe.data
     if data.generator is not None:
         where = f"generator {data.generator!r}"
@@ -57,11 +53,7 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
 
 
 def heldout_prompts(recipe: Recipe) -> list[Prompt]:
-    """Return the held-out prompts, in order; a data set to train on is not even read.
-
-    Raises:
-        ConfigError: as `prompts_of`.
-    """
+    """Return the held-out prompts, in order; a data set to train on is not even read."""
     # a data set to train on may have millions of rows
     if _names_heldout(recipe):
         return _prompts_of_sets(recipe, ("heldout",))
@@ -73,9 +65,6 @@ def prompts_of_file(path: Path, gold: Gold | None = None) -> list[Prompt]:
 
     Args:
         gold: the data that a prompt needs.
-
-    Raises:
-        ConfigError: the file cannot be read, or a row is no prompt; names line and value.
     """
     found: dict[str, Prompt] = {}
     for row in jsonl_rows(path):
@@ -100,11 +89,7 @@ def _names_heldout(recipe: Recipe) -> bool:
 
 
 def _prompts_of_sets(recipe: Recipe, splits: Sequence[Split]) -> list[Prompt]:
-    """Return the prompts of `[[data.sets]]`; equal content is one prompt.
-
-    Raises:
-        ConfigError: a data set cannot be read, or a row is no prompt; names data set, row, column and value.
-    """
+    """Return the prompts of `[[data.sets]]`; equal content is one prompt."""
     gold = gold_keys(recipe)
     found: dict[str, Prompt] = {}
     for split in splits:
@@ -179,11 +164,7 @@ def _rendered(recipe: Recipe, section: DataSet, chats: list[Any]) -> list[str | 
 
 
 def _with_heldout(prompts: list[Prompt], num: int) -> list[Prompt]:
-    """Return the prompts with `num` of them held out: those with the smallest digests of their ids.
-
-    Raises:
-        ConfigError: there are not that many, or they would be all.
-    """
+    """Return the prompts with `num` of them held out: those with the smallest digests of their ids."""
     if num >= len(prompts):
         raise ConfigError(f"data.num_heldout {num} of {len(prompts)} prompts leaves none to train on; hold out fewer")
     # by digest: more rows later leave most of the held-out prompts as they are
@@ -255,9 +236,6 @@ def check_tasks(prompts: Sequence[Prompt], known: Iterable[str]) -> None:
 
     Args:
         known: the tasks that are scored.
-
-    Raises:
-        ConfigError: a prompt has another task.
     """
     known = list(known)
     for prompt in prompts:
@@ -269,11 +247,7 @@ def check_tasks(prompts: Sequence[Prompt], known: Iterable[str]) -> None:
 
 
 def check_healthy(rewards: Iterable[RewardInfo]) -> None:
-    """Check that no scorer failed to start: the service would retry it for ever, while a person waits for the run.
-
-    Raises:
-        ConfigError: the first attempt of a scorer to start has failed.
-    """
+    """Check that no scorer failed to start: the service would retry it for ever, while a person waits for the run."""
     for reward in rewards:
         for scorer in reward.scorers:
             if scorer.health not in NOT_FAILED:

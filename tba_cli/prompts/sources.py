@@ -31,11 +31,7 @@ class Row:
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:
-    """Yield one row per line, which is a JSON object; empty lines are skipped.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not a JSON object.
-    """
+    """Yield one row per line, which is a JSON object; empty lines are skipped."""
     if path.suffix != ".jsonl":
         raise ConfigError(f"file {path} has the suffix {path.suffix!r}; give a .jsonl file")
     try:
@@ -70,9 +66,6 @@ def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collecti
         split: which split of it, for example train or train[:1000].
         subset: which configuration, where it has several; for example main of openai/gsm8k.
         columns: that are read, or paths into nested ones; all, where the data set lacks one of them.
-
-    Raises:
-        ConfigError: the library is not installed, or cannot load it.
     """
     where = f"data set {name if subset is None else f'{name}:{subset}'} (split {split})"
     try:

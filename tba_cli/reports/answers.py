@@ -175,10 +175,8 @@ def _pair_lines(pair: AnswerPair, versions: tuple[str, str]) -> list[str]:
     gold = f"  gold data {pair.gold}" if pair.gold else ""
     return [
         f"{pair.prompt_id}: {_shortened(pair.prompt)}{gold}",
-        *(
-            f"  {version:<{width}}  {_answer_text(answer)}"
-            for version, answer in zip(versions, (pair.before, pair.after), strict=True)
-        ),
+        f"  {versions[0]:<{width}}  {_answer_text(pair.before)}",
+        f"  {versions[1]:<{width}}  {_answer_text(pair.after)}",
     ]
 
 

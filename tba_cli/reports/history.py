@@ -71,11 +71,7 @@ def make_history(recipe: Recipe, *, ledger: Iterable[LedgerLine], timing: Timing
 
 
 def load_history(path: Path) -> History:
-    """Read history.json.
-
-    Raises:
-        ConfigError: it is missing (the run is not finished) or damaged.
-    """
+    """Read history.json."""
     try:
         return History.model_validate_json(path.read_bytes())
     except OSError as error:

@@ -48,11 +48,7 @@ def download_export(store: ObjectStore, *, run: str, folder: RunFolder) -> int:
 
 
 def delete_run_objects(store: ObjectStore, *, run: str, allowed: bool) -> int:
-    """Delete the objects of an older run of this name, which would disturb a run that begins.
-
-    Raises:
-        ConfigError: there are some, and `allowed` is False.
-    """
+    """Delete the objects of an older run of this name, which would disturb a run that begins."""
     keys = store.list(f"runs/{run}/")
     # weights of two runs under one name would be mixed
     if keys and not allowed:

@@ -64,10 +64,6 @@ def prepare(
 
     Args:
         sets: the overrides, the name of the run among them.
-
-    Raises:
-        ConfigError: something is wrong with the recipe, a function or a prompt; or the run folder does not fit `resume`
-            and `fresh`, or is in use.
     """
     if isinstance(recipe, Mapping):
         document = _copy_of(recipe)

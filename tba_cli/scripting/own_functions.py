@@ -51,9 +51,6 @@ def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
 
     Args:
         what: the argument that it was given as, for errors.
-
-    Raises:
-        ConfigError: it is no plain function, or its source cannot be read.
     """
     if not isinstance(function, FunctionType):
         raise ConfigError(

@@ -60,11 +60,7 @@ class Origin:
 
 
 def check_searchers(recipe: Recipe) -> None:
-    """Check that a run on this machine has rollouts to train on, and a server for each searcher that uses one.
-
-    Raises:
-        ConfigError: it has no searcher and no snapshot, or several searchers would load weights into one server.
-    """
+    """Check that a run on this machine has rollouts to train on, and a server for each searcher that uses one."""
     if recipe.is_offline and recipe.run.snapshot is None:
         raise ConfigError(
             "searcher.num_searchers is 0, so nothing would ever be generated: begin with the rollouts of another run "
@@ -79,11 +75,7 @@ def check_searchers(recipe: Recipe) -> None:
 
 
 def check_origin(recipe: Recipe) -> None:
-    """Check the origin by the recipe alone, before anything is saved or looked for.
-
-    Raises:
-        ConfigError: a run cannot begin with it.
-    """
+    """Check the origin by the recipe alone, before anything is saved or looked for."""
     if recipe.run.snapshot is None:
         return
     if SnapshotSource.parse(recipe.run.snapshot).run == recipe.run.name:

@@ -75,11 +75,7 @@ def prepare_at_start(recipe: Recipe, console: Console) -> None:
 
 
 def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
-    """Fetch or train items of `[[prepare]]`.
-
-    Raises:
-        ConfigError: one cannot be fetched or trained.
-    """
+    """Fetch or train items of `[[prepare]]`."""
     # before anything large is fetched: such an item ends the command in any case
     for item in missing:
         if item.manual is not None:
@@ -113,9 +109,6 @@ def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, 
 
     Returns:
         The answer of `convert check` about the model folder, and a sentence about the lengths of the prompts.
-
-    Raises:
-        ConfigError: they cannot be loaded, or do not fit the recipe.
     """
     answer, limit = _measured(recipe, prompts), recipe.searcher.max_prompt_tokens
     room, total = answer["max_length_tokens"], limit + recipe.searcher.max_response_tokens

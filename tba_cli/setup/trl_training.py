@@ -27,11 +27,7 @@ LEFTOVERS = ("checkpoint-*", "training_args.bin", "README.md")
 
 
 def check_installed(items: Iterable[PrepareItem]) -> None:
-    """Check that TRL is here, before anything large is fetched for it.
-
-    Raises:
-        ConfigError: it is not, or a file of settings cannot be read.
-    """
+    """Check that TRL is here, before anything large is fetched for it."""
     for item in items:
         try:
             Path(item.trl_file or "").read_bytes()
@@ -73,9 +69,6 @@ def check_scorers(recipe: Recipe) -> None:
 
     TRL ends every text with the end of sequence. A model whose padding token is the same takes it for padding, and
     learns the score of the token before.
-
-    Raises:
-        ConfigError: a scorer reads it elsewhere.
     """
     made = {item.path for item in recipe.prepare if item.trl_reward}
     for task, reward in recipe.reward.tasks.items():

@@ -13,11 +13,7 @@ from tba_cli.child_processes import run_program
 
 
 def try_model(recipe: Recipe) -> dict[str, Any] | None:
-    """Return what was checked of the starting model; None where it cannot be, or need not.
-
-    Raises:
-        ConfigError: the model has not all of its weights, or the engine cannot decode it.
-    """
+    """Return what was checked of the starting model; None where it cannot be, or need not."""
     found = [importlib.util.find_spec(name) for name in ("tba_searcher", "torch")]
     if recipe.searcher.engine == "simulated" or not all(spec and spec.submodule_search_locations for spec in found):
         return None

@@ -67,10 +67,6 @@ def gpu_layout(recipe: Recipe, shape_of: ShapeOf, *, trainer_peak_bytes: int) ->
 
     Args:
         trainer_peak_bytes: of each process, as traced.
-
-    Raises:
-        ConfigError: a device has a number for which `local.gpus` names no GPU, or is no device; or the sizes of a
-            model are not known.
     """
     scorers = _model_processes(recipe)
     devices = [recipe.trainer.device, recipe.searcher.device, *(spec.device for spec in scorers.values())]
@@ -167,11 +163,7 @@ def _pass_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
 
 
 def _searcher(recipe: Recipe, shape_of: ShapeOf, rank: int) -> Iterator[Occupant]:
-    """Yield the starting model, where a searcher holds it, and the engine; on the GPU of one rank of vLLM.
-
-    Raises:
-        ConfigError: the ranks cannot share the model (`check_tensor_parallel`), or the engine is of one's own.
-    """
+    """Yield the starting model, where a searcher holds it, and the engine; on the GPU of one rank of vLLM."""
     section, num_ranks = recipe.searcher, recipe.searcher.tensor_parallel_size
     # the searcher's own process is on the first GPU, and every rank is a process too
     holds_start = recipe.searchers_hold_start and rank == 0

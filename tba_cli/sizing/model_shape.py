@@ -71,11 +71,7 @@ def shape_of_warm_start() -> ModelShape:
 
 
 def shape_of_folder(folder: Path) -> ModelShape:
-    """Return the shape of a model folder: sizes from its config, parameters counted in the headers of its safetensors.
-
-    Raises:
-        ConfigError: there is no such model, or its config does not name its sizes.
-    """
+    """Return the shape of a model folder: sizes from its config, parameters counted in its safetensors headers."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:

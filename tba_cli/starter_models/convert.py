@@ -39,9 +39,6 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
     Returns:
         Architecture, vocabulary size, longest sequence in tokens (or none), tokens of each text,
         number of texts with something unknown, and what that is; and whether answers end (`_endless`).
-
-    Raises:
-        ConfigError: something is missing, unreadable or cut short.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -119,9 +116,6 @@ def chat_texts(
     Args:
         arguments: of the template.
         trust: run code that comes with the model.
-
-    Raises:
-        ConfigError: the tokenizer cannot be loaded, or its template knows no such argument.
     """
     from transformers import AutoTokenizer
 
@@ -165,9 +159,6 @@ def convert(folder: Path) -> dict[str, Any]:
 
     Returns:
         How many files were replaced.
-
-    Raises:
-        ConfigError: the weights cannot be loaded by the class that config.json names.
     """
     import transformers
 

@@ -10,11 +10,7 @@ from tba.service_main import service_main
 
 
 def run(recipe: Recipe) -> None:
-    """Make the model of the recipe.
-
-    Raises:
-        ConfigError: the recipe has no [model.warm_start] section.
-    """
+    """Make the model of the recipe."""
     if recipe.model.warm_start is None:
         raise ConfigError("the recipe has no [model.warm_start] section, so there is no starting model to make")
     from tba_cli.starter_models.starting_model import make_starting_model

@@ -14,11 +14,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensors_of(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the header of every tensor (dtype, shape) by its name.
-
-    Raises:
-        ConfigError: a file is missing or damaged.
-    """
+    """Return the header of every tensor (dtype, shape) by its name."""
     index, wanted = folder / INDEX, set[str]()
     if index.is_file():
         try:

@@ -56,11 +56,7 @@ def devices_of(recipe: Recipe) -> dict[str, str]:
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Check before anything starts that this machine has the devices of the recipe.
-
-    Raises:
-        ConfigError: it lacks one, or has fewer GPUs than `local.gpus` names.
-    """
+    """Check before anything starts that this machine has the devices of the recipe."""
     # the import of torch takes seconds: a recipe for the CPU alone must not wait for it
     asked = {key: device for key, device in devices_of(recipe).items() if device != "cpu"}
     if not asked or importlib.util.find_spec("torch") is None:

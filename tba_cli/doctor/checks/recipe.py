@@ -231,11 +231,7 @@ class RecipeChecks:
         yield from _scorer_results(trial, self.file)
 
     def _missing(self, paths: set[str]) -> list[str]:
-        """Return which of these folders are not there yet, and `tba run` fetches or makes them.
-
-        Raises:
-            ConfigError: a folder holds something else than the recipe asks for.
-        """
+        """Return which of these folders are not there yet, and `tba run` fetches or makes them."""
         wanted = made_at_start(self.recipe) & paths
         return [path for path in missing(self.recipe, at_start=True) if path in wanted] if wanted else []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -18,7 +18,7 @@ from tba.wire.weight_manifest import Sha256
 from tba_cli.artifacts.huggingface import PICKLED_FILES
 
 MAX_FILES = 100_000
-LEFT_OUT_FOLDERS = (".cache", ".git")
+LEFT_OUT_FOLDERS = frozenset({".cache", ".git"})
 LEFT_OUT_FILES = (".tmp-*", *PICKLED_FILES)
 """Pickled weights are never loaded; `tba data prepare` makes safetensors of them."""
 
@@ -101,9 +101,12 @@ def files_of(folder: Path) -> tuple[list[FolderFile], list[str]]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder of a model in Hugging Face format")
     files, left_out = [], []
-    for path in sorted(_walk(folder)):
+    # the cache of the hub keeps its files behind links
+    found = (Path(place) / name for place, _, names in os.walk(folder, followlinks=True) for name in names)
+    for path in sorted(found):
         name = path.relative_to(folder).as_posix()
-        if is_left_out(name):
+        is_ours = LEFT_OUT_FOLDERS.isdisjoint(name.split("/")[:-1])
+        if not is_ours or any(fnmatch.fnmatch(path.name, pattern) for pattern in LEFT_OUT_FILES):
             left_out.append(name)
         elif not path.is_file():  # to read a pipe would wait for ever
             raise ConfigError(f"{path} is not a file that can be pushed (a broken link, a pipe?); remove it")
@@ -112,16 +115,3 @@ def files_of(folder: Path) -> tuple[list[FolderFile], list[str]]:
     if not files:
         raise ConfigError(f"{folder} holds no file that can be pushed")
     return files, left_out
-
-
-def is_left_out(name: str) -> bool:
-    """Return whether a file is not pushed; `name` is its path inside the folder."""
-    *folders, last = name.split("/")
-    return bool(set(folders) & set(LEFT_OUT_FOLDERS)) or any(fnmatch.fnmatch(last, part) for part in LEFT_OUT_FILES)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield every path below the folder that is not a folder."""
-    # the cache of the hub keeps its files behind links
-    for place, _, names in os.walk(folder, followlinks=True):
-        yield from (Path(place) / name for name in names)

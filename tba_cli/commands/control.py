@@ -10,7 +10,6 @@ from tba.api import (
     CheckpointList,
     RollbackRequest,
     RunInfo,
-    ScaleAudit,
     ScaleRequest,
     ScalingInfo,
     SearchersInfo,
@@ -81,7 +80,14 @@ def scale_command(args: argparse.Namespace) -> int:
             info = whole_scaling(client)
         else:
             info = client.scale(ScaleRequest(num_searchers=num, reason=args.reason))
-    print_answer(info, scaling_lines(info), as_json=args.json)
+    lines = [searchers_line(info.searchers)]
+    for change in info.changes:
+        old, new = (AS_RECIPE if num is None else str(num) for num in (change.old, change.new))
+        reason = f" ({change.reason})" if change.reason else ""
+        lines.append(
+            f"revision {change.revision}, by the {change.role} after step {change.step}: {old} -> {new}{reason}"
+        )
+    print_answer(info, lines, as_json=args.json)
     return 0
 
 
@@ -94,11 +100,6 @@ def whole_scaling(client: BufferClient) -> ScalingInfo:
         info = client.scaling(after=info.next)
         changes += info.changes
     return info.model_copy(update={"changes": changes})
-
-
-def scaling_lines(info: ScalingInfo) -> list[str]:
-    """Return a line about the searchers, and a line for each change."""
-    return [searchers_line(info.searchers), *(_change_line(change) for change in info.changes)]
 
 
 def searchers_line(searchers: SearchersInfo) -> str:
@@ -133,12 +134,6 @@ def rollback_line(info: RunInfo) -> str | None:
     reason = f" ({info.rollback.reason})" if info.rollback.reason else ""
     paused = "; the run stays paused" if info.state == "paused" else ""
     return f"a rollback to {info.rollback.version} waits for the trainer{reason}{paused}"
-
-
-def _change_line(change: ScaleAudit) -> str:
-    old, new = (AS_RECIPE if num is None else str(num) for num in (change.old, change.new))
-    reason = f" ({change.reason})" if change.reason else ""
-    return f"revision {change.revision}, by the {change.role} after step {change.step}: {old} -> {new}{reason}"
 
 
 def _number(text: str | None) -> int | None:

@@ -73,22 +73,18 @@ def lines_of(rollout: RolloutInfo) -> list[str]:
     reward = rollout.reward_status if rollout.reward is None else f"{rollout.reward:.4g}"
     prompt = "not among the prompts of the run" if rollout.prompt_text is None else repr(rollout.prompt_text)
     more = " ..." if rollout.response_text_cut else ""
-    return [
+    lines = [
         f"{rollout.rollout_id}  reward {reward}{escape_controls(why)}, version {rollout.version}, age "
         f"{rollout.policy_age_steps} steps, {rollout.num_response_tokens} tokens, {rollout.finish_reason}",
         # a model may write anything, also the escapes that rewrite a terminal
         escape_controls(f"  prompt {rollout.prompt_id}: {prompt}"),
-        *_gold_lines(rollout),
-        escape_controls(f"  completion: {rollout.response_text!r}{more}"),
     ]
-
-
-def _gold_lines(rollout: RolloutInfo) -> list[str]:
     # where the prompt is gone, the line of the prompt says so
-    if rollout.prompt_text is None or rollout.prompt_data == {}:
-        return []
-    gold = "not in the list; see `tba rollouts list --id`" if rollout.prompt_data is None else str(rollout.prompt_data)
-    return [escape_controls(f"  gold data: {gold}")]
+    if rollout.prompt_text is not None and rollout.prompt_data != {}:
+        has_gold = rollout.prompt_data is not None
+        gold = str(rollout.prompt_data) if has_gold else "not in the list; see `tba rollouts list --id`"
+        lines.append(escape_controls(f"  gold data: {gold}"))
+    return [*lines, escape_controls(f"  completion: {rollout.response_text!r}{more}")]
 
 
 def _show(args: argparse.Namespace) -> int:

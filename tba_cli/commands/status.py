@@ -227,14 +227,10 @@ def component_line(item: ComponentInfo) -> str:
 
 def eval_line(item: EvalInfo) -> str:
     """Return how far an evaluation is, or what it measured."""
-    abandoned = " (abandoned: the run went back)" if item.abandoned else ""
-    return f"evaluation of {item.version}{abandoned}: {_eval_text(item)}"
-
-
-def _eval_text(item: EvalInfo) -> str:
+    name = f"evaluation of {item.version}{' (abandoned: the run went back)' if item.abandoned else ''}"
     if item.state != "done":
-        return f"{item.state}, {item.num_done} of {item.num_prompts} prompts"
+        return f"{name}: {item.state}, {item.num_done} of {item.num_prompts} prompts"
     sampled = "unknown" if item.accuracy is None else f"{item.accuracy:.3f}"
     greedy = "unknown" if item.greedy_accuracy is None else f"{item.greedy_accuracy:.3f}"
     more = "".join(f", pass@{k} {value:.3f}" for k, value in item.pass_at.items() if value is not None)
-    return f"accuracy {sampled} sampled, {greedy} greedy{more} on {item.num_prompts} held-out prompts"
+    return f"{name}: accuracy {sampled} sampled, {greedy} greedy{more} on {item.num_prompts} held-out prompts"

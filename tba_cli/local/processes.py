@@ -295,11 +295,6 @@ class ProcessManager:
         """Wait for a child to end by itself, and kill it after the stop timeout; return its exit code."""
         return await self._children[name].wait_or_kill(self.stop_timeout_s)
 
-    async def wait_for_searchers(self) -> None:
-        """Wait for the searchers to end by themselves, and kill them after the stop timeout."""
-        waits = [child.wait_or_kill(self.stop_timeout_s) for child in self._of("searcher")]
-        await asyncio.gather(*waits)
-
     async def stop(self) -> None:
         """Stop in order: the trainer writes a checkpoint, searchers drain, then the services end, Redis last."""
         self.run_is_over()

@@ -298,7 +298,7 @@ class Supervisor:
         num_files = await asyncio.to_thread(download_export, self.store, run=self.recipe.run.name, folder=self.folder)
         if self.recipe.trainer.export and not num_files:
             self.console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
-        await self._processes.wait_for_searchers()
+        await asyncio.gather(*map(self._processes.wait_for, self._processes.searchers()))
         history = make_history(
             self.recipe,
             ledger=ledger,

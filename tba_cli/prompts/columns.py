@@ -39,7 +39,10 @@ def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, An
     Raises:
         RowError: a column is absent or has a wrong value.
     """
-    data = {key: data_value(rule, values) for key, rule in section.data.items()}
+    data = {
+        key: plain(f"column {rule.column!r}", extracted(rule, column(values, rule.column)))
+        for key, rule in section.data.items()
+    }
     # sorted: the order of the columns must not change an id
     content = json.dumps([section.task, text, data], sort_keys=True)
     # a text that is in both splits gives two prompts
@@ -59,7 +62,8 @@ def text_of(section: DataSet, values: Mapping[str, Any]) -> str | list[dict[str,
         return "".join(literal + (column_text(values, name) if name else "") for literal, name in parts)
     assert section.column is not None, "the recipe was checked"
     value = column(values, section.column)
-    if is_chat(value):
+    # a list of messages, as in chat data sets: [{"role", "content"}, ...]
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
         return messages(f"column {section.column!r}", value)
     if not isinstance(value, str):
         raise RowError(f"column {section.column!r}: {short(value)} is not text")
@@ -85,11 +89,6 @@ def columns_of(section: DataSet) -> list[str]:
     """Return the columns that are read, or paths into nested ones."""
     names = [name for _, name in template_parts(section.template)] if section.template else [section.column]
     return [name for name in (*names, *(rule.column for rule in section.data.values())) if name]
-
-
-def is_chat(value: Any) -> bool:
-    """Return whether a value is a list of messages, as in chat data sets: [{"role", "content"}, ...]."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -127,15 +126,13 @@ def column(values: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def data_value(rule: ColumnValue, values: Mapping[str, Any]) -> Any:
-    """Return the value that a rule takes from a row. Raises RowError where the row does not have it."""
-    return plain(f"column {rule.column!r}", extracted(rule, column(values, rule.column)))
-
-
 def plain(where: str, value: Any) -> Any:
     """Return the value, which must be JSON. Raises RowError that names the part that is not."""
     if isinstance(value, dict):
-        return {_key(where, key): plain(where, child) for key, child in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise RowError(f"{where}: the key {short(key)} is not text, as JSON needs it")
+        return {key: plain(where, child) for key, child in value.items()}
     if isinstance(value, list):
         return [plain(where, child) for child in value]
     if value is None or isinstance(value, (str, int, float)):
@@ -147,12 +144,6 @@ def short(value: Any) -> str:
     """Return a value as errors show it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _key(where: str, key: Any) -> str:
-    if not isinstance(key, str):
-        raise RowError(f"{where}: the key {short(key)} is not text, as JSON needs it")
-    return key
 
 
 def column_text(values: Mapping[str, Any], name: str) -> str:

@@ -46,7 +46,7 @@ def evaluation_markdown(report: EvaluationReport) -> str:
         f"{report.num_generated_tokens} tokens in {report.generation_s:.1f} s",
         _padded_table(
             ("metric", "value", "standard error", "prompts", "completions"),
-            [(_named(name, report), *_estimate_cells(estimate)) for name, estimate in report.metrics.items()],
+            [_metric_cells(_named(name, report), estimate) for name, estimate in report.metrics.items()],
         ),
         *_unknown(report),
     ]
@@ -65,12 +65,12 @@ def _named(name: str, report: EvaluationReport) -> str:
     return name
 
 
-def _estimate_cells(estimate: Estimate) -> tuple[str, str, str, str]:
+def _metric_cells(name: str, estimate: Estimate) -> tuple[str, ...]:
     value = _number(estimate.value)
     if estimate.low is not None and estimate.high is not None:
         value += f" ({_number(estimate.low)} to {_number(estimate.high)})"
     error = "" if estimate.stderr is None else _number(estimate.stderr)
-    return value, error, str(estimate.num_prompts), str(estimate.num_completions)
+    return name, value, error, str(estimate.num_prompts), str(estimate.num_completions)
 
 
 def _unknown(report: EvaluationReport) -> list[str]:

@@ -32,7 +32,11 @@ def summarise(history: History) -> dict[str, Any]:
     active = active_entries(history.ledger, tree, lineage=info.lineage, step=info.step)
     starts = _start_eval(history)
     final = _final_eval(history, active)
-    stats = history.stats
+    stats, batches, ages = history.stats, history.batches, history.stats.policy_age_histogram
+    clipped = [value for entry in active if (value := entry.metrics.get("grad_clipped")) is not None]
+    num_aged, first_step_s = sum(ages.values()), None
+    if batches and history.timing.starts:
+        first_step_s = min(entry.acked_at_s for entry in batches) - history.timing.starts[0]
     return {
         "run": info.run,
         "seed": history.seed,
@@ -59,33 +63,28 @@ def summarise(history: History) -> dict[str, Any]:
         "steps": info.step,
         "num_steps": history.num_steps,
         "settings_changed": len(history.settings.changes) if history.settings else 0,
-        "clipped_steps_share": _clipped_steps_share(active),
+        # near 1, every step is a normalised one
+        "clipped_steps_share": sum(clipped) / len(clipped) if clipped else None,
         "steps_skipped": sum(entry.skipped is not None for entry in active),
         "rollouts_refused_by_trainer": sum(stats.rollouts_refused_by_trainer.values()),
-        "train_s": train_s(history.batches),
-        "first_step_s": _first_step_s(history),
+        "train_s": train_s(batches),
+        "first_step_s": first_step_s,
         "warm_start_s": history.timing.warm_start_s,
-        "trainer_wait_share": trainer_wait_share(history.batches, history.sync_interval_steps),
+        "trainer_wait_share": trainer_wait_share(batches, history.sync_interval_steps),
         "rollouts_generated": stats.rollouts_generated,
         "rollouts_trained": stats.rollouts_trained,
         "tokens": stats.tokens and stats.tokens.model_dump(),
         "component_seconds": stats.component_seconds,
         "samples_per_insert": stats.samples_per_insert,
         "realised_most_on_policy": stats.realised_most_on_policy,
-        "policy_age_histogram": {str(age): count for age, count in sorted(stats.policy_age_histogram.items())},
-        "mean_policy_age": _mean_policy_age(stats.policy_age_histogram),
+        "policy_age_histogram": {str(age): count for age, count in sorted(ages.items())},
+        "mean_policy_age": sum(age * num for age, num in ages.items()) / num_aged if num_aged else None,
         "lineages": info.lineage,
         "ledger_violations": ledger_violations(
             history.ledger, tree, lineage=info.lineage, step=info.step, origin=info.origin
         ),
         "num_starts": len(history.timing.starts),
     }
-
-
-def _clipped_steps_share(entries: Sequence[LedgerEntry]) -> float | None:
-    """Return the share of steps whose gradient was clipped: near 1, every step is a normalised one."""
-    clipped = [value for entry in entries if (value := entry.metrics.get("grad_clipped")) is not None]
-    return sum(clipped) / len(clipped) if clipped else None
 
 
 def eval_of(history: History, version: PolicyVersion) -> EvalInfo | None:
@@ -100,7 +99,10 @@ def train_s(entries: Sequence[LedgerEntry]) -> float | None:
         return None
     total = 0.0
     for mine in _by_lineage(entries):
-        total += mine[-1].acked_at_s - _requested_at_s(mine[0])
+        first = mine[0]
+        # the ledger holds when a step ended; how long it and its wait took is among its metrics
+        took_s = (first.metrics.get("step_s") or 0.0) + (first.metrics.get("wait_s") or 0.0)
+        total += mine[-1].acked_at_s - first.acked_at_s + took_s
     return total
 
 
@@ -130,18 +132,6 @@ def _by_lineage(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:
     return list(lineages.values())
 
 
-def _requested_at_s(entry: LedgerEntry) -> float:
-    """Return when the trainer asked for the batch of this step."""
-    # the ledger holds when a step ended; how long it took is among its metrics
-    return entry.acked_at_s - (entry.metrics.get("step_s") or 0.0) - (entry.metrics.get("wait_s") or 0.0)
-
-
-def _first_step_s(history: History) -> float | None:
-    if not history.batches or not history.timing.starts:
-        return None
-    return min(entry.acked_at_s for entry in history.batches) - history.timing.starts[0]
-
-
 def _final_eval(history: History, active: Sequence[LedgerEntry]) -> EvalInfo | None:
     """Return the evaluation of the last version."""
     # a lineage that resumed at the last step publishes and evaluates its parent's weights under its own name
@@ -167,8 +157,3 @@ def _start_eval(history: History) -> EvalInfo | None:
 
 def _difference(start: float | None, final: float | None) -> float | None:
     return None if start is None or final is None else final - start
-
-
-def _mean_policy_age(histogram: dict[int, int]) -> float | None:
-    num_rollouts = sum(histogram.values())
-    return sum(age * count for age, count in histogram.items()) / num_rollouts if num_rollouts else None

@@ -53,8 +53,9 @@ def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
         what: the argument that it was given as, for errors.
     """
     if not isinstance(function, FunctionType):
+        kind = f"a class ({function.__name__})" if isinstance(function, type) else f"a {type(function).__name__}"
         raise ConfigError(
-            f"{what} is {_described(function)} and not a function; give a function, or name an object of a module in "
+            f"{what} is {kind} and not a function; give a function, or name an object of a module in "
             "the recipe as 'module:name'"
         )
     if _is_importable(function):
@@ -63,10 +64,6 @@ def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
     source = _source(function, what=what)
     where = "a notebook or script" if function.__module__ == "__main__" else f"module {function.__module__}"
     return NamedFunction(f"{PREFIX}{name}:{name}", source=HEAD.format(name=name, where=where) + source)
-
-
-def _described(value: Any) -> str:
-    return f"a class ({value.__name__})" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _is_importable(function: FunctionType) -> bool:

@@ -51,7 +51,14 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
         source = item.hub or ("of TRL" if item.trl_file else "of your own")
         console.result(f"{item.path}: {item.kind} {source}, {state}{commit}")
     trl_training.check_scorers(recipe)
-    _show_prompts(recipe, prompts_of(recipe), console)
+    prompts = prompts_of(recipe)
+    for split in ("train", "heldout"):
+        chosen = [prompt for prompt in prompts if prompt.split == split]
+        console.result(f"{len(chosen):,} prompts of split {split}; the first:")
+        shown = chosen[0].model_dump_json(indent=2)
+        console.result(shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]} ...")
+    if (shared := in_both_splits(recipe, prompts)) is not None:
+        console.result(f"warning: {shared}")
 
 
 def prepare_at_start(recipe: Recipe, console: Console) -> None:
@@ -158,13 +165,3 @@ def _measured(recipe: Recipe, prompts: Sequence[Prompt]) -> dict[str, Any]:
         texts.write_text(json.dumps([prompt.text for prompt in prompts]), encoding="utf-8")
         words = ["check", recipe.model.path, "--texts", str(texts), *["--trust"] * recipe.model.trust_remote_code]
         return json.loads(run_program("tba_cli.starter_models.convert", words))
-
-
-def _show_prompts(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -> None:
-    for split in ("train", "heldout"):
-        chosen = [prompt for prompt in prompts if prompt.split == split]
-        console.result(f"{len(chosen):,} prompts of split {split}; the first:")
-        shown = chosen[0].model_dump_json(indent=2)
-        console.result(shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]} ...")
-    if (shared := in_both_splits(recipe, prompts)) is not None:
-        console.result(f"warning: {shared}")

@@ -64,7 +64,9 @@ def run_setup(
     if only != "models":
         # before the store is waited for: an address that is missing stays so
         _check_addresses(recipe)
-    _set_up_store(recipe, wait_s=wait_s, create_bucket=create_bucket, on_progress=on_progress)
+    short = open_store(recipe.store, timeout_s=STORE_TIMEOUT_S)  # because the wait tries again
+    wait_for_store(short, wait_s=wait_s, on_progress=on_progress, create_bucket=create_bucket)
+    on_progress(f"the store {short.url} supports create-only writes")
     store = open_store(recipe.store)
     if only != "prompts":
         artifacts = ArtifactStore(store, on_progress)
@@ -118,12 +120,6 @@ def _wait_until_ready(client: ServiceClient, wait: str, deadline_s: float, on_pr
             shown_s = now_s
             on_progress(f"wait {wait!r} ({deadline_s - now_s:.0f} s left): {reason}")
         time.sleep(POLL_S)
-
-
-def _set_up_store(recipe: Recipe, *, wait_s: float, create_bucket: bool, on_progress: OnProgress) -> None:
-    store = open_store(recipe.store, timeout_s=STORE_TIMEOUT_S)  # short, because the wait tries again
-    wait_for_store(store, wait_s=wait_s, on_progress=on_progress, create_bucket=create_bucket)
-    on_progress(f"the store {store.url} supports create-only writes")
 
 
 def _check_addresses(recipe: Recipe) -> None:

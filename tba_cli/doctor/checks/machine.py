@@ -103,7 +103,14 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
     names = ", ".join(f"{name} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)" for name, free, total in gpus)
     asked = "" if users else "the recipe asks for none; "
     yield ok("gpu", f"{asked}{len(gpus)} usable{f': {names}' if names else ''}")
-    yield from _count(target, len(gpus))
+    # containers that see the same GPU run out of its memory, hours later
+    if target.num_gpus is not None and len(gpus) != target.num_gpus:
+        yield fail(
+            "gpu-count",
+            f"{len(gpus)} GPU(s) are visible here, but --gpus asks for {target.num_gpus}: other containers may use the "
+            "same ones",
+            "give each container its own (compose: device_ids, one each; chart: gpu.count)",
+        )
     for name, key, num in (
         ("trainer", "trainer.num_processes", recipe.trainer.num_processes),
         ("searcher", "searcher.tensor_parallel_size", recipe.searcher.tensor_parallel_size),
@@ -116,17 +123,6 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
             )
     if users and target.is_local and (sentence := _too_few_gpus(recipe, len(gpus))) is not None:
         yield fail("gpu-count", sentence, "correct local.gpus")
-
-
-def _count(target: Target, num_gpus: int) -> Iterator[CheckResult]:
-    """Compare with --gpus: containers that see the same GPU run out of its memory, hours later."""
-    if target.num_gpus is not None and num_gpus != target.num_gpus:
-        yield fail(
-            "gpu-count",
-            f"{num_gpus} GPU(s) are visible here, but --gpus asks for {target.num_gpus}: other containers may use the "
-            "same ones",
-            "give each container its own (compose: device_ids, one each; chart: gpu.count)",
-        )
 
 
 def _no_gpu(answer: dict[str, Any]) -> str:
@@ -161,10 +157,14 @@ def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
 
 def check_disk(target: Target) -> Iterator[CheckResult]:
     """Check the free space where the services write, and shared memory."""
+    weights_bytes, folder = 0, Path(target.recipe.model.path)
+    if {"trainer", "searcher"} & target.services and folder.is_dir():
+        # two versions: the one in use and the one that is being pulled or written
+        weights_bytes = 2 * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     for what, path in _places(target).items():
         # weights are written to the store and to temporary files alone
-        weights_bytes = 0 if what in ("runs", "caches") else _weights_bytes(target)
-        yield _free(what, path, need_bytes=max(MIN_FREE_BYTES, weights_bytes))
+        need_bytes = 0 if what in ("runs", "caches") else weights_bytes
+        yield _free(what, path, need_bytes=max(MIN_FREE_BYTES, need_bytes))
     yield from _shared_memory(target)
 
 
@@ -199,14 +199,6 @@ def _free(what: str, path: Path, *, need_bytes: int) -> CheckResult:
     if free < need_bytes:
         return warn("disk", text, "free some space, or mount a larger volume (emptyDir sizeLimit, tmpfs size)")
     return ok("disk", text)
-
-
-def _weights_bytes(target: Target) -> int:
-    """Return the size of two versions of the weights: the one in use and the one that is being pulled or written."""
-    folder = Path(target.recipe.model.path)
-    if not {"trainer", "searcher"} & target.services or not folder.is_dir():
-        return 0
-    return 2 * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _shared_memory(target: Target) -> Iterator[CheckResult]:

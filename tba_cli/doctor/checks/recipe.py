@@ -123,22 +123,10 @@ class RecipeChecks:
         """Deadline of all checks together."""
         return self.recipe.local.start_timeout_s + self.recipe.reward.request_deadline_s + SLACK_S
 
-    def first(self) -> list[tuple[str, Check]]:
-        """Return the checks that the others need: run these before."""
-        return [("prompts", self.check_prompts)]
-
-    def others(self) -> list[tuple[str, Check]]:
-        """Return the checks that may run at once."""
-        return [
-            ("model", self.check_model),
-            ("tokenizer", self.check_tokenizer),
-            ("temperature", self.check_temperature),
-            ("scorer", self.check_scorers),
-        ]
-
     def check_prompts(self, target: Target) -> Iterator[CheckResult]:
         """Read every prompt as the run reads it, and check that its task is scored."""
-        hub = self._hub_datasets()
+        named = [section.dataset for section in self.recipe.data.sets if section.dataset is not None]
+        hub = [name for name in named if not Path(name).is_dir() and not name.endswith(".jsonl")]
         # a data set may be in a cache here, but nobody could tell a missing one from a broken network
         if self.offline and hub:
             yield skip("prompts", f"{OFFLINE} for {' and '.join(hub)}")
@@ -234,11 +222,6 @@ class RecipeChecks:
         """Return which of these folders are not there yet, and `tba run` fetches or makes them."""
         wanted = made_at_start(self.recipe) & paths
         return [path for path in missing(self.recipe, at_start=True) if path in wanted] if wanted else []
-
-    def _hub_datasets(self) -> list[str]:
-        """Return the data sets that only a network, or the library's cache, has."""
-        named = [section.dataset for section in self.recipe.data.sets if section.dataset is not None]
-        return [name for name in named if not Path(name).is_dir() and not name.endswith(".jsonl")]
 
 
 def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:

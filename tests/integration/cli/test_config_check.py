@@ -99,42 +99,45 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
     assert "not checked" not in out
 
 
-def test_a_function_of_token_ids_gets_some(check: Check) -> None:
-    _, out = check(function="graders:lengths", model={"path": "nowhere"})
-    # it is not about the answer: the fix says so
-    assert "WARN scorer: task 'mine': all responses that were tried score 1 ('1', data.answer '2');" in out
+GRADER = {"kind": "python"}
+TRIED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    # an answer in a box, behind reasoning, in a format, in another column; one that is else the wrong response
+    "box": ({"kind": "math"}, {"answer": "2"}, "1+1=", "'1' 0, data.answer '2' 0, data.answer in a box 1"),
+    "reasoning": ({"kind": "last_number"}, {"answer": 2}, "1+1=<think>\n", "'1' 0, data.answer '2' 0"),
+    "format": ({"kind": "format", "pattern": "=.*"}, {"answer": "2"}, "1+1=", "'1' 0, data.answer '2' 0"),
+    "column": (
+        {"kind": "exact", "field": "gold"},
+        {"level": 1, "gold": "3"},
+        "1+1=",
+        "'2' 0, data.level '1' 0, data.gold '3' 1",
+    ),
+    "one": ({"kind": "exact"}, {"answer": "1"}, "1*1=", "'2' 0, data.answer '1' 1"),
+    # a function of token ids gets some
+    "lengths": ({**GRADER, "function": "graders:lengths"}, {"answer": "2"}, "1+1=", "score 1 ('1', data.answer '2');"),
+    "flat": ({**GRADER, "function": "graders:flat"}, {"answer": "2"}, "1+1=", "score 0 ('1', data.answer '2');"),
+    "broken": ({**GRADER, "function": "graders:broken"}, {"answer": "2"}, "1+1=", "exception: KeyError: 'gold'"),
+}
+"""Task -> scorer, data and text of its prompts, and what is said."""
 
 
-def test_a_reward_that_never_differs_is_a_warning_with_a_command(check: Check) -> None:
-    _, out = check(function="graders:flat", model={"path": "nowhere"})
-    assert "WARN scorer: task 'mine': all responses that were tried score 0 ('1', data.answer '2');" in out
+def test_the_values_of_the_data_are_tried_as_responses_of_every_task(check: Check, tmp_path: Path) -> None:
+    prompts = [
+        row | {"prompt_id": f"{task}-{row['split']}", "task": task, "data": data, "text": text}
+        for task, (_, data, text, _) in TRIED.items()
+        for row in rows()
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    tasks = {task: {"scorers": [scorer]} for task, (scorer, *_) in TRIED.items()}
+    _, out = check(reward={"tasks": tasks}, model={"path": "nowhere"})
+    for task, (*_, said) in TRIED.items():
+        # where all is the same, the reward may not be about the answer, and the fix says so
+        expected = f"WARN scorer: task '{task}': all responses that were tried {said}"
+        if task == "broken":
+            expected = f"FAIL scorer: task 'broken' scores nothing: {said}"
+        elif task not in ("lengths", "flat"):
+            expected = f"ok   scorer: task '{task}': made-up responses score: {said}\n"
+        assert expected in out, out
     assert "`tba score FILE --recipe recipe.json`, where FILE holds responses of your own" in out
-
-
-@pytest.mark.parametrize(
-    ("reward", "data", "text", "said"),
-    [
-        # an answer in a box, behind reasoning, in a format, in another column
-        ({"kind": "math"}, {"answer": "2"}, "1+1=", "'1' 0, data.answer '2' 0, data.answer in a box 1"),
-        ({"kind": "last_number"}, {"answer": 2}, "1+1=<think>\n", "'1' 0, data.answer '2' 0"),
-        ({"kind": "format", "pattern": "=.*"}, {"answer": "2"}, "1+1=", "'1' 0, data.answer '2' 0"),
-        (
-            {"kind": "exact", "field": "gold"},
-            {"level": 1, "gold": "3"},
-            "1+1=",
-            "'2' 0, data.level '1' 0, data.gold '3' 1",
-        ),
-        # the answer is what is else the wrong response
-        ({"kind": "exact"}, {"answer": "1"}, "1*1=", "'2' 0, data.answer '1' 1"),
-    ],
-)
-def test_the_values_of_the_data_are_tried_as_responses(
-    check: Check, tmp_path: Path, reward: dict[str, Any], data: dict[str, Any], text: str, said: str
-) -> None:
-    changed = [row | {"data": data, "text": text} for row in rows()]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, changed)))
-    _, out = check(reward={"tasks": {"mine": {"scorers": [reward]}}}, model={"path": "nowhere"})
-    assert f"ok   scorer: task 'mine': made-up responses score: {said}\n" in out
 
 
 def test_the_columns_of_every_row_are_compared_with_what_the_scorer_needs(check: Check, tmp_path: Path) -> None:
@@ -182,7 +185,6 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(check: Check, tmp
     [
         ("graders:smae", "module 'graders' has no attribute 'smae'"),
         ("gradesr:same", "there is no module 'gradesr'"),
-        ("graders:broken", "task 'mine' scores nothing: exception: KeyError: 'gold'"),
     ],
 )
 def test_a_scorer_that_cannot_score_is_named(check: Check, function: str, sentence: str) -> None:

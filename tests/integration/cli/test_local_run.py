@@ -201,23 +201,18 @@ def test_nothing_of_an_older_run_is_deleted_when_the_new_one_cannot_start(finish
         assert place.summary()["steps"] == 6
 
 
-def test_a_child_that_dies_without_a_word_has_no_lines_above(place):
-    program = place.path / "redis-server"
-    program.symlink_to("/bin/false")
-    died = place.run(PATH=f"{place.path}:{os.environ['PATH']}")
-    program.unlink()
-    assert died.returncode == 1
-    assert f"redis died (exit code 1) and wrote nothing to {place.folder}/logs/redis.log" in died.stderr
-
-
-def test_a_failed_start_quotes_its_child_and_can_be_resumed(place):
+def test_a_failed_start_quotes_its_child_and_a_run_that_failed_can_be_resumed(place):
     failed = place.run(FAKE_TRAINER="error")
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: trainer ended (exit code 2): the learning rate is silly [")
     log = place.folder / "logs" / "trainer.log"
     assert f"the learning rate is silly [{log}]; resume with: " in failed.stderr
     assert "the learning rate is silly" in log.read_text()
+    failed = place.run("--resume", FAKE_TRAINER="fail")
+    assert (failed.returncode, failed.stderr.count("\n")) == (1, 1)
+    assert "the loss is not finite" in failed.stderr
     assert place.run("--resume").returncode == 0
+    assert place.summary()["steps"] == 6
 
 
 def test_a_start_that_was_interrupted_leaves_no_run(place):
@@ -246,16 +241,6 @@ def test_a_service_that_is_slow_says_why_while_it_is_waited_for(place):
     assert (
         f"reward was not ready within 15 s (local.start_timeout_s); see {place.folder}/logs/reward.log" in done.stderr
     )
-
-
-def test_a_run_that_failed_can_be_resumed(place):
-    failed = place.run(FAKE_TRAINER="fail")
-    assert failed.returncode == 1
-    assert "the loss is not finite" in failed.stderr
-    assert failed.stderr.count("\n") == 1
-    resumed = place.run("--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert place.summary()["steps"] == 6
 
 
 def test_a_run_outlives_the_reader_of_its_output(place):
@@ -328,17 +313,6 @@ def test_children_die_with_a_supervisor_that_is_killed(place):
     wait_until("all children gone", lambda: place.children() == [])
     assert place.run("--resume").returncode == 0
     assert place.summary()["num_starts"] == 2
-
-
-def test_two_supervisors_cannot_share_a_run_folder(place):
-    started = place.start(FAKE_TRAINER="wait-at-2")
-    wait_for_step_2(place)
-    for flag in ("--resume", "--fresh"):
-        second = place.refused(flag)
-        assert f"in use by another `tba run` (process {started.pid})" in second.stderr
-    started.terminate()
-    started.communicate(timeout=DEADLINE_S)
-    assert started.returncode == 130
 
 
 def test_a_supervisor_that_died_before_the_summary_only_writes_it_up_and_that_is_kept_without_redis(place):

@@ -14,9 +14,11 @@ import pytest
 
 from tba.api import Prompt
 from tba.config import parse_recipe
+from tba.config.data import PrepareItem
 from tba.errors import ConfigError
 from tba_cli.child_processes import run_program
-from tba_cli.setup.prepare import endless_warning
+from tba_cli.console import Console
+from tba_cli.setup.prepare import endless_warning, get_items
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.hub_server import HubServer, commit_of
 from tests.support.waits import until
@@ -141,17 +143,10 @@ def test_everything_is_fetched_and_converted_once(tmp_path, hub):
     assert (code, output.count("here already"), len(hub.downloads)) == (0, 3, before)
 
 
-@pytest.mark.parametrize(
-    ("item", "error"),
-    [
-        ({**WHOLE, "hub": "org/none"}, "RepositoryNotFoundError"),
-        ({**WHOLE, "revision": "v9"}, "RevisionNotFoundError"),
-        ({**WHOLE, "hub": "org/gated"}, "GatedRepoError"),
-    ],
-)
-def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, error):
-    code, output = prepare(tmp_path, hub.url, [item])
-    assert (code, f"error: model {item['hub']} could not be fetched ({error}: " in output) == (2, True), output
+def test_what_the_hub_keeps_behind_a_licence_is_said_in_a_sentence(tmp_path, hub):
+    """What it has not, and a hub that is away, are said by the same function to `tba run` (test_local_run.py)."""
+    code, output = prepare(tmp_path, hub.url, [{**WHOLE, "hub": "org/gated"}])
+    assert (code, "error: model org/gated could not be fetched (GatedRepoError: " in output) == (2, True), output
     assert "Traceback" not in output
 
 
@@ -162,15 +157,10 @@ def test_a_file_of_another_size_than_the_hub_says_is_not_whole(tmp_path, hub, mo
     assert not (tmp_path / "models/whole").exists()
 
 
-def test_without_a_network_it_says_so(tmp_path):
-    code, output = prepare(tmp_path, "http://127.0.0.1:9", [WHOLE])
-    assert (code, "error: model org/whole could not be fetched" in output) == (2, True), output
-    assert "without a network, run it where there is one and copy the folder models/whole here" in output
-
-
 def test_what_cannot_be_fetched_says_what_to_do(tmp_path):
-    code, output = prepare(tmp_path, "http://127.0.0.1:9", [{"path": "m", "kind": "model", "manual": "ask Ana"}])
-    assert (code, "error: m (model) cannot be fetched: ask Ana" in output) == (2, True), output
+    item = PrepareItem(path=str(tmp_path / "m"), kind="model", manual="ask Ana")
+    with pytest.raises(ConfigError, match=r"m \(model\) cannot be fetched: ask Ana"):
+        get_items([item], Console("quiet"))
 
 
 def test_weights_that_were_cut_short_are_found(tmp_path):

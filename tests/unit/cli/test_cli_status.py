@@ -41,29 +41,50 @@ def test_changed_settings_are_shown_beside_the_recipes_values() -> None:
         "  changed settings (revision 2): learning_rate 0.0002 (recipe: 0.0001), "
         "beta linear 0.1 to 0.01 over 400 steps after 10 of warm-up (recipe: 0.05)"
     ) in lines
-    quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
-    assert not any("changed" in line or "evicted" in line for line in quiet)
 
 
-def test_evictions_are_shown_by_reason_and_waits_by_name() -> None:
-    info = RunInfo.model_validate(INFO)
-    counts = stats().model_copy(update={"evicted": {"policy_age": 2, "max_rollouts": 7}})
-    lines = status_lines(info, counts, make_settings())
-    assert "  evicted: max_rollouts 7, policy_age 2" in lines
-    assert "  trainer-1 waits for 'rollouts': 4 s so far, at most 26 s more" in lines
+REWARD = {"component_id": "reward", "kind": "reward", "state": "not-ready", "version": None, "alive": True}
+REWARD |= {"heartbeat_age_s": 1.0, "gauges": {}, "note": "the model is loading"}
+GONE = {**REWARD, "state": "unreachable", "alive": False, "heartbeat_age_s": 60.0, "note": None}
+EVALUATED = evaluation("1-2", 0.5, num_prompts=64).model_copy(update={"pass_at": {4: 0.75}})
+MEASURED = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750 on 64 held-out prompts"
+BEST = {"version": "1-2", "metric": "accuracy", "value": 0.5, "num_prompts": 64, "num_samples": 4}
 
 
-def test_with_a_lag_the_version_that_searchers_sample_with_is_shown() -> None:
-    for sampling_version, shown in (("1-1", "1-4 (searchers sample with 1-1)"), ("1-4", "1-4"), (None, "1-4")):
-        info = RunInfo.model_validate({**INFO, "latest_version": "1-4", "sampling_version": sampling_version})
-        assert f"  latest version {shown}, checkpoint none" in status_lines(info, stats(), make_settings())
+@pytest.mark.parametrize(
+    ("run", "counts", "line"),
+    [
+        ({}, {}, "trainer-1 waits for 'rollouts': 4 s so far, at most 26 s more"),
+        ({}, {"evicted": {"policy_age": 2, "max_rollouts": 7}}, "evicted: max_rollouts 7, policy_age 2"),
+        ({}, {"tokens": {"generated": 21800, "trained": 12000}}, "tokens: 21,800 generated, 12,000 trained"),
+        ({"sampling_version": "1-1"}, {}, "latest version 1-4 (searchers sample with 1-1), checkpoint none"),
+        ({"sampling_version": "1-4"}, {}, "latest version 1-4, checkpoint none"),
+        ({"sampling_version": None}, {}, "latest version 1-4, checkpoint none"),
+        ({"components": [REWARD]}, {}, "reward: not-ready (the model is loading)"),
+        ({"components": [GONE]}, {}, "reward: unreachable  SILENT for 60 s"),
+        ({"evals": [EVALUATED]}, {}, f"evaluation of 1-2: {MEASURED}"),
+        (
+            {"evals": [EVALUATED.model_copy(update={"abandoned": True})]},
+            {},
+            f"evaluation of 1-2 (abandoned: the run went back): {MEASURED}",
+        ),
+        (
+            {"best": BEST},
+            {},
+            "best version 1-2: accuracy 0.500 on the 64 held-out prompts that all evaluations have in common",
+        ),
+        ({"lineage": 2, "parents": {1: "0-0", 2: "1-40"}}, {}, "lineage 2 began at 1-40"),
+    ],
+)
+def test_each_fact_is_a_line(run: dict[str, Any], counts: dict[str, Any], line: str) -> None:
+    info = RunInfo.model_validate({**INFO, "latest_version": "1-4", **run})
+    assert f"  {line}" in status_lines(info, Stats.model_validate({**stats().model_dump(), **counts}), make_settings())
 
 
-def test_tokens_are_shown() -> None:
-    info, quiet = RunInfo.model_validate(INFO), make_settings()
-    document = stats().model_dump() | {"tokens": {"generated": 21800, "trained": 12000}}
-    assert "  tokens: 21,800 generated, 12,000 trained" in status_lines(info, Stats.model_validate(document), quiet)
-    assert not any("tokens:" in line for line in status_lines(info, stats(), quiet))
+def test_what_there_is_not_has_no_line() -> None:
+    lines = status_lines(RunInfo.model_validate({**INFO, "parents": {1: "0-0"}}), stats(), make_settings())
+    for word in ("changed", "evicted", "tokens:", "trainer:", "went off", "  lineage"):
+        assert not any(word in line for line in lines[1:]), lines
 
 
 def test_who_paused_the_run_and_when_is_shown() -> None:
@@ -76,18 +97,6 @@ def test_who_paused_the_run_and_when_is_shown() -> None:
         "run 'demo': paused (lunch), step 3, lineage 1",
         f"  running -> paused by the operator ('pause') at {at}, after step 3",
     ]
-
-
-def test_services_are_shown_with_their_reason_and_without_weights() -> None:
-    reward = {"component_id": "reward", "kind": "reward", "state": "not-ready", "version": None, "alive": True}
-    reward |= {"heartbeat_age_s": 1.0, "gauges": {}, "note": "the model is loading"}
-    gone = {**reward, "state": "unreachable", "alive": False, "heartbeat_age_s": 60.0, "note": None}
-    for component, line in (
-        (reward, "  reward: not-ready (the model is loading)"),
-        (gone, "  reward: unreachable  SILENT for 60 s"),
-    ):
-        info = RunInfo.model_validate({**INFO, "components": [component]})
-        assert line in status_lines(info, stats(), make_settings())
 
 
 def test_components_that_have_ended_are_counted_and_those_with_something_to_say_are_shown() -> None:
@@ -117,32 +126,6 @@ def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None
     assert lines[first].startswith("    grad_spike went off 3 times and is on: lower the learning rate")
     assert "  batches skipped by the trainer: non_finite 2" in lines
     assert "  rollouts refused by the trainer: malformed 1, vocabulary 5" in lines
-    quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
-    assert not any("trainer:" in line or "went off" in line for line in quiet)
-
-
-def test_the_best_version_and_what_an_evaluation_measured_are_shown() -> None:
-    evaluated = evaluation("1-2", 0.5, num_prompts=64).model_copy(update={"pass_at": {4: 0.75}})
-    best = {"version": "1-2", "metric": "accuracy", "value": 0.5, "num_prompts": 64, "num_samples": 4}
-    info = RunInfo.model_validate({**INFO, "evals": [evaluated], "best": best})
-    lines = status_lines(info, stats(), make_settings())
-    known = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750 on 64 held-out prompts"
-    assert f"  evaluation of 1-2: {known}" in lines
-    left = info.model_copy(update={"evals": [evaluated.model_copy(update={"abandoned": True})]})
-    marked = f"  evaluation of 1-2 (abandoned: the run went back): {known}"
-    assert marked in status_lines(left, stats(), make_settings())
-    assert any(line.startswith("  best version 1-2: accuracy 0.500 on the 64") for line in lines)
-
-
-def test_a_lineage_says_where_it_began() -> None:
-    parents = {1: "0-0", 2: "1-40"}
-
-    def said(lineage: int) -> list[str]:
-        info = RunInfo.model_validate({**INFO, "lineage": lineage, "parents": parents})
-        return [line for line in status_lines(info, stats(), make_settings()) if line.startswith("  lineage")]
-
-    assert said(2) == ["  lineage 2 began at 1-40"]
-    assert said(1) == []
 
 
 def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(

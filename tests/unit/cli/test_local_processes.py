@@ -48,7 +48,11 @@ def end_of_a_trainer(code: int, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "sentence"),
-    [(143, r"^trainer was stopped \(SIGTERM\) before the run was over"), (-9, r"^trainer died \(killed by SIGKILL\)")],
+    [
+        (143, r"^trainer was stopped \(SIGTERM\) before the run was over"),
+        (-9, r"^trainer died \(killed by SIGKILL\)"),
+        (1, r"^trainer died \(exit code 1\) and wrote nothing to trainer.log"),
+    ],
 )
 def test_a_trainer_that_was_told_to_stop_did_not_die(code: int, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ChildError, match=sentence):

@@ -28,6 +28,11 @@ def print_answer(answer: StrictModel | Mapping[str, Any], lines: Iterable[str], 
         print(json.dumps(answer, indent=2))
 
 
+def known(value: float | None, form: str = ".3f") -> str:
+    """Return a number for people."""
+    return "unknown" if value is None else format(value, form)
+
+
 class Console:
     """Prints lines for people.
 

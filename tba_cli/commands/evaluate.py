@@ -203,10 +203,14 @@ def _of_run(args: argparse.Namespace, which: str | None) -> Subject:
             raise ConfigError("--model names a folder and --version a version of the run; give one of them")
         return _of_folder(recipe, args.model)
     source = source_of(target)
-    versions = source.versions
-    version = choose(which or "last", source, versions)
-    description = f"version {version} of run {recipe.run.name!r}"
-    return Subject(recipe=recipe, description=description, name=str(version), versions=versions, version=version)
+    version = choose(which or "last", source)
+    return Subject(
+        recipe=recipe,
+        description=f"version {version} of run {recipe.run.name!r}",
+        name=str(version),
+        versions=source.versions,
+        version=version,
+    )
 
 
 def _of_folder(recipe: Recipe, text: str) -> Subject:

@@ -41,8 +41,7 @@ def export_command(args: argparse.Namespace) -> int:
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a folder that does not")
     source = source_of(args)
-    versions = source.versions
-    version = choose(args.version, source, versions)
+    version = choose(args.version, source)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(dir=out.parent, prefix=".tba-export-")
@@ -50,7 +49,7 @@ def export_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
     with temporary as name:
         half = Path(name) / "export"
-        write_export(versions, version, half, source.facts)
+        write_export(source.versions, version, half, source.facts)
         # one step: nobody sees a folder that is half written
         half.rename(out)
     run = source.facts.recipe.run.name
@@ -59,10 +58,10 @@ def export_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVersion:
+def choose(which: str, source: Exportable) -> PolicyVersion:
     """Return the version that --version names: LINEAGE-STEP, start, best, or last."""
     # the store and not the buffer decides: a version may be announced and deleted since
-    run, existing = source.facts.recipe.run, versions.versions()
+    run, existing = source.facts.recipe.run, source.versions.versions()
     if not existing:
         raise ConfigError(f"run {run.name!r} has published no version yet")
     if which == "last":

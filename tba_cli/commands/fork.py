@@ -17,12 +17,11 @@ from tba.config.recipe_file import read_document
 from tba.errors import ConfigError
 from tba.tokens import operator_client_token
 from tba.versions import PolicyVersion
-from tba.weights import WeightVersions
 from tba.wire.snapshot_manifest import SnapshotSource
 from tba_cli.local.ended_run import save_ended
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import RUNS_DIR, endpoints_of, save_snapshot
-from tba_cli.setup.origin import check_origin, store_of_run
+from tba_cli.setup.origin import check_origin, check_version, store_of_run
 
 
 def forked_recipe(args: argparse.Namespace) -> tuple[Recipe, dict[str, Any]]:
@@ -76,13 +75,7 @@ def _ensure_saved(folder: RunFolder, source: SnapshotSource, version: PolicyVers
             f"there is no run {source.run!r} in {folder.path.parent}; name a snapshot of it that the store of the "
             "recipe holds with --buffer NAME"
         )
-    versions = WeightVersions(store, source.run)
-    if not versions.exists(version):
-        known = ", ".join(map(str, versions.versions()[-8:])) or "none"
-        raise ConfigError(
-            f"run {source.run!r} has no weight version {version} (any more: trainer.keep_versions); "
-            f"the newest are {known}"
-        )
+    check_version(store, source.run, version)
     # the snapshot of an earlier fork of this version is used again: evictions since then have lost more
     if store.size_bytes(source.manifest_key) is not None:
         return

@@ -6,7 +6,7 @@ import argparse
 from contextlib import closing
 
 from tba.api import RescoreInfo, RescoreRequest
-from tba_cli.console import print_answer
+from tba_cli.console import known, print_answer
 from tba_cli.run_target import open_client
 
 
@@ -26,12 +26,13 @@ def rescore_lines(job: RescoreInfo) -> list[str]:
     if job.state == "running":
         return [progress_line(job), "look again with `tba rescore --show`"]
     versions = ", ".join(f"{version} ({num})" for version, num in sorted(job.reward_versions.items())) or "none"
+    before, after = known(job.mean_reward_before, ".4f"), known(job.mean_reward_after, ".4f")
     took_s = (job.finished_at_s or job.started_at_s) - job.started_at_s
     return [
         f"{job.state} after {took_s:.1f} s: {job.num_done} of {job.num_total} rollouts scored again",
         f"  {'':12}{'before':>12}{'after':>12}",
         f"  {'known reward':12}{job.num_known_before:>12}{job.num_known_after:>12}",
-        f"  {'mean reward':12}{_number(job.mean_reward_before):>12}{_number(job.mean_reward_after):>12}",
+        f"  {'mean reward':12}{before:>12}{after:>12}",
         f"  {job.num_changed} changed, {job.num_failed} failed, {job.num_gone} evicted before they were reached",
         f"  reward versions: {versions}",
     ]
@@ -45,7 +46,3 @@ def progress_line(job: RescoreInfo) -> str:
     if job.problem is not None:
         line += f"; waits for the reward service: {job.problem}"
     return line
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"

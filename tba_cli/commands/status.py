@@ -19,7 +19,7 @@ from tba.config.trainer import REMEDIES
 from tba.fields import escape_controls
 from tba.versions import START
 from tba_cli.commands.control import rollback_line, searchers_line
-from tba_cli.console import print_answer
+from tba_cli.console import known, print_answer
 from tba_cli.reports.comparison import best_text
 from tba_cli.run_target import ended_run, open_client
 
@@ -230,7 +230,6 @@ def eval_line(item: EvalInfo) -> str:
     name = f"evaluation of {item.version}{' (abandoned: the run went back)' if item.abandoned else ''}"
     if item.state != "done":
         return f"{name}: {item.state}, {item.num_done} of {item.num_prompts} prompts"
-    sampled = "unknown" if item.accuracy is None else f"{item.accuracy:.3f}"
-    greedy = "unknown" if item.greedy_accuracy is None else f"{item.greedy_accuracy:.3f}"
+    sampled, greedy = known(item.accuracy), known(item.greedy_accuracy)
     more = "".join(f", pass@{k} {value:.3f}" for k, value in item.pass_at.items() if value is not None)
     return f"{name}: accuracy {sampled} sampled, {greedy} greedy{more} on {item.num_prompts} held-out prompts"

@@ -17,6 +17,7 @@ from tba.config.evaluation import EvalSection, Mode
 from tba.evaluation.evaluation_job import Estimate
 from tba.evaluation.statistics import mean_of_prompts
 from tba.fields import StrictModel, escape_controls
+from tba_cli.console import known
 
 TEXT_CHARS = 400
 """Most characters of a text for people; the JSON document has all of it."""
@@ -199,12 +200,10 @@ def _shortened(text: str) -> str:
 def _difference_line(found: Difference) -> str:
     change = found.difference
     error = "" if change.stderr is None else f" ± {change.stderr:.4f} (standard error, paired)"
-    values = [
-        "unknown" if value is None else format(value, form)
-        for value, form in ((found.before.value, ".4f"), (found.after.value, ".4f"), (change.value, "+.4f"))
-    ]
+    before, after = known(found.before.value, ".4f"), known(found.after.value, ".4f")
+    paired = known(change.value, "+.4f")
     unknown = f", {found.num_unknown} unknown" if found.num_unknown else ""
     return (
-        f"{found.task}: {found.what} {values[0]} -> {values[1]}, difference {values[2]}{error}; {found.num_better} "
-        f"prompts better, {found.num_worse} worse, {found.num_same} the same{unknown}"
+        f"{found.task}: {found.what} {before} -> {after}, difference {paired}{error}; "
+        f"{found.num_better} prompts better, {found.num_worse} worse, {found.num_same} the same{unknown}"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from tba.api import BestVersion
 from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationReport
+from tba_cli.console import known
 
 RUN_COLUMNS = (
     ("run", "run", ""),
@@ -66,10 +67,10 @@ def _named(name: str, report: EvaluationReport) -> str:
 
 
 def _metric_cells(name: str, estimate: Estimate) -> tuple[str, ...]:
-    value = _number(estimate.value)
+    value = known(estimate.value, ".4g")
     if estimate.low is not None and estimate.high is not None:
-        value += f" ({_number(estimate.low)} to {_number(estimate.high)})"
-    error = "" if estimate.stderr is None else _number(estimate.stderr)
+        value += f" ({known(estimate.low, '.4g')} to {known(estimate.high, '.4g')})"
+    error = "" if estimate.stderr is None else known(estimate.stderr, ".4g")
     return name, value, error, str(estimate.num_prompts), str(estimate.num_completions)
 
 
@@ -93,13 +94,13 @@ def _unknown(report: EvaluationReport) -> list[str]:
 
 def _comparison(item: Comparison) -> tuple[str, ...]:
     reference, found = item.reference, item.found
-    published = (reference.name, reference.metric, _number(reference.value))
+    published = (reference.name, reference.metric, known(reference.value, ".4g"))
     where = (reference.setting, reference.source)
     if found is None or found.value is None or item.difference is None:
         return *published, "unknown", "", *where
     error = found.stderr
     # a difference means something only beside the noise of our own number
-    ours = _number(found.value) + ("" if error is None else f" ± {_number(error)}")
+    ours = known(found.value, ".4g") + ("" if error is None else f" ± {known(error, '.4g')}")
     difference = f"{item.difference:+.4g}" + (f" ({item.difference / error:+.1f} standard errors)" if error else "")
     return *published, ours, difference, *where
 
@@ -110,10 +111,6 @@ def _padded_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [" | ".join(map(str.ljust, cells, widths)) for cells in (head, ["-" * width for width in widths], *rows)]
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4g}"
 
 
 def best_text(best: BestVersion) -> str:

@@ -11,6 +11,7 @@ from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
+from tba_cli.console import known
 from tba_cli.reports.history import History
 from tba_cli.reports.summary import summarise
 from tba_cli.run_folder import RunFolder, view_hint
@@ -69,14 +70,14 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         lines = [f"not evaluated: {reason}; `tba run --fork` or a run of the exported model with searchers does it"]
     else:
         lines = [
-            f"pass@1 sampled: {_number(summary['start_accuracy'])} -> {_number(summary['final_accuracy'])}{on}",
-            f"pass@1 greedy:  {_number(summary['start_greedy'])} -> {_number(summary['final_greedy'])}{on}",
+            f"pass@1 sampled: {known(summary['start_accuracy'])} -> {known(summary['final_accuracy'])}{on}",
+            f"pass@1 greedy:  {known(summary['start_greedy'])} -> {known(summary['final_greedy'])}{on}",
         ]
         accuracies = summary["start_accuracy"], summary["final_accuracy"]
         rewards = summary["start_mean_reward"], summary["final_mean_reward"]
         # of rewards with grades the share of successes alone hides what was learned
         if rewards != (None, None) and rewards != accuracies:
-            lines.insert(0, f"mean reward:    {_number(rewards[0])} -> {_number(rewards[1])}{on}")
+            lines.insert(0, f"mean reward:    {known(rewards[0])} -> {known(rewards[1])}{on}")
     if num_unknown := summary.get("num_unknown_scores"):
         lines.append(f"left out of the last evaluation: {num_unknown} scores that are unknown")
     if num_failed := summary.get("rollouts_failed"):
@@ -109,7 +110,3 @@ def failures_line(num_failed: int, reasons: Sequence[str]) -> str:
     """Return a line on rollouts without a score, the commonest reason first."""
     why = f": {reasons[0].removeprefix('exception: ')}" if reasons else ""
     return f"{num_failed:,} {'score' if num_failed == 1 else 'scores'} failed{why}"
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3f}"

@@ -187,6 +187,18 @@ def _store_of(source: SnapshotSource, store: ObjectStore, runs_dir: Path) -> Obj
     )
 
 
+def check_version(store: ObjectStore, run: str, version: PolicyVersion) -> None:
+    """Check that a run has a version to fork from."""
+    versions = WeightVersions(store, run)
+    if not versions.exists(version):
+        # the newest few: a run may have thousands
+        newest = ", ".join(map(str, versions.versions()[-8:])) or "none"
+        raise ConfigError(
+            f"run {run!r} has no weight version {version} in {store.url} (any more: trainer.keep_versions); the newest "
+            f"are {newest}"
+        )
+
+
 def _check(origin: Origin, recipe: Recipe) -> None:
     manifest, version, needed = origin.manifest, origin.version, recipe.sampling.min_size_to_sample
     if recipe.is_offline and manifest.num_scored + manifest.num_pending < needed:
@@ -196,14 +208,7 @@ def _check(origin: Origin, recipe: Recipe) -> None:
         )
     if version is None:
         return
-    versions = WeightVersions(origin.store, origin.source.run)
-    if not versions.exists(version):
-        # the newest few: a run may have thousands
-        known = ", ".join(map(str, versions.versions()[-8:])) or "none"
-        raise ConfigError(
-            f"run {origin.source.run!r} has no weight version {version} in {origin.store.url} (any more: "
-            f"trainer.keep_versions); the newest are {known}"
-        )
+    check_version(origin.store, origin.source.run, version)
     # the position of its publication says which rollouts are older than the fork
     if manifest.publication_of(version) is None:
         raise ConfigError(

@@ -261,10 +261,10 @@ def test_the_start_of_a_fork_is_its_first_version(
     document = recipe.model_dump()
     document["run"] |= {"snapshot": "old/end", "fork_version": "1-40"}
     fork = Exportable(facts=make_facts(Recipe.model_validate(document)))
-    assert choose("start", fork, versions) == PolicyVersion(3, 40)
+    assert choose("start", fork) == PolicyVersion(3, 40)
     versions.delete(PolicyVersion(3, 40))
     with pytest.raises(ConfigError, match=r"no weight version start .* the newest are 3-48"):
-        choose("start", fork, versions)
+        choose("start", fork)
 
 
 def test_a_run_that_ended_without_a_history_is_exported_without_results(

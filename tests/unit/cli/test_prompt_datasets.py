@@ -22,6 +22,7 @@ from tba.errors import ConfigError
 from tba_cli.prompts.columns import RowError, extracted, prompt_of, template_parts, text_of
 from tba_cli.prompts.reader import heldout_prompts, in_both_splits, prompts_of
 from tba_cli.resolve import with_absolute_paths
+from tba_cli.starter_models.convert import chat_texts
 
 ROWS = {"task": "t", "dataset": "d", "column": "c"}
 GOLD = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}
@@ -230,8 +231,19 @@ def test_prompts_of_both_splits_are_counted_by_text(tmp_path):
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def chat_model(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose conversations are rendered in this process: a program imports transformers for seconds."""
+
+    def run(_module: str, words: list[str]) -> str:
+        return json.dumps(chat_texts(Path(words[1]), json.loads(Path(words[3]).read_bytes()), json.loads(words[-1])))
+
+    monkeypatch.setattr("tba_cli.child_processes.run_program", run)
+    return saved_model
+
+
 @pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_reward_models import save_chat_model
 
     folder = tmp_path_factory.mktemp("chat") / "model"

@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tba.wire import VersionSpan, encode_rollout
 from tba_cli.commands import sizing
 from tba_cli.main import main
 from tba_cli.sizing.estimate import estimate
-from tba_cli.sizing.model_shape import shape_of_folder
+from tba_cli.sizing.model_shape import ModelShape, shape_of_folder
 from tests.support.model_shapes import QWEN_7B, SHAPES
 from tests.support.tiny_model import make_tiny_model
 from tests.support.wire_values import scored_rollout
@@ -78,7 +79,18 @@ def test_versions_of_an_adapter_are_small_and_the_starting_model_is_whole() -> N
     assert lora.store_bytes - lora.version_bytes > full.version_bytes
 
 
-def test_the_command_traces_the_step_and_prints_people_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_traces_the_step_and_prints_people_and_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[Any] = []
+    trace = sizing._trace
+
+    def trace_once(recipe: Recipe, shape: ModelShape) -> Any:
+        if not traced:
+            traced.append(trace(recipe, shape))
+        return traced[0]
+
+    monkeypatch.setattr(sizing, "_trace", trace_once)
     words = ["sizing", str(ROOT / "recipes/quickstart.toml")]
     assert main(words) == 0
     printed = capsys.readouterr().out

@@ -30,11 +30,7 @@ LAUNCHER = "tba_cli.local"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: the words after `tba`; default: those of this process.
-    """
+    """Run one command and return its exit code."""
     open_streams()
     with _quit_on_interrupt():
         from tba_cli.parser import parse_arguments

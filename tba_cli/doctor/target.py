@@ -117,7 +117,6 @@ def target_of(recipe: Recipe, *, service: str | None, num_gpus: int | None = Non
 
     Args:
         service: what this machine is for; None: every service that is installed here, all of them if none is.
-        num_gpus: how many GPUs should be visible here.
     """
     # `tba run` may listen beyond loopback too, with tokens of its own; a service alone that does so is a deployment
     is_local = recipe.buffer.url is None and (service is None or is_loopback(recipe.buffer.host))

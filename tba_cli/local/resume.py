@@ -30,7 +30,6 @@ def resume_recipe(
 
     Args:
         path: the recipe file that was named; None: none was.
-        sets: the overrides of this resume.
         on_difference: called with a line for each key that differs.
     """
     # the variables of the start are in it already; those of this shell may be for something else

@@ -35,8 +35,6 @@ def process_spec(
 
     Args:
         kind: of `processes.PARTS`; a trainer of several processes is started by torchrun.
-        number: of a searcher, from 0.
-        words: more arguments.
     """
     if kind == "redis":
         command = redis_command(

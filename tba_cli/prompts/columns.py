@@ -32,10 +32,6 @@ class RowError(Exception):
 def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, Any]) -> Prompt:
     """Return the prompt of a row.
 
-    Args:
-        text: of the prompt, see `text_of`.
-        values: the row.
-
     Raises:
         RowError: a column is absent or has a wrong value.
     """

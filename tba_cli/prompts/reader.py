@@ -61,11 +61,7 @@ def heldout_prompts(recipe: Recipe) -> list[Prompt]:
 
 
 def prompts_of_file(path: Path, gold: Gold | None = None) -> list[Prompt]:
-    """Return the prompts of a JSONL file whose rows have the fields of a prompt.
-
-    Args:
-        gold: the data that a prompt needs.
-    """
+    """Return the prompts of a JSONL file whose rows have the fields of a prompt."""
     found: dict[str, Prompt] = {}
     for row in jsonl_rows(path):
         try:
@@ -232,11 +228,7 @@ def tasks_of_recipe(recipe: Recipe) -> list[str]:
 
 
 def check_tasks(prompts: Sequence[Prompt], known: Iterable[str]) -> None:
-    """Check that every prompt can be scored: else it would be generated for and never trained on.
-
-    Args:
-        known: the tasks that are scored.
-    """
+    """Check that every prompt can be scored: else it would be generated for and never trained on."""
     known = list(known)
     for prompt in prompts:
         if prompt.task not in known:

@@ -63,9 +63,6 @@ class LedgerCheck:
     this one. A ledger without starts is checked by its batches alone. Memory: the batch id and the step of every line.
 
     Args:
-        tree: the lineage table.
-        lineage: the active lineage.
-        step: its last acked step.
         origin: the snapshot that the run began with, as in RunInfo.
         has_rollout_ids: False for saved histories, which leave the ids out.
     """

@@ -60,11 +60,7 @@ def prepare(
     resume: bool,
     fresh: bool,
 ) -> Inputs:
-    """Check what was given, and write what the services have to find.
-
-    Args:
-        sets: the overrides, the name of the run among them.
-    """
+    """Check what was given, and write what the services have to find."""
     if isinstance(recipe, Mapping):
         document = _copy_of(recipe)
     else:

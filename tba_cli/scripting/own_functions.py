@@ -47,11 +47,7 @@ class NamedFunction:
 
 
 def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
-    """Return how services import a function.
-
-    Args:
-        what: the argument that it was given as, for errors.
-    """
+    """Return how services import a function."""
     if not isinstance(function, FunctionType):
         kind = f"a class ({function.__name__})" if isinstance(function, type) else f"a {type(function).__name__}"
         raise ConfigError(

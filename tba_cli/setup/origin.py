@@ -91,10 +91,6 @@ def check_origin(recipe: Recipe) -> None:
 def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin | None:
     """Return the origin that the recipe names, or None where it names none.
 
-    Args:
-        store: of the new run.
-        runs_dir: folder of the local runs.
-
     Raises:
         ConfigError: the origin is nowhere, or does not fit the recipe.
         StoreError: the store cannot be read.

@@ -51,7 +51,6 @@ def run_setup(
 
     Args:
         wait_s: deadline of the wait for the store, and of the wait for the services.
-        create_bucket: make the bucket where there is none.
         prepare, pull: see `set_up_folders`.
         only: do this part alone.
 

@@ -63,11 +63,7 @@ Layout = Mapping[int, tuple[Occupant, ...]]
 
 
 def gpu_layout(recipe: Recipe, shape_of: ShapeOf, *, trainer_peak_bytes: int) -> Layout:
-    """Return who is on which GPU, in the order of start; empty where the recipe asks for no GPU.
-
-    Args:
-        trainer_peak_bytes: of each process, as traced.
-    """
+    """Return who is on which GPU, in the order of start; empty where the recipe asks for no GPU."""
     scorers = _model_processes(recipe)
     devices = [recipe.trainer.device, recipe.searcher.device, *(spec.device for spec in scorers.values())]
     # a scorer's `auto` alone asks for none

@@ -86,9 +86,6 @@ def make_starting_model(
 ) -> dict[str, Any]:
     """Build, train and save model and tokenizer to the folder `path`, complete or not at all.
 
-    Args:
-        seed: the run's seed.
-
     Returns:
         The report that is also saved as warmstart.json.
     """

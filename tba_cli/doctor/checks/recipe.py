@@ -106,10 +106,7 @@ class RecipeChecks:
     """The checks of one recipe.
 
     Args:
-        recipe: with absolute paths.
-        offline: skip what needs a network.
         try_scorers: `tba_cli.local.reward_trial.try_scorers`; None: there is no launcher here.
-        file: where the recipe is, as it was named.
     """
 
     recipe: Recipe

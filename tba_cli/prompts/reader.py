@@ -97,8 +97,6 @@ def _prompts_of_sets(recipe: Recipe, splits: Sequence[Split]) -> list[Prompt]:
                 raise ConfigError(f"data set {section.dataset} holds no rows of split {section.splits[split]!r}")
             for row, text in zip(rows, _texts_of(recipe, section, rows), strict=True):
                 try:
-                    if isinstance(text, RowError):
-                        raise text
                     prompt = prompt_of(section, split, text, row.values)
                     check_gold(prompt, gold)
                 except RowError as error:
@@ -118,7 +116,7 @@ def _rows_of(section: DataSet, split: str) -> Iterator[Row]:
         yield from dataset_rows(section.dataset or "", split, subset=section.subset, columns=columns_of(section))
 
 
-def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str | RowError]:
+def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str]:
     """Return the text of each row; of messages, the one that the chat template of the starting model makes."""
     if section.texts is not None:
         return [row.values["text"] for row in rows]
@@ -127,12 +125,14 @@ def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str
         try:
             texts.append(text_of(section, row.values))
         except RowError as error:
-            texts.append(error)
+            raise ConfigError(f"{row.where}: {error}") from None
     chats = {number: text for number, text in enumerate(texts) if isinstance(text, list)}
     if chats:
-        for number, text in zip(chats, _rendered(recipe, section, list(chats.values())), strict=True):
-            texts[number] = text
-    elif section.chat_template_kwargs and not any(isinstance(text, RowError) for text in texts):
+        for number, answer in zip(chats, _rendered(recipe, section, list(chats.values())), strict=True):
+            if "error" in answer:
+                raise ConfigError(f"{rows[number].where}: column {section.column!r}: {answer['error']}")
+            texts[number] = answer["text"]
+    elif section.chat_template_kwargs:
         raise ConfigError(
             f"{section.dataset}: column {section.column!r} holds no messages that chat_template_kwargs are for; "
             "remove them"
@@ -140,7 +140,7 @@ def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str
     return texts
 
 
-def _rendered(recipe: Recipe, section: DataSet, chats: list[Any]) -> list[str | RowError]:
+def _rendered(recipe: Recipe, section: DataSet, chats: list[Any]) -> list[dict[str, str]]:
     from tba_cli.child_processes import run_program
 
     folder = recipe.model.path
@@ -154,9 +154,7 @@ def _rendered(recipe: Recipe, section: DataSet, chats: list[Any]) -> list[str | 
         file.write_text(json.dumps(chats), encoding="utf-8")
         words = ["chat", folder, "--texts", str(file), *["--trust"] * recipe.model.trust_remote_code]
         words += ["--template-kwargs", json.dumps(section.chat_template_kwargs)]
-        answers = json.loads(run_program("tba_cli.starter_models.convert", words))
-    column = f"column {section.column!r}"
-    return [answer["text"] if "text" in answer else RowError(f"{column}: {answer['error']}") for answer in answers]
+        return json.loads(run_program("tba_cli.starter_models.convert", words))
 
 
 def _with_heldout(prompts: list[Prompt], num: int) -> list[Prompt]:

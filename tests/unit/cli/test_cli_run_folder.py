@@ -17,7 +17,6 @@ import pytest
 
 from tba.errors import ConfigError
 from tba.temporary_folders import temporary_folder
-from tba.tokens import operator_token
 from tba_cli.main import main
 from tba_cli.parser import parse_arguments
 from tba_cli.run_folder import RunFolder
@@ -160,31 +159,37 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
-def test_the_newest_run_is_the_default(two_runs):
-    assert url_of() == "http://127.0.0.1:2222"
+@pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        ([], "http://127.0.0.1:2222"),  # the newest
+        (["older"], "http://127.0.0.1:1111"),
+        (["--run-dir", "runs/older"], "http://127.0.0.1:1111"),
+        (["--url", "http://buffer:8700/"], "http://buffer:8700"),
+    ],
+)
+def test_a_run_is_found_by_name_by_folder_or_by_url(two_runs, words, url):
+    assert url_of(*words) == url
 
 
-def test_a_run_is_found_by_name_by_folder_or_by_url(two_runs):
-    assert url_of("older") == "http://127.0.0.1:1111"
-    assert url_of("--run-dir", str(two_runs / "runs" / "older")) == "http://127.0.0.1:1111"
-    assert url_of("--url", "http://buffer:8700/") == "http://buffer:8700"
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["killed"], "run 'killed' is not in progress"),
+        (["older"], "run 'older' is starting or ending"),
+        (["--run-dir", "."], "is not in progress"),
+    ],
+)
+def test_a_run_without_a_service_is_a_clear_error(two_runs, words, says):
+    (two_runs / "runs" / "older" / "endpoints.json").unlink()
+    with pytest.raises(ConfigError, match=says):
+        url_of(*words)
 
 
 def test_no_run_at_all_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no run is in progress under runs/"):
         url_of()
-
-
-def test_a_run_that_was_killed_is_a_clear_error_though_it_left_its_addresses(two_runs):
-    with pytest.raises(ConfigError, match="run 'killed' is not in progress"):
-        url_of("killed")
-
-
-def test_a_run_that_has_no_addresses_yet_is_a_clear_error(two_runs):
-    (two_runs / "runs" / "older" / "endpoints.json").unlink()
-    with pytest.raises(ConfigError, match="run 'older' is starting or ending"):
-        url_of("older")
 
 
 @pytest.mark.parametrize(
@@ -204,28 +209,6 @@ def test_a_run_that_never_began_is_a_sentence_with_the_runs_that_did(
         "the runs beside it are: newer, older; name one of them, give --run-dir DIR or --url URL, or start one with "
         "`tba run RECIPE`"
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "token"),
-    [
-        ("word-of-16-letters\n", "word-of-16-letters"),
-        ('{"viewer": "vvv", "operator": "ooo"}', "ooo"),
-        ('{"viewer": "vvv"}', "vvv"),
-    ],
-)
-def test_a_token_file_holds_one_word_or_tokens_by_role(tmp_path, text, token):
-    path = tmp_path / "token"
-    path.write_text(text)
-    assert operator_token(path) == token
-
-
-@pytest.mark.parametrize("text", ["", "two words", '{"searcher": "s"}', "{broken"])
-def test_a_token_file_without_a_usable_token_is_refused(tmp_path, text):
-    path = tmp_path / "token"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="token file"):
-        operator_token(path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])

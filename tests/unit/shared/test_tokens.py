@@ -185,6 +185,10 @@ def test_a_person_may_have_a_file_with_one_token(tmp_path: Path) -> None:
     for wrong in ("", "two words", '{"searcher": "x"}'):
         with pytest.raises(ConfigError, match="must hold one token"):
             operator_client_token(write(path, wrong))
+    with pytest.raises(ConfigError, match="token file"):
+        operator_token(write(path, "{broken"))
+    for text, token in (('{"viewer": "vvv", "operator": "ooo"}', "ooo"), ('{"viewer": "vvv"}', "vvv")):
+        assert operator_token(write(path, text)) == token
     assert operator_client_token(None) is None
     assert client_token(None, "searcher") is None
     assert server_tokens(None) is None

@@ -24,7 +24,7 @@ def doctor_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"--check {unknown[0]} is not known; there are {', '.join(CHECKS)}")
     target = target_of(load_recipe(args.config, sets=args.set), service=args.service, num_gpus=args.gpus)
     chosen = [(name, check) for name, check in CHECKS.items() if not args.check or name in args.check]
-    results = run_checks(target, checks=chosen, on_result=None if args.json else print_result)
+    results = run_checks(target, checks=chosen, on_result=(lambda result: None) if args.json else print_result)
     num = counts_of(results)
     if args.json:
         print(results_json(results))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from tba.errors import TbaError
-from tba_cli.doctor.checks import CHECKS, Check
+from tba_cli.doctor.checks import Check
 from tba_cli.doctor.target import CheckResult, Target, fail
 
 CHECK_TIMEOUT_S = 60.0
@@ -17,27 +17,26 @@ CHECK_TIMEOUT_S = 60.0
 def run_checks(
     target: Target,
     *,
-    checks: Iterable[tuple[str, Check]] | None = None,
+    checks: Sequence[tuple[str, Check]],
     timeout_s: float = CHECK_TIMEOUT_S,
-    on_result: Callable[[CheckResult], None] | None = None,
+    on_result: Callable[[CheckResult], None] = lambda result: None,
 ) -> list[CheckResult]:
     """Return the results of every check, in the order of the checks.
 
     Args:
-        checks: name and check; default: all.
+        checks: name and check.
         timeout_s: deadline of all checks together, since they run at once.
         on_result: called with each result as soon as all results before it are known.
     """
-    chosen = list(CHECKS.items() if checks is None else checks)
-    found: list[list[CheckResult]] = [[] for _ in chosen]
+    found: list[list[CheckResult]] = [[] for _ in checks]
     threads = []
-    for (name, check), results in zip(chosen, found, strict=True):
+    for (name, check), results in zip(checks, found, strict=True):
         # daemon: a check that hangs must not keep the process alive
         thread = threading.Thread(target=_run, args=(name, check, target, results), name=name, daemon=True)
         thread.start()
         threads.append(thread)
     deadline_s, all_results = time.monotonic() + timeout_s, []
-    for (name, _), thread, results in zip(chosen, threads, found, strict=True):
+    for (name, _), thread, results in zip(checks, threads, found, strict=True):
         thread.join(max(0.0, deadline_s - time.monotonic()))
         new = list(results)  # a copy: a check that hangs may still append
         if thread.is_alive():
@@ -49,9 +48,8 @@ def run_checks(
                 )
             )
         all_results += new
-        if on_result is not None:
-            for result in new:
-                on_result(result)
+        for result in new:
+            on_result(result)
     return all_results
 
 

@@ -42,10 +42,10 @@ def resume_recipe(
         before = json.loads(folder.recipe_file_path.read_bytes())
     except (OSError, ValueError):
         before = None
-    if not isinstance(before, dict) or "document" in before:
+    if not isinstance(before, dict):
         raise ConfigError(
-            f"{folder.recipe_file_path} is missing, damaged or of an older release, so {path} cannot be compared with "
-            f"it; continue the run as it began, with --set KEY=VALUE for what is to change: {own}"
+            f"{folder.recipe_file_path} is missing or damaged, so {path} cannot be compared with it; continue the run "
+            f"as it began, with --set KEY=VALUE for what is to change: {own}"
         )
     now = read_document(Path(path))
     for key, (old, new) in differences(before, now):

@@ -182,11 +182,11 @@ def test_changes_of_a_recipe_are_named_and_refused(place):
     path.write_text(RECIPE)
     assert "cannot become 'bfloat16' within" in place.refused("--resume", "--set", "model.dtype=bfloat16").stderr
     began = place.folder / "recipe_file.json"
-    for content in (None, "{", json.dumps({"document": {}, "sets": []})):
+    for content in (None, "{", "[]"):
         began.unlink(missing_ok=True)
         if content is not None:
             began.write_text(content)
-        assert f"{began} is missing, damaged or of an older release" in place.refused("--resume").stderr
+        assert f"{began} is missing or damaged" in place.refused("--resume").stderr
 
 
 def test_nothing_of_an_older_run_is_deleted_when_the_new_one_cannot_start(finished):

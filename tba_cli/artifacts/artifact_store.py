@@ -42,7 +42,7 @@ class ArtifactStore:
     """
 
     def __init__(self, store: ObjectStore, on_progress: OnProgress) -> None:
-        self._store, self._on_progress = store, on_progress
+        self._store, self.on_progress = store, on_progress
         self.url = store.url
 
     def find(self, kind: Kind, name: str) -> FolderManifest | None:
@@ -76,7 +76,7 @@ class ArtifactStore:
         """
         files, left_out = files_of(folder)
         if left_out:
-            self._on_progress(f"{folder}: left out {', '.join(left_out[:3])}{' ...' if len(left_out) > 3 else ''}")
+            self.on_progress(f"{folder}: left out {', '.join(left_out[:3])}{' ...' if len(left_out) > 3 else ''}")
         manifest = FolderManifest(
             kind=kind,
             name=name,
@@ -88,9 +88,9 @@ class ArtifactStore:
         where = f"{KIND_PREFIXES[kind]}/{name} in {self._store.url}"
         if (before := self.find(kind, name)) is not None:
             self._check_same(before, manifest, f"{where} has other content than {folder}")
-            self._on_progress(f"{where} is there already ({describe(before)})")
+            self.on_progress(f"{where} is there already ({describe(before)})")
             return before
-        self._on_progress(f"pushing {folder} to {where} ({describe(manifest)})")
+        self.on_progress(f"pushing {folder} to {where} ({describe(manifest)})")
         for file in files:
             key = _file_key(kind, name, file)
             # keys are digests: an object of this size is this file, from a push that was killed
@@ -98,7 +98,7 @@ class ArtifactStore:
                 self._store.put_file(key, folder / file.path)
         # last, because a folder is whole as soon as its manifest is there
         self._publish(manifest, where)
-        self._on_progress(f"{where} is pushed")
+        self.on_progress(f"{where} is pushed")
         return manifest
 
     def pull(self, manifest: FolderManifest, folder: Path) -> int:
@@ -175,9 +175,7 @@ def _is_whole(path: Path, file: FolderFile) -> bool:
     return path.is_file() and path.stat().st_size == file.size_bytes and sha256_of_file(path) == file.sha256
 
 
-def pull_folders(
-    artifacts: ArtifactStore, folders: Sequence[RequiredFolder], *, wait_s: float, on_progress: OnProgress
-) -> None:
+def pull_folders(artifacts: ArtifactStore, folders: Sequence[RequiredFolder], *, wait_s: float) -> None:
     """Wait until every folder is whole in the store, and fetch it to its path; a folder that is there is only checked.
 
     Args:
@@ -199,7 +197,7 @@ def pull_folders(
                 if manifest is not None:
                     num_fetched = artifacts.pull(manifest, Path(folder.path).expanduser())
                     state = "fetched" if num_fetched else "is there and complete"
-                    on_progress(f"{folder.path}: {folder.kind} {folder.name}, {describe(manifest)}, {state}")
+                    artifacts.on_progress(f"{folder.path}: {folder.kind} {folder.name}, {describe(manifest)}, {state}")
                     break
             except StoreUnavailableError as error:
                 if not (is_retryable(error) or is_bucket_missing(error)):
@@ -213,5 +211,5 @@ def pull_folders(
                 )
             if now_s - shown_s > PROGRESS_INTERVAL_S:
                 shown_s = now_s
-                on_progress(f"wait 'model-push' ({deadline_s - now_s:.0f} s left): {reason}")
+                artifacts.on_progress(f"wait 'model-push' ({deadline_s - now_s:.0f} s left): {reason}")
             time.sleep(min(POLL_S, max(deadline_s - now_s, 0.01)))

@@ -46,5 +46,5 @@ def pull_command(args: argparse.Namespace) -> int:
     if not folders:
         print_line(f"the {args.service} service needs no folder of this recipe")
     artifacts = ArtifactStore(open_store(recipe.store), print_line)
-    pull_folders(artifacts, folders, wait_s=args.wait_s, on_progress=print_line)
+    pull_folders(artifacts, folders, wait_s=args.wait_s)
     return 0

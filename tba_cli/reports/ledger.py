@@ -17,13 +17,13 @@ def lineage_tree(parents: Mapping[int, str]) -> LineageTree:
     return LineageTree({lineage: PolicyVersion.parse(text) for lineage, text in parents.items()})
 
 
-def ledger_lines(client: BufferClient, *, after: int = 0) -> Iterator[LedgerLine]:
-    """Yield all lines from position `after`; one page is in memory at a time.
+def ledger_lines(client: BufferClient) -> Iterator[LedgerLine]:
+    """Yield all lines; one page is in memory at a time.
 
     Raises:
         ServiceError: the buffer service does not answer.
     """
-    position: int | None = after
+    position: int | None = 0
     while position is not None:
         reply = client.ledger(after=position, limit=PAGE_LINES)
         yield from reply.entries

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from tba.config import Recipe
@@ -23,12 +22,8 @@ from tba_cli.console import Console
 from tba_cli.resolve import seed_warning
 from tba_cli.setup.prepare import prepare_recipe
 
-OnProgress = Callable[[str], None]
 
-
-def set_up_folders(
-    recipe: Recipe, artifacts: ArtifactStore, *, prepare: bool, pull: bool, on_progress: OnProgress
-) -> None:
+def set_up_folders(recipe: Recipe, artifacts: ArtifactStore, *, prepare: bool, pull: bool) -> None:
     """Take the steps of the table above for every folder.
 
     Args:
@@ -41,18 +36,13 @@ def set_up_folders(
         StoreError: the store cannot be used.
     """
     folders = required_folders(recipe)
-    _fetch_stored(folders, artifacts, everything=pull, on_progress=on_progress)
-    _make_starting_model(recipe, artifacts, on_progress)
+    _fetch_stored(folders, artifacts, everything=pull)
+    _make_starting_model(recipe, artifacts)
     prepared = {item.path for item in recipe.prepare}
     nowhere = [folder for folder in folders if not _is_somewhere(folder, artifacts)]
     # only when something is missing: a prepared folder in the store is pulled, and nothing is fetched a second time
     if nowhere and prepare and any(folder.path in prepared for folder in nowhere):
-        _fetch_stored(
-            [folder for folder in folders if folder.path in prepared],
-            artifacts,
-            everything=True,
-            on_progress=on_progress,
-        )
+        _fetch_stored([folder for folder in folders if folder.path in prepared], artifacts, everything=True)
         prepare_recipe(recipe, Console("normal"))
         nowhere = [folder for folder in folders if not _is_somewhere(folder, artifacts)]
     if nowhere:
@@ -70,16 +60,14 @@ def set_up_folders(
                 check_tokenizer(folder.path)
             artifacts.push(folder.kind, folder.name, Path(folder.path).expanduser())
         else:
-            on_progress(f"{folder.path}: {folder.kind} {folder.name} is in {artifacts.url}")
+            artifacts.on_progress(f"{folder.path}: {folder.kind} {folder.name} is in {artifacts.url}")
 
 
 def _is_somewhere(folder: RequiredFolder, artifacts: ArtifactStore) -> bool:
     return folder.is_here or artifacts.find(folder.kind, folder.name) is not None
 
 
-def _fetch_stored(
-    folders: list[RequiredFolder], artifacts: ArtifactStore, *, everything: bool, on_progress: OnProgress
-) -> None:
+def _fetch_stored(folders: list[RequiredFolder], artifacts: ArtifactStore, *, everything: bool) -> None:
     """Fetch what folders that are stored lack here: data sets always, since the prompts are made of them."""
     for folder in folders:
         if not everything and "setup" not in folder.services:
@@ -87,10 +75,10 @@ def _fetch_stored(
         # what is here may be half a pull, which continues now
         if (manifest := artifacts.find(folder.kind, folder.name)) is not None:
             num = artifacts.pull(manifest, Path(folder.path).expanduser())
-            on_progress(f"{folder.path}: {num} files fetched from {artifacts.url}")
+            artifacts.on_progress(f"{folder.path}: {num} files fetched from {artifacts.url}")
 
 
-def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore, on_progress: OnProgress) -> None:
+def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore) -> None:
     """Make the model of `[model.warm_start]` where it is nowhere."""
     folder = next(folder for folder in required_folders(recipe) if folder.path == recipe.model.path)
     if recipe.model.warm_start is None:
@@ -98,7 +86,7 @@ def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore, on_progress: 
     stored = None if folder.is_here else artifacts.find(folder.kind, folder.name)
     if folder.is_here or stored is not None:
         if warning := seed_warning(recipe, stored and artifacts.read(stored, "warmstart.json")):
-            on_progress(f"warning: {warning}")
+            artifacts.on_progress(f"warning: {warning}")
         return
     parent = Path(recipe.model.path).absolute().parent
     try:
@@ -111,7 +99,7 @@ def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore, on_progress: 
             f"model.path {recipe.model.path}: {parent} cannot be written by user {os.getuid()}; mount a writable "
             "volume there"
         )
-    on_progress(f"making the starting model {recipe.model.path} (once)")
+    artifacts.on_progress(f"making the starting model {recipe.model.path} (once)")
     with tempfile.TemporaryDirectory(prefix="tba-setup-") as place:
         config = Path(place) / "recipe.json"
         # the resolved recipe: the child must not read the variables of this shell again

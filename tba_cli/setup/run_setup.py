@@ -69,7 +69,7 @@ def run_setup(
     store = open_store(recipe.store)
     if only != "prompts":
         artifacts = ArtifactStore(store, on_progress)
-        set_up_folders(recipe, artifacts, prepare=prepare, pull=pull, on_progress=on_progress)
+        set_up_folders(recipe, artifacts, prepare=prepare, pull=pull)
     if only == "models":
         return
     # after the folders, since the data sets of the prompts are among them

@@ -171,12 +171,12 @@ def test_a_pull_waits_for_the_push(
     with pytest.raises(
         WaitTimeoutError, match=r"wait 'model-push': .*models/tiny \(model\.path\) was not in the store"
     ):
-        pull_folders(artifacts, [wanted], wait_s=0.05, on_progress=said.append)
+        pull_folders(artifacts, [wanted], wait_s=0.05)
     errors: list[BaseException] = []
 
     def pull() -> None:
         try:
-            pull_folders(artifacts, [wanted], wait_s=60, on_progress=said.append)
+            pull_folders(artifacts, [wanted], wait_s=60)
         except BaseException as error:
             errors.append(error)
 

@@ -22,6 +22,16 @@ from tba_cli.commands.rescore import progress_line, rescore_lines
 from tba_cli.main import main
 from tests.support.waits import DEADLINE_S
 
+RECIPE = '[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "demo.toml"
+    path.write_text(RECIPE)
+    return path
+
+
 # ---- `tba` and Ctrl-C during its imports, and a full disk -----------------------------------------------------------
 
 
@@ -118,7 +128,7 @@ def test_a_store_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -126,8 +136,6 @@ def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(
     monkeypatch.setattr(config, "schema_command", full)
     monkeypatch.setattr("tba.service_main.configure_logging", lambda *_, **__: None)  # binds stderr
     assert main(["config", "schema"]) == 2
-    recipe = tmp_path / "r.toml"
-    recipe.write_text('[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n')
     assert service_main("buffer", full, ["--config", str(recipe)]) == 2
     command, service = capsys.readouterr().err.splitlines()
     assert command.startswith("error: the disk of /")
@@ -224,16 +232,6 @@ def test_a_name_that_cannot_be_meant_is_one_sentence(
 # ---- `tba config` on good and bad recipes ---------------------------------------------------------------------------
 
 
-RECIPE = '[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n'
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "demo.toml"
-    path.write_text(RECIPE)
-    return path
-
-
 def test_check_names_an_unknown_key_and_the_nearest_one(recipe, capsys):
     recipe.write_text(RECIPE + "[trainer]\nnum_step = 5\n")
     assert main(["config", "check", str(recipe)]) == 2
@@ -308,12 +306,10 @@ def test_a_finished_job_compares_before_and_after() -> None:
 
 @pytest.mark.parametrize(("error", "code"), [(ModelError("not decoded"), 4), (ConfigError("GPU memory is held"), 2)])
 def test_a_searcher_gives_up_for_good_only_for_what_stays_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
     def fails(_: object) -> int:
         raise error
 
     monkeypatch.setattr("tba.service_main.configure_logging", lambda *_, **__: None)  # binds stderr
-    recipe = tmp_path / "r.toml"
-    recipe.write_text('[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n')
     assert service_main("searcher", fails, ["--config", str(recipe)]) == code

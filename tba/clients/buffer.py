@@ -8,57 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 from urllib.parse import quote, urlencode
 
-from tba.api import (
-    ACKNOWLEDGED_HEADER,
-    AckRequest,
-    BatchRequest,
-    CheckpointList,
-    CheckpointRequest,
-    CommandRequest,
-    Curves,
-    EvalInfo,
-    EvalRequest,
-    EvalResults,
-    EvaluateReply,
-    EvaluateRequest,
-    LeaseRenewal,
-    LeaseRenewalReply,
-    LeaseReply,
-    LeaseRequest,
-    LeaseReturn,
-    LedgerReply,
-    LineageReply,
-    LineageRequest,
-    LoadRequest,
-    OriginInfo,
-    Prompt,
-    PromptDetail,
-    PromptOrder,
-    PromptPage,
-    PromptUpload,
-    PromptUploadReply,
-    PushReply,
-    RescoreInfo,
-    RescoreRequest,
-    RollbackRequest,
-    RolloutDetail,
-    RolloutOrder,
-    RolloutPage,
-    RunChanges,
-    RunCommand,
-    RunInfo,
-    RunSummary,
-    ScaleRequest,
-    ScalingInfo,
-    SettingsInfo,
-    SettingsRequest,
-    SnapshotInfo,
-    SnapshotRequest,
-    Stats,
-    VersionReply,
-    VersionRequest,
-    WeightVersionList,
-)
+from tba import api
 from tba.api.rollouts import RewardStatus
 from tba.api.run import SETTINGS_HEADER
 from tba.clients.service_client import Reply, ServiceClient, parse_reply
@@ -103,87 +53,80 @@ class BufferClient(ServiceClient):
     """Revision of the run's live settings in the last reply to a draw, ack or change."""
     _acknowledged = ""
 
+    def _get(self, path: str, reply: type[M], **query: Any) -> M:
+        return parse_reply(self._call("GET", path, params=_known(**query)), reply)
+
+    def _send(self, path: str, body: StrictModel, *, method: str = "POST", timeout_s: float | None = None) -> Reply:
+        return self._call(method, path, json=body.model_dump_json().encode(), timeout_s=timeout_s)
+
     def _post(self, path: str, body: StrictModel, reply: type[M]) -> M:
-        return parse_reply(self._call("POST", path, json=body.model_dump_json().encode()), reply)
+        return parse_reply(self._send(path, body), reply)
 
-    def upload_prompts(self, prompts: Sequence[Prompt]) -> PromptUploadReply:
+    def upload_prompts(self, prompts: Sequence[api.Prompt]) -> api.PromptUploadReply:
         """Upload prompts; the same id with the same content is accepted again."""
-        return self._post("/v1/prompts", PromptUpload(prompts=list(prompts)), PromptUploadReply)
+        return self._post("/v1/prompts", api.PromptUpload(prompts=list(prompts)), api.PromptUploadReply)
 
-    def lease(self, request: LeaseRequest) -> LeaseReply:
+    def lease(self, request: api.LeaseRequest) -> api.LeaseReply:
         """Claim visits, waiting up to `wait_s` on the server.
 
         A retry is answered with the leases that the first request was granted.
         """
-        body = request.model_dump_json().encode()
         # the client must not hang up before the server answers
-        timeout_s = self._timeout_s + request.wait_s
-        return parse_reply(self._call("POST", "/v1/leases", json=body, timeout_s=timeout_s), LeaseReply)
+        reply = self._send("/v1/leases", request, timeout_s=self._timeout_s + request.wait_s)
+        return parse_reply(reply, api.LeaseReply)
 
-    def return_leases(self, request: LeaseReturn) -> None:
+    def return_leases(self, request: api.LeaseReturn) -> None:
         """Give unfinished leases back; visits of refused leases end."""
-        self._call("POST", "/v1/leases/return", json=request.model_dump_json().encode())
+        self._send("/v1/leases/return", request)
 
-    def renew_leases(self, request: LeaseRenewal) -> LeaseRenewalReply:
+    def renew_leases(self, request: api.LeaseRenewal) -> api.LeaseRenewalReply:
         """Move the deadline of leases that the searcher still works on."""
-        return self._post("/v1/leases/renew", request, LeaseRenewalReply)
+        return self._post("/v1/leases/renew", request, api.LeaseRenewalReply)
 
-    def push(self, payloads: Sequence[bytes]) -> PushReply:
+    def push(self, payloads: Sequence[bytes]) -> api.PushReply:
         """Store encoded rollouts; an outcome per item. Acknowledged means durable.
 
         Raises:
             BusyError: flow control; try again after `retry_after_s`.
         """
-        return parse_reply(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)), PushReply)
+        return parse_reply(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)), api.PushReply)
 
     def heartbeat(self, beat: Heartbeat) -> None:
         """Send a sign of life; a trainer's repeats how much was acknowledged by the reply to its last one."""
         # a Redis that was restored from an old backup knows less than it has acknowledged; the trainer is the witness
-        known = {ACKNOWLEDGED_HEADER: self._acknowledged} if self._acknowledged and beat.kind == "trainer" else {}
+        known = {api.ACKNOWLEDGED_HEADER: self._acknowledged} if self._acknowledged and beat.kind == "trainer" else {}
         reply = self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat), headers=known)
-        self._acknowledged = reply.headers.get(ACKNOWLEDGED_HEADER, self._acknowledged)
+        self._acknowledged = reply.headers.get(api.ACKNOWLEDGED_HEADER, self._acknowledged)
 
-    def request_eval(self, request: EvalRequest) -> EvalInfo:
+    def request_eval(self, request: api.EvalRequest) -> api.EvalInfo:
         """Ask for an evaluation of a published version; the same request again returns the same evaluation."""
-        return self._post("/v1/evals", request, EvalInfo)
+        return self._post("/v1/evals", request, api.EvalInfo)
 
-    def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """Have a version evaluated now, as an operator; an evaluation that exists is returned as it is.
+    def evaluate(self, request: api.EvaluateRequest) -> api.EvaluateReply:
+        """Have a version evaluated now, as an operator; an evaluation that exists is returned as it is."""
+        return self._post("/v1/run/evaluate", request, api.EvaluateReply)
 
-        Raises:
-            ConflictError: no such version, or no held-out prompts.
-        """
-        return self._post("/v1/run/evaluate", request, EvaluateReply)
-
-    def get_eval(self, eval_id: str) -> EvalInfo:
+    def get_eval(self, eval_id: str) -> api.EvalInfo:
         """Return one evaluation."""
-        return parse_reply(self._call("GET", f"/v1/evals/{eval_id}"), EvalInfo)
+        return self._get(f"/v1/evals/{eval_id}", api.EvalInfo)
 
-    def eval_results(self, eval_id: str, results: EvalResults) -> None:
+    def eval_results(self, eval_id: str, results: api.EvalResults) -> None:
         """Report the rewards of evaluation leases."""
         self._call("POST", f"/v1/evals/{eval_id}/results", json=results.model_dump_json(exclude_none=True).encode())
 
-    def new_lineage(self, request: LineageRequest) -> LineageReply:
+    def new_lineage(self, request: api.LineageRequest) -> api.LineageReply:
         """Start a lineage; return its number and fencing token."""
-        return self._post("/v1/lineages", request, LineageReply)
+        return self._post("/v1/lineages", request, api.LineageReply)
 
-    def announce_version(self, request: VersionRequest) -> VersionReply:
-        """Announce a published version, so that searchers load it.
+    def announce_version(self, request: api.VersionRequest) -> api.VersionReply:
+        """Announce a published version, so that searchers load it."""
+        return self._post("/v1/versions", request, api.VersionReply)
 
-        Raises:
-            FencedError: a newer lineage owns the run.
-        """
-        return self._post("/v1/versions", request, VersionReply)
+    def register_checkpoint(self, request: api.CheckpointRequest) -> None:
+        """Make a complete checkpoint the one that a resume starts from."""
+        self._send("/v1/checkpoints", request)
 
-    def register_checkpoint(self, request: CheckpointRequest) -> None:
-        """Make a complete checkpoint the one that a resume starts from.
-
-        Raises:
-            FencedError: a newer lineage owns the run.
-        """
-        self._call("POST", "/v1/checkpoints", json=request.model_dump_json().encode())
-
-    def draw_batch(self, request: BatchRequest) -> Batch:
+    def draw_batch(self, request: api.BatchRequest) -> Batch:
         """Draw a batch, waiting up to `wait_s` on the server.
 
         Raises:
@@ -192,17 +135,12 @@ class BufferClient(ServiceClient):
             RollbackError: an operator has asked for a rollback.
             FencedError: a newer lineage owns the run.
         """
-        response = self._call(
-            # the server itself waits `wait_s`: the client must not hang up before it answers
-            "POST",
-            "/v1/batches",
-            json=request.model_dump_json().encode(),
-            timeout_s=request.wait_s + 30.0,
-        )
-        self._note_revision(response)
-        return decode_batch(response.content)
+        # the server itself waits `wait_s`: the client must not hang up before it answers
+        reply = self._send("/v1/batches", request, timeout_s=request.wait_s + 30.0)
+        self._note_revision(reply)
+        return decode_batch(reply.content)
 
-    def ack(self, batch_id: str, request: AckRequest) -> None:
+    def ack(self, batch_id: str, request: api.AckRequest) -> None:
         """State that step (lineage, step) consumed the batch.
 
         Raises:
@@ -210,17 +148,17 @@ class BufferClient(ServiceClient):
             RollbackError: an operator has asked for a rollback.
             ConflictError: the step has acked another batch, or a step was left out.
         """
-        self._note_revision(self._call("POST", f"/v1/batches/{batch_id}/ack", json=request.model_dump_json().encode()))
+        self._note_revision(self._send(f"/v1/batches/{batch_id}/ack", request))
 
-    def run(self) -> RunInfo:
+    def run(self) -> api.RunInfo:
         """Return the state of the run, its components, waits and evaluations."""
-        return parse_reply(self._call("GET", "/v1/run"), RunInfo)
+        return self._get("/v1/run", api.RunInfo)
 
-    def settings(self, *, after: int = 0) -> SettingsInfo:
+    def settings(self, *, after: int = 0) -> api.SettingsInfo:
         """Return the live settings, and their changes after revision `after`."""
-        return parse_reply(self._call("GET", "/v1/run/settings", params={"after": after}), SettingsInfo)
+        return self._get("/v1/run/settings", api.SettingsInfo, after=after)
 
-    def all_settings(self) -> SettingsInfo:
+    def all_settings(self) -> api.SettingsInfo:
         """Return the live settings with every change of them."""
         info = self.settings()
         changes = list(info.changes)
@@ -230,7 +168,7 @@ class BufferClient(ServiceClient):
             changes += info.changes
         return info.model_copy(update={"changes": changes})
 
-    def change_settings(self, request: SettingsRequest) -> SettingsInfo:
+    def change_settings(self, request: api.SettingsRequest) -> api.SettingsInfo:
         """Change the live settings that `request.settings` sets, also those it sets to None.
 
         Returns:
@@ -243,15 +181,15 @@ class BufferClient(ServiceClient):
         body = request.model_dump(mode="json", exclude={"settings"})
         # a setting that is set to None goes back to the recipe; one that is left out stays as it is
         body["settings"] = request.settings.model_dump(mode="json", exclude_unset=True)
-        response = self._call("PATCH", "/v1/run/settings", json=json.dumps(body).encode())
-        self._note_revision(response)
-        return parse_reply(response, SettingsInfo)
+        reply = self._call("PATCH", "/v1/run/settings", json=json.dumps(body).encode())
+        self._note_revision(reply)
+        return parse_reply(reply, api.SettingsInfo)
 
-    def scaling(self, *, after: int = 0) -> ScalingInfo:
+    def scaling(self, *, after: int = 0) -> api.ScalingInfo:
         """Return how many searchers there should be and are, and the changes after revision `after`."""
-        return parse_reply(self._call("GET", "/v1/run/searchers", params={"after": after}), ScalingInfo)
+        return self._get("/v1/run/searchers", api.ScalingInfo, after=after)
 
-    def scale(self, request: ScaleRequest) -> ScalingInfo:
+    def scale(self, request: api.ScaleRequest) -> api.ScalingInfo:
         """Change the number of searchers.
 
         Returns:
@@ -261,82 +199,60 @@ class BufferClient(ServiceClient):
             BadRequestError: more than `scaling.max_searchers`, or more than one for one server.
             ConflictError: nothing of tba starts searchers here, or the run is offline.
         """
-        reply = self._call("PATCH", "/v1/run/searchers", json=request.model_dump_json().encode())
-        return parse_reply(reply, ScalingInfo)
+        return parse_reply(self._send("/v1/run/searchers", request, method="PATCH"), api.ScalingInfo)
 
-    def start_rescore(self, request: RescoreRequest) -> RescoreInfo:
-        """Score the stored rollouts again; the same request returns the job that already runs for it.
+    def start_rescore(self, request: api.RescoreRequest) -> api.RescoreInfo:
+        """Score the stored rollouts again; the same request returns the job that already runs for it."""
+        return self._post("/v1/rescore", request, api.RescoreInfo)
 
-        Raises:
-            ConflictError: another job runs, or the reward service knows no reward for the task.
-        """
-        return self._post("/v1/rescore", request, RescoreInfo)
+    def rescore(self) -> api.RescoreInfo:
+        """Return the re-scoring job that runs, or the last one."""
+        return self._get("/v1/rescore", api.RescoreInfo)
 
-    def rescore(self) -> RescoreInfo:
-        """Return the re-scoring job that runs, or the last one.
+    def save_snapshot(self, name: str) -> api.SnapshotInfo:
+        """Begin to save what is stored."""
+        return self._post("/v1/snapshots", api.SnapshotRequest(name=name), api.SnapshotInfo)
 
-        Raises:
-            NotFoundError: no job has ever run.
-        """
-        return parse_reply(self._call("GET", "/v1/rescore"), RescoreInfo)
+    def get_snapshot(self, name: str) -> api.SnapshotInfo:
+        """Return one snapshot of this run."""
+        return self._get(f"/v1/snapshots/{name}", api.SnapshotInfo)
 
-    def save_snapshot(self, name: str) -> SnapshotInfo:
-        """Begin to save what is stored.
-
-        Raises:
-            ConflictError: a snapshot of this name exists, or another such job runs.
-        """
-        return self._post("/v1/snapshots", SnapshotRequest(name=name), SnapshotInfo)
-
-    def get_snapshot(self, name: str) -> SnapshotInfo:
-        """Return one snapshot of this run.
-
-        Raises:
-            NotFoundError: there is no such snapshot, and none is being saved.
-        """
-        return parse_reply(self._call("GET", f"/v1/snapshots/{name}"), SnapshotInfo)
-
-    def load_snapshot(self, request: LoadRequest) -> OriginInfo:
-        """Begin the run with a snapshot.
-
-        Raises:
-            ConflictError: the run has begun with something else, or another such job runs.
-        """
-        return self._post("/v1/snapshots/load", request, OriginInfo)
+    def load_snapshot(self, request: api.LoadRequest) -> api.OriginInfo:
+        """Begin the run with a snapshot."""
+        return self._post("/v1/snapshots/load", request, api.OriginInfo)
 
     def _note_revision(self, reply: Reply) -> None:
         self.settings_revision = int(reply.headers.get(SETTINGS_HEADER, "0"))
 
-    def run_changes(self, *, after: int = 0) -> RunChanges:
+    def run_changes(self, *, after: int = 0) -> api.RunChanges:
         """Return the changes of the run's state after number `after`: who changed it, when and why."""
-        return parse_reply(self._call("GET", "/v1/run/changes", params={"after": after}), RunChanges)
+        return self._get("/v1/run/changes", api.RunChanges, after=after)
 
-    def command(self, name: Command, command: RunCommand) -> RunInfo:
+    def command(self, name: Command, command: api.RunCommand) -> api.RunInfo:
         """Change the run (`CommandRequest`)."""
-        return self._post("/v1/run", CommandRequest(command=name, **command.model_dump()), RunInfo)
+        return self._post("/v1/run", api.CommandRequest(command=name, **command.model_dump()), api.RunInfo)
 
     def checkpoints(self) -> list[str]:
         """Return the versions of the checkpoints that a rollback can return to, newest first."""
-        return parse_reply(self._call("GET", "/v1/checkpoints"), CheckpointList).versions
+        return self._get("/v1/checkpoints", api.CheckpointList).versions
 
-    def rollback(self, request: RollbackRequest) -> RunInfo:
+    def rollback(self, request: api.RollbackRequest) -> api.RunInfo:
         """Have the trainer return to the newest checkpoint at or before `request.step`.
 
         Raises:
             ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
         """
-        return self._post("/v1/run", CommandRequest(command="rollback", **request.model_dump()), RunInfo)
+        return self._post("/v1/run", api.CommandRequest(command="rollback", **request.model_dump()), api.RunInfo)
 
     # ---- What a viewer may ask ---------------------------------------------------------------------------------------
 
-    def stats(self) -> Stats:
+    def stats(self) -> api.Stats:
         """Return the counts of the buffer."""
-        return parse_reply(self._call("GET", "/v1/stats"), Stats)
+        return self._get("/v1/stats", api.Stats)
 
-    def ledger(self, *, after: int = 0, limit: int = 1000) -> LedgerReply:
+    def ledger(self, *, after: int = 0, limit: int = 1000) -> api.LedgerReply:
         """Return the acked batches in order, from position `after`."""
-        reply = self._call("GET", "/v1/ledger", params={"after": after, "limit": limit})
-        return parse_reply(reply, LedgerReply)
+        return self._get("/v1/ledger", api.LedgerReply, after=after, limit=limit)
 
     def curves(
         self,
@@ -345,43 +261,43 @@ class BufferClient(ServiceClient):
         from_step: int | None = None,
         to_step: int | None = None,
         max_points: int = 500,
-    ) -> Curves:
+    ) -> api.Curves:
         """Return the metrics of the steps, thinned to `max_points`; a metric that no step has is None everywhere.
 
         Args:
             names: of the metrics; None: all.
         """
         listed = None if names is None else ",".join(names)
-        query = _known(names=listed, from_step=from_step, to_step=to_step, max_points=max_points)
-        return parse_reply(self._call("GET", "/v1/curves", params=query), Curves)
+        bounds = {"from_step": from_step, "to_step": to_step, "max_points": max_points}
+        return self._get("/v1/curves", api.Curves, names=listed, **bounds)
 
-    def summary(self) -> RunSummary:
+    def summary(self) -> api.RunSummary:
         """Return in sentences what the run does, how it learns, what waits for what, and what to try."""
-        info = parse_reply(self._call("GET", "/v1/run", params={"summary": "true"}), RunInfo)
+        info = self._get("/v1/run", api.RunInfo, summary="true")
         if info.summary is None:
             raise BadReplyError(f"{self.base_url}/v1/run sent no summary; run the same tba release on every service")
         return info.summary
 
-    def list_versions(self) -> WeightVersionList:
+    def list_versions(self) -> api.WeightVersionList:
         """Return the newest weight versions that the object store has."""
-        return parse_reply(self._call("GET", "/v1/versions"), WeightVersionList)
+        return self._get("/v1/versions", api.WeightVersionList)
 
     def list_rollouts(
         self,
         *,
-        order: RolloutOrder = "newest",
+        order: api.RolloutOrder = "newest",
         limit: int = 20,
         cursor: str | None = None,
         text_chars: int = 1000,
         **filters: Unpack[RolloutFilters],
-    ) -> RolloutPage:
+    ) -> api.RolloutPage:
         """Return a page of stored rollouts; the `next` of a page is the `cursor` of the one after it."""
-        query = _known(order=order, limit=limit, cursor=cursor, text_chars=text_chars, **filters)
-        return parse_reply(self._call("GET", "/v1/rollouts", params=query), RolloutPage)
+        page = {"order": order, "limit": limit, "cursor": cursor, "text_chars": text_chars}
+        return self._get("/v1/rollouts", api.RolloutPage, **page, **filters)
 
-    def get_rollout(self, rollout_id: str) -> RolloutDetail:
+    def get_rollout(self, rollout_id: str) -> api.RolloutDetail:
         """Return everything that is stored of one rollout."""
-        return parse_reply(self._call("GET", f"/v1/rollouts/{rollout_id}"), RolloutDetail)
+        return self._get(f"/v1/rollouts/{rollout_id}", api.RolloutDetail)
 
     def export_rollouts(self, path: str | Path, *, tokens: bool = True, **filters: Unpack[RolloutFilters]) -> int:
         """Write all stored rollouts that match to a Parquet file, oldest first. Return its size in bytes.
@@ -402,7 +318,7 @@ class BufferClient(ServiceClient):
         try:
             with (
                 part.open("w+b") as file,
-                self._stream(f"/v1/rollouts.parquet?{query}", headers={}, silence_s=EXPORT_SILENCE_S) as answer,
+                self._stream(f"/v1/rollouts.parquet?{query}", silence_s=EXPORT_SILENCE_S) as answer,
             ):
                 for piece in answer.stream(EXPORT_CHUNK_BYTES):
                     file.write(piece)
@@ -423,28 +339,23 @@ class BufferClient(ServiceClient):
         split: Split | None = None,
         task: str | None = None,
         contains: str | None = None,
-        order: PromptOrder = "upload",
+        order: api.PromptOrder = "upload",
         limit: int = 20,
         after: int = 0,
         text_chars: int = 1000,
-    ) -> PromptPage:
+    ) -> api.PromptPage:
         """Return a page of prompts that match; the `next` of a page is the `after` of the one behind it.
 
         Args:
             contains: looked for in ids and texts, whatever the case.
         """
-        query = _known(
-            split=split, task=task, contains=contains, order=order, limit=limit, after=after, text_chars=text_chars
-        )
-        return parse_reply(self._call("GET", "/v1/prompts", params=query), PromptPage)
+        chosen = {"split": split, "task": task, "contains": contains}
+        page = {"order": order, "limit": limit, "after": after, "text_chars": text_chars}
+        return self._get("/v1/prompts", api.PromptPage, **chosen, **page)
 
-    def get_prompt(self, prompt_id: str) -> PromptDetail:
-        """Return one prompt, and its stored rollouts by policy version.
-
-        Raises:
-            NotFoundError: no prompt has this id.
-        """
-        return parse_reply(self._call("GET", f"/v1/prompts/{quote(prompt_id, safe='')}"), PromptDetail)
+    def get_prompt(self, prompt_id: str) -> api.PromptDetail:
+        """Return one prompt, and its stored rollouts by policy version."""
+        return self._get(f"/v1/prompts/{quote(prompt_id, safe='')}", api.PromptDetail)
 
 
 def _known(**query: Any) -> dict[str, Any]:

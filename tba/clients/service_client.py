@@ -75,14 +75,6 @@ class Reply:
     content: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """The reply to GET /readyz: why the service cannot do its work now, or else its note."""
-
-    problem: ServiceError | None = None
-    note: str | None = None
-
-
 class ServiceClient:
     """Base of the clients.
 
@@ -136,19 +128,8 @@ class ServiceClient:
             TlsError: it never answered, and its TLS is not as the settings say.
             UnavailableError: it does not answer.
         """
-        return self.readiness(timeout_s=timeout_s).problem
-
-    def readiness(self, *, timeout_s: float | None = None) -> Readiness:
-        """Return whether the service can do its work now, and its note (GET /readyz).
-
-        Raises:
-            TlsError: it never answered, and its TLS is not as the settings say.
-            UnavailableError: it does not answer.
-        """
         reply = self.ask("/readyz", timeout_s=timeout_s)
-        if reply.status != 200:
-            return Readiness(problem=error_of(reply))
-        return Readiness(note=_note_of(reply))
+        return None if reply.status == 200 else error_of(reply)
 
     def ask(self, path: str, *, timeout_s: float | None = None) -> Reply:
         """GET a path once, and return the answer, whatever its status is.
@@ -250,9 +231,7 @@ class ServiceClient:
         return answer
 
     @contextmanager
-    def _stream(
-        self, path: str, *, headers: dict[str, str], silence_s: float
-    ) -> Iterator[urllib3.response.BaseHTTPResponse]:
+    def _stream(self, path: str, *, silence_s: float) -> Iterator[urllib3.response.BaseHTTPResponse]:
         """Yield the reply to a GET whose body is read as it arrives.
 
         Args:
@@ -262,7 +241,7 @@ class ServiceClient:
             ServiceError: one of its subclasses; in the block too, when the connection is cut.
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
-        answer = self._open("GET", self._path + path, headers=headers, timeout=timeout, preload_content=False)
+        answer = self._open("GET", self._path + path, headers={}, timeout=timeout, preload_content=False)
         try:
             if answer.status != 200:
                 raise error_of(Reply(self.base_url + path, answer.status, answer.headers, answer.read()))
@@ -304,11 +283,7 @@ def _path_of(url: str) -> str:
 
 
 def tls_options(url: str, ca_file: str | None) -> dict[str, Any]:
-    """Return the options with which urllib3 checks the certificate behind an https URL; none for other URLs.
-
-    Raises:
-        ConfigError: `ca_file` cannot be used.
-    """
+    """Return the options with which urllib3 checks the certificate behind an https URL; none for other URLs."""
     if not url.startswith("https://"):
         return {}
     check_ca_file(ca_file)
@@ -329,14 +304,6 @@ def parse_reply(response: Reply, reply: type[M]) -> M:
             f"{response.url} sent an answer that is not a {reply.__name__}: {first_problem(error, whole='body')}; "
             "run the same tba release on every service"
         ) from None
-
-
-def _note_of(response: Reply) -> str | None:
-    """Return the note of a service that is ready; None if it sends none, as another release may."""
-    try:
-        return str(jsonlib.loads(response.content)["note"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def error_of(response: Reply) -> ServiceError:

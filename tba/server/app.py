@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import tba
 from tba.config import Recipe
 from tba.errors import BadRequestError, LimitError, UnavailableError
-from tba.server.auth import Authenticator, AuthThrottle, PageGate, TokenGate
+from tba.server.auth import AccessGate, Authenticator, AuthThrottle
 from tba.server.openapi import PROBLEMS, install_openapi
 from tba.server.problems import error_response, install_problem_handlers, problem_response
 from tba.tls import with_bare_urls
@@ -69,19 +69,32 @@ class BodyLimit:
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
-        body = _BodyDeadline(receive)
-        has_started = False
+        num_bytes, waited_s = 0, 0.0
+        is_whole = has_started = False
 
         async def receive_limited() -> Message:
-            message = await body.receive()
-            if message is None and has_started:  # the answer is on its way, 408 comes too late
-                return {"type": "http.disconnect"}
-            # FastAPI lets only HTTPException out of its body parsing. The connection closes, because what a service
-            # holds for a request that it reads (Admission of the buffer) must not be held for ever.
-            if message is None:
-                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, body.timeout_text(), {"connection": "close"})
-            if body.num_bytes > self.max_body_bytes:
-                raise HTTPException(LimitError.status, str(self._error(body.num_bytes)), {"connection": "close"})
+            nonlocal num_bytes, waited_s, is_whole
+            if is_whole:  # the application waits for the disconnect of its client, without a deadline
+                return await receive()
+            # slow but steady bytes earn more time, so a large body over a thin line passes, and a trickle does not
+            left_s = BODY_IDLE_S + num_bytes / MIN_BODY_BYTES_PER_S - waited_s
+            started_s = time.monotonic()
+            try:
+                async with asyncio.timeout(min(BODY_IDLE_S, left_s)):  # wait "request-body"
+                    message = await receive()
+            except TimeoutError:
+                if has_started:  # the answer is on its way, 408 comes too late
+                    return {"type": "http.disconnect"}
+                waited_s += time.monotonic() - started_s
+                # FastAPI lets only HTTPException out of its body parsing. The connection closes, because what a
+                # service holds for a request that it reads (Admission of the buffer) must not be held for ever.
+                said = _slow_body(num_bytes, waited_s)
+                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, said, {"connection": "close"}) from None
+            waited_s += time.monotonic() - started_s
+            num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if num_bytes > self.max_body_bytes:
+                raise HTTPException(LimitError.status, str(self._error(num_bytes)), {"connection": "close"})
             return message
 
         async def send_noted(message: Message) -> None:
@@ -92,47 +105,15 @@ class BodyLimit:
         await self.app(scope, receive_limited, send_noted)
 
 
-class _BodyDeadline:
-    """Count the bytes of a body and the time spent waiting for them."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._waited_s = 0.0
-        self._is_whole = False
-        self.num_bytes = 0
-
-    async def receive(self) -> Message | None:
-        """Return the next message, or None at the deadline (wait "request-body")."""
-        if self._is_whole:  # the application waits for the disconnect of its client, without a deadline
-            return await self._receive()
-        # slow but steady bytes earn more time, so a large body over a thin line passes, and a trickle does not
-        left_s = BODY_IDLE_S + self.num_bytes / MIN_BODY_BYTES_PER_S - self._waited_s
-        started_s = time.monotonic()
-        try:
-            async with asyncio.timeout(min(BODY_IDLE_S, left_s)):
-                message = await self._receive()
-        except TimeoutError:
-            return None
-        finally:
-            self._waited_s += time.monotonic() - started_s
-        self.num_bytes += len(message.get("body", b""))
-        self._is_whole = not message.get("more_body", False)
-        return message
-
-    def timeout_text(self) -> str:
-        """Return the sentence for a body that missed its deadline."""
-        return (
-            f"the body did not arrive: {self.num_bytes} bytes of it in {self._waited_s:.1f} s of waiting; it may pause "
-            f"for {BODY_IDLE_S:g} s, and must arrive at {MIN_BODY_BYTES_PER_S} bytes per second or more; send it again"
-        )
+def _slow_body(num_bytes: int, waited_s: float) -> str:
+    return (
+        f"the body did not arrive: {num_bytes} bytes of it in {waited_s:.1f} s of waiting; it may pause for "
+        f"{BODY_IDLE_S:g} s, and must arrive at {MIN_BODY_BYTES_PER_S} bytes per second or more; send it again"
+    )
 
 
 async def raw_body(request: Request) -> bytes:
-    """Return the whole body, which BodyLimit bounds.
-
-    Raises:
-        BadRequestError: the client has disconnected.
-    """
+    """Return the whole body, which BodyLimit bounds."""
     try:
         return await request.body()
     except ClientDisconnect:
@@ -170,11 +151,10 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,  # a redirect would lead to the Host that the client sent
     )
-    # middleware runs in reverse order: the limit of the body is outside, the token is checked before it is read
-    app.add_middleware(TokenGate, auth=auth, throttle=AuthThrottle(registry))
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    # middleware runs in reverse order: the limit of the body is outside, and the token is checked before it is read
     hosts = {urlsplit(url).hostname or "" for url in (recipe.buffer_url, recipe.reward_url)}
-    app.add_middleware(PageGate, auth=auth, names=hosts)
+    app.add_middleware(AccessGate, auth=auth, throttle=AuthThrottle(registry), names=hosts)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     app.state.auth = auth
     install_problem_handlers(app)
     install_openapi(app)

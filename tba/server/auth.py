@@ -108,57 +108,46 @@ def _allowed(roles: Iterable[str]) -> list[str]:
     return sorted(named | {"operator"} if "viewer" in named else named)
 
 
-class TokenGate:
-    """Answer a request under /v1 without a known token with 401, before its body is read.
+class AccessGate:
+    """Refuse a request before its body is read: without a known token, or from a web page of another site.
 
-    `Authenticator.require` checks the role later: FastAPI reads a JSON body before it asks the dependencies.
-    """
+    With tokens, a request under /v1 without a known one is answered with 401. `Authenticator.require` checks the role
+    later: FastAPI reads a JSON body before it asks the dependencies.
 
-    def __init__(self, app: ASGIApp, auth: Authenticator, throttle: AuthThrottle) -> None:
-        self.app = app
-        self.auth = auth
-        self.throttle = throttle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            try:
-                self.auth.role_of(Headers(scope=scope).get("authorization", ""))
-            except UnauthorizedError as error:
-                response = error_response(error)
-                # A request with a known token never waits here, even if its address is throttled: good and bad
-                # clients share an address behind a proxy or a gateway.
-                await self.throttle.delay((scope.get("client") or ("unknown", 0))[0])
-                if self.throttle.is_full:
-                    response.headers["connection"] = "close"
-                await response(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-
-class PageGate:
-    """Without tokens, refuse what a web page of another site makes the browser of this machine send.
-
-    Such a page reaches loopback under a name of its own that it lets point there (Host; DNS rebinding), or sends what
-    browsers send to other sites unasked (Origin, and the types of forms). With tokens, which a page of another site
-    does not know, proxies may change all of these.
+    Without tokens, a page of another site could make the browser of this machine ask. It reaches loopback under a name
+    of its own that it lets point there (Host; DNS rebinding), or sends what browsers send to other sites unasked
+    (Origin, and the types of forms). With tokens, which such a page does not know, proxies may change all of these.
 
     Args:
         names: the hosts of the service's addresses; IP addresses and localhost are known anyway.
     """
 
-    def __init__(self, app: ASGIApp, auth: Authenticator, names: Iterable[str]) -> None:
-        self.app = app
-        self.auth = auth
+    def __init__(self, app: ASGIApp, auth: Authenticator, throttle: AuthThrottle, names: Iterable[str]) -> None:
+        self.app, self.auth, self.throttle = app, auth, throttle
         self.names = {"localhost", *names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        is_checked = scope["type"] == "http" and not self.auth.enabled
-        refusal = self._refusal(scope["method"], Headers(scope=scope)) if is_checked else None
-        await (self.app if refusal is None else error_response(refusal))(scope, receive, send)
+        refusal: ServiceError | None = None
+        if scope["type"] == "http" and not self.auth.enabled:
+            refusal = self._page_refusal(scope["method"], Headers(scope=scope))
+        elif scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            try:
+                self.auth.role_of(Headers(scope=scope).get("authorization", ""))
+            except UnauthorizedError as error:
+                refusal = error
+                # A request with a known token never waits here, even if its address is throttled: good and bad
+                # clients share an address behind a proxy or a gateway.
+                await self.throttle.delay((scope.get("client") or ("unknown", 0))[0])
+        if refusal is None:
+            await self.app(scope, receive, send)
+            return
+        response = error_response(refusal)
+        if self.throttle.is_full:
+            response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
-    def _refusal(self, method: str, headers: Headers) -> ServiceError | None:
+    def _page_refusal(self, method: str, headers: Headers) -> ServiceError | None:
         host = headers.get("host", "").lower()
         name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
         # an IP address leads nowhere else; programs of HTTP/1.0 send no host

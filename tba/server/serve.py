@@ -75,11 +75,7 @@ def serve(
 
 @asynccontextmanager
 async def not_ready(host: str, port: int, *, tls: TlsSection, reason: Callable[[], str]) -> AsyncIterator[None]:
-    """Within the block answer 200 to /livez and 503 to all else: the process is well, and what it needs is late.
-
-    Raises:
-        ConfigError: as of `serve`.
-    """
+    """Within the block answer 200 to /livez and 503 to all else: the process is well, and what it needs is late."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_live = scope["path"] == "/livez"
@@ -210,11 +206,7 @@ def _load_into(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; `::` takes IPv6 and IPv4.
-
-    Raises:
-        ConfigError: the port is taken, or the address is not this machine's.
-    """
+    """Return a listening socket; `::` takes IPv6 and IPv4."""
     if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"  # a kernel without IPv6: every address that there is
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

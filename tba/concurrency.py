@@ -20,11 +20,7 @@ _IDLE_S = 10.0
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Run a blocking call in a daemon thread.
-
-    Raises:
-        BaseException: the error that the call raised.
-    """
+    """Run a blocking call in a daemon thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -130,11 +126,7 @@ class SingleFlight:
         self._error: UnavailableError | None = None
 
     async def run(self) -> None:
-        """Wait for a run of the action that begins after this call.
-
-        Raises:
-            UnavailableError: the action failed.
-        """
+        """Wait for a run of the action that begins after this call."""
         # the run under way began too early for this caller; the next one is enough for all that wait now
         wanted = self._num_begun + 1
         async with self._lock:

@@ -58,11 +58,7 @@ def is_bounded(value: float) -> bool:
 
 
 def bounded(value: float) -> float:
-    """Return the number.
-
-    Raises:
-        ValueError: the number may not enter.
-    """
+    """Return the number."""
     if not is_bounded(value):
         raise ValueError(f"every number must be from -{MAX_NUMBER:g} to {MAX_NUMBER:g}; send the right number, or null")
     return value

@@ -28,9 +28,6 @@ def check_name(value: str, *, what: str, builtin: Sequence[str] = ()) -> str:
 
     Args:
         what: the recipe's key, for errors.
-
-    Raises:
-        ConfigError: it is neither.
     """
     if value not in builtin and not _PATH.fullmatch(value):
         known = f" (known are {', '.join(builtin)})" if builtin else ""
@@ -41,11 +38,7 @@ def check_name(value: str, *, what: str, builtin: Sequence[str] = ()) -> str:
 
 
 def load(value: str, *, what: str) -> Any:
-    """Import the object that `value` names. It must be callable: a function or a class.
-
-    Raises:
-        ConfigError: it does not exist, cannot be imported, or is not callable.
-    """
+    """Import the object that `value` names. It must be callable: a function or a class."""
     check_name(value, what=what)
     _add_current_folder()
     with explain_errors(value, what=what, verb="cannot be imported"):
@@ -60,9 +53,6 @@ def build(value: str, *arguments: Any, what: str, kind: Any) -> Any:
 
     Args:
         kind: the protocol that the made object must have; it is `runtime_checkable`.
-
-    Raises:
-        ConfigError: it cannot be loaded, or raises, or makes something else.
     """
     factory = load(value, what=what)
     with explain_errors(value, what=what, verb="failed"):
@@ -85,11 +75,7 @@ def import_object(path: str) -> Any:
 
 
 def find_module(path: str, *, what: str) -> ModuleSpec:
-    """Find the module of MODULE:NAME. Neither it nor the packages above it are imported: they may be foreign code.
-
-    Raises:
-        ConfigError: there is no such module.
-    """
+    """Find the module of MODULE:NAME. Neither it nor the packages above it are imported: they may be foreign code."""
     _add_current_folder()
     module = path.partition(":")[0]
     top, *parts = module.split(".")

@@ -21,9 +21,6 @@ def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Pat
     Args:
         prefix: of the folder's name.
         parent: where it is; None: TMPDIR.
-
-    Raises:
-        OSError: the folder cannot be made.
     """
     parent = parent or Path(tempfile.gettempdir())
     _delete_abandoned(parent, prefix)

@@ -49,11 +49,7 @@ def with_bare_urls(value: Any) -> Any:
 
 
 def check_bare_url(url: str, key: str = "the address") -> str:
-    """Return an address, unless it may hold a secret, which is not shown.
-
-    Raises:
-        ConfigError: it has a user, a password or options.
-    """
+    """Return an address, unless it may hold a secret, which is not shown."""
     if any(mark in url for mark in "@?#"):
         raise ConfigError(
             f"{key} has a user, a password or options in it (@, ? or #), which no request would carry, and which would "
@@ -76,9 +72,6 @@ def check_ca_file(ca_file: str | None, setting: str = "tls.ca_file") -> None:
 
     Args:
         setting: the key of the recipe that names the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no certificate.
     """
     if ca_file is None:
         return

@@ -3,7 +3,7 @@
 A role has one token, or two while it is changed: `{"searcher": ["new", "old"]}`. Servers accept both; a client sends
 the first, and the second where the first is not known yet. In place of a token the file may hold its digest,
 `"sha256:<hex>"`. A digest is enough to check a token and worth nothing to a thief, so a server needs no token except
-those it sends itself.
+those it sends itself. Whoever reads a file here raises ConfigError where it is missing, wrong, or lacks the token.
 """
 
 from __future__ import annotations
@@ -58,9 +58,6 @@ def new_tokens_files() -> dict[str, dict[str, str]]:
 def load_tokens(path: str | Path | None) -> dict[str, str] | None:
     """Read role -> the token that its clients send, without roles of which only a digest is known; None means no
     authentication.
-
-    Raises:
-        ConfigError: the file is missing, not JSON, or names an unknown role or a short or shared token.
     """
     if path is None:
         return None
@@ -69,11 +66,7 @@ def load_tokens(path: str | Path | None) -> dict[str, str] | None:
 
 
 def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
-    """Read role -> all accepted tokens or digests, the one to send first.
-
-    Raises:
-        ConfigError: as `load_tokens`.
-    """
+    """Read role -> all accepted tokens or digests, the one to send first."""
     what = f"auth.tokens_file {path}"
     try:
         document = json.loads(_read(path, what))
@@ -113,20 +106,12 @@ def _tokens_of(role: str, value: Any, what: str) -> tuple[str, ...]:
 
 
 def role_token(path: str | Path | None, role: str) -> str | None:
-    """Read the token of one role from its file; None without authentication.
-
-    Raises:
-        ConfigError: the file is wrong, or has no token for the role.
-    """
+    """Read the token of one role from its file; None without authentication."""
     return None if path is None else _of_role(path, role)[0]
 
 
 def operator_token(path: str | Path) -> str:
-    """Read the operator's (else the viewer's) token from a JSON tokens file, or the only word of a text file.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no token.
-    """
+    """Read the operator's (else the viewer's) token from a JSON tokens file, or the only word of a text file."""
     return _of_operator(path)[0]
 
 
@@ -152,22 +137,14 @@ class ClientToken(WatchedFile[tuple[str, ...]]):
 
 
 def client_token(path: str | Path | None, role: str) -> ClientToken | None:
-    """Return the token of one role for a client; None without authentication.
-
-    Raises:
-        ConfigError: the file is wrong, or has no token for the role.
-    """
+    """Return the token of one role for a client; None without authentication."""
     if path is None:
         return None
     return ClientToken([path], lambda: _of_role(path, role), what=f"the token of {role} in {path}")
 
 
 def operator_client_token(path: str | Path | None) -> ClientToken | None:
-    """Return the token of an operator for a client (see `operator_token`); None without authentication.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no token.
-    """
+    """Return the token of an operator for a client (see `operator_token`); None without authentication."""
     if path is None:
         return None
     if path == STDIN:
@@ -177,11 +154,7 @@ def operator_client_token(path: str | Path | None) -> ClientToken | None:
 
 
 def server_tokens(path: str | Path | None) -> TokensFile | None:
-    """Return the tokens that a server accepts; None without authentication.
-
-    Raises:
-        ConfigError: the file is wrong.
-    """
+    """Return the tokens that a server accepts; None without authentication."""
     return None if path is None else TokensFile(path)
 
 

@@ -23,11 +23,7 @@ class PolicyVersion:
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Read `lineage-step`.
-
-        Raises:
-            MalformedError: the text is not two whole numbers joined by a hyphen.
-        """
+        """Read `lineage-step`."""
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise MalformedError(f"policy version {text!r} is not of the form LINEAGE-STEP, for example 1-40")

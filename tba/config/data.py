@@ -192,11 +192,7 @@ class DataSection(StrictModel):
     Beta posterior of each prompt's success, toward one half, where groups tell most (MoPPS, arXiv 2507.04632)."""
 
     def check_source(self) -> None:
-        """Refuse a section without exactly one source of prompts; called by the recipe.
-
-        Raises:
-            ValueError: one sentence.
-        """
+        """Refuse a section without exactly one source of prompts; called by the recipe."""
         if sum(map(bool, (self.generator, self.path, self.sets))) != 1:
             raise ValueError(
                 "data: give exactly one of `generator` (a built-in task), `path` (JSONL) and [[data.sets]] (data sets)"

@@ -57,11 +57,7 @@ class LiveSettings(StrictModel):
 
 
 def parse_live(document: Mapping[str, Any]) -> LiveSettings:
-    """Validate live settings that are a map.
-
-    Raises:
-        ConfigError: naming the first one that is wrong, its value and what to do.
-    """
+    """Validate live settings that are a map."""
     for name, value in document.items():
         if name not in LIVE_NAMES:
             raise ConfigError(
@@ -75,11 +71,7 @@ def parse_live(document: Mapping[str, Any]) -> LiveSettings:
 
 
 def with_live(recipe: Recipe, settings: LiveSettings) -> Recipe:
-    """Return the recipe with changed live settings, checked as a whole.
-
-    Raises:
-        ConfigError: a value is not possible, by itself or with the rest of the recipe; names the key and the value.
-    """
+    """Return the recipe with changed live settings, checked as a whole."""
     changed = settings.changed()
     if not changed:
         return recipe

@@ -301,9 +301,6 @@ class ObjectiveSection(StrictModel):
 
         Args:
             num_steps: optimizer steps of the run.
-
-        Raises:
-            ValueError: one sentence.
         """
         if self.needs_beta and self.beta.lowest(num_steps) <= 0:
             raise ValueError(

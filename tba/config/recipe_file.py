@@ -78,11 +78,7 @@ def _with_trl_files(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _with_hub_model(recipe: Recipe) -> Recipe:
-    """Turn `model.path = "org/name"` into an item of `[[prepare]]` that `tba run` fetches, unless it is a folder here.
-
-    Raises:
-        ConfigError: a revision is given, and model.path is a folder.
-    """
+    """Make of `model.path = "org/name"` an item of `[[prepare]]` that `tba run` fetches, unless it is a folder."""
     section = recipe.model
     is_folder = (
         section.warm_start is not None
@@ -124,11 +120,7 @@ def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a recipe file without validation.
-
-    Raises:
-        ConfigError: it is missing, or is neither TOML nor (`.json`) JSON.
-    """
+    """Read a recipe file without validation."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:

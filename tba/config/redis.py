@@ -37,11 +37,7 @@ class RedisAccess:
         return without_secrets(self.url)
 
     def credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return what a new connection sends, with the password that the file has now.
-
-        Raises:
-            ConfigError: the file cannot be read or is empty.
-        """
+        """Return what a new connection sends, with the password that the file has now."""
         assert self.password_file is not None
         try:
             password = self.password_file.read_text(encoding="utf-8").strip("\r\n")
@@ -54,11 +50,7 @@ class RedisAccess:
 
 
 def redis_access(recipe: Recipe) -> RedisAccess:
-    """Return the access that `buffer.redis_url`, `buffer.redis_password_file` and `tls.ca_file` describe.
-
-    Raises:
-        ConfigError: the URL is not one of Redis, it holds a password beside that of the file, or a file cannot be used.
-    """
+    """Return the access that `buffer.redis_url`, `buffer.redis_password_file` and `tls.ca_file` describe."""
     section, ca_file = recipe.buffer, recipe.tls.ca_file
     try:
         parts = urlsplit(section.redis_url)

@@ -27,11 +27,7 @@ move what the engine calls (docs/searcher.md). The extras of the services name t
 
 
 def check_vllm_release(version: str) -> None:
-    """Refuse a version of vLLM that the engine has not been tried with.
-
-    Raises:
-        ConfigError: it is none of `VLLM_RELEASES`, no release, or not known.
-    """
+    """Refuse a version of vLLM that the engine has not been tried with."""
     # without what follows (+cu130, .post1); a build from before a release (rc1, .dev3) lacks some of it
     release = re.fullmatch(r"(\d+\.\d+\.\d+)(\.post\d+)?(\+.*)?", version)
     if release is None or release[1] not in VLLM_RELEASES:
@@ -148,9 +144,6 @@ def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
     Args:
         config: the model's `config.json`; sizes that it does not name are not checked.
         size: `searcher.tensor_parallel_size`.
-
-    Raises:
-        ConfigError: names what cannot be divided.
     """
 
     def number(*names: str) -> int:

@@ -106,9 +106,6 @@ class GuardsSection(StrictModel):
 
         Args:
             num_rollouts: of a batch.
-
-        Raises:
-            ValueError: one sentence.
         """
         # the effective share of N weights is 1/N at the least, where one rollout has all the weight
         least, alarm = 1 / num_rollouts, self.ess_collapse

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import uvloop
-from tba_reward.process_pool.job import Job
+from tba_reward.process_pool.job import Job, PoolRule, WorkerRule
 from tba_reward.process_pool.pool_messages import Reply, encode
 from tba_reward.process_pool.worker_handle import WorkerHandle
 from tba_reward.scorer import Item, Outcome
@@ -19,37 +19,28 @@ def reply(number: int, outcomes: list[Outcome]) -> bytes:
     return encode(Reply(number, outcomes, cpu_s=0.0, pid=os.getpid()))
 
 
-class Recorder:
-    """The callbacks of one worker."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[Job, list[Outcome]]] = []
-        self.has_replied, self.has_ended = asyncio.Event(), asyncio.Event()
-
-    def on_reply(self, worker: WorkerHandle, job: Job, outcomes: list[Outcome]) -> None:
-        self.done.append((job, outcomes))
-        self.has_replied.set()
-
-    def on_lost(self, worker: WorkerHandle) -> None:
-        self.has_ended.set()
-
-
 async def a_worker_that_dies_over_its_second_job() -> None:
     ours, theirs = socket.socketpair()
-    recorder = Recorder()
-    worker = WorkerHandle(recorder, None)
+    done: list[tuple[Job, list[Outcome]]] = []
+    has_replied, has_ended = asyncio.Event(), asyncio.Event()
+
+    def on_reply(worker: WorkerHandle, job: Job, outcomes: list[Outcome]) -> None:
+        done.append((job, outcomes))
+        has_replied.set()
+
+    worker = WorkerHandle(None, on_reply=on_reply, on_lost=lambda worker: has_ended.set())
     await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
-    item = Item(prompt="", response="")
-    first, second = (Job(number, 0, reply(number, []), 60.0, items=[item] * number) for number in (1, 2))
+    rule, item = PoolRule(0, WorkerRule(function="m:f")), Item(prompt="", response="")
+    first, second = (Job(rule, 60.0, [item] * num_items) for num_items in (1, 2))
     worker.submit(first)
     # a reply to another job than its own is dropped, whoever has written it
-    theirs.sendall(reply(7, [7.0]) + reply(1, [1.0]))
-    await asyncio.wait_for(recorder.has_replied.wait(), 60)
+    theirs.sendall(reply(second.number, [7.0]) + reply(first.number, [1.0]))
+    await asyncio.wait_for(has_replied.wait(), 60)
     worker.submit(second)
-    theirs.sendall(reply(2, [2.0]) + reply(2, [3.0])[:-1])
+    theirs.sendall(reply(second.number, [2.0]) + reply(second.number, [3.0])[:-1])
     theirs.close()
-    await asyncio.wait_for(recorder.has_ended.wait(), 60)
-    assert recorder.done == [(first, [1.0]), (second, [2.0])]
+    await asyncio.wait_for(has_ended.wait(), 60)
+    assert done == [(first, [1.0]), (second, [2.0])]
     assert (worker.job, second.num_done) == (second, 1), "its second item is the one in work"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tba_reward.process_pool.pool_messages import ItemMessage, LoadRule, ScoreItems, encode
@@ -13,8 +13,7 @@ from tba_reward.scorer import Failure, Item, Outcome, Params
 
 ItemKey = tuple[int, str, str]
 """Rule, prompt, data."""
-RuleKey = tuple[str, str, str | None, int | None]
-_numbers = itertools.count()
+_next_number: Callable[[], int] = itertools.count().__next__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,43 +34,86 @@ class WorkerRule:
     batch_items: int | None = None
 
     @property
-    def key(self) -> RuleKey:
+    def key(self) -> str:
         """Equal for two rules that are the same one."""
-        return self.function, self.params_json, self.prepare, self.batch_items
+        return json.dumps([self.function, dict(self.params), self.prepare, self.batch_items], sort_keys=True)
+
+
+@dataclass(eq=False, slots=True)
+class PoolRule:
+    """A rule as the pool knows it.
+
+    Attributes:
+        number: its name in messages.
+        is_proven: a worker has loaded it. Until then one worker alone loads it, which it may kill.
+        num_load_crashes: workers in a row that died while they loaded it.
+        load_error: why it could not be loaded.
+        retry_at_s: when that is tried again.
+        longest_s: about the longest time that a job has taken lately; None: none is done.
+    """
+
+    number: int
+    rule: WorkerRule
+    is_proven: bool = False
+    num_load_crashes: int = 0
+    load_error: str | None = None
+    retry_at_s: float = 0.0
+    longest_s: float | None = None
 
     @property
-    def params_json(self) -> str:
-        """The params as text."""
-        return json.dumps(dict(self.params), sort_keys=True)
+    def may_hang(self) -> bool:
+        """Whether it is foreign code, which takes batches."""
+        return self.rule.batch_items is not None
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One message to a worker, and the futures that get its outcomes.
+    """One message to a worker, and the futures that get its outcomes. Without items it loads the rule.
 
     Attributes:
-        number: stands in the message and in its reply.
-        rule: number of its rule.
-        frame: the message as bytes.
         timeout_s: CPU time of the worker that one item may take, or a batch; wall-clock time where it loads a rule.
         futures: each gets one outcome, in order: one per item. Nobody waits for a load.
-        items: the items to score; none where it loads a rule.
         num_done: items that have their outcome. A worker applies a Rule to one after the other, a BatchRule to all.
         num_crashes: workers that died while they worked on it.
         took_s: wall-clock time of its last reply.
-        is_split: whether each of its items has a job of its own.
+        number: stands in the message and in its reply.
+        frame: the message as bytes.
+
+    Raises:
+        TypeError, ValueError, RecursionError: an item is no text, or its data has no JSON form.
     """
 
-    number: int
-    rule: int
-    frame: bytes
+    rule: PoolRule
     timeout_s: float
-    futures: Sequence[asyncio.Future[Outcome]] = ()
     items: Sequence[Item] = ()
+    futures: Sequence[asyncio.Future[Outcome]] = ()
     num_done: int = 0
     num_crashes: int = 0
     took_s: float = 0.0
-    is_split: bool = False
+    number: int = field(default_factory=_next_number)
+    frame: bytes = field(init=False)
+    _is_split: bool = False
+
+    def __post_init__(self) -> None:
+        """Encode the message."""
+        rule = self.rule.rule
+        if self.is_load:
+            params = json.dumps(dict(rule.params))
+            message = LoadRule(self.number, self.rule.number, rule.function, params, rule.prepare, self.rule.may_hang)
+            self.frame = encode(message)
+            return
+        messages = [
+            ItemMessage(
+                item.prompt,
+                item.response,
+                # as JSON, which has whole numbers of any size; msgpack has not
+                json.dumps(dict(item.data)),
+                item.finish_reason,
+                None if item.response_tokens is None else list(item.response_tokens),
+            )
+            for item in self.items
+        ]
+        self.frame = encode(ScoreItems(self.number, self.rule.number, messages))
 
     @property
     def is_load(self) -> bool:
@@ -79,9 +121,14 @@ class Job:
         return not self.items
 
     @property
+    def may_hang(self) -> bool:
+        """Whether it calls foreign code."""
+        return not self.is_load and self.rule.may_hang
+
+    @property
     def prompts(self) -> set[ItemKey]:
         """The prompts of its items."""
-        return {(self.rule, item.prompt, json.dumps(dict(item.data), sort_keys=True)) for item in self.items}
+        return {(self.rule.number, item.prompt, json.dumps(dict(item.data), sort_keys=True)) for item in self.items}
 
     @property
     def is_over(self) -> bool:
@@ -105,39 +152,13 @@ class Job:
         """Give the same failure to everyone who waits."""
         self.settle([failure] * (len(self.futures) - self.num_done))
 
+    def part(self, start: int, end: int | None = None) -> Job:
+        """Return a job for some of its items."""
+        return Job(self.rule, self.timeout_s, self.items[start:end], self.futures[start:end])
 
-def load_job(number: int, rule: WorkerRule, timeout_s: float) -> Job:
-    """Return the job that loads a rule in a worker."""
-    job = next(_numbers)
-    is_batch = rule.batch_items is not None
-    return Job(
-        job, number, encode(LoadRule(job, number, rule.function, rule.params_json, rule.prepare, is_batch)), timeout_s
-    )
-
-
-def score_job(rule: int, items: Sequence[Item], timeout_s: float, futures: Sequence[asyncio.Future[Outcome]]) -> Job:
-    """Return the job that scores items.
-
-    Raises:
-        TypeError, ValueError, RecursionError: an item is no text, or its data has no JSON form.
-    """
-    messages = [
-        ItemMessage(
-            item.prompt,
-            item.response,
-            # as JSON, which has whole numbers of any size; msgpack has not
-            json.dumps(dict(item.data)),
-            item.finish_reason,
-            None if item.response_tokens is None else list(item.response_tokens),
-        )
-        for item in items
-    ]
-    job = next(_numbers)
-    return Job(job, rule, encode(ScoreItems(job, rule, messages)), timeout_s, futures, items)
-
-
-def split_job(job: Job) -> list[Job]:
-    """Return one job for each item that somebody still waits for; the first outcome of an item counts."""
-    job.is_split = True
-    pairs = zip(job.items, job.futures, strict=False)
-    return [score_job(job.rule, [item], job.timeout_s, [future]) for item, future in pairs if not future.done()]
+    def split(self) -> list[Job]:
+        """Return one job for each item that somebody still waits for; none where that was done before."""
+        if self._is_split:
+            return []
+        self._is_split = True
+        return [self.part(at, at + 1) for at, future in enumerate(self.futures) if not future.done()]

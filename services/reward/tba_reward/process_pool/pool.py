@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 
 from tba.logs import get_logger
-from tba_reward.process_pool.job import ItemKey, Job, RuleKey, WorkerRule, load_job, score_job, split_job
+from tba_reward.process_pool.job import ItemKey, Job, PoolRule, WorkerRule
 from tba_reward.process_pool.worker_handle import WorkerHandle
 from tba_reward.process_pool.worker_main import EXIT_OUT_OF_MEMORY
 from tba_reward.scorer import OK, Failure, Item, Outcome
@@ -77,23 +77,14 @@ class WorkerPool:
         self._on_loss = on_loss
         self._num_workers, self._max_memory_bytes = num_workers, max_memory_bytes
         self._start_timeout_s = start_timeout_s
-        self._numbers: dict[RuleKey, int] = {}
-        self._rules: dict[int, WorkerRule] = {}
-        """The rules that every worker loads."""
-        self._proven: set[int] = set()
-        """Rules that a worker has loaded; any other one is loaded by one worker alone, which it may kill."""
-        self._load_crashes: Counter[int] = Counter()
-        """Rules: workers in a row that died while they loaded it."""
-        self._load_errors: dict[int, tuple[str, float]] = {}
-        """Why rules could not be loaded, and when that is tried again."""
+        self._rules: dict[str, PoolRule] = {}
+        """The rules that every worker loads, by their key."""
         self._loads_changed = asyncio.Event()
         self._queue: deque[Job] = deque()
         self._workers: list[WorkerHandle] = []
         self._tasks: set[asyncio.Task[object]] = set()
         self._suspects: Counter[ItemKey] = Counter()
         """Prompts: how many items have hung or are slow now."""
-        self._longest_s: dict[int, float] = {}
-        """By rule: about the longest time that a job has taken lately."""
         self._hung: dict[ItemKey, tuple[int, float]] = {}
         """Prompts: how many items have hung, and until when that counts."""
         self._start_after_s = 0.0
@@ -116,21 +107,22 @@ class WorkerPool:
 
     async def prepare(self, rule: WorkerRule) -> None:
         """Load a rule; return when the first worker has it. `health` says whether that went well."""
-        number = self._number(rule)
-        self._load_errors.pop(number, None)
+        known = self._known(rule)
+        known.load_error = None
         self._dispatch()
         with suppress(TimeoutError):
             async with asyncio.timeout(2 * self._start_timeout_s):  # a load that crashes is tried twice
-                while number not in self._proven and number not in self._load_errors and not self._is_closed:
+                while not known.is_proven and known.load_error is None and not self._is_closed:
                     self._loads_changed.clear()
                     await self._loads_changed.wait()
 
     def health(self, rule: WorkerRule) -> str:
         """Return `ok`, or why this rule has no workers."""
-        number = self._numbers.get(rule.key, -1)
-        if number in self._load_errors and not self._is_loaded(number):
-            return self._load_errors[number][0]
-        return self._problem or (OK if number in self._proven else f"{rule.function} is not loaded yet")
+        known = self._rules.get(rule.key)
+        if known is not None and known.load_error is not None and not self._is_loaded(known):
+            return known.load_error
+        is_proven = known is not None and known.is_proven
+        return self._problem or (OK if is_proven else f"{rule.function} is not loaded yet")
 
     async def score(self, rule: WorkerRule, items: Sequence[Item], timeout_s: float) -> list[Outcome]:
         """Return one outcome per item, in order. When it is cancelled, the workers are free again soon.
@@ -140,46 +132,49 @@ class WorkerPool:
         """
         if self._is_closed:
             return [Failure("unreachable", self._problem)] * len(items)
-        number, loop = self._number(rule), asyncio.get_running_loop()
+        known, loop = self._known(rule), asyncio.get_running_loop()
         futures = [loop.create_future() for _ in items]
         # small requests are spread over all workers
         size = rule.batch_items or max(
             1, min(CHUNK_ITEMS, len(items) // (2 * self._num_workers), int(CHUNK_S / timeout_s))
         )
         for at in range(0, len(items), size):
-            self._enqueue(number, items[at : at + size], timeout_s, futures[at : at + size])
+            self._enqueue(known, timeout_s, items[at : at + size], futures[at : at + size])
         self._dispatch()
         return list(await asyncio.gather(*futures))
 
+    def _known(self, rule: WorkerRule) -> PoolRule:
+        return self._rules.setdefault(rule.key, PoolRule(len(self._rules), rule))
+
     def _enqueue(
-        self, number: int, items: Sequence[Item], timeout_s: float, futures: Sequence[asyncio.Future[Outcome]]
+        self, rule: PoolRule, timeout_s: float, items: Sequence[Item], futures: Sequence[asyncio.Future[Outcome]]
     ) -> None:
         try:
-            self._queue.append(score_job(number, items, timeout_s, futures))
+            self._queue.append(Job(rule, timeout_s, items, futures))
         except (TypeError, ValueError, RecursionError) as error:
             # an item that cannot be sent must not take the others of its batch with it
             if len(items) > 1:
                 for item, future in zip(items, futures, strict=True):
-                    self._enqueue(number, [item], timeout_s, [future])
+                    self._enqueue(rule, timeout_s, [item], [future])
                 return
             futures[0].set_result(Failure("malformed", f"the item cannot be sent to a worker: {error}"))
 
     # -- events of workers ------------------------------------------------------------------------------------------
 
-    def on_reply(self, worker: WorkerHandle, job: Job, outcomes: list[Outcome]) -> None:
-        """See `WorkerCallbacks`."""
+    def _on_reply(self, worker: WorkerHandle, job: Job, outcomes: list[Outcome]) -> None:
+        """Take the outcomes of the next items of a job, which is done with the last one."""
         self._problem = ""
-        if isinstance(failure := outcomes[0], Failure) and job.is_load:
-            self._set_load_error(job.rule, failure.detail)
-        elif job.is_load:
-            worker.loaded.add(job.rule)
-            self._load_crashes.pop(job.rule, None)
-            self._proven.add(job.rule)
-            self._loads_changed.set()
-        else:
-            self._longest_s[job.rule] = max(job.took_s, 0.99 * self._longest_s.get(job.rule, 0.0))
+        rule = job.rule
+        if not job.is_load:
+            rule.longest_s = max(job.took_s, 0.99 * (rule.longest_s or 0.0))
             for key in job.prompts if self._hung else ():
                 self._hung.pop(key, None)
+        elif isinstance(failure := outcomes[0], Failure):
+            self._set_load_error(rule, failure.detail)
+        else:
+            worker.loaded.add(rule.number)
+            rule.num_load_crashes, rule.is_proven = 0, True
+            self._loads_changed.set()
         if not job.is_done:
             return
         # it was taken while another one was slow
@@ -187,76 +182,77 @@ class WorkerPool:
             self._remove(worker)
         self._dispatch()
 
-    def on_lost(self, worker: WorkerHandle) -> None:
-        """See `WorkerCallbacks`."""
+    def _on_lost(self, worker: WorkerHandle) -> None:
+        """Replace a worker whose socket has ended: it has died, or will be killed by `end`."""
         self._workers.remove(worker)
         self._create_task(self._replace(worker))
 
     async def _replace(self, worker: WorkerHandle) -> None:
         """Learn how a worker died, and fail or repeat its job."""
         how, job = _describe_exit(code := await worker.end()), worker.job
-        # the next one would die too: something is wrong with this machine or with what it loads
-        if job is None and worker.num_scored == 0:
-            self._pause(f"worker processes end at once ({how}); see the log of the service")
-        if job is None or self._is_closed:
-            if job is not None:
-                job.fail(Failure("unreachable", self._problem))
-            self._dispatch()
-            return
-        log.warning("worker_died", rule=self._name(job), how=how, num_items=len(job.items))
+        if job is None:
+            # the next one would die too: something is wrong with this machine or with what it loads
+            if worker.num_scored == 0:
+                self._pause(f"worker processes end at once ({how}); see the log of the service")
+        elif self._is_closed:
+            job.fail(Failure("unreachable", self._problem))
+        else:
+            self._on_death(job, code, how)
+        self._dispatch()
+
+    def _on_death(self, job: Job, code: int | None, how: str) -> None:
+        rule = job.rule
+        log.warning("worker_died", rule=rule.rule.function, how=how, num_items=len(job.items))
         failure = Failure("crashed", f"the worker died ({how})")
         if code == EXIT_OUT_OF_MEMORY:
             failure = Failure("out_of_memory", f"it needs more than {self._max_memory_bytes} bytes of memory")
         self._on_loss(failure.reason)
-        job.num_crashes += 1
-        if job.is_load:
-            self._load_crashes[job.rule] += 1
-            # once it may have been killed from outside
-            if self._load_crashes[job.rule] > 1:
-                self._set_load_error(job.rule, f"{self._name(job)}: {how} while it was loaded")
-        else:
+        if not job.is_load:
             # an item may pay for what others did to its worker, or whoever killed that: it is tried once more
-            self._blame(job, failure, is_repeated=job.num_crashes == 1)
-        self._dispatch()
+            self._blame(job, failure, is_repeated=job.num_crashes == 0)
+            return
+        rule.num_load_crashes += 1
+        # once it may have been killed from outside
+        if rule.num_load_crashes > 1:
+            self._set_load_error(rule, f"{rule.rule.function}: {how} while it was loaded")
 
     def _on_deadline(self, worker: WorkerHandle, job: Job, wall_s: float, cpu_s: float) -> None:
         """Replace a worker whose job has run over a limit."""
+        name = job.rule.rule.function
         failure = Failure(
             "timeout", f"no result after {wall_s:.1f} s, {cpu_s:.2f} s of CPU time; the worker was killed"
         )
         if job.is_load:
-            self._set_load_error(job.rule, f"{self._name(job)} was not loaded within {job.timeout_s:g} s")
+            self._set_load_error(job.rule, f"{name} was not loaded within {job.timeout_s:g} s")
         elif cpu_s >= job.timeout_s:
             failure = Failure(
                 "too_slow", f"no result after {job.timeout_s:g} s of CPU time, {wall_s:.1f} s; the worker was killed"
             )
-        if self._may_hang(job) and len(job.items) == 1 and not job.is_over:
+        if job.may_hang and len(job.items) == 1 and not job.is_over:
             (key,) = job.prompts
             self._hung[key] = self._hung.get(key, (0, 0.0))[0] + 1, asyncio.get_running_loop().time() + HUNG_S
         self._blame(job, failure)
         self._on_loss(failure.reason)
-        log.warning("worker_killed", rule=self._name(job), num_items=len(job.items), cpu_s=cpu_s, wall_s=wall_s)
+        log.warning("worker_killed", rule=name, num_items=len(job.items), cpu_s=cpu_s, wall_s=wall_s)
         self._remove(worker)
 
     def _blame(self, job: Job, failure: Failure, *, is_repeated: bool = False) -> None:
         """Fail the item in work, or repeat it; ask for those behind it again, and for each item of a batch alone."""
-        if self._may_hang(job) and len(job.items) > 1:
+        if job.may_hang and len(job.items) > 1:
             self._split(job)
-            job.futures = ()
             return
         at = job.num_done
-        if behind := job.items[at + 1 :]:
-            self._queue.appendleft(score_job(job.rule, behind, job.timeout_s, job.futures[at + 1 :]))
+        if job.items[at + 1 :]:
+            self._queue.appendleft(job.part(at + 1))
         if is_repeated:
-            again = score_job(job.rule, job.items[at : at + 1], job.timeout_s, job.futures[at : at + 1])
-            again.num_crashes = job.num_crashes
+            again = job.part(at, at + 1)
+            again.num_crashes = job.num_crashes + 1
             self._queue.appendleft(again)
         else:
             job.settle([failure])
 
     def _split(self, job: Job) -> None:
-        if not job.is_split:
-            self._queue.extendleft(reversed(split_job(job)))
+        self._queue.extendleft(reversed(job.split()))
 
     # -- jobs -------------------------------------------------------------------------------------------------------
 
@@ -288,6 +284,22 @@ class WorkerPool:
                 self._on_deadline(worker, job, wall_s, cpu_s)
             worker.is_late = is_over
 
+    def _find_slow(self) -> None:
+        """Find the workers with slow jobs; split the batches among these, and suspect the prompts of the others."""
+        now_s = asyncio.get_running_loop().time()
+        self._hung = {key: (num, until_s) for key, (num, until_s) in self._hung.items() if now_s < until_s}
+        self._suspects = Counter({key: num for key, (num, _) in self._hung.items()})
+        for worker in self._workers:
+            if (job := worker.job) is None or not job.may_hang:
+                continue
+            longest_s = job.rule.longest_s
+            slow_s = max(SLOW_S, job.timeout_s if longest_s is None else 2 * longest_s)
+            worker.is_slow = now_s - worker.since_s >= slow_s
+            if worker.is_slow and len(job.items) > 1:
+                self._split(job)
+            elif worker.is_slow:
+                self._suspects.update(job.prompts)
+
     def _dispatch(self) -> None:
         """Give the workers the jobs that wait."""
         if self._is_closed or not self._rules:
@@ -299,94 +311,61 @@ class WorkerPool:
                 self._load_next(worker)
         held = list[Job]()
         while self._queue:
-            job = self._queue[0]
-            if not self._is_loaded(job.rule) and (error := self._load_error(job.rule)) is not None:
+            job = self._queue.popleft()
+            is_loaded = self._is_loaded(job.rule)
+            if not is_loaded and (error := self._load_error(job.rule)) is not None:
                 job.fail(Failure("exception", error))
             if job.is_over:
-                self._queue.popleft()
                 continue
             num = max((self._suspects[key] for key in job.prompts), default=0) if self._suspects else 0
-            if num and (len(job.items) > 1 or num >= HUNG_ITEMS):
-                self._queue.popleft()
-                if len(job.items) > 1:
-                    self._split(job)
-                elif any(self._hung.get(key, (0,))[0] >= HUNG_ITEMS for key in job.prompts):
-                    prompt = job.items[0].prompt
-                    job.fail(Failure("timeout", f"not asked: the last {HUNG_ITEMS} responses to {prompt!r:.60} hung"))
-                else:
-                    held.append(job)
-                continue
-            worker = self._free_worker(job.rule)
-            if worker is not None:
-                worker.submit(self._queue.popleft())
-            elif self._is_loaded(job.rule):
-                break
+            if num and len(job.items) > 1:
+                self._split(job)
+            elif num >= HUNG_ITEMS and any(self._hung.get(key, (0,))[0] >= HUNG_ITEMS for key in job.prompts):
+                prompt = job.items[0].prompt
+                job.fail(Failure("timeout", f"not asked: the last {HUNG_ITEMS} responses to {prompt!r:.60} hung"))
+            elif num >= HUNG_ITEMS:
+                held.append(job)
+            elif (worker := self._free_worker(job.rule)) is not None:
+                worker.submit(job)
             else:
+                held.append(job)
                 # a rule that takes long to load holds up no other one
-                held.append(self._queue.popleft())
+                if is_loaded:
+                    break
         self._queue.extendleft(reversed(held))
 
-    def _free_worker(self, rule: int) -> WorkerHandle | None:
+    def _free_worker(self, rule: PoolRule) -> WorkerHandle | None:
         """Return an idle worker that has a rule, unless as many as may are at work."""
         at_work = (worker for worker in self._workers if worker.job is not None and not worker.job.is_load)
         if sum(not worker.is_slow for worker in at_work) >= self._num_workers:
             return None
-        return next((worker for worker in self._workers if worker.is_idle and rule in worker.loaded), None)
+        return next((worker for worker in self._workers if worker.is_idle and rule.number in worker.loaded), None)
 
-    def _is_loaded(self, number: int) -> bool:
-        return any(number in worker.loaded for worker in self._workers)
+    def _is_loaded(self, rule: PoolRule) -> bool:
+        return any(rule.number in worker.loaded for worker in self._workers)
 
     def _load_next(self, worker: WorkerHandle) -> None:
         """Let an idle worker load a rule that it lacks."""
-        loading = {each.job.rule for each in self._workers if each.job is not None and each.job.is_load}
-        for number, rule in self._rules.items():
-            if number in self._proven:
-                may_load = self._load_error(number) is None
+        loading = [each.job.rule for each in self._workers if each.job is not None and each.job.is_load]
+        for rule in self._rules.values():
+            if rule.is_proven:
+                may_load = self._load_error(rule) is None
             else:
-                may_load = number not in loading and number not in self._load_errors
-            if may_load and number not in worker.loaded:
-                worker.submit(load_job(number, rule, self._start_timeout_s))
+                may_load = rule not in loading and rule.load_error is None
+            if may_load and rule.number not in worker.loaded:
+                worker.submit(Job(rule, self._start_timeout_s))
                 return
 
-    def _may_hang(self, job: Job) -> bool:
-        """Return whether a job calls foreign code."""
-        return not job.is_load and self._rules[job.rule].batch_items is not None
-
-    def _find_slow(self) -> None:
-        """Find the workers with slow jobs; split the batches among these, and suspect the prompts of the others."""
-        now_s = asyncio.get_running_loop().time()
-        self._hung = {key: (num, until_s) for key, (num, until_s) in self._hung.items() if now_s < until_s}
-        self._suspects = Counter({key: num for key, (num, _) in self._hung.items()})
-        for worker in self._workers:
-            if (job := worker.job) is None or not self._may_hang(job):
-                continue
-            slow_s = max(SLOW_S, 2 * self._longest_s.get(job.rule, job.timeout_s / 2))
-            worker.is_slow = now_s - worker.since_s >= slow_s
-            if worker.is_slow and len(job.items) > 1:
-                self._split(job)
-            elif worker.is_slow:
-                self._suspects.update(job.prompts)
-
-    def _load_error(self, number: int) -> str | None:
+    def _load_error(self, rule: PoolRule) -> str | None:
         """Return why a rule cannot be loaded, until it is tried again."""
-        sentence, again_s = self._load_errors.get(number, (None, 0.0))
-        if sentence is not None and asyncio.get_running_loop().time() >= again_s:
-            del self._load_errors[number]
-            return None
-        return sentence
+        if rule.load_error is not None and asyncio.get_running_loop().time() >= rule.retry_at_s:
+            rule.load_error = None
+        return rule.load_error
 
-    def _set_load_error(self, number: int, sentence: str) -> None:
-        self._load_errors[number] = (sentence, asyncio.get_running_loop().time() + LOAD_AGAIN_S)
-        self._load_crashes.pop(number, None)
+    def _set_load_error(self, rule: PoolRule, sentence: str) -> None:
+        rule.load_error, rule.retry_at_s = sentence, asyncio.get_running_loop().time() + LOAD_AGAIN_S
+        rule.num_load_crashes = 0
         self._loads_changed.set()
-
-    def _number(self, rule: WorkerRule) -> int:
-        number = self._numbers.setdefault(rule.key, len(self._numbers))
-        self._rules.setdefault(number, rule)
-        return number
-
-    def _name(self, job: Job) -> str:
-        return self._rules[job.rule].function
 
     # -- processes --------------------------------------------------------------------------------------------------
 
@@ -398,7 +377,7 @@ class WorkerPool:
         if asyncio.get_running_loop().time() < self._start_after_s:
             return
         while len(self._workers) < self._wanted():
-            worker = WorkerHandle(self, self._max_memory_bytes)
+            worker = WorkerHandle(self._max_memory_bytes, on_reply=self._on_reply, on_lost=self._on_lost)
             self._workers.append(worker)
             self._create_task(self._start(worker))
 

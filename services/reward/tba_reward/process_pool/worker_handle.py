@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
@@ -22,31 +23,25 @@ EXIT_S = 1.0
 """From the end of a worker's socket to its exit; one that is still there is killed."""
 EXIT_POLL_S = 0.005
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_HAS_PROC = Path("/proc/self/stat").exists()
 _DECODER = msgspec.msgpack.Decoder(Reply)
-
-
-class WorkerCallbacks(Protocol):
-    """The events of a worker, as the pool takes them."""
-
-    def on_reply(self, worker: WorkerHandle, job: Job, outcomes: list[Outcome]) -> None:
-        """Take the outcomes of the next items of its job, which is done with the last one."""
-        ...
-
-    def on_lost(self, worker: WorkerHandle) -> None:
-        """Replace a worker whose socket has ended: it has died, or will be killed by `end`."""
-        ...
 
 
 class WorkerHandle(asyncio.Protocol):
     """One worker, which does one job at a time, item by item or all at once.
 
     Args:
-        callbacks: the pool.
         max_memory_bytes: its address space; None: no bound.
+        on_reply: called with a job and the outcomes of its next items.
+        on_lost: called when the socket has ended.
     """
 
-    def __init__(self, callbacks: WorkerCallbacks, max_memory_bytes: int | None) -> None:
+    def __init__(
+        self,
+        max_memory_bytes: int | None,
+        *,
+        on_reply: Callable[[WorkerHandle, Job, list[Outcome]], None],
+        on_lost: Callable[[WorkerHandle], None],
+    ) -> None:
         self.loaded: set[int] = set()
         """The rules that it has."""
         self.job: Job | None = None
@@ -58,7 +53,9 @@ class WorkerHandle(asyncio.Protocol):
         """Whether its job is slow, so that another worker takes its place."""
         self.is_late = False
         """Whether its job was over its limit when it was last looked at."""
-        self._callbacks: WorkerCallbacks | None = callbacks
+        self._on_reply, self._on_lost = on_reply, on_lost
+        self._is_given_up = False
+        """Whether it was killed or is lost: then nobody is called back any more."""
         self._max_memory_bytes = max_memory_bytes
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,7 +72,7 @@ class WorkerHandle(asyncio.Protocol):
         Raises:
             OSError: there are too many processes, or there is no memory.
         """
-        if self._callbacks is None:  # it was killed before
+        if self._is_given_up:
             return
         ours, theirs = socket.socketpair()
         try:
@@ -97,7 +94,7 @@ class WorkerHandle(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether it takes a job."""
-        return self.job is None and self._transport is not None and self._callbacks is not None
+        return self.job is None and self._transport is not None and not self._is_given_up
 
     def submit(self, job: Job) -> None:
         """Send a job."""
@@ -107,17 +104,16 @@ class WorkerHandle(asyncio.Protocol):
 
     def cpu_s(self) -> float:
         """Return the CPU time that what it has in work has taken so far."""
-        if not _HAS_PROC or self._pid is None:
-            # without /proc the deadline is wall-clock time, as is that of a load
-            return self._loop.time() - self.since_s
-        with suppress(OSError, IndexError, ValueError):  # it has ended, which its socket says
-            fields = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            return max(0.0, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s)
-        return 0.0
+        if self._pid is not None:
+            with suppress(OSError, IndexError, ValueError):
+                fields = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+                return max(0.0, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s)
+        # without /proc the deadline is wall-clock time, as is that of a load
+        return self._loop.time() - self.since_s
 
     def kill(self) -> None:
         """Kill it and all that it has started, and call nobody back any more; `end` has to follow."""
-        self._callbacks = None
+        self._is_given_up = True
         if self._transport is not None:
             self._transport.abort()
         self._ask_guard()
@@ -146,7 +142,7 @@ class WorkerHandle(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's class
-        if self._callbacks is None:  # it was killed while it connected
+        if self._is_given_up:  # it was killed while it connected
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -158,9 +154,9 @@ class WorkerHandle(asyncio.Protocol):
                 return
             reply = _DECODER.decode(self._received[LENGTH.size : end])
             del self._received[:end]
-            job, callbacks = self.job, self._callbacks
+            job = self.job
             # only the reply to its job is one
-            if callbacks is not None and job is not None and reply.number == job.number:
+            if not self._is_given_up and job is not None and reply.number == job.number:
                 self._cpu_before_s, self._pid = reply.cpu_s, reply.pid
                 self.is_late = self.is_slow = False
                 self.num_scored += not job.is_load
@@ -169,14 +165,14 @@ class WorkerHandle(asyncio.Protocol):
                 job.settle(reply.outcomes)
                 if job.is_done:
                     self.job = None
-                callbacks.on_reply(self, job, reply.outcomes)
+                self._on_reply(self, job, reply.outcomes)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the pool, unless it was that which hung up."""
         self._transport = None
-        callbacks, self._callbacks = self._callbacks, None
-        if callbacks is not None:
-            callbacks.on_lost(self)
+        if not self._is_given_up:
+            self._is_given_up = True
+            self._on_lost(self)
 
     # -- the process ------------------------------------------------------------------------------------------------
 

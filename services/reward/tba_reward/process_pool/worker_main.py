@@ -33,59 +33,52 @@ _KILL_S = 10.0
 """A process that the guard may not kill, or that the kernel holds, is left behind after this."""
 _GUARDED = {signal.SIGTERM, signal.SIGCHLD}
 _DECODER = msgspec.msgpack.Decoder(LoadRule | ScoreItems)
-
-
-class LoadedRules:
-    """Rules by their number."""
-
-    def __init__(self) -> None:
-        self._rules: dict[int, tuple[Callable[..., Any], Params, bool]] = {}
-
-    def replies(self, message: LoadRule | ScoreItems) -> Iterator[list[Outcome]]:
-        """Do what a message says. Yield the outcome of a load, the outcomes of a batch, or one item's after the other.
-
-        Raises:
-            MemoryError: the process has reached its bound of memory.
-        """
-        if isinstance(message, LoadRule):
-            yield [self._load(message)]
-            return
-        rule, params, is_batch = self._rules[message.rule]
-        if is_batch:
-            yield rule([_item(item) for item in message.items], params)
-            return
-        for item in message.items:
-            yield [outcome_of(rule, _item(item), params)]
-
-    def _load(self, message: LoadRule) -> Outcome:
-        """Import a rule and call its `prepare` function."""
-        try:
-            params = json.loads(message.params_json)
-            rule = find(message.function)
-            if message.prepare is not None:
-                find(message.prepare)(params)
-        except MemoryError:
-            raise
-        except (Exception, SystemExit) as error:  # foreign code may raise anything; it is reported
-            return Failure("exception", f"{message.function} could not be loaded: {type(error).__name__}: {error}")
-        self._rules[message.rule] = (rule, params, message.is_batch)
-        return 1.0
+LoadedRule = tuple[Callable[..., Any], Params, bool]
+"""The function, its params, and whether it takes a list of items."""
 
 
 def serve(connection: socket.socket) -> None:
     """Answer messages in order until the other side hangs up."""
-    rules, own_pid = LoadedRules(), os.getpid()
+    rules, own_pid = dict[int, LoadedRule](), os.getpid()
     with connection.makefile("rb") as stream:
         while head := stream.read(LENGTH.size):
             message = _DECODER.decode(stream.read(LENGTH.unpack(head)[0]))
             try:
-                for outcomes in rules.replies(message):
+                for outcomes in _replies(message, rules):
                     # a rule may fork and come back in both processes: only the first one answers
                     if os.getpid() != own_pid:
                         os._exit(0)
                     connection.sendall(encode(Reply(message.number, _sendable(outcomes), time.process_time(), own_pid)))
             except MemoryError:
                 os._exit(EXIT_OUT_OF_MEMORY)
+
+
+def _replies(message: LoadRule | ScoreItems, rules: dict[int, LoadedRule]) -> Iterator[list[Outcome]]:
+    """Do what a message says. Yield the outcome of a load, the outcomes of a batch, or one item's after the other."""
+    if isinstance(message, LoadRule):
+        yield [_load(message, rules)]
+        return
+    rule, params, is_batch = rules[message.rule]
+    if is_batch:
+        yield rule([_item(item) for item in message.items], params)
+        return
+    for item in message.items:
+        yield [outcome_of(rule, _item(item), params)]
+
+
+def _load(message: LoadRule, rules: dict[int, LoadedRule]) -> Outcome:
+    """Import a rule and call its `prepare` function."""
+    try:
+        params = json.loads(message.params_json)
+        rule = find(message.function)
+        if message.prepare is not None:
+            find(message.prepare)(params)
+    except MemoryError:
+        raise
+    except (Exception, SystemExit) as error:  # foreign code may raise anything; it is reported
+        return Failure("exception", f"{message.function} could not be loaded: {type(error).__name__}: {error}")
+    rules[message.rule] = (rule, params, message.is_batch)
+    return 1.0
 
 
 def _sendable(outcomes: list[Outcome]) -> list[Outcome]:

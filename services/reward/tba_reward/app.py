@@ -41,11 +41,7 @@ CACHE_ITEMS = 65_536
 
 
 def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) -> FastAPI:
-    """Return the application.
-
-    Raises:
-        ConfigError: a scorer of the recipe cannot be built.
-    """
+    """Return the application."""
     section = recipe.reward
     registry = CollectorRegistry()
     metrics = Metrics(registry)

@@ -184,11 +184,7 @@ def checked(value: object) -> Outcome:
 
 
 def gold_answers(item: Item, field: str) -> Sequence[object]:
-    """Return the gold answers of an item: the members of a list (each of them is right), or the single answer.
-
-    Raises:
-        BadDataError: the data has none.
-    """
+    """Return the gold answers of an item: the members of a list (each of them is right), or the single answer."""
     value = item.data.get(field)
     golds = value if isinstance(value, list) else [value]
     if not golds:
@@ -237,25 +233,6 @@ def clean(text: str) -> str:
     return text[:MAX_DETAIL_CHARS].encode("utf-8", "replace").decode()
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """An item with a known score that is not 0, scored at start to see whether the scorer works here."""
-
-    item: Item
-    score: float
-
-
-async def try_example(scorer: Scorer, example: Example) -> str:
-    """Score the example. Return `ok`, or the wrong outcome as a sentence."""
-    outcome = (await scorer.score([example.item]))[0]
-    if isinstance(outcome, Failure):
-        return f"its example failed ({outcome.reason}: {outcome.detail})"
-    # a scorer that works but scores otherwise, for example with another release of a package, is caught here
-    if outcome != example.score:
-        return f"its example scored {outcome}, not {example.score}"
-    return OK
-
-
 INLINE_CHUNK_ITEMS = 64
 # beside the event loop, which answers health checks meanwhile; more threads would only compete for the interpreter
 _INLINE_THREAD = ThreadPoolExecutor(1, thread_name_prefix="inline-scorer")
@@ -268,13 +245,10 @@ class InlineScorer:
         rule: a function without state.
         params: its settings.
         version: see `version_of`.
-        example: scored at start.
     """
 
-    def __init__(self, rule: Rule, params: Params, *, version: str, example: Example) -> None:
-        self._rule, self._params, self._example = rule, params, example
-        self._version = version
-        self._health = "its example was not scored yet"
+    def __init__(self, rule: Rule, params: Params, *, version: str) -> None:
+        self._rule, self._params, self._version = rule, params, version
 
     @property
     def version(self) -> str:
@@ -282,15 +256,14 @@ class InlineScorer:
         return self._version
 
     async def start(self) -> None:
-        """Score the example."""
-        self._health = await try_example(self, self._example)
+        """Do nothing: there is nothing to load."""
 
     async def close(self) -> None:
         """Do nothing: there is nothing to stop."""
 
     def health(self) -> str:
-        """Return `ok` once the example has got its score."""
-        return self._health
+        """Return `ok`."""
+        return OK
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return one outcome per item, in order."""

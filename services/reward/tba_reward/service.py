@@ -38,11 +38,7 @@ log = get_logger("tasks")
 def build_tasks(
     section: RewardSection, tools: Tools, cache: ScoreCache, metrics: Metrics
 ) -> dict[str, CompositeReward]:
-    """Return all tasks by name; nothing is started.
-
-    Raises:
-        ConfigError: a scorer of the recipe cannot be built.
-    """
+    """Return all tasks by name; nothing is started."""
     tasks: dict[str, CompositeReward] = {}
     for task, config in section.tasks.items():
         try:

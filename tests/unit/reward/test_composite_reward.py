@@ -237,15 +237,6 @@ def test_built_in_tasks_need_no_entry_and_those_of_worker_processes_start_with_t
     assert not required.get("math", False)
 
 
-@pytest.mark.parametrize("task", ["addition", "exact", "gsm8k"])
-async def test_the_example_of_a_built_in_task_scores_what_it_says(task: str) -> None:
-    (component,) = build()[task].components
-    assert component.health == "idle"
-    await component.wait_started()
-    assert component.health == "ok"
-    await component.close()
-
-
 def test_an_entry_takes_the_place_of_the_built_in_task_and_is_needed() -> None:
     found = build(addition=[{"kind": "last_number"}], mine=[{"kind": "format", "pattern": "x"}])
     assert found["addition"].version != build()["addition"].version

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -175,11 +174,3 @@ def test_a_version_is_that_of_the_settings(kind: object, spec: dict, other: dict
 
     assert version() == version(weight=2.0, gate=0.5, timeout_s=9.0)
     assert version() != version(**other)
-
-
-@pytest.mark.parametrize("kind", [exact, last_number])
-async def test_an_inline_scorer_scores_its_example(kind: Any) -> None:
-    name = kind.__name__.rpartition(".")[2]
-    scorer = kind.build(SPECS.validate_python({"kind": name, "field": "gold"}), TOOLS)
-    await scorer.start()
-    assert scorer.health() == "ok"

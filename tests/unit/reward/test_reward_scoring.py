@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
 from tba_reward.composite_reward import BROKEN_ITEMS, CompositeReward, RewardComponent
 from tba_reward.metrics import Metrics
-from tba_reward.scorer import Example, Failure, InlineScorer, Item, Outcome, Params
+from tba_reward.model_server.client import ModelPool
+from tba_reward.scorer import Failure, InlineScorer, Item, Outcome, Params
+from tba_reward.scorers import Tools, math
 from tba_reward.service import RewardService
 
 from tba.api import ScoreError, ScoreItem, ScoreResult
-from tba.config.reward import HttpSpec, RewardModelSpec
+from tba.config.reward import HttpSpec, MathSpec, RewardModelSpec
 from tba.errors import BrokenRewardError, BusyError, UnavailableError
 from tests.support.reward_faults import misbehave
 from tests.support.reward_scorers import ScriptedScorer, composition
@@ -218,8 +221,7 @@ async def test_results_are_counted_by_task_and_reason() -> None:
     assert value("tba_reward_pending") == 0
 
 
-def inline(example: Item, score: float) -> InlineScorer:
-    return InlineScorer(misbehave, {}, version="1", example=Example(example, score))
+INLINE = InlineScorer(misbehave, {}, version="1")
 
 
 async def test_the_event_loop_runs_on_while_a_large_batch_is_scored_inline() -> None:
@@ -232,7 +234,7 @@ async def test_the_event_loop_runs_on_while_a_large_batch_is_scored_inline() -> 
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    await inline(Item(prompt="", response=""), 0.5).score([Item(prompt="", response="")] * 1000)
+    await INLINE.score([Item(prompt="", response="")] * 1000)
     task.cancel()
     assert num_turns >= 1000 // 64
 
@@ -244,23 +246,25 @@ async def test_a_rule_that_takes_long_inline_holds_up_nothing_else() -> None:
         assert threading.current_thread() is not main
         return float(answered.wait(DEADLINE_S))
 
-    scorer = InlineScorer(rule, {}, version="1", example=Example(Item(prompt="", response=""), 1.0))
+    scorer = InlineScorer(rule, {}, version="1")
     asyncio.get_running_loop().call_soon(answered.set)  # a health check, say
     assert await scorer.score([Item(prompt="", response="")]) == [1.0]
 
 
 @pytest.mark.parametrize(
-    ("response", "score", "health"),
+    ("outcome", "health"),
     [
-        ("fine", 0.5, "ok"),
-        ("fine", 1.0, "its example scored 0.5, not 1.0"),
-        ("raise", 1.0, "its example failed (exception: StubbornError: broken scorer)"),
+        (1.0, "ok"),
+        (0.0, "its example scored 0.0, not 1.0"),
+        (Failure("exception", "no grammar"), "its example failed (exception: no grammar)"),
     ],
 )
-async def test_a_rule_that_gives_0_to_everything_is_found_by_its_example(
-    response: str, score: float, health: str
+async def test_a_release_of_a_package_that_grades_otherwise_is_found_by_an_example(
+    outcome: Outcome, health: str
 ) -> None:
-    scorer = inline(Item(prompt="", response=response), score)
+    score = AsyncMock(side_effect=lambda rule, items, timeout_s: [outcome] * len(items))
+    pool = AsyncMock(score=score, health=Mock(return_value="ok"))
+    scorer = math.build(MathSpec(kind="math"), Tools(pool=pool, models=ModelPool()))
     assert scorer.health() != "ok"
     await scorer.start()
     assert scorer.health() == health
@@ -268,7 +272,7 @@ async def test_a_rule_that_gives_0_to_everything_is_found_by_its_example(
 
 async def test_a_rule_that_fails_inline_is_a_reason_too() -> None:
     hows = ["fine", "raise", "exit", "bad_data", "ambiguous", "nan", "text"]
-    outcomes = await inline(Item(prompt="", response=""), 0.5).score([Item(prompt="", response=how) for how in hows])
+    outcomes = await INLINE.score([Item(prompt="", response=how) for how in hows])
     found = [outcome.reason if isinstance(outcome, Failure) else None for outcome in outcomes]
     expected = [None, "exception", "exception", "bad_data", "ambiguous", "not_finite", "exception"]
     assert found == expected

@@ -109,9 +109,6 @@ def same_answer(gold: str, answer: str) -> bool:
     """Return whether the answer is the gold one; both are the content of a box.
 
     Results are kept, because the responses to a prompt often agree.
-
-    Raises:
-        UnreadableError: they cannot be compared.
     """
     if without_spaces(gold) == without_spaces(answer) != "":
         return True
@@ -131,11 +128,7 @@ def _compare(gold: str, answer: str, parsed: Callable[[], Parsed]) -> bool:
 
 
 def same_anywhere(gold: str, text: str) -> bool:
-    """Return whether a text without a box is the gold answer, or else what math-verify finds in it; False without one.
-
-    Raises:
-        UnreadableError: they cannot be compared.
-    """
+    """Return whether a text without a box is the gold answer, or what math-verify finds in it is."""
     # of a text that is nothing but the answer math-verify may take a part: the last number, the last formula
     bare = _ANSWER_IS.split(text)[-1]
     if len(bare) <= MAX_BARE_CHARS:

@@ -66,11 +66,7 @@ def score(item: Item, params: Params) -> float:
 
 
 def check(item: Item, params: Params) -> float:
-    """Return 0.0 if all gold answers can be read and compared. It shows who is to blame for an item that took too long.
-
-    Raises:
-        BadDataError: one cannot be read or compared.
-    """
+    """Read and compare all gold answers; return 0.0. It shows who is to blame for an item that took too long."""
     for value in gold_answers(item, params["field"]):
         try:
             check_gold(gold_text(value, params["field"]))
@@ -80,11 +76,7 @@ def check(item: Item, params: Params) -> float:
 
 
 def gold_text(value: object, field: str) -> str:
-    r"""Return a gold answer as text: a number, a text, or the box of a solution that ends in a `\boxed{...}`.
-
-    Raises:
-        BadDataError: it is neither a number nor a text.
-    """
+    r"""Return a gold answer as text: a number, a text, or the box of a solution that ends in a `\boxed{...}`."""
     if isinstance(value, float) and math.isfinite(value):
         is_whole = value.is_integer() and abs(value) < MAX_EXACT_FLOAT
         return str(int(value)) if is_whole else f"{value:.15g}"  # 15 digits are exact in every double: 0.1 + 0.2 is 0.3

@@ -190,11 +190,7 @@ class ModelProcess:
             self._state = "loading"
 
     async def _run_once(self) -> None:
-        """Run one process from its start to its end.
-
-        Raises:
-            ProcessDiedError: how it ended; always.
-        """
+        """Run one process from its start to its end, which it raises as ProcessDiedError."""
         child = self._child = await start_child(self._spec)
         try:
             await self._load(child)
@@ -231,11 +227,7 @@ class ModelProcess:
                 self._send(pending.request)
 
     async def _serve(self, child: ChildProcess) -> None:
-        """Take the messages of the process until it dies.
-
-        Raises:
-            ProcessDiedError: always.
-        """
+        """Take the messages of the process until it dies (ProcessDiedError)."""
         watch = asyncio.create_task(self._watch(child), name="model-process-watch")
         try:
             while True:
@@ -335,11 +327,7 @@ class ChildProcess:
         self._stdin.write(message)
 
     async def receive(self) -> FromChild:
-        """Return the next message.
-
-        Raises:
-            ProcessDiedError: there is none, because the process has ended.
-        """
+        """Return the next message."""
         try:
             length = int.from_bytes(await self._stdout.readexactly(LENGTH_BYTES), "big")
             return msgspec.msgpack.decode(await self._stdout.readexactly(length), type=FromChild)
@@ -366,11 +354,7 @@ class ChildProcess:
 
 
 async def start_child(spec: ModelScorerSpec) -> ChildProcess:
-    """Start a process that loads the models.
-
-    Raises:
-        ProcessDiedError: it cannot be started.
-    """
+    """Start a process that loads the models."""
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable,

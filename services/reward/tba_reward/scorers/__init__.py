@@ -25,10 +25,6 @@ class Tools:
 
 
 def build_scorer(spec: ScorerSpec, tools: Tools) -> Scorer:
-    """Return the scorer of a spec: call `build` of the file that its kind names.
-
-    Raises:
-        ConfigError: it cannot be built here.
-    """
+    """Return the scorer of a spec: call `build` of the file that its kind names."""
     kind = importlib.import_module(f"tba_reward.scorers.{spec.kind}")
     return kind.build(spec, tools)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tba.config.reward import ExactSpec
 from tba_reward.scorer import (
     BadDataError,
-    Example,
     InlineScorer,
     Item,
     Params,
@@ -22,8 +21,7 @@ IMPLEMENTATION = 1
 
 def build(spec: ExactSpec, tools: Tools) -> Scorer:
     """Return the scorer."""
-    example = Example(Item(prompt="6+6=", response=" 12\n", data={spec.field: "12"}), 1.0)
-    return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION), example=example)
+    return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION))
 
 
 def score(item: Item, params: Params) -> float:

@@ -24,7 +24,6 @@ def build(spec: FormatSpec, tools: Tools) -> Scorer:
         pool=tools.pool,
         timeout_s=spec.timeout_s,
         version=version_of(spec, IMPLEMENTATION),
-        example=None,  # nothing is known about which text matches the recipe's pattern
     )
 
 

@@ -49,11 +49,7 @@ long, or where an endpoint sends its answer byte by byte: a socket's timeout beg
 
 
 def build(spec: HttpSpec, tools: Tools) -> HttpScorer:
-    """Return the scorer; nothing is sent before the first item.
-
-    Raises:
-        ConfigError: the environment variable with the token is not set.
-    """
+    """Return the scorer; nothing is sent before the first item."""
     token = None if spec.token_env is None else os.environ.get(spec.token_env)
     if spec.token_env is not None and not token:
         raise ConfigError(

@@ -22,9 +22,6 @@ class ModelServerScorer:
 
     Args:
         implementation: see `version_of`.
-
-    Raises:
-        ConfigError: a package or a folder is missing.
     """
 
     def __init__(self, spec: ModelScorerSpec, tools: Tools, *, implementation: int) -> None:

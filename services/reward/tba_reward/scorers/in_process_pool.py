@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tba_reward.process_pool.job import WorkerRule
 from tba_reward.process_pool.pool import WorkerPool
-from tba_reward.scorer import OK, Example, Failure, Item, Outcome, try_example
+from tba_reward.scorer import OK, Failure, Item, Outcome
 
 _COSTLY = ("too_slow", "out_of_memory")
 """Reasons of failures that the prompt's data may cause as well as the response."""
@@ -20,7 +20,7 @@ class ProcessPoolScorer:
         pool: shared by all scorers.
         timeout_s: CPU time that one item may take, or one batch as a whole.
         version: see `version_of`.
-        example: scored at start; None: no item with a known score exists.
+        example: an item with the score 1, to see at start whether the rule works here; None: there is none.
         check: a rule that reads the data alone, applied to an item that took too much time or memory: where it fails
             too, the item's data is to blame, and not its response. None: the data cannot be to blame.
     """
@@ -32,7 +32,7 @@ class ProcessPoolScorer:
         pool: WorkerPool,
         timeout_s: float,
         version: str,
-        example: Example | None,
+        example: Item | None = None,
         check: WorkerRule | None = None,
     ) -> None:
         self._rule, self._pool, self._timeout_s, self._check = rule, pool, timeout_s, check
@@ -47,7 +47,15 @@ class ProcessPoolScorer:
     async def start(self) -> None:
         """Prepare the rule, score the example."""
         await self._pool.prepare(self._rule)
-        self._example_health = OK if self._example is None else await try_example(self, self._example)
+        self._example_health = OK if self._example is None else await self._try(self._example)
+
+    async def _try(self, example: Item) -> str:
+        """Score the example. Return `ok`, or the wrong outcome as a sentence."""
+        outcome = (await self.score([example]))[0]
+        if isinstance(outcome, Failure):
+            return f"its example failed ({outcome.reason}: {outcome.detail})"
+        # a scorer that works but scores otherwise, for example with another release of a package, is caught here
+        return OK if outcome == 1.0 else f"its example scored {outcome}, not 1.0"
 
     async def close(self) -> None:
         """Do nothing: the pool belongs to the service."""

@@ -17,7 +17,6 @@ from tba.config.reward import LastNumberSpec
 from tba_reward.math.extraction import after_reasoning
 from tba_reward.scorer import (
     BadDataError,
-    Example,
     InlineScorer,
     Item,
     Params,
@@ -36,8 +35,7 @@ _NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]])-)?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)
 
 def build(spec: LastNumberSpec, tools: Tools) -> Scorer:
     """Return the scorer."""
-    example = Example(Item(prompt="", response="so 1,000 + 8 = $1,008.", data={spec.field: "1,008"}), 1.0)
-    return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION), example=example)
+    return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION))
 
 
 def score(item: Item, params: Params) -> float:

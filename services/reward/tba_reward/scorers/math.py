@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from tba.config.reward import MathSpec
 from tba.errors import ConfigError
 from tba_reward.process_pool.job import WorkerRule
-from tba_reward.scorer import Example, Item, Scorer, params_of, version_of
+from tba_reward.scorer import Item, Scorer, params_of, version_of
 from tba_reward.scorers import Tools
 from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 
@@ -16,21 +16,17 @@ _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
 def build(spec: MathSpec, tools: Tools) -> Scorer:
-    """Return the scorer.
-
-    Raises:
-        ConfigError: math-verify is not installed.
-    """
+    """Return the scorer."""
     params = params_of(spec)
     warm_up = "tba_reward.math.grader:warm_up"
-    item = Item(prompt="", response=r"so it is $\boxed{\frac{2}{4}\pi}$.", data={spec.field: r"\frac{\pi}{2}"})
+    example = Item(prompt="", response=r"so it is $\boxed{\frac{2}{4}\pi}$.", data={spec.field: r"\frac{\pi}{2}"})
     return ProcessPoolScorer(
         WorkerRule(function="tba_reward.math.grader:score", params=params, prepare=warm_up),
         pool=tools.pool,
         timeout_s=spec.timeout_s,
         # another release of these packages may read an answer otherwise, which makes it another reward
         version=version_of(spec, IMPLEMENTATION, *(_installed(package) for package in _PACKAGES)),
-        example=Example(item, 1.0),
+        example=example,
         # a gold answer that hangs the grader is told from a response that does
         check=WorkerRule(function="tba_reward.math.grader:check", params=params),
     )

@@ -50,11 +50,7 @@ _ONLY_TRL = ("trainer_state", "environments")
 
 
 def build(spec: PythonSpec, tools: Tools) -> Scorer:
-    """Return the scorer; the function is imported in worker processes only.
-
-    Raises:
-        ConfigError: there is no such module.
-    """
+    """Return the scorer; the function is imported in worker processes only."""
     name = plugins.check_name(spec.function, what=WHAT)
     params = {**params_of(spec), "function": name}
     return ProcessPoolScorer(
@@ -67,7 +63,6 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
         pool=tools.pool,
         timeout_s=spec.timeout_s,
         version=version_of(spec, IMPLEMENTATION, name, _digest(name)),
-        example=None,  # no score of a foreign function is known
     )
 
 
@@ -115,11 +110,7 @@ def _score_alike(items: Sequence[Item], params: Params) -> list[Outcome]:
 
 
 def _call(items: Sequence[Item], params: Params) -> Any:
-    """Call the function for items whose data have the same keys, and return its result.
-
-    Raises:
-        BadDataError: it needs a column that the prompts' data lack.
-    """
+    """Call the function for items whose data have the same keys, and return its result."""
     name = params["function"]
     found = _load(name)
     offered = {column: [item.data[column] for item in items] for column in items[0].data if column not in _OWN}
@@ -199,10 +190,6 @@ def _load(name: str) -> _Function:
 
 
 def _digest(name: str) -> str:
-    """Return the digest of the function's file.
-
-    Raises:
-        ConfigError: there is no such module.
-    """
+    """Return the digest of the function's file."""
     origin = plugins.find_module(name, what=WHAT).origin
     return "" if origin is None or not Path(origin).is_file() else hashlib.sha256(Path(origin).read_bytes()).hexdigest()

@@ -11,9 +11,5 @@ IMPLEMENTATION = 2
 
 
 def build(spec: RedteamSpec, tools: Tools) -> Scorer:
-    """Return a scorer whose process has victim and classifier, and loads them when it is started.
-
-    Raises:
-        ConfigError: a package or the folder of a model is missing.
-    """
+    """Return a scorer whose process has victim and classifier, and loads them when it is started."""
     return ModelServerScorer(spec, tools, implementation=IMPLEMENTATION)

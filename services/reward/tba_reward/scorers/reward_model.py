@@ -14,11 +14,7 @@ WIN, TIE, LOSS = 1.0, 0.5, 0.0
 
 
 def build(spec: RewardModelSpec, tools: Tools) -> Scorer:
-    """Return a scorer whose model is loaded when it is started.
-
-    Raises:
-        ConfigError: a package or the model's folder is missing.
-    """
+    """Return a scorer whose model is loaded when it is started."""
     return RewardModelScorer(spec, tools)
 
 

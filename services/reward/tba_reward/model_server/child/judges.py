@@ -15,11 +15,7 @@ from tba_reward.model_server.model_messages import ScoreRequest
 
 
 def load_judge(spec: ModelScorerSpec) -> Judge:
-    """Load the models of a scorer.
-
-    Raises:
-        LoadError: the files do not match the settings.
-    """
+    """Load the models of a scorer."""
     if isinstance(spec, RedteamSpec):
         return RedteamJudge(spec)
     assert isinstance(spec, RewardModelSpec)

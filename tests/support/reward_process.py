@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.error
 import urllib.request
@@ -11,42 +12,63 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.support.buffer import make_recipe, start_service, write_recipe
+from tests.support.buffer import start_service
 from tests.support.redis_process import free_port
 from tests.support.waits import DEADLINE_S
+
+
+class RewardProcess:
+    """`python -m tba_reward` with a log beside its recipe; killed at the end of a `with` block.
+
+    Args:
+        url: of the service, as the recipe has it.
+        environ: more variables.
+    """
+
+    def __init__(self, recipe: Path, url: str, environ: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.url, self.log = url, recipe.with_name("reward.log")
+        self.process = start_service("tba_reward", recipe, self.log, **environ)
+
+    def __enter__(self) -> RewardProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait_ready(self) -> None:
+        """Wait until it answers `/readyz` well.
+
+        Raises:
+            RuntimeError: it did not start.
+        """
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_ready(self.url):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the reward service did not start: {self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+
+
+def start_reward(folder: Path, environ: Mapping[str, str] = MappingProxyType({}), **section: Any) -> RewardProcess:
+    """Start a service whose recipe has this section `[reward]` and nothing else."""
+    (folder / "recipe.json").write_text(json.dumps({"reward": {"port": (port := free_port()), **section}}))
+    return RewardProcess(folder / "recipe.json", f"http://127.0.0.1:{port}", environ)
 
 
 @contextmanager
 def running_reward(folder: Path, **section: Any) -> Iterator[str]:
     """Run a service with this section `[reward]` of its recipe; yield its address."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    with reward_of(write_recipe(folder / "recipe.json", make_recipe(reward={"port": port, **section})), url):
-        yield url
+    with start_reward(folder, **section) as service:
+        service.wait_ready()
+        yield service.url
 
 
 @contextmanager
 def reward_of(recipe: Path, url: str, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Run the service of a recipe in a file, with a log beside it, until it is ready; kill it at the end.
-
-    Args:
-        url: of the service, as the recipe has it.
-        environ: more variables.
-
-    Raises:
-        RuntimeError: it did not start.
-    """
-    log = recipe.with_name("reward.log")
-    process = start_service("tba_reward", recipe, log, **environ)
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        while not is_ready(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the reward service did not start: {log.read_text()[-3000:]}")
-            time.sleep(0.05)
+    """Run the service of a recipe in a file."""
+    with RewardProcess(recipe, url, environ) as service:
+        service.wait_ready()
         yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def is_ready(url: str) -> bool:

@@ -136,153 +136,92 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
         assert load_recipe(tmp_path / "recipe.json", environ={}).model.path == path
 
 
+BY_SEARCHERS = {"preset": "tb", "reference_placement": "searcher"}
+LAG = {"sampling": {"lag_steps": 10}, "trainer": {"sync_interval": 4}}
+TWO = {"backend": "kubernetes", "deployment": "searcher", "num_searchers": 2}
+
+
 @pytest.mark.parametrize(
-    ("document", "message"),
+    ("sections", "message"),
     [
-        ({**MINIMAL, "buffer": {"prot": 1}}, r"unknown key 'buffer\.prot' \(value 1\); did you mean 'port'\?"),
-        ({**MINIMAL, "bufer": {}}, "unknown key 'bufer' .*did you mean 'buffer'"),
+        ({"buffer": {"prot": 1}}, r"unknown key 'buffer\.prot' \(value 1\); did you mean 'port'\?"),
+        ({"bufer": {}}, "unknown key 'bufer' .*did you mean 'buffer'"),
+        ({"objective": {"beta": {"value": 1.0, "stepz": 3}}}, r"'objective\.beta\.stepz' .*did you mean 'steps'"),
+        ({"model": {"path": "m", "warm_start": {"tasks": "addition"}}}, "did you mean 'task'"),
+        ({"zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
+        ({"searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}}, r"searcher\.tasks\.gms8k .*did you mean 'gsm8k'\?"),
         (
-            {**MINIMAL, "objective": {"beta": {"value": 1.0, "stepz": 3}}},
-            r"unknown key 'objective\.beta\.stepz' .*did you mean 'steps'",
+            {"trainer": {"device": "cuda:0", "num_processes": 2}},
+            r"trainer\.device is 'cuda:0'.*num_processes is 2; give 'cuda'",
+        ),
+        ({"buffer": {"redis_password": "hunter2"}}, r"\(value not shown\); did you mean 'redis_password_file'\?$"),
+        ({"buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),
+        ({"buffer": {"port": "many"}}, r"key 'buffer\.port' has the value 'many'"),
+        ({"trainer": {"num_steps": 0, "adam_beta1": 1.0}}, r"'trainer\.num_steps' has the value 0.*and 1 more"),
+        ({"run": {}}, r"key 'run\.name' is missing"),
+        ({"run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
+        ({"data": {}}, "give exactly one of `generator`"),
+        ({"data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
+        ({"eval": {"pass_at": [2]}}, "eval: pass_at holds 2, and there are 1 samples"),
+        (
+            {"objective": {"preset": "tb", "reference_reset_steps": 5}},
+            "objective: reference_reset_steps = 5 belongs to anchor",
         ),
         (
-            {**MINIMAL, "model": {"path": "m", "warm_start": {"tasks": "addition"}}},
-            "did you mean 'task'",
-        ),
-        ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
-        (
-            {**MINIMAL, "searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}},
-            r"searcher\.tasks\.gms8k is for a task that nothing scores.*; known are addition, exact, gsm8k, "
-            r"math .*; did you mean 'gsm8k'\?",
-        ),
-        (
-            {**MINIMAL, "trainer": {"device": "cuda:0", "num_processes": 2}},
-            r"trainer\.device is 'cuda:0', a single device, and trainer\.num_processes is 2; give 'cuda'",
-        ),
-        (
-            {**MINIMAL, "buffer": {"redis_password": "hunter2"}},
-            r"unknown key 'buffer\.redis_password' \(value not shown\); did you mean 'redis_password_file'\?$",
-        ),
-        ({**MINIMAL, "buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),
-        ({**MINIMAL, "buffer": {"port": "many"}}, r"key 'buffer\.port' has the value 'many'"),
-        (
-            {**MINIMAL, "trainer": {"num_steps": 0, "adam_beta1": 1.0}},
-            r"'trainer\.num_steps' has the value 0.*and 1 more",
-        ),
-        ({**MINIMAL, "run": {}}, r"key 'run\.name' is missing"),
-        ({**MINIMAL, "run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
-        ({**MINIMAL, "data": {}}, "give exactly one of `generator`"),
-        ({**MINIMAL, "eval": {"pass_at": [2]}}, r"eval: pass_at holds 2, and there are 1 samples"),
-        (
-            {**MINIMAL, "objective": {"preset": "tb", "reference_reset_steps": 5}},
-            r"objective: reference_reset_steps = 5 belongs to anchor",
-        ),
-        (
-            {**MINIMAL, "objective": {"beta": {"kind": "linear", "value": 1.0}}},
+            {"objective": {"beta": {"kind": "linear", "value": 1.0}}},
             r"objective\.beta: a linear schedule needs `steps`",
         ),
+        ({"searcher": {"num_searchers": 0}, "objective": BY_SEARCHERS}, r"\"searcher\" needs searchers"),
         (
-            {
-                **MINIMAL,
-                "searcher": {"num_searchers": 0},
-                "objective": {"preset": "tb", "reference_placement": "searcher"},
-            },
-            r"\"searcher\" needs searchers, and searcher\.num_searchers is 0",
+            {"run": {"name": "new", "snapshot": "old/end"}, "objective": BY_SEARCHERS},
+            r"run\.snapshot = 'old/end' .*\"trainer\"",
+        ),
+        ({"buffer": {"max_rollouts": 63}}, r"min_size_to_sample 64 is above buffer\.max_rollouts 63"),
+        (
+            {"sampling": {"samples_per_insert": 2.5, "max_uses": 2}},
+            r"samples_per_insert is 2\.5.* 2 batches \(sampling\.max_uses\)",
+        ),
+        ({"sampling": {"lag_steps": 1}, "searcher": {"num_searchers": 0}}, "lag_steps needs searchers"),
+        (
+            {**LAG, "buffer": {"max_policy_age_steps": 14}},
+            "max_policy_age_steps = 14 evicts them; set it to 15 or more",
         ),
         (
-            {
-                **MINIMAL,
-                "run": {"name": "new", "snapshot": "old/end"},
-                "objective": {"preset": "tb", "reference_placement": "searcher"},
-            },
-            r"rollouts of run\.snapshot = 'old/end' have none .*; choose \"trainer\"",
+            {**LAG, "objective": {"preset": "tba_prime_published", "old_policy_versions": 3}},
+            "keeps 3 .* set it to 4 or more",
+        ),
+        ({"trainer": {"learning_rate": 1e39}}, r"'trainer\.learning_rate' has the value 1e\+39: .* at most 1000"),
+        (
+            {"trainer": {"learning_rate": {"kind": "linear", "value": 1.0, "final": 1001, "steps": 9}}},
+            "this one reaches 1001",
+        ),
+        ({"objective": {"beta": 1e7}}, r"a KL coefficient is at most 1e\+06, and this one reaches 1e\+07"),
+        (
+            {"searcher": {"engine": "vllm", "vllm": {"quantization": "fp8_per_block"}}},
+            r"'fp8_per_block', .*set model\.dtype",
         ),
         (
-            {**MINIMAL, "buffer": {"max_rollouts": 63}},
-            r"sampling\.min_size_to_sample 64 is above buffer\.max_rollouts 63: no batch could ever be drawn",
+            {"searcher": {"engine": "openai", "openai": {"url": "http://vllm:8"}}, "scaling": TWO},
+            "http://vllm:8.* set it to 1",
+        ),
+        ({"searcher": {"sampling_temperature": 101}}, "has the value 101: .* less than or equal to 100"),
+        ({"model": {"path": "m", "policy_temperature": 1e-3}}, r"'model\.policy_temperature' has the value 0\.001"),
+        ({"objective": {"beta": True}}, r"'objective\.beta' has the value True: it takes a number"),
+        (
+            {"trainer": {"learning_rate": "banana"}},
+            r"'trainer\.learning_rate' has the value 'banana': it takes a number",
         ),
         (
-            {**MINIMAL, "sampling": {"samples_per_insert": 2.5, "max_uses": 2}},
-            r"sampling\.samples_per_insert is 2\.5, and no rollout is in more than 2 batches \(sampling\.max_uses\)",
+            {"trainer": {"num_processes": 3, "sharding": {"context": 2}}},
+            r"context is 2, and trainer\.num_processes is 3",
         ),
-        (
-            {**MINIMAL, "sampling": {"lag_steps": 1}, "searcher": {"num_searchers": 0}},
-            r"sampling\.lag_steps needs searchers, and searcher\.num_searchers is 0",
-        ),
-        (
-            {
-                **MINIMAL,
-                "sampling": {"lag_steps": 10},
-                "trainer": {"sync_interval": 4},
-                "buffer": {"max_policy_age_steps": 14},
-            },
-            r"rollouts are up to 15 steps old, and buffer\.max_policy_age_steps = 14 evicts them; set it to 15 or more",
-        ),
-        (
-            {
-                **MINIMAL,
-                "sampling": {"lag_steps": 8},
-                "trainer": {"sync_interval": 2},
-                "objective": {"preset": "tba_prime_published"},
-            },
-            r"searchers are 4 versions behind, and the trainer keeps 4 .*old_policy_versions\); set it to 5 or more",
-        ),
-        (
-            {**MINIMAL, "trainer": {"learning_rate": 1e39}},
-            r"key 'trainer\.learning_rate' has the value 1e\+39: a learning rate is at most 1000, .* reaches 1e\+39",
-        ),
-        (
-            {**MINIMAL, "trainer": {"learning_rate": {"kind": "linear", "value": 1.0, "final": 1001, "steps": 9}}},
-            r"a learning rate is at most 1000, and this one reaches 1001",
-        ),
-        ({**MINIMAL, "objective": {"beta": 1e7}}, r"a KL coefficient is at most 1e\+06, and this one reaches 1e\+07"),
-        (
-            {
-                **MINIMAL,
-                "model": {**MINIMAL["model"], "dtype": "float32"},
-                "searcher": {"engine": "vllm", "vllm": {"quantization": "fp8_per_block"}},
-            },
-            r"quantization is 'fp8_per_block', and vLLM rounds weights of 16 bits only; set model\.dtype",
-        ),
-        (
-            {
-                **MINIMAL,
-                "searcher": {"engine": "openai", "openai": {"url": "http://vllm:8000"}},
-                "scaling": {"backend": "kubernetes", "deployment": "searcher", "num_searchers": 2},
-            },
-            r"scaling\.num_searchers is 2, and all would load weights into the server http://vllm:8000.* set it to 1",
-        ),
-        ({**MINIMAL, "searcher": {"sampling_temperature": 101}}, "has the value 101: .* less than or equal to 100"),
-        (
-            {**MINIMAL, "model": {"path": "m", "policy_temperature": 1e-3}},
-            r"'model\.policy_temperature' has the value 0\.001",
-        ),
-        (
-            {**MINIMAL, "objective": {"beta": True}},
-            r"key 'objective\.beta' has the value True: it takes a number such as 0\.1, or a schedule \{ kind = ",
-        ),
-        (
-            {**MINIMAL, "trainer": {"learning_rate": "banana"}},
-            r"'trainer\.learning_rate' has the value 'banana': it takes a number such as 0\.1, or a schedule",
-        ),
-        (
-            {**MINIMAL, "trainer": {"num_processes": 3, "sharding": {"context": 2}}},
-            r"trainer\.sharding\.context is 2, and trainer\.num_processes is 3, which is no multiple of it",
-        ),
-        ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
-        (
-            {**MINIMAL, "scaling": {"backend": "kubernetes"}},
-            r'backend = "kubernetes" needs the name of the Deployment .*; give scaling\.deployment',
-        ),
-        (
-            {**MINIMAL, "scaling": {"deployment": "Demo_Searcher"}},
-            r"'scaling\.deployment' has the value 'Demo_Searcher'",
-        ),
+        ({"scaling": {"backend": "kubernetes"}}, r"the name of the Deployment .*; give scaling\.deployment"),
+        ({"scaling": {"deployment": "Demo_Searcher"}}, r"'scaling\.deployment' has the value 'Demo_Searcher'"),
     ],
 )
-def test_a_wrong_recipe_names_key_value_and_remedy(document: dict, message: str) -> None:
+def test_a_wrong_recipe_names_key_value_and_remedy(sections: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^recipe\.toml: .*{message}") as caught:
-        parse_recipe(document, where="recipe.toml")
+        parse_recipe({**MINIMAL, **sections}, where="recipe.toml")
     assert "Value error" not in str(caught.value)
     assert len(str(caught.value)) < 300
 

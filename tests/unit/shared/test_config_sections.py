@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from typing import Any, get_args
@@ -23,14 +22,12 @@ from tba.tls import with_bare_urls, without_secrets
 
 
 def recipe(objective: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
-    document = {
-        "run": {"name": "demo"},
-        "model": {"path": "m"},
-        "data": {"generator": "addition"},
-        "objective": objective,
-        **sections,
-    }
-    return parse_recipe(json.loads(json.dumps(document)), where="test")
+    return recipe_with(objective=objective, **sections)
+
+
+def recipe_with(**sections: Any) -> Recipe:
+    minimal = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
+    return parse_recipe({**minimal, **sections}, where="recipe.toml")
 
 
 def test_every_preset_is_a_member_or_a_baseline() -> None:
@@ -45,6 +42,13 @@ DISTORTED: list[tuple[dict[str, Any], str]] = [
     ({"tasks": {"addition": {"min_response_tokens": 2}}}, r"tasks\.addition\.min_response_tokens"),
 ]
 """Settings that make the behaviour policy another distribution than softmax(logits / temperature)."""
+
+
+FALLING = {"kind": "linear", "value": 0.1, "steps": 100}
+ONE_ROLLOUT = {"group_size": 1, "prompts_per_batch": 1}
+COLD, WARM = {"sampling_temperature": 0.7}, {"sampling_temperature": 1.0}
+COLD_MODEL = {"path": "m", "policy_temperature": 0.7}
+PUBLISHED = {"preset": "tba_prime_published", "anchor": "fixed"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -90,23 +94,15 @@ def test_an_anchor_takes_the_place_of_the_presets_and_nothing_else_changes(ancho
     [
         ({"preset": "tb", "beta": 0.0}, {}, r"objective\.beta is 0 .* tb needs it above 0"),
         (
-            {"preset": "kimi", "beta": {"kind": "linear", "value": 0.1, "steps": 100}},
+            {"preset": "kimi", "beta": FALLING},
             {"trainer": {"num_steps": 150}},
-            r"beta is 0 at some step of the run's 150, and kimi needs it",
+            r"beta is 0 at some step of the run",
         ),
         ({"preset": "online_dpo", "beta": 0.0}, {}, "online_dpo needs it above 0"),
-        (
-            {"preset": "tb", "beta": {"kind": "linear", "value": 0.0, "final": 0.1, "steps": 100}},
-            {},
-            "tb needs it above 0",
-        ),
+        ({"preset": "tb", "beta": {**FALLING, "value": 0.0, "final": 0.1}}, {}, "tb needs it above 0"),
         ({"preset": "tb"}, {"sampling": {"group_size": 1}}, r"group_size is 1, and tb compares .* \"reinforce\""),
         ({"preset": "rloo"}, {"sampling": {"group_size": 1}}, "group_size is 1, and rloo compares"),
-        (
-            {"preset": "m:f", "mask_tied": True},
-            {"sampling": {"group_size": 1}},
-            r"objective\.mask_tied leaves groups out .* set it to false, or raise group_size",
-        ),
+        ({"preset": "m:f", "mask_tied": True}, {"sampling": {"group_size": 1}}, "set it to false, or raise group_size"),
         ({"preset": "reinforce", "mask_tied": True}, {}, "reinforce compares rewards with the batch, .* = false"),
         ({"preset": "tb", "reference_reset_steps": 5}, {}, r"reference_reset_steps = 5 belongs .* the anchor is fixed"),
         ({"preset": "rloo", "reference_reset_steps": 5}, {}, r"rloo has no KL here \(beta is 0\)"),
@@ -120,30 +116,23 @@ def test_an_anchor_takes_the_place_of_the_presets_and_nothing_else_changes(ancho
         ({"preset": "tb", "old_policy_versions": 3}, {}, "old_policy_versions = 3 belongs to tba_prime_published"),
         ({"preset": "m:f", "aggregation": "tokens"}, {}, "aggregation = tokens belongs to a preset"),
         (
-            {"preset": "tba_prime_published", "anchor": "fixed", "reference_placement": "searcher"},
+            {**PUBLISHED, "reference_placement": "searcher"},
             {},
-            "sends one number per rollout, and tba_prime_published clamps",
+            "tba_prime_published clamps",
         ),
-        (
-            {"preset": "reinforce"},
-            {"sampling": {"group_size": 1, "prompts_per_batch": 1}},
-            "reinforce compares the rollouts of a batch",
-        ),
+        ({"preset": "reinforce"}, {"sampling": ONE_ROLLOUT}, "reinforce compares the rollouts of a batch"),
         (
             {"preset": "kimi"},
-            {"searcher": {"sampling_temperature": 0.7}},
-            r'objective\.anchor is "behaviour" \(preset kimi\).* is 0\.7 and .*policy_temperature is 1,',
+            {"searcher": COLD},
+            r"\(preset kimi\).* is 0\.7 and .*temperature is 1,",
         ),
         (
             {"preset": "tb_behaviour"},
-            {"model": {"path": "m", "policy_temperature": 0.7}, "searcher": {"sampling_temperature": 1.0}},
+            {"model": COLD_MODEL, "searcher": WARM},
             "objective.anchor is",
         ),
-        ({"preset": "tba_prime"}, {"searcher": {"sampling_temperature": 0.7}}, "objective.centre is"),
-        *[
-            ({"preset": "kimi"}, {"searcher": searcher}, rf"objective\.anchor .* but searcher\.{name} makes it another")
-            for searcher, name in DISTORTED
-        ],
+        ({"preset": "tba_prime"}, {"searcher": COLD}, "objective.centre is"),
+        *[({"preset": "kimi"}, {"searcher": value}, rf"but searcher\.{name} makes it") for value, name in DISTORTED],
         ({"preset": "tbb"}, {}, r"objective\.preset.*'tbb'"),
     ],
 )
@@ -159,7 +148,7 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
     ("objective", "sections"),
     [
         ({"preset": "reinforce"}, {"sampling": {"group_size": 1}}),
-        ({"preset": "tb", "beta": {"kind": "linear", "value": 0.1, "steps": 100}}, {"trainer": {"num_steps": 100}}),
+        ({"preset": "tb", "beta": FALLING}, {"trainer": {"num_steps": 100}}),
         ({"preset": "grpo", "beta": 0.04, "anchor": "reset", "reference_reset_steps": 20}, {}),
         ({"preset": "tba_prime", "anchor": "fixed", "reference_placement": "searcher"}, {}),
         *[({"preset": preset, "importance_clamp": 4.0}, {}) for preset in ("tba_prime", "dr_grpo_clamp")],
@@ -169,10 +158,7 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
         *[({"preset": "tb"}, {"searcher": searcher}) for searcher, _ in DISTORTED],
         ({"preset": "kimi"}, {"searcher": {"tasks": {"addition": {"stop": ["Q"]}}}}),
         ({"preset": "kimi"}, {"searcher": {"sampling_temperature": 0.7, "num_searchers": 0}}),
-        (
-            {"preset": "kimi"},
-            {"model": {"path": "m", "policy_temperature": 0.7}, "searcher": {"sampling_temperature": 0.7}},
-        ),
+        ({"preset": "kimi"}, {"model": COLD_MODEL, "searcher": COLD}),
     ],
 )
 def test_what_is_possible_is_taken(objective: dict[str, Any], sections: dict[str, Any]) -> None:
@@ -196,8 +182,7 @@ def test_an_alarm_that_can_never_act_is_refused() -> None:
 
 
 def section(**searcher: Any) -> SearcherSection:
-    document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}, "searcher": searcher}
-    return parse_recipe(document, where="recipe.toml").searcher
+    return recipe_with(searcher=searcher).searcher
 
 
 @pytest.mark.parametrize(
@@ -229,38 +214,20 @@ def test_what_cannot_be_is_refused_in_one_sentence(searcher: dict[str, Any], mes
 
 
 def test_a_policy_temperature_that_vllm_cannot_evaluate_at_is_refused() -> None:
-    document = {
-        "run": {"name": "r"},
-        "model": {"path": "m", "policy_temperature": 2.5},
-        "data": {"generator": "addition"},
-        "objective": {"preset": "tb"},
-    }
-    parse_recipe(document, where="recipe.toml")
+    hot = {"model": {"path": "m", "policy_temperature": 2.5}, "objective": {"preset": "tb"}}
+    recipe_with(**hot)
     with pytest.raises(ConfigError, match=r"model\.policy_temperature is 2\.5, and vLLM"):
-        parse_recipe({**document, "searcher": {"engine": "vllm"}}, where="recipe.toml")
+        recipe_with(**hot, searcher={"engine": "vllm"})
 
 
 def test_a_resolved_recipe_with_a_temperature_mix_is_read_again_and_takes_no_live_temperature() -> None:
-    mix = {"low": 0.7, "high": 1.3}
-    document = {
-        "run": {"name": "r"},
-        "model": {"path": "m"},
-        "data": {"generator": "addition"},
-        "objective": {"preset": "tb"},
-        "searcher": {"temperature_mix": mix},
-    }
-    recipe = parse_recipe(document, where="recipe.toml")
+    recipe = recipe_with(objective={"preset": "tb"}, searcher={"temperature_mix": {"low": 0.7, "high": 1.3}})
     assert parse_recipe(recipe.model_dump(mode="json"), where="resolved") == recipe
     with pytest.raises(ConfigError, match="takes the place of sampling_temperature"):
         with_live(recipe, parse_live({"sampling_temperature": 0.5}))
 
 
 # ---- Live settings --------------------------------------------------------------------------------------------------
-
-
-def recipe_with(**sections: Any) -> Recipe:
-    minimal = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
-    return parse_recipe({**minimal, **sections}, where="recipe.toml")
 
 
 def test_every_live_setting_has_its_place_in_the_recipe() -> None:

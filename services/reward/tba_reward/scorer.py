@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.metadata
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 from tba.api.scores import ScoreReason
 from tba.config.reward import ScorerSpec
-from tba.errors import TbaError
+from tba.errors import ConfigError, TbaError
 from tba.fields import MAX_NUMBER, is_bounded
 from tba.tls import with_bare_urls
 
@@ -220,12 +221,21 @@ def version_of(spec: ScorerSpec, implementation: int, *digests: str) -> str:
     """Return the hexadecimal digest of everything that decides what a score is.
 
     Args:
-        spec: the scorer's settings.
         implementation: raised whenever the code may give another number for the same input.
         digests: of everything else that decides, for example model files, or the version of a package.
     """
     document = json.dumps([params_of(spec), implementation, *digests], sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()
+
+
+def installed_version(kind: str, package: str, *, extra: str) -> str:
+    """Return the release of a package that a kind of scorer needs."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"reward kind {kind!r} needs the package {package}, which is not installed; pip install 'tba[{extra}]'"
+        ) from error
 
 
 def clean(text: str) -> str:
@@ -239,13 +249,7 @@ _INLINE_THREAD = ThreadPoolExecutor(1, thread_name_prefix="inline-scorer")
 
 
 class InlineScorer:
-    """Applies a rule to one item after the other, off the event loop; requests take turns after each chunk of items.
-
-    Args:
-        rule: a function without state.
-        params: its settings.
-        version: see `version_of`.
-    """
+    """Applies a rule to one item after the other, off the event loop; requests take turns after each chunk of items."""
 
     def __init__(self, rule: Rule, params: Params, *, version: str) -> None:
         self._rule, self._params, self._version = rule, params, version

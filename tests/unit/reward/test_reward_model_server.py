@@ -3,7 +3,9 @@
 import math
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -11,37 +13,34 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.judges import RedteamJudge, _mean_of
-from tba_reward.model_server.child.server import Batcher, NoScore, TokenizedRequest, cut_batches
+from tba_reward.model_server.child.server import Batcher, TokenizedRequest, cut_batches
 from tba_reward.model_server.child.victim import SeededSampling, reply_seed
 from tba_reward.model_server.client import MAX_SUSPECTS, ModelProcess, ProcessDiedError
 from tba_reward.model_server.model_messages import CancelRequest, ScoreAnswer, ScoreRequest
-from tba_reward.scorer import Failure
+from tba_reward.scorer import Failure, Outcome
 
 from tba.config.reward import RedteamSpec, RewardModelSpec
 
 
-def job(number, num_tokens, *, num_rows=1, alone=False):
-    request = ScoreRequest(number=number, prompt="", response="", alone=alone)
-    return TokenizedRequest(request, None, num_tokens, num_rows)
-
-
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4), st.booleans()), max_size=30),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4)), max_size=30),
     st.integers(1, 100),
 )
 def test_every_job_is_in_one_batch_and_no_batch_is_larger_than_asked_for(shapes, batch_tokens):
-    jobs = [job(n, tokens, num_rows=rows, alone=alone) for n, (tokens, rows, alone) in enumerate(shapes)]
-    batches = cut_batches(jobs, batch_tokens)
-    assert sorted(j.request.number for batch in batches for j in batch) == list(range(len(jobs)))
+    batches = cut_batches(shapes, batch_tokens)
+    assert sorted(at for batch in batches for at in batch) == list(range(len(shapes)))
     for batch in batches:
-        padded = max(j.num_tokens for j in batch) * sum(j.num_rows for j in batch)
+        padded = max(shapes[at][0] for at in batch) * sum(shapes[at][1] for at in batch)
         assert padded <= batch_tokens or len(batch) == 1
-        assert len(batch) == 1 or not any(j.request.alone for j in batch)
 
 
 def test_batches_are_of_similar_lengths():
-    batches = cut_batches([job(n, tokens) for n, tokens in enumerate([50, 1, 49, 2])], 100)
-    assert [[j.num_tokens for j in batch] for batch in batches] == [[1, 2], [49, 50]]
+    assert cut_batches([(50, 1), (1, 1), (49, 1), (2, 1)], 100) == [[1, 3], [2, 0]]
+
+
+def test_a_request_that_may_kill_the_process_has_a_batch_of_its_own():
+    requests = [request(1, "a"), msgspec.structs.replace(request(2, "bb"), alone=True), request(3, "c")]
+    assert run(requests)[0].batches == [[2], [1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +69,8 @@ def test_rows_are_padded_on_one_side(side, ids, mask):
 
 
 def test_an_input_without_tokens_and_one_that_is_too_long_are_refused():
-    assert model_loader.check_length(0, 5, "it") == NoScore("bad_data", "it has no tokens")
-    assert model_loader.check_length(6, 5, "it") == NoScore("too_long", "it has 6 tokens, and at most 5 are taken")
+    assert model_loader.check_length(0, 5, "it") == Failure("bad_data", "it has no tokens")
+    assert model_loader.check_length(6, 5, "it") == Failure("too_long", "it has 6 tokens, and at most 5 are taken")
     assert model_loader.check_length(5, 5, "it") is None
 
 
@@ -85,12 +84,12 @@ class Recording:
 
     def prepare(self, request):
         if request.response == "refuse":
-            return NoScore("too_long", "no")
+            return Failure("too_long", "no")
         if request.response == "untokenizable":
             raise KeyError("no such token")
-        return job(request.number, len(request.response), alone=request.alone)
+        return TokenizedRequest(request, None, len(request.response))
 
-    def score(self, batch) -> list[float | NoScore]:
+    def score(self, batch) -> list[Outcome]:
         numbers = [j.request.number for j in batch]
         self.batches.append(numbers)
         if 13 in numbers:
@@ -98,14 +97,14 @@ class Recording:
         return [float(j.num_tokens) for j in batch]
 
 
-def run(requests):
+def run(requests) -> tuple[Recording, dict[int, Any], list[Any]]:
     sent = []
     judge = Recording()
     batcher = Batcher(judge, 1000, sent.append)
     for request in requests:
         batcher.take(request)
     batcher.compute()
-    return judge, {m.number: m for m in sent if isinstance(m, ScoreAnswer)}, sent
+    return judge, {m.number: m.outcome for m in sent if isinstance(m, ScoreAnswer)}, sent
 
 
 def request(number, response):
@@ -114,14 +113,14 @@ def request(number, response):
 
 def test_a_request_that_breaks_its_batch_fails_alone():
     judge, answers, _ = run([request(n, "x" * (n + 1)) for n in range(11, 16)])
-    assert {n: a.value for n, a in answers.items()} == {11: 12.0, 12: 13.0, 13: None, 14: 15.0, 15: 16.0}
-    assert answers[13].reason == "out_of_memory"
+    failed = answers.pop(13)
+    assert (failed.reason, answers) == ("out_of_memory", {11: 12.0, 12: 13.0, 14: 15.0, 15: 16.0})
     assert judge.batches[0] == [11, 12, 13, 14, 15]
 
 
 def test_what_cannot_be_tokenized_has_a_reason_and_disturbs_nobody():
     _, answers, _ = run([request(1, "refuse"), request(2, "untokenizable"), request(3, "abc")])
-    assert (answers[1].reason, answers[2].reason, answers[3].value) == ("too_long", "exception", 3.0)
+    assert (answers[1].reason, answers[2].reason, answers[3]) == ("too_long", "exception", 3.0)
     assert "no such token" in answers[2].detail
 
 
@@ -129,7 +128,7 @@ def test_a_cancelled_request_is_not_computed_and_is_answered_once():
     cancels = [CancelRequest(number=1), CancelRequest(number=7)]
     judge, answers, sent = run([request(1, "abc"), request(2, "abc"), *cancels])
     assert judge.batches == [[2]]
-    assert answers[2].value == 3.0
+    assert answers[2] == 3.0
     assert [m.number for m in sent if isinstance(m, ScoreAnswer)] == [1, 2]
 
 
@@ -201,8 +200,8 @@ def test_settings_that_cannot_work_are_refused(spec, complaint):
 
 def test_a_reply_without_a_score_leaves_its_attack_without_one():
     assert _mean_of([0.25, 0.75]) == 0.5
-    failure = _mean_of([0.5, NoScore("not_finite", "the model's output is nan")])
-    assert isinstance(failure, NoScore)
+    failure = _mean_of([0.5, Failure("not_finite", "the model's output is nan")])
+    assert isinstance(failure, Failure)
     assert failure.reason == "not_finite"
 
 

@@ -82,12 +82,7 @@ class _Pending:
 
 
 class ModelProcess:
-    """The models of a scorer in a process of its own, shared by all scorers that need the same ones.
-
-    Args:
-        spec: the settings of a scorer, which say what to load.
-        load_timeout_s: deadline of loading.
-    """
+    """The models of a scorer in a process of its own, shared by all scorers that need the same ones."""
 
     def __init__(self, spec: ModelScorerSpec, *, load_timeout_s: float) -> None:
         self._spec = spec
@@ -264,12 +259,8 @@ class ModelProcess:
         self._suspects.pop(_text_of(self._in_flight.pop(answer.number)), None)
         self._computing.discard(answer.number)
         pending = self._pending.get(answer.number)
-        if pending is None or pending.outcome.done():
-            return
-        if answer.value is not None:
-            pending.outcome.set_result(answer.value)
-        else:
-            pending.outcome.set_result(Failure(answer.reason or "exception", answer.detail))
+        if pending is not None and not pending.outcome.done():
+            pending.outcome.set_result(answer.outcome)
 
     def _on_death(self, death: ProcessDiedError) -> None:
         """Decide for every request whether it fails or is sent to the next process."""

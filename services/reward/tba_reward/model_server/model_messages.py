@@ -7,13 +7,11 @@ The child, whose argument says what to load, begins with `Loaded` or `LoadFailed
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-LENGTH_BYTES = 4
+from tba_reward.scorer import Outcome
 
-FailureReason = Literal["bad_data", "exception", "not_finite", "out_of_memory", "too_long"]
+LENGTH_BYTES = 4
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
@@ -56,12 +54,10 @@ class BatchStarted(msgspec.Struct, frozen=True, kw_only=True, tag="batch_started
 
 
 class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
-    """The score of a request, or the reason why it has none."""
+    """The outcome of a request."""
 
     number: int
-    value: float | None = None
-    reason: FailureReason | None = None
-    detail: str = ""
+    outcome: Outcome
 
 
 ToChild = ScoreRequest | CancelRequest

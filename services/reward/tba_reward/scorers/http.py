@@ -69,9 +69,6 @@ class _Answer:
 class HttpScorer:
     """Sends batches from a few threads; each waits no longer than the deadline of its items, and reads an outcome for
     every item whatever comes back.
-
-    Args:
-        token: bearer token, if the endpoint wants one.
     """
 
     def __init__(self, spec: HttpSpec, token: str | None) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_reward.model_server.client import ModelProcess
-from tba_reward.scorer import Item, Outcome, version_of
+from tba_reward.scorer import Item, Outcome, installed_version, version_of
 from tba_reward.scorers import Tools
 
 LOAD_TIMEOUT_S = 600.0
@@ -18,16 +17,13 @@ LOAD_TIMEOUT_S = 600.0
 
 
 class ModelServerScorer:
-    """A scorer with one model process, which is asked for all items at once, and makes batches of them.
-
-    Args:
-        implementation: see `version_of`.
-    """
+    """A scorer with one model process, which is asked for all items at once, and makes batches of them."""
 
     def __init__(self, spec: ModelScorerSpec, tools: Tools, *, implementation: int) -> None:
         for name in ("model", "victim", "classifier"):
             _check_folder(spec.kind, name, getattr(spec, name, None))
-        self._packages = [_installed(spec.kind, name) for name in ("torch", "transformers")]
+        names = ("torch", "transformers")
+        self._packages = [installed_version(spec.kind, name, extra="reward-models") for name in names]
         self._spec, self._implementation = spec, implementation
         self._process: ModelProcess = tools.models.process(spec, load_timeout_s=LOAD_TIMEOUT_S)
 
@@ -67,12 +63,3 @@ def _check_folder(kind: str, field: str, path: str | None) -> None:
             f"reward kind {kind!r}: {field} = {path!r} is not a folder; tba data prepare RECIPE fetches or makes what "
             "a recipe needs"
         )
-
-
-def _installed(kind: str, package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError as error:
-        raise ConfigError(
-            f"reward kind {kind!r} needs the package {package}, not installed: pip install 'tba[reward-models]'"
-        ) from error

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from tba.config.reward import MathSpec
-from tba.errors import ConfigError
 from tba_reward.process_pool.job import WorkerRule
-from tba_reward.scorer import Item, Scorer, params_of, version_of
+from tba_reward.scorer import Item, Scorer, installed_version, params_of, version_of
 from tba_reward.scorers import Tools
 from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 
@@ -17,7 +14,7 @@ _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 def build(spec: MathSpec, tools: Tools) -> Scorer:
     """Return the scorer."""
-    params = params_of(spec)
+    params, releases = params_of(spec), [installed_version(spec.kind, name, extra="math") for name in _PACKAGES]
     warm_up = "tba_reward.math.grader:warm_up"
     example = Item(prompt="", response=r"so it is $\boxed{\frac{2}{4}\pi}$.", data={spec.field: r"\frac{\pi}{2}"})
     return ProcessPoolScorer(
@@ -25,17 +22,8 @@ def build(spec: MathSpec, tools: Tools) -> Scorer:
         pool=tools.pool,
         timeout_s=spec.timeout_s,
         # another release of these packages may read an answer otherwise, which makes it another reward
-        version=version_of(spec, IMPLEMENTATION, *(_installed(package) for package in _PACKAGES)),
+        version=version_of(spec, IMPLEMENTATION, *releases),
         example=example,
         # a gold answer that hangs the grader is told from a response that does
         check=WorkerRule(function="tba_reward.math.grader:check", params=params),
     )
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError as error:
-        raise ConfigError(
-            f"reward kind 'math' needs the package {package}, which is not installed; pip install 'tba[math]'"
-        ) from error

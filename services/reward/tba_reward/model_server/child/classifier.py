@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tba.config.reward import RedteamSpec, RewardModelSpec
 from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
-from tba_reward.model_server.child.server import NoScore
+from tba_reward.scorer import Failure
 
 SAFE_VERDICT, UNSAFE_VERDICT = "\n\nsafe", "\n\nunsafe"
 """The answers of Llama Guard, every release of it."""
@@ -45,7 +45,7 @@ class Classifier:
         if self._form == "chat" and self._tokenizer.chat_template is None:
             raise LoadError(f"the tokenizer of {self._path} has no chat template; use another form of input")
 
-    def encode(self, prompt: str, response: str, *, finished: bool = True) -> list[int] | NoScore:
+    def encode(self, prompt: str, response: str, *, finished: bool = True) -> list[int] | Failure:
         """Return the tokens of one input."""
         ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
         eos: Any = self._tokenizer.eos_token_id
@@ -103,7 +103,7 @@ class GuardClassifier:
             raise LoadError(f"the tokenizer of {spec.classifier} has no chat template; use another form of input")
         self._common, self._safe, self._unsafe = self._verdicts(spec.classifier)
 
-    def encode(self, prompt: str, response: str) -> list[int] | NoScore:
+    def encode(self, prompt: str, response: str) -> list[int] | Failure:
         """Return the tokens up to the first one in which the verdicts differ."""
         ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response) + self._common
         return model_loader.check_length(len(ids), self._max_tokens, "the input") or ids

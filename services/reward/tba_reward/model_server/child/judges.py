@@ -9,9 +9,10 @@ from statistics import fmean
 
 from tba.config.reward import ModelScorerSpec, RedteamSpec, RewardModelSpec
 from tba_reward.model_server.child.classifier import Classifier, GuardClassifier
-from tba_reward.model_server.child.server import Judge, NoScore, TokenizedRequest
+from tba_reward.model_server.child.server import Judge, TokenizedRequest, cut_batches
 from tba_reward.model_server.child.victim import Victim
 from tba_reward.model_server.model_messages import ScoreRequest
+from tba_reward.scorer import Failure, Outcome
 
 
 def load_judge(spec: ModelScorerSpec) -> Judge:
@@ -33,14 +34,14 @@ class RewardModelJudge:
         """SHA-256 of the model's files."""
         return self._classifier.digest
 
-    def prepare(self, request: ScoreRequest) -> TokenizedRequest | NoScore:
+    def prepare(self, request: ScoreRequest) -> TokenizedRequest | Failure:
         """Tokenize one request."""
         row = self._classifier.encode(request.prompt, request.response, finished=request.finished)
-        if isinstance(row, NoScore):
+        if isinstance(row, Failure):
             return row
         return TokenizedRequest(request, row, len(row))
 
-    def score(self, batch: Sequence[TokenizedRequest]) -> list[float | NoScore]:
+    def score(self, batch: Sequence[TokenizedRequest]) -> list[Outcome]:
         """Return one number per request."""
         return [_finite(value) for value in self._classifier.values([each.tokens for each in batch])]
 
@@ -60,20 +61,20 @@ class RedteamJudge:
         parts = (self._victim.digest, self._classifier.digest, self._victim.device_type)
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
-    def prepare(self, request: ScoreRequest) -> TokenizedRequest | NoScore:
+    def prepare(self, request: ScoreRequest) -> TokenizedRequest | Failure:
         """Tokenize the attack."""
         prompt = self._victim.encode(request.response)
-        if isinstance(prompt, NoScore):
+        if isinstance(prompt, Failure):
             return prompt
         num_tokens = len(prompt) + self._victim.max_reply_tokens
         return TokenizedRequest(request, prompt, num_tokens, self._victim.num_replies)
 
-    def score(self, batch: Sequence[TokenizedRequest]) -> list[float | NoScore]:
+    def score(self, batch: Sequence[TokenizedRequest]) -> list[Outcome]:
         """Return the mean over the replies per request; it is unknown if the score of one reply is."""
         attacks = [each.request.response for each in batch]
         replies = self._victim.replies(attacks, [each.tokens for each in batch])
         rows = [
-            NoScore("not_finite", "its logits are not finite")
+            Failure("not_finite", "its logits are not finite")
             if reply is None
             else self._classifier.encode(attack.rstrip(), reply)
             for attack, texts in zip(attacks, replies, strict=True)
@@ -83,36 +84,26 @@ class RedteamJudge:
         number = self._victim.num_replies
         return [_mean_of(values[n : n + number]) for n in range(0, len(values), number)]
 
-    def _values(self, rows: Sequence[list[int] | NoScore]) -> list[float | NoScore]:
+    def _values(self, rows: Sequence[list[int] | Failure]) -> list[Outcome]:
         """Return the classifier's score of every row, computed in batches by tokens."""
-        values: list[float | NoScore] = [row if isinstance(row, NoScore) else math.nan for row in rows]
-        known = {n: row for n, row in enumerate(rows) if not isinstance(row, NoScore)}
-        # similar lengths in one batch need less padding
-        order = sorted(known, key=lambda n: len(known[n]))
-        batch: list[int] = []
-        for n in order:
-            if batch and (len(batch) + 1) * len(known[n]) > self._batch_tokens:
-                self._fill(values, batch, known)
-                batch = []
-            batch.append(n)
-        if batch:
-            self._fill(values, batch, known)
+        values: list[Outcome] = [row if isinstance(row, Failure) else math.nan for row in rows]
+        known = [(at, row) for at, row in enumerate(rows) if not isinstance(row, Failure)]
+        for batch in cut_batches([(len(row), 1) for _, row in known], self._batch_tokens):
+            found = self._classifier.values([known[n][1] for n in batch])
+            for n, value in zip(batch, found, strict=True):
+                values[known[n][0]] = _finite(value)
         return values
 
-    def _fill(self, values: list[float | NoScore], batch: list[int], rows: dict[int, list[int]]) -> None:
-        for n, value in zip(batch, self._classifier.values([rows[n] for n in batch]), strict=True):
-            values[n] = _finite(value)
+
+def _finite(value: float) -> Outcome:
+    return value if math.isfinite(value) else Failure("not_finite", f"the model's output is {value}")
 
 
-def _finite(value: float) -> float | NoScore:
-    return value if math.isfinite(value) else NoScore("not_finite", f"the model's output is {value}")
-
-
-def _mean_of(values: Sequence[float | NoScore]) -> float | NoScore:
-    """Return the mean over the replies to one attack, or the first NoScore if there is one."""
+def _mean_of(values: Sequence[Outcome]) -> Outcome:
+    """Return the mean over the replies to one attack, or the first Failure if there is one."""
     known = list[float]()
     for value in values:
-        if isinstance(value, NoScore):
-            return NoScore(value.reason, f"a reply of the victim: {value.detail}")
+        if isinstance(value, Failure):
+            return Failure(value.reason, f"a reply of the victim: {value.detail}")
         known.append(value)
     return fmean(known)

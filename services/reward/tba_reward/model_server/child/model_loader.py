@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba.weights.load_report import check_load_report
-from tba_reward.model_server.child.server import NoScore
+from tba_reward.scorer import Failure
 
 InputForm = Literal["text", "chat"]
 """The template with its fields filled in, or two turns in the chat template."""
@@ -62,7 +62,6 @@ def load(path: str, folder: Path, spec: ModelScorerSpec, kind: Any) -> tuple[Pre
     Args:
         path: what the recipe calls it.
         folder: its files, from `find_folder`.
-        spec: says device, dtype, and whether the code of the model is run.
         kind: one of the Auto classes of transformers.
 
     Raises:
@@ -133,13 +132,13 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]],
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written the special tokens
 
 
-def check_length(num_tokens: int, limit: int, what: str) -> NoScore | None:
+def check_length(num_tokens: int, limit: int, what: str) -> Failure | None:
     """Return why a model cannot read an input, or None if it can."""
     # it is not cut: a text that is cut would get the score of another text
     if num_tokens == 0:
-        return NoScore("bad_data", f"{what} has no tokens")
+        return Failure("bad_data", f"{what} has no tokens")
     if num_tokens > limit:
-        return NoScore("too_long", f"{what} has {num_tokens} tokens, and at most {limit} are taken")
+        return Failure("too_long", f"{what} has {num_tokens} tokens, and at most {limit} are taken")
     return None
 
 

@@ -11,19 +11,11 @@ import torch
 from tba_reward.model_server.model_messages import (
     BatchStarted,
     CancelRequest,
-    FailureReason,
     FromChild,
     ScoreAnswer,
     ScoreRequest,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class NoScore:
-    """Why a request has no score."""
-
-    reason: FailureReason
-    detail: str
+from tba_reward.scorer import Failure, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +41,11 @@ class Judge(Protocol):
         """SHA-256 of all files of the models."""
         ...
 
-    def prepare(self, request: ScoreRequest) -> TokenizedRequest | NoScore:
+    def prepare(self, request: ScoreRequest) -> TokenizedRequest | Failure:
         """Tokenize one request."""
         ...
 
-    def score(self, batch: Sequence[TokenizedRequest]) -> list[float | NoScore]:
+    def score(self, batch: Sequence[TokenizedRequest]) -> list[Outcome]:
         """Return one outcome per request, in order; they are computed as one batch.
 
         Raises:
@@ -62,32 +54,31 @@ class Judge(Protocol):
         ...
 
 
-def cut_batches(waiting: Sequence[TokenizedRequest], batch_tokens: int) -> list[list[TokenizedRequest]]:
-    """Cut requests into batches of similar lengths, each of at most `batch_tokens` tokens with its padding.
+def cut_batches(sizes: Sequence[tuple[int, int]], batch_tokens: int) -> list[list[int]]:
+    """Cut inputs into batches of similar lengths, each of at most `batch_tokens` tokens with its padding.
 
-    A request that is longer than that is a batch of its own, and so is one with `alone`.
+    An input that is longer than that is a batch of its own.
+
+    Args:
+        sizes: per input the tokens of its longest row, and its rows.
+
+    Returns:
+        The places of the inputs of each batch.
     """
-    batches = [[each] for each in waiting if each.request.alone]
-    batch: list[TokenizedRequest] = []
-    num_rows = 0
-    for each in sorted((each for each in waiting if not each.request.alone), key=lambda each: each.num_tokens):
-        # sorted: this one is the longest so far, and every row of the batch is padded to its length
-        if batch and (num_rows + each.num_rows) * each.num_tokens > batch_tokens:
-            batches.append(batch)
-            batch, num_rows = [], 0
-        batch.append(each)
-        num_rows += each.num_rows
-    return [*batches, batch] if batch else batches
+    batches, num_rows = list[list[int]](), 0
+    for at in sorted(range(len(sizes)), key=lambda at: sizes[at][0]):
+        longest, rows = sizes[at]  # sorted: it is the longest so far, and every row is padded to its length
+        if batches and (num_rows + rows) * longest <= batch_tokens:
+            batches[-1].append(at)
+            num_rows += rows
+        else:
+            batches.append([at])
+            num_rows = rows
+    return batches
 
 
 class Batcher:
-    """The requests that wait, and their batches.
-
-    Args:
-        judge: the models.
-        batch_tokens: most tokens of one batch, padding included.
-        send: sends a message to the service.
-    """
+    """The requests that wait, and their batches."""
 
     def __init__(self, judge: Judge, batch_tokens: int, send: Callable[[FromChild], None]) -> None:
         self._judge, self._batch_tokens, self._send = judge, batch_tokens, send
@@ -105,13 +96,13 @@ class Batcher:
             cancelled = self._waiting.pop(message.number, None)
             if cancelled is not None:  # else it was answered already
                 self._num_tokens -= cancelled.num_tokens * cancelled.num_rows
-                self._answer(message.number, NoScore("exception", "its request has ended"))
+                self._answer(message.number, Failure("exception", "its request has ended"))
             return
         try:
             tokenized = self._judge.prepare(message)
         except Exception as error:  # a tokenizer or chat template may raise anything; it is reported
-            tokenized = _no_score(error)
-        if isinstance(tokenized, NoScore):
+            tokenized = _failure_of(error)
+        if isinstance(tokenized, Failure):
             self._answer(message.number, tokenized)
             return
         self._waiting[message.number] = tokenized
@@ -122,7 +113,10 @@ class Batcher:
         waiting = list(self._waiting.values())
         self._waiting.clear()
         self._num_tokens = 0
-        for batch in cut_batches(waiting, self._batch_tokens):
+        others = [each for each in waiting if not each.request.alone]
+        places = cut_batches([(each.num_tokens, each.num_rows) for each in others], self._batch_tokens)
+        alone = [[each] for each in waiting if each.request.alone]
+        for batch in [*alone, *([others[at] for at in batch] for batch in places)]:
             self._send(BatchStarted(numbers=[each.request.number for each in batch]))
             self._compute(batch)
 
@@ -140,19 +134,15 @@ class Batcher:
                 self._compute(batch[:half])
                 self._compute(batch[half:])
                 return
-            outcomes = [_no_score(error)]
+            outcomes = [_failure_of(error)]
         for each, outcome in zip(batch, outcomes, strict=True):
             self._answer(each.request.number, outcome)
 
-    def _answer(self, number: int, outcome: float | NoScore) -> None:
-        if isinstance(outcome, NoScore):
-            self._send(ScoreAnswer(number=number, reason=outcome.reason, detail=outcome.detail))
-        else:
-            self._send(ScoreAnswer(number=number, value=outcome))
+    def _answer(self, number: int, outcome: Outcome) -> None:
+        self._send(ScoreAnswer(number=number, outcome=outcome))
 
 
-def _no_score(error: Exception) -> NoScore:
+def _failure_of(error: Exception) -> Failure:
     # the CPU allocator raises a plain RuntimeError
     no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-    reason: FailureReason = "out_of_memory" if no_memory else "exception"
-    return NoScore(reason, f"{type(error).__name__}: {error}"[:500])
+    return Failure("out_of_memory" if no_memory else "exception", f"{type(error).__name__}: {error}"[:500])

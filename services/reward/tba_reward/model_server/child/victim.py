@@ -24,7 +24,7 @@ from transformers import (
 from tba.config.reward import RedteamSpec
 from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
-from tba_reward.model_server.child.server import NoScore
+from tba_reward.scorer import Failure
 
 
 class Victim:
@@ -72,19 +72,14 @@ class Victim:
         """Longest reply."""
         return self._spec.max_reply_tokens
 
-    def encode(self, attack: str) -> list[int] | NoScore:
+    def encode(self, attack: str) -> list[int] | Failure:
         """Return the tokens of an attack without the white space at its end."""
         ids = self._prompt(attack.rstrip())
         limit = self._context_tokens - self._spec.max_reply_tokens
         return model_loader.check_length(len(ids), limit, "the attack in its template") or ids
 
     def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str | None]]:
-        """Return the texts of `num_replies` replies to each attack, generated as one batch; None as in `_generate`.
-
-        Args:
-            attacks: the attacks, on which the draws depend.
-            prompts: their tokens, from `encode`.
-        """
+        """Return the texts of `num_replies` replies to each attack, generated as one batch; None as in `_generate`."""
         number = self._spec.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
         seeds = [reply_seed(attack, n) for attack in attacks for n in range(number)]

@@ -7,6 +7,7 @@ with jitter). The wait of `buffer-scorer` in GET /v1/run begins with the first a
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 from tba.api import ComponentInfo, ScoreItem, WaitInfo
 from tba.clients import RewardClient
+from tba.clients.service_client import Reply, error_of
 from tba.concurrency import in_thread
 from tba.config import Recipe
 from tba.errors import BadReplyError, BrokenRewardError, BusyError, ServiceError, UnavailableError
@@ -250,13 +252,22 @@ class RewardProbe:
 
     async def _ask(self) -> tuple[str, str | None]:
         try:
-            found = await in_thread(self._client.readiness)
+            reply = await in_thread(lambda: self._client.ask("/readyz"))
         except ServiceError as error:
             return "unreachable", str(error)[:MAX_NOTE_CHARS]
-        if found.problem is None:
-            return "ready", None if found.note is None else found.note[:MAX_NOTE_CHARS]
-        reason = str(found.problem)[:MAX_NOTE_CHARS]
+        if reply.status == 200:
+            return "ready", _note_of(reply)
+        problem = error_of(reply)
+        reason = str(problem)[:MAX_NOTE_CHARS]
         # a scorer that raises for every item: nothing could ever be trained on, however long the run waits
-        if isinstance(found.problem, BrokenRewardError):
+        if isinstance(problem, BrokenRewardError):
             await self._on_broken(reason)
         return "not-ready", reason
+
+
+def _note_of(reply: Reply) -> str | None:
+    """Return what a ready service says beside, such as that a scorer is away; None if it says nothing."""
+    try:
+        return str(json.loads(reply.content)["note"])[:MAX_NOTE_CHARS]
+    except (ValueError, KeyError, TypeError):
+        return None

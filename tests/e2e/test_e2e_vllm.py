@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tba_cli.generators.addition import REWARD
-from tests.support.e2e import RUN, Place, decode_all, stored_rollouts, tiny_sections
+from tests.support.e2e import RUN, Place, decode_all, tiny_sections
 from tests.support.tiny_model import make_tiny_model
 from tests.support.vllm_greedy import TIMEOUT_S, why_not
 
@@ -40,8 +40,7 @@ def test_a_run_with_vllm_generates_updates_and_evaluates(tmp_path: Path, pytestc
         assert "Traceback" not in log
         assert "version refused" not in log
         assert "weights loaded" in log
-        with place.redis_of_ended_run() as redis:
-            rollouts = decode_all(stored_rollouts(redis.url))
+        rollouts = decode_all(place.rollouts())
     finally:
         place.close()
     assert {rollout.run for rollout in rollouts} == {RUN}

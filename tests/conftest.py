@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import time
 from collections import defaultdict
@@ -48,9 +49,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-begun_s = time.monotonic()
+def busy_s() -> float:
+    """Return the CPU seconds that all processes of this machine have taken; the steal of a host is busy too."""
+    if not Path("/proc/stat").exists():
+        return 0.0
+    user, nice, system, _idle, _iowait, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+begun_s, begun_busy_s = time.monotonic(), busy_s()
 seconds_of_files: defaultdict[str, float] = defaultdict(float)
 NUM_SLOWEST = 10
+MAX_MINUTES = float(os.environ.get("TEST_MINUTES") or "inf")
+"""A run that takes longer fails, on a quiet machine of two cores or more; `make test` and `make unit` set it."""
+MAX_SHARE_OF_OTHERS = 0.1
+"""Share of the CPUs that other processes may take on a quiet machine."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -58,9 +71,22 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     seconds_of_files[report.nodeid.partition("::")[0]] += report.duration
 
 
+def share_of_others() -> float:
+    """Return the share of the CPUs that processes took which this run did not start."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own_s = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return (busy_s() - begun_busy_s - own_s) / (time.monotonic() - begun_s) / (os.cpu_count() or 1)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how long all of it took, and which files took the most."""
+    """Say how long all of it took, and which files took the most; fail where that is too long."""
+    minutes = (time.monotonic() - begun_s) / 60
+    if minutes > MAX_MINUTES:
+        share = share_of_others()
+        terminalreporter.section(f"above {MAX_MINUTES:g} minutes; others took {share:.0%} of the CPUs")
+        if share < MAX_SHARE_OF_OTHERS and (os.cpu_count() or 1) >= 2:
+            terminalreporter._session.exitstatus = pytest.ExitCode.TESTS_FAILED  # pyright: ignore
     if len(seconds_of_files) > NUM_SLOWEST:
-        terminalreporter.section(f"{(time.monotonic() - begun_s) / 60:.1f} minutes; the slowest files")
+        terminalreporter.section(f"{minutes:.1f} minutes; the slowest files")
         for seconds, name in sorted(((s, name) for name, s in seconds_of_files.items()), reverse=True)[:NUM_SLOWEST]:
             terminalreporter.write_line(f"{seconds:7.1f} s {name}")

@@ -57,6 +57,16 @@ def make_recipe(path: Path | str, /, **sections: dict[str, Any]) -> Recipe:
     return parse_recipe(document, where="test")
 
 
+def recipe_of_buffer(recipe: Recipe, model: Path, **trainer: Any) -> Recipe:
+    """The recipe of a trainer at a real buffer that was started with `recipe`; no searcher evaluates there."""
+    document: dict[str, Any] = recipe.model_dump()
+    document["searcher"]["engine"] = "simulated"  # the log-probs of `make_rollout` are no model's
+    document["model"]["path"] = str(model)
+    document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
+    document["trainer"] |= {"batch_wait_s": 120.0, **trainer}
+    return Recipe.model_validate(document)
+
+
 def make_rollout(
     rng: np.random.Generator,
     *,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tba_trainer.trainer import train
@@ -63,13 +64,39 @@ class World:
         return check.violations()
 
     def stop_after(self, step: int) -> None:
-        """SIGTERM arrives while the step after `step` is drawn or runs."""
+        """SIGTERM arrives once, while the step after `step` is drawn or runs."""
 
         def before(method: str) -> None:
             if method == "ack" and self.buffer.step == step - 1:
                 self.stop.set()
+                self.buffer.before = lambda method: None
 
         self.buffer.before = before
+
+    def checkpoints(self) -> list[str]:
+        """The versions whose checkpoints are complete in the store."""
+        keys = self.store.list("runs/demo/checkpoints/")
+        return sorted(key.split("/")[3] for key in keys if key.endswith("/manifest.json"))
+
+    def skipped(self) -> dict[int, str | None]:
+        """Step -> why its batch was not applied."""
+        return {step: ack.skipped for _, step, ack in self.buffer.acks}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Return whether all tensors of `a` are in `b`, to the bit."""
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def at_put(patch: pytest.MonkeyPatch, action: Callable[[str, Path], object]) -> None:
+    """Call `action` with key and path before every file that is put into a store; it may raise."""
+    put_file = FileStore.put_file
+
+    def put(store: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        action(key, path)
+        put_file(store, key, path, create_only=create_only)
+
+    patch.setattr(FileStore, "put_file", put)
 
 
 def failing(times: int, error: Callable[[], Exception], method: str) -> Callable[[str], None]:

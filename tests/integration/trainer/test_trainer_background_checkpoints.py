@@ -13,10 +13,9 @@ from tba_trainer.checkpoints import parts
 from tba_trainer.loop import checkpoint_writer, limits
 
 from tba.errors import StoreUnavailableError, TbaError
-from tba.store import FileStore
 from tests.support.stored_checkpoint import section_tensors
 from tests.support.trainer_values import make_recipe
-from tests.support.trainer_world import World
+from tests.support.trainer_world import World, at_put
 from tests.support.waits import until
 
 
@@ -31,14 +30,11 @@ def at_upload(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None
     """Call a function with the version before the first file of a checkpoint is uploaded."""
 
     def install(action: Callable[[str], None]) -> None:
-        put_file = FileStore.put_file
-
-        def put(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        def put(key: str, path: Path) -> None:
             if "/checkpoints/" in key and path.name == "model-00001.safetensors":
                 action("-".join(path.parent.name.split("-")[:2]))
-            put_file(self, key, path, create_only=create_only)
 
-        monkeypatch.setattr(FileStore, "put_file", put)
+        at_put(monkeypatch, put)
 
     return install
 
@@ -122,7 +118,6 @@ def test_a_stop_during_an_upload_ends_with_the_newest_weights(
     world.train(recipe_of(model))
     assert world.buffer.checkpoint == (begun[-1], f"runs/demo/checkpoints/{begun[-1]}")
     assert begun == ["1-3", f"1-{world.buffer.step}"]
-    world.buffer.before = lambda method: None
     world.train(recipe_of(model))
     assert world.buffer.state == "done"
     assert world.buffer.marks[-1] == "2-9"

@@ -22,7 +22,6 @@ from tba_trainer.trainer import train
 
 from tba.api import AckRequest, BatchRequest, LedgerEntry
 from tba.clients import BufferClient
-from tba.config import Recipe
 from tba.errors import BadRequestError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
@@ -35,8 +34,7 @@ from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import VOCAB_SIZE, make_rollout
+from tests.support.trainer_values import VOCAB_SIZE, make_rollout, recipe_of_buffer
 
 PAYLOADS = "tba:test:payloads"
 
@@ -65,15 +63,6 @@ def buffer(serve_buffer: ServeBuffer) -> BufferThread:
     return serve_buffer(sampling={"prompts_per_batch": 8, "group_size": 4})
 
 
-def settings_of(buffer: BufferThread, folder: Path, **trainer: Any) -> Recipe:
-    document: dict[str, Any] = buffer.recipe.model_dump()
-    document["searcher"]["engine"] = "simulated"  # the log-probs of `make_rollout` are no model's
-    document["model"]["path"] = str(make_tiny_model(folder / "model", hidden_size=32))
-    document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
-    document["trainer"] |= {"num_steps": 6, "batch_wait_s": 60.0, "export": False, **trainer}
-    return type(buffer.recipe).model_validate(document)
-
-
 def fill(client: BufferClient, connection: Redis, damaged: Sequence[tuple[bytes, int]]) -> None:
     """8 prompts of 4 rollouts each. So many rollouts of the first prompts become this once they are stored."""
     rng = np.random.default_rng(0)
@@ -93,13 +82,14 @@ def entries(client: BufferClient) -> list[LedgerEntry]:
 
 
 def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continues(
-    buffer: BufferThread, redis: RedisProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    buffer: BufferThread, redis: RedisProcess, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client, store = buffer.client(), FileStore(tmp_path / "store")
     bad = damages(make_rollout(np.random.default_rng(1), run="test"))
     with Redis.from_url(redis.url) as connection:
         fill(client, connection, [*((payload, 1) for payload in bad.values()), (bad["vocabulary"], 3)])
-    train(settings_of(buffer, tmp_path), buffer=client, store=store, stop=threading.Event())
+    recipe = recipe_of_buffer(buffer.recipe, model, num_steps=6, export=False)
+    train(recipe, buffer=client, store=store, stop=threading.Event())
     assert client.run().state == "done"
     lines = entries(client)
     assert [(line.step, line.skipped) for line in lines] == [(step, None) for step in range(1, 7)]

@@ -20,11 +20,6 @@ from tests.support.trainer_world import World
 from tests.support.waits import until
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
 def _whole_every(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "DeltaSettings", partial(DeltaSettings, keyframe_interval=interval))
 

@@ -24,30 +24,26 @@ from tba.errors import (
 from tba.wire import Batch
 from tests.support.guards import make_guards
 from tests.support.trainer_values import make_batch, make_recipe
-from tests.support.trainer_world import World, failing
+from tests.support.trainer_world import World, failing, same
 
 Change = Mapping[int, dict[str, float | None]]
+Measured = Callable[..., None]
 FINE: dict[str, float | None] = {"ess": 0.9, "log_ratio_token_mean": 0.0}
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
-    """Makes the learner report such metrics where a step comes first, and good ones elsewhere: the random rollouts of
-    these tests have none. The gradients come from the batch."""
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """Makes the learner report such metrics where a step comes first, or always, and good ones elsewhere: the random
+    rollouts of these tests have none. The gradients come from the batch."""
     gradients = Learner.gradients
 
-    def change(changes: Change) -> None:
+    def change(changes: Change, *, always: bool = False) -> None:
         seen: dict[int, int] = {}
 
         def changed(self: Learner, batch: Batch, *, step: int, policy_ages: Sequence[int], **kwargs: Any) -> Any:
             seen[step] = seen.get(step, 0) + 1
             metrics = gradients(self, batch, step=step, policy_ages=policy_ages, **kwargs) | FINE
-            return metrics | (changes.get(step, {}) if seen[step] == 1 else {})
+            return metrics | (changes.get(step, {}) if always or seen[step] == 1 else {})
 
         monkeypatch.setattr(Learner, "gradients", changed)
 
@@ -92,26 +88,13 @@ def without_rewards(batch: Batch, groups: Sequence[int] = (0, 1, 2)) -> Batch:
     )
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def checkpoints(world: World) -> list[str]:
-    keys = world.store.list("runs/demo/checkpoints/")
-    return sorted(key.split("/")[3] for key in keys if key.endswith("/manifest.json"))
-
-
-def skipped(world: World) -> dict[int, str | None]:
-    return {step: ack.skipped for _, step, ack in world.buffer.acks}
-
-
 def test_a_step_that_is_not_finite_is_skipped_in_the_ledger_and_the_next_one_continues(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({3: {"loss": math.nan, "grad_norm": math.nan}})
     world.train(recipe(model))
     assert world.buffer.state == "done"
-    assert skipped(world) == {1: None, 2: None, 3: "non_finite", 4: None}
+    assert world.skipped() == {1: None, 2: None, 3: "non_finite", 4: None}
     assert world.buffer.acks[2][2].metrics["loss"] is None
     assert [ack.metrics["skipped"] for _, _, ack in world.buffer.acks] == [0.0, 0.0, 1.0, 0.0]
     assert [ack.metrics.get("alarm_non_finite") for _, _, ack in world.buffer.acks] == [None, None, 1.0, None]
@@ -122,7 +105,7 @@ def test_a_step_that_is_not_finite_is_skipped_in_the_ledger_and_the_next_one_con
 
 @pytest.mark.parametrize("preset", ["tb", "tba_prime"])
 def test_a_skipped_step_moves_schedules_and_reference_but_neither_weights_nor_optimizer(
-    tmp_path: Path, model: Path, preset: str, measured: Callable[[Change], None]
+    tmp_path: Path, model: Path, preset: str, measured: Measured
 ) -> None:
     """The step after a skip is the same as in a run whose batch could not be used there, for any reason."""
     schedule = {"kind": "linear", "value": 1e-2, "final": 0.0, "steps": 8}
@@ -137,8 +120,8 @@ def test_a_skipped_step_moves_schedules_and_reference_but_neither_weights_nor_op
             measured({})
             world.buffer.batch_of = lambda step: without_rewards(make_batch(step)) if step == 3 else make_batch(step)
         world.train(settings)
-    assert skipped(worlds[0])[3] == "non_finite"
-    assert skipped(worlds[1])[3] == "refused"
+    assert worlds[0].skipped()[3] == "non_finite"
+    assert worlds[1].skipped()[3] == "refused"
     assert worlds[1].buffer.acks[2][2].refused == {"no-reward": 12}
     assert worlds[1].buffer.acks[2][2].policy_ages == []
     assert same(worlds[0].tensors("1-5"), worlds[1].tensors("1-5"))
@@ -171,7 +154,7 @@ def test_rewards_of_any_size_never_end_in_weights_that_are_not_finite(
 
     world.buffer.batch_of = batch_of
     world.train(recipe(model))
-    assert skipped(world)[2] == ("refused" if rewards[0] > 1e9 else None)
+    assert world.skipped()[2] == ("refused" if rewards[0] > 1e9 else None)
     assert all(torch.isfinite(tensor).all() for tensor in world.tensors("1-4").values())
     assert world.buffer.state == "done"
 
@@ -184,7 +167,7 @@ def test_too_many_skipped_batches_in_a_row_fail_the_run_which_a_restart_resumes(
     assert world.buffer.state == "failed"
     assert world.buffer.reason is not None
     assert "at most 2 may be" in world.buffer.reason
-    assert skipped(world) == {1: None, 2: None, 3: "refused", 4: "refused", 5: "refused"}
+    assert world.skipped() == {1: None, 2: None, 3: "refused", 4: "refused", 5: "refused"}
     world.buffer.batch_of = make_batch
     world.train(settings)
     assert world.buffer.state == "done"
@@ -196,11 +179,11 @@ def test_samplers_with_another_model_fail_the_run_before_its_first_update(world:
         world.train(make_recipe(model, searcher={"engine": "embedded"}))  # the log-probs of its rollouts are made up
     assert "learning_rate" not in str(caught.value)
     assert world.buffer.state == "failed"
-    assert skipped(world) == {1: "on_policy_gap"}
+    assert world.skipped() == {1: "on_policy_gap"}
 
 
 def test_what_measures_the_temperatures_alone_raises_no_alarm_without_an_action(
-    tmp_path: Path, model: Path, measured: Callable[[Change], None]
+    tmp_path: Path, model: Path, measured: Measured
 ) -> None:
     guards = {"ess_collapse": {"patience_steps": 1}, "log_ratio_drift": {"patience_steps": 1}}
     acting = {**guards, "log_ratio_drift": {"patience_steps": 1, "action": "skip"}}
@@ -220,7 +203,7 @@ def test_what_measures_the_temperatures_alone_raises_no_alarm_without_an_action(
 
 
 def test_pause_skips_the_batch_pauses_the_run_and_continues_after_resume_with_a_new_draw(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({2: {"ess": 0.01}})
     paused: list[str | None] = []
@@ -235,12 +218,12 @@ def test_pause_skips_the_batch_pauses_the_run_and_continues_after_resume_with_a_
     world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "pause"}}))
     assert world.buffer.state == "done"
     assert paused == ["step 1-2: ess_collapse: the effective sample size is 0.010 of the batch, below 0.1"]
-    assert skipped(world) == {1: None, 2: "ess_collapse", 3: None, 4: None}
+    assert world.skipped() == {1: None, 2: "ess_collapse", 3: None, 4: None}
 
 
 @pytest.mark.parametrize(("bad_step", "back_to"), [(6, 4), (5, 2)])
 def test_rollback_continues_from_the_last_checkpoint_that_a_good_step_followed(
-    tmp_path: Path, model: Path, measured: Callable[[Change], None], bad_step: int, back_to: int
+    tmp_path: Path, model: Path, measured: Measured, bad_step: int, back_to: int
 ) -> None:
     """Fed the same batches, the run ends with the weights of a run in which nothing was wrong."""
     guards = {"non_finite": {"action": "rollback"}, "grad_spike": {"window_steps": 4, "factor": 1000.0}}
@@ -264,7 +247,7 @@ def test_rollback_continues_from_the_last_checkpoint_that_a_good_step_followed(
 
 
 def test_a_crash_after_a_rollback_does_not_lead_back_to_the_suspect_checkpoint(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({5: {"grad_norm": math.nan}})
     settings = recipe(model, {"non_finite": {"action": "rollback"}}, num_steps=6, checkpoint_interval=2)
@@ -283,7 +266,7 @@ def test_a_crash_after_a_rollback_does_not_lead_back_to_the_suspect_checkpoint(
 
 
 def test_a_crash_right_after_a_rollback_to_the_start_forgets_neither_the_rollback_nor_what_was_suspect(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({3: {"grad_norm": math.nan}})
     settings = recipe(
@@ -308,7 +291,7 @@ def test_a_crash_right_after_a_rollback_to_the_start_forgets_neither_the_rollbac
 
 
 def test_why_a_run_fails_is_raised_also_where_the_buffer_cannot_be_told(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({2: {"ess": 0.01}})
     world.buffer.before = failing(9, lambda: UnavailableError("the buffer is away"), "command:fail")
@@ -319,7 +302,7 @@ def test_why_a_run_fails_is_raised_also_where_the_buffer_cannot_be_told(
 
 
 def test_an_evaluation_that_a_rollback_cut_off_is_asked_for_by_the_next_lineage(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({4: {"loss": math.nan}})
     settings = recipe(
@@ -333,14 +316,9 @@ def test_an_evaluation_that_a_rollback_cut_off_is_asked_for_by_the_next_lineage(
 
 
 def test_a_rollback_without_a_checkpoint_begins_again_and_too_many_of_them_fail(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, model: Path, measured: Measured
 ) -> None:
-    gradients = Learner.gradients
-
-    def broken(self: Learner, batch: Batch, *, step: int, **kwargs: Any) -> Any:
-        return gradients(self, batch, step=step, **kwargs) | ({"loss": math.inf} if step == 2 else {})
-
-    monkeypatch.setattr(Learner, "gradients", broken)
+    measured({2: {"loss": math.inf}}, always=True)
     settings = recipe(model, {"non_finite": {"action": "rollback"}, "max_rollbacks": 2})
     with pytest.raises(GuardError, match=r"step 3-2: non_finite: .*; rollbacks so far: 2, and"):
         world.train(settings)
@@ -352,15 +330,10 @@ def test_a_rollback_without_a_checkpoint_begins_again_and_too_many_of_them_fail(
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_checkpoint_that_was_gone_back_to_survives_rollbacks_from_the_next_one(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+    world: World, model: Path, measured: Measured, keep: int
 ) -> None:
     """Step 5 is never finite: the checkpoint of step 4 is suspect each time, and 1-2 is the only one to go back to."""
-    gradients = Learner.gradients
-
-    def broken(self: Learner, batch: Batch, *, step: int, **kwargs: Any) -> Any:
-        return gradients(self, batch, step=step, **kwargs) | FINE | ({"loss": math.inf} if step == 5 else {})
-
-    monkeypatch.setattr(Learner, "gradients", broken)
+    measured({5: {"loss": math.inf}}, always=True)
     settings = recipe(
         model,
         {"non_finite": {"action": "rollback"}, "max_rollbacks": 3},
@@ -371,11 +344,11 @@ def test_the_checkpoint_that_was_gone_back_to_survives_rollbacks_from_the_next_o
     with pytest.raises(GuardError, match=r"a run may have no more.* continues from checkpoint 1-2: no good step"):
         world.train(settings)
     assert world.buffer.parents == {1: "0-0", 2: "1-2", 3: "1-2", 4: "1-2"}
-    assert checkpoints(world) == ["1-2", "4-4"]
+    assert world.checkpoints() == ["1-2", "4-4"]
 
 
 def test_a_rollback_whose_older_checkpoints_are_gone_fails_the_run_instead_of_beginning_again(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({5: {"grad_norm": math.nan}})
 
@@ -392,16 +365,11 @@ def test_a_rollback_whose_older_checkpoints_are_gone_fails_the_run_instead_of_be
 
 
 def test_a_run_that_fails_by_skipping_continues_from_the_checkpoint_that_a_good_step_followed(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, model: Path, measured: Measured
 ) -> None:
     """Skipping writes checkpoints of the same bad weights, at steps 4 to 6: a start continues from none of them."""
-    bad: set[int] = {4, 5, 6, 7}
-    gradients = Learner.gradients
-
-    def collapsed(self: Learner, batch: Batch, *, step: int, **kwargs: Any) -> Any:
-        return gradients(self, batch, step=step, **kwargs) | FINE | ({"ess": 0.01} if step in bad else {})
-
-    monkeypatch.setattr(Learner, "gradients", collapsed)
+    bad = {step: {"ess": 0.01} for step in (4, 5, 6, 7)}
+    measured(bad, always=True)
     guards = {"ess_collapse": {"patience_steps": 1, "action": "skip"}, "max_skipped_in_row": 3}
     settings = recipe(model, guards, num_steps=8, checkpoint_interval=1, keep_checkpoints=2)
     sentence = r"4 batches in a row were skipped, .* continues from checkpoint 1-2: no good step followed 1-6; consider"
@@ -412,11 +380,11 @@ def test_a_run_that_fails_by_skipping_continues_from_the_checkpoint_that_a_good_
     world.train(settings)
     assert world.buffer.parents == {1: "0-0", 2: "1-2"}
     assert world.buffer.state == "done"
-    assert checkpoints(world) == ["2-7", "2-8"]
+    assert world.checkpoints() == ["2-7", "2-8"]
 
 
 def test_a_failed_run_says_so_where_its_only_checkpoint_is_suspect(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({2: {"ess": 0.01}})
     guards = {"ess_collapse": {"patience_steps": 1, "action": "fail"}}
@@ -425,11 +393,11 @@ def test_a_failed_run_says_so_where_its_only_checkpoint_is_suspect(
     assert "from checkpoint 1-1, the only one, which no good step followed; consider" in str(caught.value)
     assert world.buffer.checkpoint == ("1-1", "runs/demo/checkpoints/1-1")
     assert world.buffer.state == "failed"
-    assert skipped(world) == {1: None, 2: "ess_collapse"}
+    assert world.skipped() == {1: None, 2: "ess_collapse"}
 
 
 def test_no_checkpoint_is_registered_while_an_alarm_that_rolls_back_is_on(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     """The condition holds from step 4 on and rolls back at step 6. Step 4 measures the weights of step 3, so the
     run must not go back to them either."""
@@ -442,7 +410,7 @@ def test_no_checkpoint_is_registered_while_an_alarm_that_rolls_back_is_on(
 
 
 def test_sigterm_while_such_an_alarm_is_on_leaves_the_last_good_checkpoint(
-    world: World, model: Path, measured: Callable[[Change], None]
+    world: World, model: Path, measured: Measured
 ) -> None:
     measured({3: {"ess": 0.01}})
     guards = {"ess_collapse": {"patience_steps": 3, "action": "rollback"}}
@@ -450,7 +418,6 @@ def test_sigterm_while_such_an_alarm_is_on_leaves_the_last_good_checkpoint(
     world.stop_after(3)
     world.train(settings)
     assert world.buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")
-    world.buffer.before = lambda method: None
     world.train(settings)
     assert world.buffer.parents == {1: "0-0", 2: "1-2"}
     assert world.buffer.state == "done"
@@ -466,30 +433,27 @@ def test_a_run_that_really_diverges_keeps_no_weights_that_are_not_finite_and_fai
         world.train(settings)
     assert world.buffer.state == "failed"
     assert world.buffer.checkpoint is None
-    assert skipped(world) == {1: None} | dict.fromkeys(range(2, 7), "non_finite")
+    assert world.skipped() == {1: None} | dict.fromkeys(range(2, 7), "non_finite")
     for version in world.buffer.marks:
         assert all(torch.isfinite(tensor).all() for tensor in world.tensors(version).values())
 
 
-def test_guards_remember_through_a_checkpoint(world: World, model: Path, measured: Callable[[Change], None]) -> None:
+def test_guards_remember_through_a_checkpoint(world: World, model: Path, measured: Measured) -> None:
     """Two of three bad steps before SIGTERM, the third after it: the alarm goes off as if nothing had happened."""
     measured({2: {"ess": 0.01}, 3: {"ess": 0.01}, 4: {"ess": 0.01}})
     settings = recipe(model, {"ess_collapse": {"patience_steps": 3, "action": "skip"}}, num_steps=5)
     world.stop_after(3)
     world.train(settings)
-    world.buffer.before = lambda method: None
     world.train(settings)
-    assert skipped(world) == {1: None, 2: None, 3: None, 4: "ess_collapse", 5: None}
+    assert world.skipped() == {1: None, 2: None, 3: None, 4: "ess_collapse", 5: None}
 
 
-def test_a_void_batch_leaves_the_guards_as_they_were(
-    world: World, model: Path, measured: Callable[[Change], None]
-) -> None:
+def test_a_void_batch_leaves_the_guards_as_they_were(world: World, model: Path, measured: Measured) -> None:
     measured({2: {"ess": 0.01}})
     refuse = failing(1, lambda: VoidBatchError("batch-2 is void"), "ack")
     world.buffer.before = lambda method: refuse(method) if world.buffer.step == 1 else None
     world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "skip"}}))
-    assert skipped(world) == {1: None, 2: None, 3: None, 4: None}
+    assert world.skipped() == {1: None, 2: None, 3: None, 4: None}
     assert world.buffer.beats[-1].gauges["alarms_ess_collapse"] == 0.0
 
 

@@ -23,8 +23,7 @@ from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_prompts
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.guards import make_guards
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_rollout
+from tests.support.trainer_values import make_rollout, recipe_of_buffer
 from tests.support.waits import DEADLINE_S, until
 
 FINE = {"ess": 0.9, "log_ratio_token_mean": 0.0, "grad_norm": 1.0, "logprob_gap_on_policy": None}
@@ -42,7 +41,11 @@ GUARDS = {
 
 
 def test_pause_and_rollback_over_a_real_buffer(
-    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    serve_buffer: ServeBuffer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     gradients, seen = Learner.gradients, set[int]()
 
@@ -53,17 +56,14 @@ def test_pause_and_rollback_over_a_real_buffer(
 
     monkeypatch.setattr(Learner, "gradients", changed)
     buffer = serve_buffer(store={"url": f"file://{tmp_path / 'store'}"})
-    document: dict[str, Any] = buffer.recipe.model_dump()
-    document["model"]["path"] = str(make_tiny_model(tmp_path / "model", hidden_size=32))
-    document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
-    document["trainer"] |= {"num_steps": 10, "checkpoint_interval": 5, "batch_wait_s": 120.0}
-    document["trainer"] |= {"guards": make_guards(**GUARDS), "export": False, "learning_rate": {"value": 1e-3}}
+    settings = {"num_steps": 10, "checkpoint_interval": 5, "export": False, "learning_rate": {"value": 1e-3}}
+    recipe = recipe_of_buffer(buffer.recipe, model, guards=make_guards(**GUARDS), **settings)
     client, rng = buffer.client(), np.random.default_rng(0)
     client.upload_prompts(make_prompts(8, 4))
     rollouts = [make_rollout(rng, prompt_id=f"train-{i % 8}", run="test", reward=float(i % 3)) for i in range(48)]
     client.push([encode_rollout(rollout) for rollout in rollouts])
 
-    recipe, store = type(buffer.recipe).model_validate(document), FileStore(tmp_path / "store")
+    store = FileStore(tmp_path / "store")
     trainer = threading.Thread(
         target=train,
         args=(recipe,),

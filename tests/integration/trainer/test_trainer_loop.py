@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +29,12 @@ from tba.errors import (
     VoidBatchError,
     WaitTimeoutError,
 )
-from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.wire import Batch
 from tests.support.stored_checkpoint import object_keys
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
-from tests.support.trainer_world import World, failing
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+from tests.support.trainer_world import World, at_put, failing, same
 
 
 def test_a_run_publishes_in_order_checkpoints_evaluates_exports_and_is_done(world: World, model: Path) -> None:
@@ -102,15 +98,14 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
     broken.train(recipe)
     assert broken.buffer.state == "running"
     assert broken.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
-    broken.buffer.before = lambda method: None
     broken.train(recipe)
 
     assert broken.buffer.parents == {1: "0-0", 2: "1-4"}
     assert [(n, s) for n, s, _ in broken.buffer.acks] == [(1, s) for s in range(1, 5)] + [(2, s) for s in range(5, 9)]
     expected, found = whole.tensors("1-8"), broken.tensors("2-8")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same(expected, found)
     start = whole.tensors("0-0")
-    assert not all(torch.equal(expected[name], start[name]) for name in expected)
+    assert not same(expected, start)
     losses = [[ack.metrics["loss"] for _, _, ack in w.buffer.acks] for w in (whole, broken)]
     assert losses[0] == losses[1]
 
@@ -118,7 +113,6 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
 def test_a_resumed_lineage_announces_its_parents_weights_under_its_own_name(world: World, model: Path) -> None:
     world.stop_after(3)
     world.train(make_recipe(model, trainer={"sync_interval": 2}))
-    world.buffer.before = lambda method: None
     world.train(make_recipe(model, trainer={"sync_interval": 2}))
     marks = [mark for mark in world.buffer.marks if mark != "1-2"]  # the stop may come before it is published
     assert marks == ["0-0", "2-3", "2-4"]
@@ -157,7 +151,6 @@ def test_a_run_continues_without_the_steps_whose_loss_was_accepted(world: World,
     world.stop_after(3)
     world.train(make_recipe(model, trainer={"sync_interval": 2}))
     world.buffer.step, world.buffer.num_lost_changes = 2, 1
-    world.buffer.before = lambda method: None
     world.train(make_recipe(model, trainer={"sync_interval": 2}))
     assert world.buffer.state == "done"
 
@@ -209,24 +202,21 @@ def test_a_stop_during_the_final_evaluation_leaves_the_run_resumable_and_the_res
     assert world.buffer.evals["eval-2-4"].num_prompts == 512
     assert len(world.buffer.acks) == 4
     last, resumed = world.tensors("1-4"), world.tensors("2-4")
-    assert all(torch.equal(last[name], tensor) for name, tensor in resumed.items())
+    assert same(last, resumed)
 
 
 @pytest.mark.parametrize("away", ["checkpoints", "export"])
 def test_a_stop_while_the_end_cannot_be_stored_says_what_is_kept_and_leaves_the_run_resumable(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
-    put_file = FileStore.put_file
-
-    def never(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def never(key: str, path: Path) -> None:
         if f"/{away}/" in key and world.buffer.step == 4:
             world.stop.set()
             raise StoreUnavailableError("the store is away")
-        put_file(self, key, path, create_only=create_only)
 
     recipe = make_recipe(model, trainer={"checkpoint_interval": 3})
     with monkeypatch.context() as patch:
-        patch.setattr(FileStore, "put_file", never)
+        at_put(patch, never)
         if away == "checkpoints":
             said = r"stopped at step 4 without a checkpoint of it \(the store is away\); a resume repeats .* after 3"
             with pytest.raises(StoreUnavailableError, match=said):
@@ -247,7 +237,6 @@ def test_what_a_crash_left_without_a_manifest_is_deleted_by_the_next_start_and_n
 ) -> None:
     world.stop_after(3)
     world.train(make_recipe(model, trainer={"checkpoint_interval": 1, "sync_interval": 1, "keep_checkpoints": 9}))
-    world.buffer.before = lambda method: None
     kept = set(world.store.list("runs/demo/"))
     halves = [f"runs/demo/{kind}/1-9/model.safetensors" for kind in ("weights", "checkpoints")]
     own = [f"runs/demo/{kind}/2-9/model.safetensors" for kind in ("weights", "checkpoints")]  # as if just being written
@@ -281,16 +270,15 @@ def test_a_failed_checkpoint_is_tried_again_at_the_next_sync(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store refuses the checkpoint of step 6. Step 7 does not repeat it, the sync at step 8 does."""
-    put_file, tried = FileStore.put_file, []
+    tried = []
 
-    def sometimes(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def sometimes(key: str, path: Path) -> None:
         if "/checkpoints/" in key and path.name == "model-00001.safetensors":
             tried.append(world.buffer.step)
             if world.buffer.step < 8:
                 raise StoreUnavailableError("the store is away")
-        put_file(self, key, path, create_only=create_only)
 
-    monkeypatch.setattr(FileStore, "put_file", sometimes)
+    at_put(monkeypatch, sometimes)
     world.train(make_recipe(model, trainer={"num_steps": 11, "sync_interval": 4, "checkpoint_interval": 6}))
     assert tried == [6, 8, 11]
 
@@ -332,14 +320,12 @@ def test_training_continues_while_the_store_refuses_versions(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is away from the first version on until step 6 is done; then everything is published in order."""
-    put_file = FileStore.put_file
 
-    def sometimes(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def sometimes(key: str, path: Path) -> None:
         if "/weights/1-" in key and world.buffer.step < 6:
             raise StoreUnavailableError("the store is away")
-        put_file(self, key, path, create_only=create_only)
 
-    monkeypatch.setattr(FileStore, "put_file", sometimes)
+    at_put(monkeypatch, sometimes)
     world.train(make_recipe(model, trainer={"num_steps": 6, "sync_interval": 2, "checkpoint_interval": 100}))
     assert world.buffer.marks == ["0-0", "1-2", "1-4", "1-6"]
     assert world.buffer.state == "done"
@@ -348,14 +334,11 @@ def test_training_continues_while_the_store_refuses_versions(
 def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_says_why(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_file = FileStore.put_file
-
-    def never(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def never(key: str, path: Path) -> None:
         if "/weights/1-" in key:
             raise StoreUnavailableError("the store is away")
-        put_file(self, key, path, create_only=create_only)
 
-    monkeypatch.setattr(FileStore, "put_file", never)
+    at_put(monkeypatch, never)
     monkeypatch.setattr("tba_trainer.loop.status.HEARTBEAT_INTERVAL_S", 0.05)
     monkeypatch.setattr(limits, "MAX_UNPUBLISHED_VERSIONS", 2)
     monkeypatch.setattr(limits, "RETRY_S", 3.0)
@@ -420,7 +403,7 @@ def test_a_batch_that_expired_touches_no_weight_and_is_drawn_again_for_the_same_
         assert [step for _, step, _ in world.buffer.acks] == [1, 2, 3, 4]
     assert [step for _, step in bumpy.buffer.drawn].count(1) == 3
     expected, found = smooth.tensors("1-4"), bumpy.tensors("1-4")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same(expected, found)
 
 
 def test_batches_that_always_expire_end_with_the_setting_to_change(world: World, model: Path) -> None:
@@ -548,16 +531,25 @@ def test_heartbeats_and_acks_show_how_long_was_waited_in_all_also_for_batches_th
     assert last.gauges["num_unpublished_versions"] == 0
 
 
-def test_a_missing_model_folder_is_one_sentence(world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path .*nowhere.* holds no model \(no config\.json\)"):
-        world.train(make_recipe(tmp_path / "nowhere"))
-
-
-def test_a_model_without_a_tokenizer_is_one_sentence(world: World, tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "mute", hidden_size=32)
+def remove_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    with pytest.raises(ConfigError, match=r"model\.path .*mute holds no tokenizer"):
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (shutil.rmtree, r"holds no model \(no config\.json\)"),
+        (remove_tokenizer, "holds no tokenizer"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x10"), "cannot be loaded: "),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_one_sentence(
+    world: World, tmp_path: Path, harm: Callable[[Path], object], sentence: str
+) -> None:
+    folder = make_tiny_model(tmp_path / "harmed", hidden_size=32)
+    harm(folder)
+    with pytest.raises(ConfigError, match=rf"model\.path .*harmed.* {sentence}"):
         world.train(make_recipe(folder))
     assert world.buffer.lineage == 0
 
@@ -565,10 +557,3 @@ def test_a_model_without_a_tokenizer_is_one_sentence(world: World, tmp_path: Pat
 def test_an_unusable_device_is_one_sentence(world: World, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device 'nonsense' cannot be used"):
         world.train(make_recipe(model, trainer={"device": "nonsense"}))
-
-
-def test_a_damaged_model_file_is_one_sentence(world: World, tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "damaged", hidden_size=32)
-    (folder / "model.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ConfigError, match=r"model\.path .*damaged.* cannot be loaded: "):
-        world.train(make_recipe(folder))

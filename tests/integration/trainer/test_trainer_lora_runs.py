@@ -41,7 +41,6 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
     broken.stop_after(3)
     broken.train(recipe)
     assert broken.buffer.checkpoint == ("1-3", "runs/demo/checkpoints/1-3")
-    broken.buffer.before = lambda method: None
     broken.train(recipe)
     assert broken.buffer.parents == {1: "0-0", 2: "1-3"}
     expected, found, start = whole.tensors("1-6"), broken.tensors("2-6"), whole.tensors("0-0")
@@ -77,15 +76,9 @@ def test_the_canary_is_that_of_the_merged_weights_as_a_plain_model_computes_them
     torch.testing.assert_close(found.float(), torch.tensor(canary.logprobs), atol=1e-6, rtol=0.0)
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
 def stopped(world: World, model: Path) -> None:
     world.stop_after(2)
     world.train(make_recipe(model, model={"lora": LORA}, trainer=TRAINER))
-    world.buffer.before = lambda method: None
 
 
 def test_versions_of_a_run_are_adapters_that_peft_reads(world: World, model: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, make_recipe, start_stack, write_recipe
 from tests.support.listeners import listening_ports
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_rollout
+from tests.support.trainer_values import make_rollout, recipe_of_buffer
 from tests.support.waits import DEADLINE_S, until
 
 NUM_STEPS = 40
@@ -42,19 +42,8 @@ class Run:
 
     def __init__(self, folder: Path, stack: Stack, model: Path) -> None:
         self.folder, self.stack, self.client = folder, stack, stack.client
-        document: dict[str, Any] = stack.recipe.model_dump()
-        document["searcher"]["engine"] = "simulated"  # the log-probs of `make_rollout` are no model's
-        document["model"]["path"] = str(model)
-        document["store"]["url"] = f"file://{folder / 'store'}"
-        document["tracking"]["metrics_path"] = str(folder / "metrics.jsonl")
-        document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 1.0}
-        document["trainer"] |= {
-            "num_steps": NUM_STEPS,
-            "sync_interval": 4,
-            "checkpoint_interval": 5,
-            "batch_wait_s": 120.0,
-        }
-        self.recipe_path = write_recipe(folder / "trainer.json", type(stack.recipe).model_validate(document))
+        recipe = recipe_of_buffer(stack.recipe, model, num_steps=NUM_STEPS, sync_interval=4, checkpoint_interval=5)
+        self.recipe_path = write_recipe(folder / "trainer.json", recipe)
         self.versions = WeightVersions(FileStore(folder / "store"), stack.recipe.run.name)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.stop = threading.Event()
@@ -111,7 +100,8 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, model: Path) -> Iterator[Run]:
-    stack = start_stack(tmp_path, buffer={"batch_deadline_s": 120.0})
+    store, tracking = {"url": f"file://{tmp_path / 'store'}"}, {"metrics_path": str(tmp_path / "metrics.jsonl")}
+    stack = start_stack(tmp_path, buffer={"batch_deadline_s": 120.0}, store=store, tracking=tracking)
     run = Run(tmp_path, stack, model)
     try:
         run.fill()

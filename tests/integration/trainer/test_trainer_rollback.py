@@ -16,11 +16,6 @@ from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
 def recipe(model: Path) -> Recipe:
     # no rollback of an alarm is allowed, so one that counted an operator's would fail the run
     guards = make_guards(non_finite={"action": "rollback"}, max_rollbacks=0)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,14 @@ def test_an_evaluation_that_a_stop_before_its_version_cut_off_is_due_at_the_firs
     assert [step for step in syncs if evaluations.num_prompts_due(step, every_steps=50)] == due_at
 
 
+def prefetcher_of(draw: Callable[[int, float], Batch], **limits: Any) -> Prefetcher:
+    """A prefetcher of the steps 1 to 5."""
+    status = Status(trainer_id="trainer", run="demo")
+    return Prefetcher(
+        draw, status=status, first_step=1, last_step=5, batch_wait_s=5.0, stop=threading.Event(), **limits
+    )
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_batches_are_drawn_as_far_ahead_as_allowed_and_no_further(ahead: int) -> None:
     drawn: list[int] = []
@@ -151,16 +160,7 @@ def test_batches_are_drawn_as_far_ahead_as_allowed_and_no_further(ahead: int) ->
         drawn.append(step)
         return make_batch(step)
 
-    prefetcher = Prefetcher(
-        draw,
-        status=Status(trainer_id="trainer", run="demo"),
-        first_step=1,
-        last_step=5,
-        ahead=ahead,
-        batch_wait_s=5.0,
-        batch_deadline_s=60.0,
-        stop=threading.Event(),
-    )
+    prefetcher = prefetcher_of(draw, ahead=ahead, batch_deadline_s=60.0)
     prefetcher.start()
     for step in range(1, 6):
         batch = prefetcher.take(step)
@@ -181,16 +181,7 @@ def test_a_batch_that_has_outlived_its_deadline_is_drawn_again() -> None:
             raise RunOverError("enough")
         return make_batch(step)
 
-    prefetcher = Prefetcher(
-        draw,
-        status=Status(trainer_id="trainer", run="demo"),
-        first_step=1,
-        last_step=5,
-        ahead=0,
-        batch_wait_s=5.0,
-        batch_deadline_s=0.0,
-        stop=threading.Event(),
-    )
+    prefetcher = prefetcher_of(draw, ahead=0, batch_deadline_s=0.0)
     prefetcher.start()
     with pytest.raises(RunOverError):
         prefetcher.take(1)

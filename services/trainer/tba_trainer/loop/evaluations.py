@@ -67,10 +67,7 @@ class Evaluations:
                     version=str(version),
                     token=self._token,
                     num_prompts=num_prompts,
-                    num_samples=self._section.num_samples,
-                    pass_at=self._section.pass_at,
-                    success_reward=self._section.success_reward,
-                    timeout_s=self._section.timeout_s,
+                    **self._section.model_dump(include={"num_samples", "pass_at", "success_reward", "timeout_s"}),
                 )
             )
         except FencedError:

@@ -19,7 +19,9 @@ class JsonlTracker:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            self._is_cut = not _ends_with_newline(self._file)
+            size_bytes = os.fstat(self._file).st_size
+            # a kill may have cut a write off
+            self._is_cut = size_bytes > 0 and os.pread(self._file, 1, size_bytes - 1) != b"\n"
         except OSError as error:
             raise ConfigError(
                 f"tracking.metrics_path {path} cannot be written ({error.strerror}); name a file in a writable folder"
@@ -60,9 +62,3 @@ def known_evaluations(path: Path, run: str) -> set[str]:
             if isinstance(document, dict) and document.get("kind") == "evaluation" and document.get("run") == run:
                 found.add(document["eval_id"])
     return found
-
-
-def _ends_with_newline(file: int) -> bool:
-    """Return whether the last line is complete, or there is none: a kill may have cut a write off."""
-    size_bytes = os.fstat(file).st_size
-    return size_bytes == 0 or os.pread(file, 1, size_bytes - 1) == b"\n"

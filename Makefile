@@ -75,15 +75,16 @@ $(VENV)/.helm: deploy/constraints/helm.txt tools/install_helm.py $(VENV)/.test
 ##@ Check
 test: $(VENV)/.test  ## everything that has to hold: lint, types, import contracts, all tests
 	$(MAKE) -j 2 lint types $(VENV)/.helm $(VENV)/.vllm  # each of them keeps one core busy
-	$(MAKE) unit
+	TEST_MINUTES=25 $(PYTEST) tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
 
 # one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
 # once, folders of whole runs first; bytecode is kept, since every test that starts processes would compile the product again
-unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 -m "not nightly" \
-		tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 -m "not nightly"
 
-nightly: $(VENV)/.test $(VENV)/.vllm  ## the tests that take too long for `make unit`: worlds learn, TRL, faults, the notebook, wheels, the route
+unit: $(VENV)/.test  ## the quick tests alone, without services and whole runs (at most 4 minutes)
+	TEST_MINUTES=4 $(PYTEST) tests/unit tests/contract
+
+nightly: $(VENV)/.test $(VENV)/.vllm  ## the tests that take too long for `make test`: worlds learn, TRL, faults, the notebook, wheels, the route
 	$(INSTALL) --no-build-isolation -e './services/trainer[trl]'
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 5 -m nightly tests
 	$(MAKE) chaos CHAOS_MINUTES=10

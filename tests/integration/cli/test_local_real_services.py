@@ -195,14 +195,11 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue_and_be_steer
         assert third.startswith("  its last state: run 'demo': ")
         assert any("3 stored" in line for line in others)
         assert not any("SILENT" in line or "waits for" in line for line in others)
-        assert why in json.loads(place.tba("status", "demo", "--json").stdout)["ended"]["reason"]
-        assert place.tba("status", "--follow").stdout == status.stdout
+        assert why in json.loads(place.tba("status", "demo", "--follow", "--json").stdout)["ended"]["reason"]
         check = place.tba("ledger", "check")
         assert (check.returncode, "exactly once (0 steps" in check.stdout) == (0, True), check.stderr
         again = place.tba("rollouts", "list", "--order", "best", "--limit", "2")
         assert again.stdout == live, again.stderr
-        page = json.loads(place.tba("rollouts", "list", "--json", "--status", "scored", "--text-chars", "2").stdout)
-        assert [item["prompt_text"] for item in page["rollouts"]] == ["1+"] * 3
         assert contents(place.folder) == before
         assert place.children() == []
         another.close()

@@ -251,20 +251,6 @@ def test_a_run_outlives_the_reader_of_its_output(place):
     assert place.summary()["steps"] == 6
 
 
-def test_a_searcher_that_keeps_dying_is_restarted_and_then_left_out(place):
-    started = place.start(FAKE_SEARCHER="die", FAKE_TRAINER="wait-for-go")
-    path = place.folder / "logs" / "searcher-0.log"
-    wait_until("its last death", lambda: path.exists() and path.read_text().count("starts") == 4)
-    wait_until("it is gone", lambda: len([p for p in place.children() if "tba_searcher" in command_of(p)]) == 1)
-    (place.folder / "go").touch()
-    out, err = started.communicate(timeout=DEADLINE_S)
-    assert started.returncode == 0, err
-    assert "searcher-0 died (exit code 7)" in out
-    assert "starting it again (3 of 3 restarts)" in out
-    assert "the run continues with 1" in out
-    assert place.log("searcher-0").count("starts") == 4
-
-
 def test_a_searcher_whose_settings_are_wrong_is_not_started_again(place):
     done = place.run(FAKE_SEARCHER="config", FAKE_TRAINER="wait-at-2")
     assert done.returncode == 1

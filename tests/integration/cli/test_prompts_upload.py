@@ -22,38 +22,30 @@ def rows(num: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_file_is_uploaded_once(serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_uploaded_once_and_whole_or_not_at_all(
+    serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     buffer, path = serve_buffer(), tmp_path / "q.jsonl"
-    client = buffer.client()
-    path.write_text("\n".join(map(json.dumps, rows(2500))))
-    assert main(["prompts", "upload", str(path), "--url", buffer.url]) == 0
+    client, words = buffer.client(), ["prompts", "upload", str(path), "--url", buffer.url]
+
+    def write(*lines: dict[str, Any]) -> None:
+        path.write_text("\n".join(map(json.dumps, lines)))
+
+    write(*rows(1500), {"prompt_id": "p", "task": "math"})
+    assert main(words) == 2
+    assert "line 1501: text: Field required" in capsys.readouterr().err
+    assert client.stats().num_prompts_train == 0
+    write(*rows(2500))
+    assert main(words) == 0
     out = capsys.readouterr().out  # and what the buffer in this process logs
     assert out.endswith("2500 new and 0 known prompts; the run now has 2250 to train on and 250 held out\n")
-    path.write_text("\n".join(map(json.dumps, reversed(rows(2500)))))
-    assert main(["prompts", "upload", str(path), "--url", buffer.url]) == 0
+    write(*reversed(rows(2500)))
+    assert main(words) == 0
     assert capsys.readouterr().out.startswith("0 new and 2500 known prompts; ")
+    write({**rows(8)[7], "text": "What is 7?"})
+    assert main(words) == 2
+    assert "prompt id 'sum-7' is stored with other content; give changed prompts a new id" in capsys.readouterr().err
     start_lineage(client)
     (lease,) = client.lease(LeaseRequest(searcher_id="s", max_leases=1)).leases
     number = int(lease.prompt.data["gold"]) // 2
     assert lease.prompt.text == f"{number} + {number}?"
-
-
-def test_a_bad_row_uploads_nothing(
-    serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    buffer, path = serve_buffer(), tmp_path / "q.jsonl"
-    path.write_text("\n".join(map(json.dumps, [*rows(1500), {"prompt_id": "p", "task": "math"}])))
-    assert main(["prompts", "upload", str(path), "--url", buffer.url]) == 2
-    assert "line 1501: text: Field required" in capsys.readouterr().err
-    assert buffer.client().stats().num_prompts_train == 0
-
-
-def test_changed_prompts_under_old_ids_are_refused(
-    serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    buffer, path = serve_buffer(), tmp_path / "q.jsonl"
-    path.write_text(json.dumps({"prompt_id": "7", "task": "math", "text": "What is 7?"}))
-    assert main(["prompts", "upload", str(path), "--url", buffer.url]) == 0
-    path.write_text(json.dumps({"prompt_id": "7", "task": "math", "text": "What is 8?"}))
-    assert main(["prompts", "upload", str(path), "--url", buffer.url]) == 2
-    assert "prompt id '7' is stored with other content; give changed prompts a new id" in capsys.readouterr().err

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import pytest
 from pyarrow import parquet
@@ -30,7 +28,7 @@ from tba_cli.main import main
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.run_folder import RunFolder
 from tests.support.buffer import SERVICE_PATHS, make_prompts, make_rollout, start_stack
-from tests.support.waits import DEADLINE_S, until
+from tests.support.waits import DEADLINE_S
 
 REASON = "the trainer died"
 
@@ -93,12 +91,10 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @contextmanager
-def viewing(
-    environ: dict[str, str], *words: str, is_opened: bool = False
-) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Start `tba view` and yield it with the addresses that it prints."""
+def viewing(environ: dict[str, str], *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start `tba view` and yield it with the address that it prints."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tba_cli.main", "view", *([] if is_opened else ["--no-open"]), "--json", *words],
+        [sys.executable, "-m", "tba_cli.main", "view", "--no-open", "--json", *words],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -110,7 +106,7 @@ def viewing(
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate(timeout=DEADLINE_S)[1]
-        yield process, [json.loads(line)["url"]]
+        yield process, json.loads(line)["url"]
     finally:
         if process.poll() is None:
             process.terminate()
@@ -132,7 +128,7 @@ def test_the_page_of_a_run_that_is_over_is_served_read_only_until_a_signal(
 ) -> None:
     before = digests(ended)
     (port,) = choose_ports([PortRequest("port", "127.0.0.1", 0)])
-    with viewing(environ, str(ended.path), "--port", str(port)) as (process, (url,)):
+    with viewing(environ, str(ended.path), "--port", str(port)) as (process, url):
         base, _, token = url.partition("/#token=")
         assert base == f"http://127.0.0.1:{port}"
         status, page = get(base, "/", None)
@@ -175,23 +171,6 @@ def get_fails(url: str) -> bool:
     except OSError:
         return True
     return False
-
-
-def test_the_browser_is_given_a_file_and_no_token_until_the_view_ends(
-    ended: RunFolder, environ: dict[str, str], tmp_path: Path
-) -> None:
-    seen, script = tmp_path / "seen", tmp_path / "browser"
-    script.write_text(f'#!/bin/sh\necho "$*" > {seen}.part\nmv {seen}.part {seen}\n')
-    script.chmod(0o700)
-    with viewing({**environ, "BROWSER": f"{script} %s"}, str(ended.path), is_opened=True) as (_, (url,)):
-        until("the browser", seen.exists)
-        told = seen.read_text().strip()
-        assert told.startswith("file:///")
-        page = Path(url2pathname(urlsplit(told).path))
-        assert f'content="0; url={url}"' in page.read_text()
-        assert (page.stat().st_mode & 0o777, page.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert not page.parent.exists()
-    assert list(Path(environ["TMPDIR"]).iterdir()) == []
 
 
 def test_a_port_that_is_taken_is_a_sentence(

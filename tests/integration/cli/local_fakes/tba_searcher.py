@@ -1,6 +1,6 @@
 """A searcher that generates nothing and leaves when the run is over.
 
-FAKE_SEARCHER: die (searcher-0 leaves at once), all-die, config (all leave, and say that their settings are wrong).
+FAKE_SEARCHER: config (all leave, and say that their settings are wrong).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pathlib import Path
 recipe = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 name = os.environ["TBA_SEARCHER_ID"]
 print(f"{name} starts with threads {os.environ['OMP_NUM_THREADS']} stdin {sys.stdin.read()!r}", flush=True)
-if os.environ.get("FAKE_SEARCHER") == "all-die" or (name == "searcher-0" and os.environ.get("FAKE_SEARCHER") == "die"):
-    sys.exit(7)
 if os.environ.get("FAKE_SEARCHER") == "config":
     print("error: searcher: the engine does not decode this model", flush=True)
     sys.exit(4)

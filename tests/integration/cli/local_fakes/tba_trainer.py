@@ -1,5 +1,4 @@
-"""A trainer that only counts steps; FAKE_TRAINER says how it ends: ok, error, fail, wait-at-2 (for ever), die-at-2,
-wait-for-go (at step 2, until there is a file `go` in the run folder).
+"""A trainer that only counts steps; FAKE_TRAINER says how it ends: ok, error, fail, wait-at-2 (for ever), die-at-2.
 
 `no-steps` speaks to a real buffer service: it takes a lineage, waits for the state `stopping`, and says done.
 """
@@ -17,7 +16,6 @@ from types import FrameType
 
 CONFIG = Path(sys.argv[sys.argv.index("--config") + 1])
 RECIPE = json.loads(CONFIG.read_text())
-GO = CONFIG.parent / "go"
 BEHAVIOUR = os.environ.get("FAKE_TRAINER", "ok")
 
 
@@ -76,7 +74,7 @@ for step in range(begun["step"] + 1, RECIPE["trainer"]["num_steps"] + 1):
     if step == 2 and BEHAVIOUR == "die-at-2":
         print("about to die", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    while step == 2 and (BEHAVIOUR == "wait-at-2" or (BEHAVIOUR == "wait-for-go" and not GO.exists())):
+    while step == 2 and BEHAVIOUR == "wait-at-2":
         time.sleep(0.05)
     time.sleep(0.02)
 evaluate(f"{begun['lineage']}-{RECIPE['trainer']['num_steps']}", 0.5)

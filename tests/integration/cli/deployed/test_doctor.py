@@ -171,6 +171,8 @@ def test_models(ready: Deployment, tmp_path: Path) -> None:
     index = {"weight_map": {"model.embed_tokens.weight": "model.safetensors", "lm_head.weight": "other.safetensors"}}
     (good / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_finding(models(good), "fail", "1 tensors of its model.safetensors.index.json are in no file: lm_head.weight")
+    (good / "model.safetensors.index.json").write_text('{"weight')
+    assert_finding(models(good), "fail", "model.safetensors.index.json is damaged")
     (good / "model.safetensors.index.json").unlink()
     (good / "tokenizer.json").unlink()
     assert_finding(models(good), "fail", "holds no tokenizer")

@@ -39,7 +39,7 @@ from tba_trainer.model.policy import load_policy
 from tba.api import Prompt
 from tba.config import Recipe, load_recipe
 from tba.versions import START, PolicyVersion
-from tba.wire import Batch, Group, Rollout, Sampling, new_rollout_id
+from tba.wire import Batch, Group, Rollout, Sampling, float32_bytes, int32_bytes, new_rollout_id
 from tba_cli.generators.addition import generate
 from tba_cli.resolve import check_model
 from tba_cli.starter_models.starting_model import make_starting_model
@@ -107,7 +107,7 @@ class Searcher:
             request = Request(
                 request_id=request_id,
                 prompt_tokens=self._tokens[prompt.prompt_id],
-                sampling=Sampling(temperature=temperature),
+                sampling=Sampling.of(temperature),
                 max_response_tokens=self._recipe.searcher.max_response_tokens,
                 eos_ids=self._codec.eos_ids,
             )
@@ -125,13 +125,15 @@ class Searcher:
             task=prompt.task,
             prompt_id=prompt.prompt_id,
             visit_id=prompt.prompt_id,
-            prompt_tokens=np.array(self._tokens[prompt.prompt_id], np.int32),
-            response_tokens=completion.response_tokens,
+            prompt_bytes=int32_bytes(np.array(self._tokens[prompt.prompt_id])),
+            response_bytes=int32_bytes(completion.response_tokens),
             response_text=text,
             finish_reason=completion.finish_reason,
             version_spans=completion.version_spans,  # which weights sampled it: its policy age follows
             sampling=completion.sampling,
-            sampler_logprobs=completion.sampler_logprobs,  # log pi_searcher: TBA' and importance weights read it
+            logprob_bytes=float32_bytes(
+                completion.sampler_logprobs
+            ),  # log pi_searcher: TBA' and importance weights read it
             ref_logprob=None,  # log pi_ref: the learner computes it once, when the rollout is first drawn
             reward=score(Item(prompt=prompt.text, response=text, data=prompt.data), {"field": "answer"}),
             reward_status="scored",

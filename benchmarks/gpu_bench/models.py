@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from tba_trainer.learner.forward_backward import pack_rollouts
@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu_bench.check import Bench
 from benchmarks.trainer_bench.workload import make_rollouts
 from tba.config import Recipe, parse_recipe
-from tba.wire import Batch, Group
+from tba.wire import Batch, Group, float32_bytes
 
 QWEN2_SHAPES = MappingProxyType(
     {
@@ -112,9 +112,11 @@ def make_batch(
         if policy is not None:
             with torch.no_grad():
                 found = policy.token_logprobs(pack_rollouts([rollout], policy.device)).float().cpu().numpy()
-            logprobs = (found + 0.01 * rng.standard_normal(len(found))).astype(np.float32)
+            logprobs = found + 0.01 * rng.standard_normal(len(found))
         # a little more than 0 and 1: no group has equal rewards, which would need no pass
-        moved = replace(rollout, reward=float(reward + 0.1 * rng.random()), sampler_logprobs=logprobs)
+        moved = msgspec.structs.replace(
+            rollout, reward=float(reward + 0.1 * rng.random()), logprob_bytes=float32_bytes(logprobs)
+        )
         groups.setdefault(rollout.prompt_id, []).append(moved)
     return batch_of(list(groups.values()))
 

@@ -349,7 +349,7 @@ def _submit(engine: VllmEngine, published: _Published, num_requests: int, length
             Request(
                 request_id=request_id,
                 prompt_tokens=tuple(_prompt(request_id, published.vocab_size).tolist()),
-                sampling=Sampling(temperature=1.0),
+                sampling=Sampling.of(1.0),
                 max_response_tokens=length,
                 eos_ids=(),
             )

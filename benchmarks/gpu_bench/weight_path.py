@@ -198,7 +198,7 @@ def _requests(num: int, vocab_size: int, *, longest: int) -> list[Request]:
         Request(
             request_id=f"r-{i}",
             prompt_tokens=tuple(rng.integers(2, vocab_size, int(rng.integers(2, longest))).tolist()),
-            sampling=Sampling(temperature=1.0),
+            sampling=Sampling.of(1.0),
             max_response_tokens=longest,
             eos_ids=(),
         )

@@ -52,7 +52,7 @@ def make_requests(num: int, *, lengths: str, temperature: float) -> list[Request
             Request(
                 request_id=str(number),
                 prompt_tokens=prompt,
-                sampling=Sampling(temperature=temperature),
+                sampling=Sampling.of(temperature),
                 max_response_tokens=EQUAL_TOKENS if lengths == "equal" else drawn,
                 eos_ids=(),
             )

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tba.versions import START
-from tba.wire import Rollout, Sampling, VersionSpan
+from tba.wire import Rollout, Sampling, VersionSpan, float32_bytes, int32_bytes
 
 Spread = Literal["log-uniform", "uniform"]
 
@@ -88,14 +88,14 @@ def make_rollout(
         task="bench",
         prompt_id=prompt_id,
         visit_id="visit",
-        prompt_tokens=prompt,
-        response_tokens=response,
+        prompt_bytes=int32_bytes(prompt),
+        response_bytes=int32_bytes(response),
         response_text="",
         finish_reason="stop",
-        version_spans=(VersionSpan(version=START, start=0, end=len(response)),),
-        sampling=Sampling(temperature=1.0),
+        version_spans=(VersionSpan.of(START, 0, len(response)),),
+        sampling=Sampling.of(1.0),
         # near what the untrained model gives: ratios stay inside the clip
-        sampler_logprobs=np.full(len(response), -np.log(VOCAB_SIZE), dtype=np.float32),
+        logprob_bytes=float32_bytes(np.full(len(response), -np.log(VOCAB_SIZE))),
         ref_logprob=None,
         reward=reward,
         reward_status="scored",

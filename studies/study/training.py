@@ -22,7 +22,7 @@ from studies.study.methods import METHODS
 from studies.study.world import EOS_ID, NUM_TRAIN, TASKS, HeldOut, Problems, Samples, sample
 from tba.config import Recipe, parse_recipe
 from tba.versions import PolicyVersion
-from tba.wire import Batch, Group, Rollout, Sampling, VersionSpan
+from tba.wire import Batch, Group, Rollout, Sampling, VersionSpan, float32_bytes, int32_bytes
 
 RUN, LINEAGE = "study", 1
 EVAL_EVERY_STEPS = 10
@@ -189,13 +189,13 @@ def make_groups(problems: Problems, rows: list[int], samples: Samples, version: 
                     task="exact",
                     prompt_id=problems.ids[row],
                     visit_id=f"{first + slot}",
-                    prompt_tokens=problems.prompts[row].numpy().astype(np.int32),
-                    response_tokens=tokens,
+                    prompt_bytes=int32_bytes(problems.prompts[row].numpy()),
+                    response_bytes=int32_bytes(tokens),
                     response_text="",
                     finish_reason="stop" if tokens[-1] == EOS_ID else "length",
-                    version_spans=(VersionSpan(version=PolicyVersion(LINEAGE, version), start=0, end=len(tokens)),),
-                    sampling=Sampling(temperature=1.0),
-                    sampler_logprobs=logprobs,
+                    version_spans=(VersionSpan.of(PolicyVersion(LINEAGE, version), 0, len(tokens)),),
+                    sampling=Sampling.of(1.0),
+                    logprob_bytes=float32_bytes(logprobs),
                     ref_logprob=None,
                     reward=problems.reward(row, tokens.tolist()),
                     reward_status="scored",

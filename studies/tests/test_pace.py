@@ -82,9 +82,9 @@ def completion(name: str) -> Completion:
         request_id=name,
         response_tokens=np.array([5], np.int32),
         sampler_logprobs=np.zeros(1, np.float32),
-        sampling=Sampling(temperature=1.0),
+        sampling=Sampling.of(1.0),
         finish_reason="length",
-        version_spans=(VersionSpan(version=START, start=0, end=1),),
+        version_spans=(VersionSpan.of(START, 0, 1),),
         started_at_s=0.0,
         finished_at_s=0.0,
     )
@@ -94,7 +94,7 @@ def request(name: str, num_tokens: int = 1) -> Request:
     return Request(
         request_id=name,
         prompt_tokens=(5,),
-        sampling=Sampling(temperature=1.0),
+        sampling=Sampling.of(1.0),
         max_response_tokens=num_tokens,
         eos_ids=(),
     )

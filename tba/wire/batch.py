@@ -1,66 +1,64 @@
-"""The batch of one optimizer step: groups of rollouts, whose payloads the buffer does not decode again."""
+"""The batch of one optimizer step: groups of rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import Meta
 
 from tba.errors import MalformedError, WireError
 from tba.fields import MAX_SEED, is_bounded
-from tba.wire.codec import Document, Name, pack, unpack
-from tba.wire.rollout import Rollout, check_push, rollout_of
+from tba.wire.codec import Document, Name, NoSchema, pack, unpack
+from tba.wire.rollout import Rollout, decode_rollouts
 
 BATCH_SCHEMA = 1
 MAX_BATCH_BYTES = 1 << 30
 
 Source = Literal["recent", "replay"]
 Position = Annotated[int, Meta(ge=0, le=MAX_SEED)]
+Item = TypeVar("Item", Rollout, bytes)
+"""A rollout; in the buffer and on the wire its stored bytes, which the buffer does not decode again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(Document, Generic[Item], frozen=True):
     """K rollouts of one prompt that one slot drew together.
 
     `source` is where the slot drew from; `fallback` is true when MOP wanted recent data and there was not enough.
     """
 
-    prompt_id: str
+    prompt_id: Name
     source: Source
     fallback: bool
-    rollouts: tuple[Rollout, ...]
+    rollouts: Annotated[tuple[Item, ...], Meta(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedRollout:
-    """A rollout of a batch that cannot be trained on: `reason` is for counters, `detail` for people."""
+class Refusal(Document, frozen=True):
+    """Why a rollout of a batch cannot be trained on: `reason` is for counters, `detail` for people."""
 
-    prompt_id: str
     reason: str
     detail: str
-    num_tokens: int | None = None
-    """Response tokens; None: it could not be decoded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The groups of one optimizer step. `seed` and `log_position` reproduce the draw."""
+class Batch(Document, Generic[Item], frozen=True, kw_only=True, omit_defaults=True, tag_field="schema", tag=1):
+    """The groups of one optimizer step. `seed` and `log_position` reproduce the draw.
 
-    batch_id: str
+    The trainer leaves out of `groups` what it refuses: a group may be smaller for it, or missing.
+    """
+
+    batch_id: Name
     deadline_s: float
     """Unix seconds; afterwards the batch is void and an ack is refused."""
-    seed: int
-    log_position: int
-    groups: tuple[Group, ...]
-    refused: tuple[RefusedRollout, ...] = ()
-    """Invalid rollouts; they are in no group, which may be smaller for it, or missing."""
+    seed: Position
+    log_position: Position
+    groups: Annotated[tuple[Group[Item], ...], Meta(min_length=1)]
+    refused: tuple[Refusal, ...] = ()
+    unreadable: tuple[int, ...] = ()
+    """The places of the rollouts that could not be decoded, among all of the batch."""
 
     @property
-    def rollouts(self) -> list[Rollout]:
+    def rollouts(self) -> list[Item]:
         """All rollouts, group after group."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
@@ -70,63 +68,38 @@ class Batch:
         return [number for number, group in enumerate(self.groups) for _ in group.rollouts]
 
 
-class DrawnGroup(Document):
-    """A group as the buffer holds it, and as it is on the wire: payload bytes, which it does not decode again."""
-
-    prompt_id: Name
-    source: Source
-    fallback: bool
-    payloads: Annotated[Sequence[bytes], Meta(min_length=1)] = field(name="rollouts")
+_DECODER = msgspec.msgpack.Decoder(Batch[bytes] | NoSchema)
 
 
-class _BatchDocument(Document):
-    schema: Literal[1]
-    batch_id: Name
-    deadline_s: float
-    seed: Position
-    log_position: Position
-    groups: Annotated[list[DrawnGroup], Meta(min_length=1)]
-
-
-def encode_batch(
-    *, batch_id: str, deadline_s: float, seed: int, log_position: int, groups: Sequence[DrawnGroup]
-) -> bytes:
+def encode_batch(batch: Batch[bytes]) -> bytes:
     """Encode one batch as msgpack."""
-    return pack(_BatchDocument(BATCH_SCHEMA, batch_id, float(deadline_s), seed, log_position, list(groups)))
+    return pack(batch)
 
 
-_BATCH_DECODER = msgspec.msgpack.Decoder(_BatchDocument)
-
-
-def decode_batch(data: bytes) -> Batch:
+def decode_batch(data: bytes) -> Batch[Rollout]:
     """Decode and validate one batch and every rollout in it; an invalid rollout costs no other one.
 
     Raises:
         MalformedError, SchemaVersionError, LimitError: the batch around the rollouts is not valid.
     """
-    document = unpack(data, _BATCH_DECODER, what="batch", schema=BATCH_SCHEMA, max_bytes=MAX_BATCH_BYTES)
+    drawn = unpack(data, _DECODER, what="batch", schema=BATCH_SCHEMA, max_bytes=MAX_BATCH_BYTES)
     # msgpack can carry NaN and infinity, and a deadline of NaN would never pass
-    if not is_bounded(document.deadline_s):
-        raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, which is not a valid time")
-    items = iter(check_push([payload for group in document.groups for payload in group.payloads]))
-    groups: list[Group] = []
-    refused: list[RefusedRollout] = []
-    for group in document.groups:
-        rollouts = []
-        for item in islice(items, len(group.payloads)):
-            if isinstance(item, WireError):
-                refused.append(RefusedRollout(prompt_id=group.prompt_id, reason=item.slug, detail=str(item)))
-            else:
-                rollouts.append(rollout_of(item))
+    if not is_bounded(drawn.deadline_s):
+        raise MalformedError(f"batch: field 'deadline_s' is {drawn.deadline_s}, which is not a valid time")
+    items = decode_rollouts(drawn.rollouts)
+    unreadable = {place: item for place, item in enumerate(items) if isinstance(item, WireError)}
+    left, groups = iter(items), []
+    for group in drawn.groups:
+        rollouts = tuple(item for item in islice(left, len(group.rollouts)) if isinstance(item, Rollout))
         # the trainer counts what is missing; a group without rollouts would break its means
         if rollouts:
-            kept = tuple(rollouts)
-            groups.append(Group(prompt_id=group.prompt_id, source=group.source, fallback=group.fallback, rollouts=kept))
+            groups.append(Group(group.prompt_id, group.source, group.fallback, rollouts))
     return Batch(
-        batch_id=document.batch_id,
-        deadline_s=document.deadline_s,
-        seed=document.seed,
-        log_position=document.log_position,
+        batch_id=drawn.batch_id,
+        deadline_s=drawn.deadline_s,
+        seed=drawn.seed,
+        log_position=drawn.log_position,
         groups=tuple(groups),
-        refused=tuple(refused),
+        refused=tuple(Refusal(error.slug, str(error)) for error in unreadable.values()),
+        unreadable=tuple(unreadable),
     )

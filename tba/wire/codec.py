@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from tba.errors import LimitError, MalformedError, SchemaVersionError, WireError
 
@@ -48,8 +48,12 @@ Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 """A short text that is not empty."""
 
 
-class Document(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
     """A map on the wire: exactly the fields that its class names, of exactly their types."""
+
+
+class NoSchema(Document, frozen=True, tag_field="schema", tag=0):
+    """No document: msgspec demands the number of a schema only where it has to tell two documents apart."""
 
 
 # made once: to make one costs more than to encode a small document
@@ -112,11 +116,11 @@ def _refusal(data: bytes, problem: str, *, what: str, schema: int) -> WireError:
     return kind(f"{what}: {problem[:MAX_PROBLEM_CHARS]}")
 
 
-def int32_bytes(values: NDArray[np.integer]) -> bytes:
+def int32_bytes(values: ArrayLike) -> bytes:
     """Return the values as raw little-endian int32."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
-def float32_bytes(values: NDArray[np.floating]) -> bytes:
+def float32_bytes(values: ArrayLike) -> bytes:
     """Return the values as raw little-endian float32."""
     return np.ascontiguousarray(values, dtype="<f4").tobytes()

@@ -28,7 +28,7 @@ WAITED_S = "waited_s:"
 Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
 
-class Wait(Document, kw_only=True):
+class Wait(Document, frozen=True, kw_only=True):
     """A wait has a name and a deadline. Its seconds count from when the heartbeat was made: clocks may differ."""
 
     name: Name
@@ -66,7 +66,7 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
     )
 
 
-class _HeartbeatDocument(Document):
+class _HeartbeatDocument(Document, frozen=True):
     schema: Literal[1]
     component_id: Name
     kind: Kind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tba.wire import Rollout, decode_rollout
 from tba_cli.main import main
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import RUN, Place, decode_all
+from tests.support.rollout_values import replace
 from tests.support.s3_server import CREDENTIALS, S3Server
 from tests.support.stored_checkpoint import section_tensors
 

@@ -24,6 +24,7 @@ from tba.versions import START, PolicyVersion
 from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
 from tba.wire.rollout import MAX_TOKENS
 from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
+from tests.support.rollout_values import array_bytes
 from tests.support.waits import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,8 +180,8 @@ def make_rollout(prompt_id: str = "train-0", *, reward: float | None = 1.0, **ch
         "response_tokens": np.arange(1, num_tokens + 1, dtype=np.int32),
         "response_text": "42",
         "finish_reason": "stop",
-        "version_spans": (VersionSpan(version=version, start=0, end=num_tokens),),
-        "sampling": Sampling(temperature=1.0),
+        "version_spans": (VersionSpan.of(version, 0, num_tokens),),
+        "sampling": Sampling.of(1.0),
         "sampler_logprobs": np.full(num_tokens, -0.5, dtype=np.float32),
         "ref_logprob": None,
         "reward": reward,
@@ -191,7 +192,7 @@ def make_rollout(prompt_id: str = "train-0", *, reward: float | None = 1.0, **ch
         "started_at_s": 1.0,
         "finished_at_s": 2.0,
     }
-    return Rollout(**{**values, **changes})
+    return Rollout(**array_bytes({**values, **changes}))
 
 
 def make_payloads(prompt_ids: Sequence[str], *, per_prompt: int = 4, **changes: Any) -> list[bytes]:

@@ -139,7 +139,7 @@ class Bench:
         request = Request(
             request_id="",
             prompt_tokens=(4, 5, 6),
-            sampling=Sampling(temperature=1.0),
+            sampling=Sampling.of(1.0),
             max_response_tokens=9,
             eos_ids=(),
         )
@@ -170,7 +170,7 @@ def make_requests(num: int, *, temperatures: Sequence[float] = (0.0, 1.0, 0.7), 
         make_request(
             str(i),
             prompts[int(rng.integers(len(prompts)))],
-            Sampling(temperature=temperatures[i % len(temperatures)]),
+            Sampling.of(temperatures[i % len(temperatures)]),
             **{"max_response_tokens": int(rng.integers(1, 25)), **fields},
         )
         for i in range(num)
@@ -362,10 +362,10 @@ def case_a_bad_version_is_refused_and_the_old_one_back(bench: Bench) -> None:
 
 def case_sampling_options_are_in_the_logprobs(bench: Bench) -> None:
     options = {
-        "top_k": Sampling(temperature=1.3, top_k=5),
-        "top_p": Sampling(temperature=1.0, top_p=0.6),
-        "both": Sampling(temperature=0.8, top_k=7, top_p=0.7),
-        "off": Sampling(temperature=1.0),
+        "top_k": Sampling.of(1.3, top_k=5),
+        "top_p": Sampling.of(1.0, top_p=0.6),
+        "both": Sampling.of(0.8, top_k=7, top_p=0.7),
+        "off": Sampling.of(1.0),
     }
     prompts = [request.prompt_tokens for request in make_requests(4, seed=7)]
     requests = [
@@ -405,7 +405,7 @@ def restricted_logprobs(model: Model, request: Request, tokens: np.ndarray) -> n
 
 def case_stop_strings_end_a_response(bench: Bench) -> None:
     prompts = [make_requests(1, seed=seed)[0].prompt_tokens for seed in range(11, 30)]
-    candidates = [make_request("", prompt, Sampling(temperature=0.0)) for prompt in prompts]
+    candidates = [make_request("", prompt, Sampling.of(0.0)) for prompt in prompts]
     # one whose greedy response does not end early
     request, whole = next((r, whole) for r in candidates if len(whole := bench.old.greedy(r)) == 24)
     text = [(SPECIAL_TOKENS + tuple(CHARS))[token] for token in whole]
@@ -416,12 +416,12 @@ def case_stop_strings_end_a_response(bench: Bench) -> None:
         done = run_all(
             engine,
             [
-                dataclasses.replace(request, request_id="stop", sampling=Sampling(temperature=0.0, stop=(stop,))),
-                dataclasses.replace(request, request_id="never", sampling=Sampling(temperature=0.0, stop=("=?=?=",))),
+                dataclasses.replace(request, request_id="stop", sampling=Sampling.of(0.0, stop=(stop,))),
+                dataclasses.replace(request, request_id="never", sampling=Sampling.of(0.0, stop=("=?=?=",))),
                 dataclasses.replace(
                     request,
                     request_id="late",
-                    sampling=Sampling(temperature=0.0, stop=(stop,)),
+                    sampling=Sampling.of(0.0, stop=(stop,)),
                     min_response_tokens=first + 3,
                 ),
             ],
@@ -434,7 +434,7 @@ def case_stop_strings_end_a_response(bench: Bench) -> None:
 
 
 def case_what_cannot_be_honoured_is_refused_and_the_rest_continues(bench: Bench) -> None:
-    good = make_request("good", (5, 6, 7), Sampling(temperature=0.0))
+    good = make_request("good", (5, 6, 7), Sampling.of(0.0))
     with bench.engine() as engine:
         engine.submit(good)
         for change, word in (
@@ -481,7 +481,7 @@ def case_closing_forgets_what_is_under_way_and_can_be_repeated(bench: Bench) -> 
 def case_a_seed_of_a_request_decides_its_response(bench: Bench) -> None:
     prompt = (5, 9, 13)
     seeds = {"a": 1, "b": 1, "c": 2, "d": None, "e": None}
-    requests = [make_request(n, prompt, Sampling(temperature=1.0, seed=s), eos_ids=()) for n, s in seeds.items()]
+    requests = [make_request(n, prompt, Sampling.of(1.0, seed=s), eos_ids=()) for n, s in seeds.items()]
     with bench.engine() as engine:
         first = tokens_of(run_all(engine, requests))
         second = tokens_of(run_all(engine, requests[::-1]))
@@ -505,7 +505,7 @@ def case_half_precision_is_verified_too(bench: Bench) -> None:
     manifest = bench.manifest(bench.new, V1, params_sha256=params_sha256_of_files([path]))
     wide = manifest.canary.model_copy(update={"tolerance": 0.5})
     engine.verify(manifest.model_copy(update={"canary": wide}))
-    (completion,) = run_all(engine, [make_request("h", (4, 5), Sampling(temperature=1.0))]).values()
+    (completion,) = run_all(engine, [make_request("h", (4, 5), Sampling.of(1.0))]).values()
     assert completion.sampler_logprobs.dtype == np.float32
 
 

@@ -68,8 +68,8 @@ def train(client: BufferClient) -> None:
         "train-3",
         reward=None,
         version_spans=(
-            VersionSpan(version=PolicyVersion(1, 1), start=0, end=2),
-            VersionSpan(version=PolicyVersion(1, 2), start=2, end=3),
+            VersionSpan.of(PolicyVersion(1, 1), 0, 2),
+            VersionSpan.of(PolicyVersion(1, 2), 2, 3),
         ),
         sampler_logprobs=np.array([-0.1, -2.5, -7.0], dtype=np.float32),
     ).with_failure("timeout: the scorer took 5 s")

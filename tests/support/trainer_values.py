@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,18 @@ from tba.api import (
 from tba.config import LiveSettings, Recipe, parse_recipe
 from tba.errors import ConflictError, FencedError, RollbackError, RunFailedError, RunOverError
 from tba.versions import START, PolicyVersion
-from tba.wire import Batch, Group, Heartbeat, RefLogprob, Rollout, Sampling, VersionSpan
+from tba.wire import (
+    Batch,
+    Group,
+    Heartbeat,
+    RefLogprob,
+    Rollout,
+    Sampling,
+    VersionSpan,
+    float32_bytes,
+    int32_bytes,
+)
+from tests.support.rollout_values import replace
 
 VOCAB_SIZE = 33
 
@@ -90,13 +100,13 @@ def make_rollout(
         task="addition",
         prompt_id=prompt_id,
         visit_id="visit-1",
-        prompt_tokens=rng.integers(3, VOCAB_SIZE, num_prompt_tokens).astype(np.int32),
-        response_tokens=np.asarray(tokens, dtype=np.int32),
+        prompt_bytes=int32_bytes(rng.integers(3, VOCAB_SIZE, num_prompt_tokens)),
+        response_bytes=int32_bytes(tokens),
         response_text="",
         finish_reason="stop",
-        version_spans=(VersionSpan(version=version, start=0, end=len(tokens)),),
-        sampling=Sampling(temperature=temperature),
-        sampler_logprobs=np.asarray(logprobs, dtype=np.float32),
+        version_spans=(VersionSpan.of(version, 0, len(tokens)),),
+        sampling=Sampling.of(temperature),
+        logprob_bytes=float32_bytes(logprobs),
         ref_logprob=ref_logprob,
         reward=reward,
         reward_status="pending" if reward is None else "scored",

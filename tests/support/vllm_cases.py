@@ -125,10 +125,10 @@ def case_checking_a_version_advances_no_request(bench: Bench) -> None:
 
 
 def case_temperatures_that_vllm_would_change_are_refused(bench: Bench) -> None:
-    good = make_request("t", (5, 6), Sampling(temperature=1.0))
+    good = make_request("t", (5, 6), Sampling.of(1.0))
     with bench.engine() as engine:
         for temperature in (0.001, 2.5):
-            bad = dataclasses.replace(good, sampling=Sampling(temperature=temperature))
+            bad = dataclasses.replace(good, sampling=Sampling.of(temperature))
             assert f"temperature {temperature:g}" in raised(EngineError, engine.submit, bad)
         bad = dataclasses.replace(good, eos_ids=(7,), min_response_tokens=3)
         assert "eos_ids" in raised(EngineError, engine.submit, bad)
@@ -160,14 +160,14 @@ def case_weights_that_are_not_finite_are_found(bench: Bench) -> None:
     save_file({name: tensor * float("nan") for name, tensor in load_file(bench.new.tensors).items()}, path)
     engine = bench.fresh()
     engine.load_weights([path], V1)
-    engine.submit(make_request("n", (5, 6), Sampling(temperature=1.0)))
+    engine.submit(make_request("n", (5, 6), Sampling.of(1.0)))
     assert "not finite" in raised(EngineDiedError, lambda: list(finish(engine)))
 
 
 def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
     """A prompt of more than one block: its keys and values are kept for the next response, not for other weights."""
     prompt = tuple(int(token) for token in np.random.default_rng(0).integers(3, 33, 40))
-    request = make_request("p", prompt, Sampling(temperature=0.0), eos_ids=())
+    request = make_request("p", prompt, Sampling.of(0.0), eos_ids=())
     with bench.engine() as engine:
         assert isinstance(engine, VllmEngine)
         manager = engine._llm.engine_core.engine_core.scheduler.kv_cache_manager
@@ -181,7 +181,7 @@ def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
 def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
     """vLLM runs GPT-NeoX through the class of transformers, which the reference of the searcher is too."""
     with bench.engine() as engine:
-        request = make_request("s", (5, 6, 7), Sampling(temperature=0.0), eos_ids=(), max_response_tokens=5)
+        request = make_request("s", (5, 6, 7), Sampling.of(0.0), eos_ids=(), max_response_tokens=5)
         (completion,) = run_all(engine, [request]).values()
     reference = StartingModel(bench.old.folder, temperature=1.0, dtype="float32", device="cpu")
     (found,) = reference.sums([np.array(request.prompt_tokens, np.int32)], [completion.response_tokens])

@@ -96,7 +96,7 @@ def _other(bench: Bench, name: str, tensors: dict[str, torch.Tensor]) -> Model:
 
 def mean_gaps(engine: VllmEngine, models: Iterable[Model]) -> list[float]:
     """Return how far the engine's log-probs of a response are from those of models in float32, in nats on average."""
-    found, request = engine.canary_logprobs(PROMPT, RESPONSE), make_request("", PROMPT, Sampling(temperature=1.0))
+    found, request = engine.canary_logprobs(PROMPT, RESPONSE), make_request("", PROMPT, Sampling.of(1.0))
     expected = (model.trainer_logprobs(request, np.array(RESPONSE)) for model in models)
     return [float(np.abs(found - each).mean()) for each in expected]
 
@@ -108,7 +108,7 @@ def case_8_bits_follow_versions_of_each_kind_in_flight(bench: Bench) -> None:
     assert isinstance(engine, VllmEngine)
     start = engine.canary_logprobs(PROMPT, RESPONSE)
     requests = [
-        make_request(str(i), PROMPT[4 * i :], Sampling(temperature=1.0, seed=i), eos_ids=(), max_response_tokens=8)
+        make_request(str(i), PROMPT[4 * i :], Sampling.of(1.0, seed=i), eos_ids=(), max_response_tokens=8)
         for i in range(2)
     ]
     for request in requests:

@@ -6,15 +6,15 @@ readable: a change of a golden file needs a new schema number and a reader for t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from tba.versions import PolicyVersion
 from tba.wire import (
+    Batch,
     Canary,
-    DrawnGroup,
+    Group,
     Heartbeat,
     Manifest,
     RefLogprob,
@@ -28,8 +28,11 @@ from tba.wire import (
     encode_manifest,
     encode_push,
     encode_rollout,
+    float32_bytes,
+    int32_bytes,
 )
 from tba.wire.weight_manifest import Delta, DeltaObject, TensorEntry, TensorFile, table_sha256
+from tests.support.rollout_values import replace
 
 GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
 
@@ -43,17 +46,17 @@ def scored_rollout(num_response_tokens: int = 1000) -> Rollout:
         task="addition",
         prompt_id="p-7",
         visit_id="visit-1",
-        prompt_tokens=np.arange(20, dtype=np.int32),
-        response_tokens=np.arange(num_response_tokens, dtype=np.int32) * 131 % 50_000,
+        prompt_bytes=int32_bytes(range(20)),
+        response_bytes=int32_bytes(np.arange(num_response_tokens) * 131 % 50_000),
         response_text="12 + 30 = 42 \N{CHECK MARK}",
         finish_reason="stop",
         version_spans=(
-            VersionSpan(version=PolicyVersion(1, 40), start=0, end=edge),
-            VersionSpan(version=PolicyVersion(1, 44), start=edge, end=num_response_tokens),
+            VersionSpan.of(PolicyVersion(1, 40), 0, edge),
+            VersionSpan.of(PolicyVersion(1, 44), edge, num_response_tokens),
         ),
-        sampling=Sampling(temperature=0.75, top_p=0.9, top_k=50, seed=2**31, stop=("\n\n", "Q:")),
-        sampler_logprobs=-np.arange(num_response_tokens, dtype=np.float32) / np.float32(1024),
-        ref_logprob=RefLogprob(value=-123.5, version=PolicyVersion(0, 0)),
+        sampling=Sampling.of(0.75, top_p=0.9, top_k=50, seed=2**31, stop=("\n\n", "Q:")),
+        logprob_bytes=float32_bytes(-np.arange(num_response_tokens, dtype=np.float32) / np.float32(1024)),
+        ref_logprob=RefLogprob.of(-123.5, PolicyVersion(0, 0)),
         reward=1.0,
         reward_status="scored",
         reward_reason=None,
@@ -77,13 +80,13 @@ def pending_rollout() -> Rollout:
         task="gsm8k",
         prompt_id="p-8",
         visit_id="visit-2",
-        prompt_tokens=np.array([5], np.int32),
-        response_tokens=np.array([7, 0], np.int32),
+        prompt_bytes=int32_bytes([5]),
+        response_bytes=int32_bytes([7, 0]),
         response_text="",
         finish_reason="length",
-        version_spans=(VersionSpan(version=PolicyVersion(0, 0), start=0, end=2),),
-        sampling=Sampling(temperature=0.0),
-        sampler_logprobs=np.array([-0.5, 0.0], np.float32),
+        version_spans=(VersionSpan.of(PolicyVersion(0, 0), 0, 2),),
+        sampling=Sampling.of(0.0),
+        logprob_bytes=float32_bytes([-0.5, 0.0]),
         ref_logprob=None,
         reward=None,
         reward_status="pending",
@@ -104,14 +107,16 @@ def batch_bytes() -> bytes:
     """A batch of two groups."""
     first, second = payloads()
     return encode_batch(
-        batch_id="batch-1",
-        deadline_s=1_700_000_100.0,
-        seed=2**63 - 1,
-        log_position=12_345,
-        groups=[
-            DrawnGroup(prompt_id="p-7", source="recent", fallback=False, payloads=[first, first]),
-            DrawnGroup(prompt_id="p-8", source="replay", fallback=True, payloads=[second]),
-        ],
+        Batch(
+            batch_id="batch-1",
+            deadline_s=1_700_000_100.0,
+            seed=2**63 - 1,
+            log_position=12_345,
+            groups=(
+                Group(prompt_id="p-7", source="recent", fallback=False, rollouts=(first, first)),
+                Group(prompt_id="p-8", source="replay", fallback=True, rollouts=(second,)),
+            ),
+        )
     )
 
 

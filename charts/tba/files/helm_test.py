@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import urllib3
 
 from tba.api import LeaseRequest, LeaseReturn
@@ -114,13 +113,13 @@ def check_rollout(recipe: Recipe, viewer_token: ClientToken, wait_s: float) -> N
         task=task,
         prompt_id=prompt_id,
         visit_id=f"helm-test-{now_s:.3f}",
-        prompt_tokens=np.array([0], np.int32),
-        response_tokens=np.array([0], np.int32),
+        prompt_bytes=bytes(4),
+        response_bytes=bytes(4),
         response_text="pushed by helm test",
         finish_reason="length",
-        version_spans=(VersionSpan(version=START, start=0, end=1),),
-        sampling=Sampling(temperature=1.0),
-        sampler_logprobs=np.array([0.0], np.float32),
+        version_spans=(VersionSpan.of(START, 0, 1),),
+        sampling=Sampling.of(1.0),
+        logprob_bytes=bytes(4),
         ref_logprob=None,
         reward=None,
         reward_status="failed",

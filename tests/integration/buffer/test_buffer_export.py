@@ -45,10 +45,10 @@ def served(serve_buffer: ServeBuffer) -> BufferThread:
         num_tokens=5,
         response_text="x" * 20_000 + "\N{CHECK MARK}",
         version_spans=(
-            VersionSpan(version=START, start=0, end=2),
-            VersionSpan(version=PolicyVersion(1, 0), start=2, end=5),
+            VersionSpan.of(START, 0, 2),
+            VersionSpan.of(PolicyVersion(1, 0), 2, 5),
         ),
-        sampling=Sampling(temperature=0.5, top_p=0.9, top_k=40, seed=2**62, stop=("\n", "Q")),
+        sampling=Sampling.of(0.5, top_p=0.9, top_k=40, seed=2**62, stop=("\n", "Q")),
         sampler_logprobs=np.array([-0.1, -0.2, -0.3, -0.4, -0.5], dtype=np.float32),
         reward_parts={"format": 1.0, "exact": 0.5},
     )

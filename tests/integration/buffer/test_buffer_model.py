@@ -197,7 +197,7 @@ class History:
             reward_reason="no answer" if status == "failed" else None,
             num_tokens=10 * tokens,
             response_text="x" * num_text,
-            version_spans=(VersionSpan(version=version, start=0, end=10 * tokens),),
+            version_spans=(VersionSpan.of(version, 0, 10 * tokens),),
         )
 
     async def restart(self) -> None:

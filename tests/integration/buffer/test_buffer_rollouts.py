@@ -169,12 +169,12 @@ def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
         num_tokens=5,
         response_text="x" * 2000 + "é",
         version_spans=(
-            VersionSpan(version=START, start=0, end=2),
-            VersionSpan(version=PolicyVersion(1, 4), start=2, end=5),
+            VersionSpan.of(START, 0, 2),
+            VersionSpan.of(PolicyVersion(1, 4), 2, 5),
         ),
-        sampling=Sampling(temperature=0.7, top_p=0.9, top_k=40, seed=3, stop=("\n",)),
+        sampling=Sampling.of(0.7, top_p=0.9, top_k=40, seed=3, stop=("\n",)),
         sampler_logprobs=np.array([-0.1, -0.2, -0.3, -0.4, -0.5], dtype=np.float32),
-        ref_logprob=RefLogprob(value=-2.5, version=START),
+        ref_logprob=RefLogprob.of(-2.5, START),
     )
     client.push([encode_rollout(rollout)])
     detail = client.get_rollout(rollout.rollout_id.hex())

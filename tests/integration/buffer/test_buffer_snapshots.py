@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 from redis import Redis
 
@@ -80,10 +80,10 @@ def log_of(redis: RedisProcess, run: str) -> list[bytes | str]:
 def content(payload: bytes, *, run: str) -> dict[str, Any]:
     """A rollout as plain values; run and visit, which a load renames, are left out or as `run` has them."""
     rollout: Rollout = decode_rollout(payload)
-    values = {name: getattr(rollout, name) for name in Rollout.__slots__}
+    values = msgspec.structs.asdict(rollout)
     assert values.pop("run") == run
     values["visit_id"] = values["visit_id"].partition("@")[0]
-    return {name: value.tobytes() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    return values
 
 
 def contents(payloads: dict[bytes, bytes], *, run: str) -> dict[bytes, dict[str, Any]]:

@@ -92,9 +92,9 @@ async def deliver(client: BufferClient, reward_url: str, folder: Path) -> Search
             request_id=f"{granted.lease_id}/{number}",
             response_tokens=np.array([5 + number, 6], np.int32),
             sampler_logprobs=np.full(2, -0.5, np.float32),
-            sampling=Sampling(temperature=1.0),
+            sampling=Sampling.of(1.0),
             finish_reason="stop",
-            version_spans=(VersionSpan(version=START, start=0, end=2),),
+            version_spans=(VersionSpan.of(START, 0, 2),),
             started_at_s=1.0,
             finished_at_s=2.0,
         )

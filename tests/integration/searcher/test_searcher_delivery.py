@@ -312,9 +312,9 @@ def one_visit(delivery: Delivery, number: int = 0, pinned: PolicyVersion | None 
             request_id="train-1-0",
             response_tokens=np.array([5, 6, 7], np.int32),
             sampler_logprobs=np.zeros(3, np.float32),
-            sampling=Sampling(temperature=1.0),
+            sampling=Sampling.of(1.0),
             finish_reason="length",
-            version_spans=(VersionSpan(version=START, start=0, end=3),),
+            version_spans=(VersionSpan.of(START, 0, 3),),
             started_at_s=0.0,
             finished_at_s=1.0,
         )

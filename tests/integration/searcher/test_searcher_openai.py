@@ -170,7 +170,7 @@ def generate_through_updates(
 
 def test_slots_are_counted_and_aborted_requests_forgotten(bench: Bench) -> None:
     requests = make_requests(NUM_SLOTS + 3, temperatures=(0.0,), eos_ids=(), max_response_tokens=400)
-    short = make_request("short", (5, 6, 7), Sampling(temperature=0.0))
+    short = make_request("short", (5, 6, 7), Sampling.of(0.0))
     engine = long_engine(bench)
     for request in requests:
         engine.submit(request)
@@ -190,13 +190,13 @@ def test_slots_are_counted_and_aborted_requests_forgotten(bench: Bench) -> None:
 def test_a_stop_string_that_an_update_cuts_in_two_ends_the_response(bench: Bench) -> None:
     engine = long_engine(bench)
     prompt = make_requests(1, seed=11)[0].prompt_tokens
-    request = make_request("", prompt, Sampling(temperature=0.0), eos_ids=(), max_response_tokens=150)
+    request = make_request("", prompt, Sampling.of(0.0), eos_ids=(), max_response_tokens=150)
     whole = tokens_of(run_all(engine, [request]))[""]
     text = [(SPECIAL_TOKENS + tuple(CHARS))[token] for token in whole]
     # the first place from the 40th token on that did not come before
     at = next(n for n in range(40, 130) if "".join(text[n : n + 12]) not in "".join(text[: n + 11]))
     stop = "".join(text[at : at + 12])
-    cut = make_request("cut", prompt, Sampling(temperature=0.0, stop=(stop,)), eos_ids=(), max_response_tokens=150)
+    cut = make_request("cut", prompt, Sampling.of(0.0, stop=(stop,)), eos_ids=(), max_response_tokens=150)
     (completion,) = run_all(engine, [cut]).values()  # without an update the server finds it
     assert completion.finish_reason == "stop_string"
     assert completion.response_tokens.tolist() == whole[: at + 12]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,14 @@ from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
+from tests.support.rollout_values import replace
 from tests.support.trainer_values import VOCAB_SIZE, make_rollout, recipe_of_buffer
 
 PAYLOADS = "tba:test:payloads"
 
 
 def span(version: PolicyVersion, rollout: Rollout) -> tuple[VersionSpan, ...]:
-    return (VersionSpan(version=version, start=0, end=len(rollout.response_tokens)),)
+    return (VersionSpan.of(version, 0, len(rollout.response_tokens)),)
 
 
 def changed(payload: bytes, **fields: Any) -> bytes:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from tba.versions import PolicyVersion
 from tba.wire import Batch
+from tests.support.rollout_values import replace
 from tests.support.trainer_process import TrainerProcesses
 from tests.support.trainer_values import make_batch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Batch, RefLogprob
+from tests.support.rollout_values import replace
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
 
@@ -57,7 +57,7 @@ def fork_recipe(model: Path, run: str, **sections: dict[str, Any]) -> Recipe:
 def carrying_batch(seed: int) -> Batch:
     """A batch whose rollouts carry ref log-probs of the starting model."""
     batch = make_batch(seed)
-    ref = RefLogprob(value=-7.5, version=PolicyVersion(0, 0))
+    ref = RefLogprob.of(-7.5, PolicyVersion(0, 0))
     return replace(
         batch,
         groups=tuple(

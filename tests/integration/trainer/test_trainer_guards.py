@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tba.errors import (
 )
 from tba.wire import Batch
 from tests.support.guards import make_guards
+from tests.support.rollout_values import replace
 from tests.support.trainer_values import make_batch, make_recipe
 from tests.support.trainer_world import World, failing, same
 

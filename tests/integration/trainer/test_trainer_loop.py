@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from tba.errors import (
 )
 from tba.versions import PolicyVersion
 from tba.wire import Batch
+from tests.support.rollout_values import replace
 from tests.support.stored_checkpoint import object_keys
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tba_cli.main import main
 from tba_cli.sizing.estimate import estimate
 from tba_cli.sizing.model_shape import ModelShape, shape_of_folder
 from tests.support.model_shapes import QWEN_7B, SHAPES
+from tests.support.rollout_values import replace
 from tests.support.tiny_model import make_tiny_model
 from tests.support.wire_values import scored_rollout
 
@@ -50,7 +50,7 @@ def test_a_model_at_hand_is_counted_in_its_files(model: Path) -> None:
 def test_a_rollout_is_as_long_as_estimated(num_tokens: int) -> None:
     text = "abcd" * num_tokens
     rollout = replace(scored_rollout(num_tokens), prompt_tokens=np.arange(20, dtype=np.int32), response_text=text)
-    rollout = replace(rollout, version_spans=(VersionSpan(version=rollout.version, start=0, end=num_tokens),))
+    rollout = replace(rollout, version_spans=(VersionSpan.of(rollout.version, 0, num_tokens),))
     recipe = recipe_of("searcher.max_prompt_tokens=20", f"searcher.max_response_tokens={num_tokens}")
     assert estimate(recipe, QWEN_7B).rollout_bytes == pytest.approx(len(encode_rollout(rollout)), rel=0.1)
 

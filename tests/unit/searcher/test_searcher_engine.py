@@ -59,7 +59,7 @@ def make_requests(num: int, *, temperatures: tuple[float, ...] = (0.0, 1.0, 0.7)
         Request(
             request_id=str(i),
             prompt_tokens=prompts[int(rng.integers(len(prompts)))],
-            sampling=Sampling(temperature=temperatures[i % len(temperatures)]),
+            sampling=Sampling.of(temperatures[i % len(temperatures)]),
             max_response_tokens=int(rng.integers(1, 40)),
             eos_ids=(EOS_ID,),
         )
@@ -102,7 +102,7 @@ def test_samples_follow_the_softmax_of_the_model_at_the_sampling_temperature(fol
     request = Request(
         request_id="",
         prompt_tokens=(5, 9, 13),
-        sampling=Sampling(temperature=1.5),
+        sampling=Sampling.of(1.5),
         max_response_tokens=1,
         eos_ids=(EOS_ID,),
     )
@@ -285,7 +285,7 @@ def test_tokens_beyond_a_window_are_those_of_a_pass_over_the_whole_sequence(kind
         Request(
             request_id=str(length),
             prompt_tokens=tuple(rng.integers(3, 33, length).tolist()),
-            sampling=Sampling(temperature=1.0),
+            sampling=Sampling.of(1.0),
             max_response_tokens=16,
             eos_ids=(),
         )

@@ -36,6 +36,7 @@ from tba.errors import ConfigError, DigestError, UnavailableError
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion
 from tba.wire import Sampling
+from tba.wire.rollout import FinishReason
 from tests.support.buffer import make_recipe
 from tests.support.tiny_encoder import make_tiny_encoder
 from tests.support.waits import until
@@ -159,7 +160,7 @@ def tokens(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def make_visit(kind: Any, responses: Sequence[np.ndarray], *, reasons: Sequence[str] | None = None) -> Visit:
+def make_visit(kind: Any, responses: Sequence[np.ndarray], *, reasons: Sequence[FinishReason] | None = None) -> Visit:
     prompt = Prompt(prompt_id="h", task="addition", text="1+1=", split="heldout")
     lease = Lease(
         lease_id="lease",
@@ -175,7 +176,7 @@ def make_visit(kind: Any, responses: Sequence[np.ndarray], *, reasons: Sequence[
             request_id=f"lease/{number}",
             response_tokens=response,
             sampler_logprobs=np.full(len(response), -0.5, np.float32),
-            sampling=Sampling(temperature=1.0),
+            sampling=Sampling.of(1.0),
             finish_reason=reason,
             version_spans=(),
             started_at_s=0.0,

@@ -28,7 +28,7 @@ from tests.support.engine_contract import finish, make_request
 from tests.support.fake_completions import Answer, FakeServer, completion
 from tests.support.tiny_model import make_tiny_model
 
-REQUEST = make_request("r", (5, 6, 7), Sampling(temperature=1.0, seed=3), max_response_tokens=10)
+REQUEST = make_request("r", (5, 6, 7), Sampling.of(1.0, seed=3), max_response_tokens=10)
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ def make_requests(num: int, *stops: str, **changes: Any) -> list[Request]:
     plain = Request(
         request_id="",
         prompt_tokens=(5, 6),
-        sampling=Sampling(temperature=1.0, stop=stops),
+        sampling=Sampling.of(1.0, stop=stops),
         max_response_tokens=30,
         eos_ids=(EOS_ID,),
     )

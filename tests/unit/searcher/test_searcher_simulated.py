@@ -69,7 +69,7 @@ def make_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def request(name: str, *, max_response_tokens: int = 1000, **values: Any) -> Request:
     settings: dict[str, Any] = {
         "prompt_tokens": (1, 2),
-        "sampling": Sampling(temperature=1.0),
+        "sampling": Sampling.of(1.0),
         "eos_ids": (EOS,),
         **values,
     }
@@ -104,7 +104,7 @@ def test_a_response_is_a_function_of_seed_and_request_whatever_else_is_going_on(
     assert responses[0] != responses[2]
     engine, _ = make_engine(median=20)
     for name in "ab":
-        engine.submit(request(name, sampling=Sampling(temperature=1.0, seed=9)))
+        engine.submit(request(name, sampling=Sampling.of(1.0, seed=9)))
     first, second = finish(engine)
     np.testing.assert_array_equal(first.response_tokens, second.response_tokens)
 
@@ -147,8 +147,8 @@ def test_new_weights_begin_a_span_in_every_row(make_engine, folder) -> None:
     [completion] = finish(engine)
     assert clock.now_s == pytest.approx(10 / simulated.TOKENS_PER_S)
     assert completion.version_spans == (
-        VersionSpan(version=START, start=0, end=4),
-        VersionSpan(version=V1, start=4, end=10),
+        VersionSpan.of(START, 0, 4),
+        VersionSpan.of(V1, 4, 10),
     )
 
 

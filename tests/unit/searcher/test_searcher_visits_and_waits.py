@@ -46,7 +46,12 @@ from tests.support.tiny_model import make_tiny_tokenizer
 
 
 def make_request(name: str, **changes: object) -> Request:
-    values = {"prompt_tokens": (5, 6), "sampling": Sampling(temperature=1.0), "max_response_tokens": 4, "eos_ids": (1,)}
+    values = {
+        "prompt_tokens": (5, 6),
+        "sampling": Sampling.of(1.0),
+        "max_response_tokens": 4,
+        "eos_ids": (1,),
+    }
     return Request(request_id=name, **{**values, **changes})  # pyright: ignore[reportArgumentType]
 
 
@@ -219,7 +224,7 @@ def test_every_training_rollout_draws_its_own_temperature_and_evaluations_do_not
     assert not rest & set(temperatures)
     assert drawn(1, make_visit("a", num_rollouts=500)) != first
     assert drawn(0, make_visit("b", num_rollouts=500)) != first
-    assert drawn(0, make_visit("a", pinned=START)) == [Sampling(temperature=1.0)] * 3
+    assert drawn(0, make_visit("a", pinned=START)) == [Sampling.of(1.0)] * 3
 
 
 def test_each_task_has_its_own_lengths_and_stops_in_training_and_in_evaluations() -> None:

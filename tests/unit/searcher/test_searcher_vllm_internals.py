@@ -149,7 +149,7 @@ V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 def test_spans_say_which_version_made_which_tokens(
     versions: list[tuple[PolicyVersion, int]], expected: list[tuple[PolicyVersion, int, int]]
 ) -> None:
-    spans = tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in expected)
+    spans = tuple(VersionSpan.of(version, start, end) for version, start, end in expected)
     assert spans_of(versions, 9) == spans
 
 

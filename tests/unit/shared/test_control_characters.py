@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from pydantic import ValidationError
 
@@ -12,6 +10,7 @@ from tba.config import LiveSettings
 from tba.errors import MalformedError
 from tba.fields import control_character_error, escape_controls, one_line
 from tba.wire import Heartbeat, Wait, decode_heartbeat, decode_rollout, encode_heartbeat, encode_rollout
+from tests.support.rollout_values import replace
 from tests.support.wire_values import pending_rollout
 
 BAD = ["a\nb", "a\x1b[2Jb", "a\x9b2Jb", "a\x7fb", "a\u2028b", "a\u202eb"]

@@ -6,11 +6,10 @@ import contextlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import msgpack
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -20,14 +19,14 @@ from tba.errors import LimitError, MalformedError, SchemaVersionError, WireError
 from tba.wire import (
     MAX_ROLLOUTS_PER_PUSH,
     Batch,
-    DrawnGroup,
-    RolloutDocument,
-    check_push,
+    Group,
+    Rollout,
     decode_batch,
     decode_heartbeat,
     decode_manifest,
     decode_push,
     decode_rollout,
+    decode_rollouts,
     encode_batch,
     encode_heartbeat,
     encode_manifest,
@@ -149,9 +148,9 @@ def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
         ({"sampler_logprobs": b"\0\0\x80\x3f" * 4}, "'sampler_logprobs' holds 1, above 0"),
         ({"prompt_tokens": b"\xff" * 4}, "'prompt_tokens' holds -1; token ids must not be negative"),
         ({"version_spans": []}, r"array` of length >= 1 - at `\$\.version_spans`"),
-        ({"version_spans": [[1, 1, 0, 3]]}, r"must cover the 4 response tokens .* got \[\(1, 1, 0, 3\)\]"),
+        ({"version_spans": [[1, 1, 0, 3]]}, "must cover the 4 response tokens"),
         ({"version_spans": [[1, 1, 0, 2], [1, 2, 3, 4]]}, "without gaps"),
-        ({"version_spans": [[1, 1, 0]]}, r"Expected `array` of length 4, got 3 - at `\$\.version_spans\[0\]`"),
+        ({"version_spans": [[1, 1, 0]]}, r"of at least length 4, got 3 - at `\$\.version_spans\[0\]`"),
         ({"version_spans": [[True, 1, 0, 4]]}, r"Expected `int`, got `bool` - at `\$\.version_spans\[0\]\[0\]`"),
         ({"version_spans": [[1, -1, 0, 4]]}, r"Expected `int` >= 0 - at `\$\.version_spans\[0\]\[1\]`"),
         ({"finish_reason": "bored"}, r"enum value 'bored' - at `\$\.finish_reason`"),
@@ -162,7 +161,7 @@ def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
         ({"reward": math.nan}, "'reward' is nan, not a finite number"),
         ({"reward": math.inf}, "'reward' is inf"),
         ({"ref_logprob": [math.nan, 0, 0]}, "'ref_logprob' is nan, not a finite number"),
-        ({"ref_logprob": [-1.0, 0]}, r"Expected `array` of length 3, got 2 - at `\$\.ref_logprob`"),
+        ({"ref_logprob": [-1.0, 0]}, r"of at least length 3, got 2 - at `\$\.ref_logprob`"),
         ({"ref_logprob": [-1.0, -1, 0]}, r"Expected `int` >= 0 - at `\$\.ref_logprob\[1\]`"),
         ({"run": ""}, r"Expected `str` of length >= 1 - at `\$\.run`"),
         ({"sampling": {**ROLLOUT["sampling"], "top_p": 0.0}}, r"top_p in \(0, 1\]"),
@@ -225,8 +224,7 @@ def test_parts_are_left_out_of_the_bytes_where_there_are_none() -> None:
     assert "reward_parts" not in msgpack.unpackb(encode_rollout(plain))
     assert encode_rollout(scored.with_reward(1.0, "addition-1")) == encode_rollout(plain)
     assert "reward_parts" not in msgpack.unpackb(encode_rollout(scored.with_failure("timeout: 5 s")))
-    (document,) = check_push([encode_rollout(plain)])  # a snapshot writes documents again
-    assert msgspec.msgpack.encode(document) == encode_rollout(plain)
+    assert encode_rollout(decode_rollout(encode_rollout(plain))) == encode_rollout(plain)  # a snapshot writes it again
 
 
 @pytest.mark.parametrize(
@@ -399,30 +397,28 @@ def decoded(payload: bytes) -> Any:
 @settings(max_examples=400)
 @given(st.lists(st.sampled_from(GOOD) | changed_fields() | changed_bytes(), min_size=1, max_size=8))
 def test_a_push_is_checked_as_each_of_its_rollouts_is(payloads: list[bytes]) -> None:
-    for item, expected in zip(check_push(payloads), map(decoded, payloads), strict=True):
+    for item, expected in zip(decode_rollouts(payloads), map(decoded, payloads), strict=True):
         if isinstance(item, WireError):
             assert (type(item), str(item)) == (type(expected), str(expected))
             continue
         assert not isinstance(expected, WireError), expected
-        assert isinstance(item, RolloutDocument)
+        assert isinstance(item, Rollout)
         assert (item.rollout_id, item.prompt_id, item.version) == (
             expected.rollout_id,
             expected.prompt_id,
             expected.version,
         )
-        assert item.response_tokens == expected.response_tokens.astype("<i4").tobytes()
+        assert item.response_bytes == expected.response_bytes
 
 
 def test_the_largest_log_prob_is_the_float32_next_to_a_ten_thousandth() -> None:
     edge = np.float32(1e-4)
     good, bad = (
-        encode_rollout(scored_rollout(4)).replace(
-            scored_rollout(4).sampler_logprobs.tobytes(), np.full(4, value).tobytes()
-        )
+        encode_rollout(scored_rollout(4)).replace(scored_rollout(4).logprob_bytes, np.full(4, value).tobytes())
         for value in (edge, np.nextafter(edge, np.float32(1)))
     )
-    first, second = check_push([good, bad])
-    assert isinstance(first, RolloutDocument)
+    first, second = decode_rollouts([good, bad])
+    assert isinstance(first, Rollout)
     assert "above 0" in str(second)
 
 
@@ -449,11 +445,8 @@ BAD = [
 
 
 def batch(*groups: list[bytes]) -> Batch:
-    drawn = [
-        DrawnGroup(prompt_id=f"p-{i}", source="recent", fallback=False, payloads=payloads)
-        for i, payloads in enumerate(groups)
-    ]
-    return decode_batch(encode_batch(batch_id="b", deadline_s=9.0, seed=1, log_position=2, groups=drawn))
+    drawn = tuple(Group(f"p-{i}", "recent", False, tuple(payloads)) for i, payloads in enumerate(groups))
+    return decode_batch(encode_batch(Batch(batch_id="b", deadline_s=9.0, seed=1, log_position=2, groups=drawn)))
 
 
 @pytest.mark.parametrize(("payload", "reason"), BAD)
@@ -461,7 +454,7 @@ def test_a_rollout_that_cannot_be_read_costs_only_itself(payload: bytes, reason:
     found = batch([PLAIN_ROLLOUT, payload, PLAIN_ROLLOUT], [PLAIN_ROLLOUT])
     assert [(group.prompt_id, len(group.rollouts)) for group in found.groups] == [("p-0", 2), ("p-1", 1)]
     [refused] = found.refused
-    assert (refused.prompt_id, refused.reason) == ("p-0", reason)
+    assert (found.unreadable, refused.reason) == ((1,), reason)
     with pytest.raises(WireError) as caught:
         decode_rollout(payload)
     assert refused.detail == str(caught.value)
@@ -470,13 +463,12 @@ def test_a_rollout_that_cannot_be_read_costs_only_itself(payload: bytes, reason:
 def test_a_group_of_which_nothing_is_left_is_gone_and_so_is_all_of_a_batch() -> None:
     found = batch([b"", b"x"], [PLAIN_ROLLOUT])
     assert [group.prompt_id for group in found.groups] == ["p-1"]
-    assert [refused.prompt_id for refused in found.refused] == ["p-0", "p-0"]
+    assert (len(found.refused), found.unreadable) == (2, (0, 1))
     assert batch([b"x"], [b"y"]).groups == ()
 
 
 def test_a_good_batch_has_nothing_refused() -> None:
     assert batch([PLAIN_ROLLOUT], [PLAIN_ROLLOUT, PLAIN_ROLLOUT]).refused == ()
-    assert replace(batch([PLAIN_ROLLOUT])).rollouts[0].rollout_id == scored_rollout(4).rollout_id
 
 
 @given(st.lists(st.lists(st.integers(-1, len(BAD) - 1), min_size=1, max_size=4), min_size=1, max_size=4))
@@ -484,5 +476,5 @@ def test_what_is_read_and_what_is_refused_is_everything_in_order(kinds: list[lis
     found = batch(*([PLAIN_ROLLOUT if kind < 0 else BAD[kind][0] for kind in group] for group in kinds))
     left = [(f"p-{i}", group.count(-1)) for i, group in enumerate(kinds) if -1 in group]
     assert [(group.prompt_id, len(group.rollouts)) for group in found.groups] == left
-    expected = [(f"p-{i}", BAD[kind][1]) for i, group in enumerate(kinds) for kind in group if kind >= 0]
-    assert [(refused.prompt_id, refused.reason) for refused in found.refused] == expected
+    expected = [(place, BAD[kind][1]) for place, kind in enumerate(chain.from_iterable(kinds)) if kind >= 0]
+    assert [(place, each.reason) for place, each in zip(found.unreadable, found.refused, strict=True)] == expected

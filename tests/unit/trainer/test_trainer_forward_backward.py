@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from tba_trainer.objectives import Objective, resolve
 from tba.config import ObjectiveSection
 from tba.config.objective import FAMILY, PRESETS
 from tba.wire import Batch, decode_batch
+from tests.support.rollout_values import replace
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import VersionSpan
 from tests.support.learner_values import gradient, make_learner, move, token_logprobs
+from tests.support.rollout_values import replace
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
 
@@ -180,8 +180,8 @@ def test_the_gap_is_measured_where_the_sampler_drew_from_the_policy_itself() -> 
     assert found["logprob_gap_on_policy"] is None  # there it could not sample end of sequence at first
     # the run went back from 1-44 to 1-40, and version 1-44 made the end of this one: its age is 0 all the same
     spans = (
-        VersionSpan(version=PolicyVersion(1, 40), start=0, end=2),
-        VersionSpan(version=PolicyVersion(1, 44), start=2, end=4),
+        VersionSpan.of(PolicyVersion(1, 40), 0, 2),
+        VersionSpan.of(PolicyVersion(1, 44), 2, 4),
     )
     left = [replace(items[0], rollout=replace(items[0].rollout, version_spans=spans))]
     assert metrics(left, step=41)["logprob_gap_on_policy"] is None

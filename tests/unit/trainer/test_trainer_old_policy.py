@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tba_trainer.model.slices import Layout, TensorSlice, written_slices
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, VersionSpan
 from tests.support.learner_values import gradient, make_learner, make_state, move, token_logprobs
+from tests.support.rollout_values import replace
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
 
@@ -45,7 +45,7 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(folder: Pat
     old = old_policy_of(learner)
     one = make_rollout(rng, version=FIRST)
     # the weights changed in the middle of this response
-    spans = (VersionSpan(version=FIRST, start=0, end=3), VersionSpan(version=SECOND, start=3, end=7))
+    spans = (VersionSpan.of(FIRST, 0, 3), VersionSpan.of(SECOND, 3, 7))
     two = replace(make_rollout(rng), version_spans=spans)
     old.remember(FIRST)
     first = [token_logprobs(learner.model, rollout) for rollout in (one, two)]
@@ -120,7 +120,7 @@ def test_a_checkpoint_keeps_the_weights_of_published_versions_and_their_log_prob
     resumed = make_learner(folder, **sections)
     resumed.restore(make_state(str(FIRST), learner), kept)
     assert torch.equal(gradient(resumed, batch), expected)
-    later = replace(make_rollout(np.random.default_rng(5)), version_spans=(VersionSpan(version=FIRST, start=0, end=7),))
+    later = replace(make_rollout(np.random.default_rng(5)), version_spans=(VersionSpan.of(FIRST, 0, 7),))
     ours, theirs = (each._old_policy for each in (resumed, learner))
     assert ours is not None
     assert theirs is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, RefLogprob
 from tests.support.learner_values import make_learner, move, token_logprobs
+from tests.support.rollout_values import replace
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import changed, make_batch, make_rollout
 
@@ -31,13 +31,13 @@ def model_reference(learner: Learner) -> ModelReference:
 
 def carrying(batch: Batch, values: list[float], version: PolicyVersion = START) -> Batch:
     """The batch with ref log-probs."""
-    return changed(batch, lambda row, r: replace(r, ref_logprob=RefLogprob(value=values[row], version=version)))
+    return changed(batch, lambda row, r: replace(r, ref_logprob=RefLogprob.of(values[row], version)))
 
 
 def test_a_ref_log_prob_that_a_rollout_carries_counts_only_for_its_version(folder: Path) -> None:
     rng = np.random.default_rng(0)
-    current = make_rollout(rng, ref_logprob=RefLogprob(value=-7.5, version=START))
-    stale = make_rollout(rng, ref_logprob=RefLogprob(value=-7.5, version=PolicyVersion(1, 50)))
+    current = make_rollout(rng, ref_logprob=RefLogprob.of(-7.5, START))
+    stale = make_rollout(rng, ref_logprob=RefLogprob.of(-7.5, PolicyVersion(1, 50)))
     reference = model_reference(make_learner(folder))
     values = reference.logprobs([current, stale])
     assert values[0] == -7.5

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +25,7 @@ from tba.config import ObjectiveSection
 from tba.config.objective import PRESETS
 from tba.fields import MAX_NUMBER
 from tba.wire import Batch, Rollout
+from tests.support.rollout_values import replace
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
 

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.errors import UnavailableError
-from tba.versions import PolicyVersion
 from tba.wire import Rollout, Sampling, VersionSpan
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.prompts.catalog import Catalog
@@ -50,7 +49,6 @@ def placeholders(index: Index, rows: Rows, *, run: str, catalog: Catalog) -> lis
     found = []
     for rollout_id, prompt, lineage, step, num_tokens in zip(index.rollout_ids(rows), *columns, strict=True):
         # the log keeps no tokens, visits, searchers or times
-        nothing = np.zeros(0, dtype=np.int32)
         prompt_id = catalog.ids[prompt] if prompt < len(catalog.ids) else "unreadable"
         known = catalog.find(prompt_id)
         found.append(
@@ -60,13 +58,13 @@ def placeholders(index: Index, rows: Rows, *, run: str, catalog: Catalog) -> lis
                 task="unreadable" if known is None else known[1].task,
                 prompt_id=prompt_id,
                 visit_id="unreadable",
-                prompt_tokens=nothing,
-                response_tokens=nothing,
+                prompt_bytes=b"",
+                response_bytes=b"",
                 response_text="",
                 finish_reason="abort",
-                version_spans=(VersionSpan(version=PolicyVersion(lineage, step), start=0, end=num_tokens),),
-                sampling=Sampling(temperature=0.0),
-                sampler_logprobs=nothing.astype(np.float32),
+                version_spans=(VersionSpan(lineage, step, 0, num_tokens),),
+                sampling=Sampling.of(0.0),
+                logprob_bytes=b"",
                 ref_logprob=None,
                 reward=None,
                 reward_status="failed",

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from tba.config import Recipe
 from tba.errors import BusyError, LimitError, SchemaVersionError, UnavailableError, WireError
-from tba.wire import RolloutDocument, check_push
+from tba.wire import Rollout, decode_rollouts
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import pack_record
 from tba_buffer.prompts.catalog import Catalog
@@ -46,7 +46,7 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
 class RefusedItem(Exception):
     """One item may not be stored; it is counted under `code`. Damaged items have no id."""
 
-    def __init__(self, code: str, detail: str, rollout: RolloutDocument | None = None) -> None:
+    def __init__(self, code: str, detail: str, rollout: Rollout | None = None) -> None:
         name = None if rollout is None else rollout.rollout_id.hex()
         super().__init__(f"{code}: {detail}" if name is None else f"{code}: rollout {name}: {detail}")
         self.code = code
@@ -105,7 +105,7 @@ class RolloutWriter:
         visits: dict[tuple[str, str], int] = {}
         visit_numbers: list[int] = []
         # refused items do not stop the others: push.lua gets the accepted ones, and only counts the rest
-        for at, checked in enumerate(await self._check(check_push(payloads))):
+        for at, checked in enumerate(await self._check(decode_rollouts(payloads))):
             if isinstance(checked, RefusedItem):
                 refusals[at] = checked
                 continue
@@ -143,9 +143,7 @@ class RolloutWriter:
         run = RunHash(self._context, {b"sampling_version": sampling_version or None, b"state": run_state})
         return PushResult(outcomes=outcomes, sampling_version=run.sampling_version, run_state=run.state)
 
-    async def _check(
-        self, items: Sequence[RolloutDocument | WireError]
-    ) -> list[tuple[RolloutDocument, int] | RefusedItem]:
+    async def _check(self, items: Sequence[Rollout | WireError]) -> list[tuple[Rollout, int] | RefusedItem]:
         """Return each rollout with the number of its prompt, or why it may not be stored."""
         checked = [self._try_check(item) for item in items]
         # the process that owned the run before may have added the prompt or lineage since this one read them: an item
@@ -156,13 +154,13 @@ class RolloutWriter:
             checked = [self._try_check(item) for item in items]
         return checked
 
-    def _try_check(self, item: RolloutDocument | WireError) -> tuple[RolloutDocument, int] | RefusedItem:
+    def _try_check(self, item: Rollout | WireError) -> tuple[Rollout, int] | RefusedItem:
         try:
             return self._check_item(item)
         except RefusedItem as refused:
             return refused
 
-    def _check_item(self, item: RolloutDocument | WireError) -> tuple[RolloutDocument, int]:
+    def _check_item(self, item: Rollout | WireError) -> tuple[Rollout, int]:
         """Return a rollout and the number of its prompt.
 
         Raises:
@@ -180,18 +178,18 @@ class RolloutWriter:
             detail = f"prompt {item.prompt_id!r} is held out and never trained on"
             raise RefusedItem("heldout-prompt", detail, item)
         searcher = self._context.recipe.searcher
-        for what, tokens, limit in (
-            ("prompt", item.prompt_tokens, searcher.max_prompt_tokens),
-            ("response", item.response_tokens, searcher.max_response_tokens),
+        for what, raw, limit in (
+            ("prompt", item.prompt_bytes, searcher.max_prompt_tokens),
+            ("response", item.response_bytes, searcher.max_response_tokens),
         ):
             # one that no searcher of this recipe makes would hold up the trainer for as long as it is stored
-            if len(tokens) > 4 * limit:
-                detail = f"its {what} has {len(tokens) // 4} tokens, the recipe allows {limit}"
+            if len(raw) > 4 * limit:
+                detail = f"its {what} has {len(raw) // 4} tokens, the recipe allows {limit}"
                 raise RefusedItem("too-long", f"{detail} (searcher.max_{what}_tokens)", item)
-        for lineage, step, _, _ in item.version_spans:
+        for span in item.version_spans:
             # version 0-0 is the starting model, which no trainer made
-            if (lineage or step) and not knows(lineage):
-                raise RefusedItem("unknown-lineage", f"no trainer ever made version {lineage}-{step}", item)
+            if (span.lineage or span.step) and not knows(span.lineage):
+                raise RefusedItem("unknown-lineage", f"no trainer ever made version {span.version}", item)
         return item, found[0]
 
     async def _enforce_limits(self, sizes: list[int]) -> None:
@@ -208,7 +206,7 @@ def stored_outcome(rollout_id: bytes, result: str) -> ItemOutcome:
     return ItemOutcome(rollout_id.hex(), OUTCOMES[result], REASONS.get(result))
 
 
-def rollout_record(rollout: RolloutDocument, prompt: int, num_bytes: int, *, hashes_tokens: bool) -> bytes:
+def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_tokens: bool) -> bytes:
     """Return the record of a rollout for the log (log.py).
 
     Args:
@@ -222,15 +220,15 @@ def rollout_record(rollout: RolloutDocument, prompt: int, num_bytes: int, *, has
         version=rollout.version,
         prompt=prompt,
         num_bytes=num_bytes,
-        num_tokens=len(rollout.response_tokens) // 4,
-        token_hash=token_hash(rollout.response_tokens) if hashes_tokens else 0,
+        num_tokens=len(rollout.response_bytes) // 4,
+        token_hash=token_hash(rollout.response_bytes) if hashes_tokens else 0,
         status=rollout.reward_status,
     )
 
 
-def token_hash(response_tokens: bytes) -> int:
+def token_hash(response_bytes: bytes) -> int:
     """Return a hash of a response: 64 bits of BLAKE2b of the raw tokens, never 0, which means not hashed."""
-    return int.from_bytes(blake2b(response_tokens, digest_size=8).digest(), "little") or 1
+    return int.from_bytes(blake2b(response_bytes, digest_size=8).digest(), "little") or 1
 
 
 class PushAdmission:

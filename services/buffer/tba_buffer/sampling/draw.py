@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tba.api import BatchRequest
 from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError, WireError
 from tba.versions import PolicyVersion
-from tba.wire import check_push, new_id
+from tba.wire import decode_rollouts, new_id
 from tba_buffer.index.log import Drawn
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
@@ -285,7 +285,7 @@ class BatchDrawer:
 
 def _damaged(payloads: Sequence[bytes]) -> NDArray[np.bool_]:
     """Return which of the payloads [n] cannot be read. [n]"""
-    return np.array([isinstance(item, WireError) for item in check_push(payloads)], dtype=bool)
+    return np.array([isinstance(item, WireError) for item in decode_rollouts(payloads)], dtype=bool)
 
 
 def _limit_args(limits: DrawLimits) -> list[int | str]:

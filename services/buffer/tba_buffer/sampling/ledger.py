@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ import msgspec
 from tba.api import AckRequest, LedgerEntry, LedgerLine, LedgerReply, ResumeEntry
 from tba.errors import BadRequestError, ConflictError, VoidBatchError
 from tba.versions import PolicyVersion
-from tba.wire import DrawnGroup, encode_batch
+from tba.wire import Batch, Group, encode_batch
 from tba.wire.batch import Source
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.rollouts.trained_steps import MAX_TRAINED_STEPS, encode_trained
@@ -99,24 +100,19 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
     def body(self, payloads: Sequence[bytes]) -> bytes:
         """Encode the batch for the wire, from the stored bytes of its rollouts [num_rollouts]."""
         # payloads are in the order of `rollout_ids`: group after group
-        groups, at = [], 0
-        for group in self.groups:
-            end = at + len(group.rollout_ids) // ID_BYTES
-            groups.append(
-                DrawnGroup(
-                    prompt_id=group.prompt_id,
-                    source=group.source,
-                    fallback=group.fallback,
-                    payloads=payloads[at:end],
-                )
-            )
-            at = end
+        left = iter(payloads)
+        groups = tuple(
+            Group(each.prompt_id, each.source, each.fallback, tuple(islice(left, len(each.rollout_ids) // ID_BYTES)))
+            for each in self.groups
+        )
         return encode_batch(
-            batch_id=self.batch_id,
-            deadline_s=self.deadline_s,
-            seed=self.seed,
-            log_position=self.log_position,
-            groups=groups,
+            Batch(
+                batch_id=self.batch_id,
+                deadline_s=self.deadline_s,
+                seed=self.seed,
+                log_position=self.log_position,
+                groups=groups,
+            )
         )
 
 

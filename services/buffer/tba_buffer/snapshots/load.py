@@ -25,7 +25,7 @@ from tba.api import LoadRequest
 from tba.errors import ConflictError, MalformedError, WireError
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
-from tba.wire import RolloutDocument, check_push
+from tba.wire import Rollout, decode_rollouts, encode_rollout
 from tba.wire.codec import MAX_NAME_CHARS
 from tba.wire.snapshot_manifest import SavedPublication, SnapshotManifest, SnapshotSource
 from tba_buffer.eviction.evictor import Evictor
@@ -251,7 +251,7 @@ class SnapshotLoad:
                 # visits of two runs may have the same id: add the name of the other run
                 visit_id = f"{rollout.visit_id}@{self._source.run}"[:MAX_NAME_CHARS]
                 rollout = msgspec.structs.replace(rollout, run=self._context.run, visit_id=visit_id)
-                payload = msgspec.msgpack.encode(rollout)
+                payload = encode_rollout(rollout)
             found = self._catalog.find(rollout.prompt_id)
             assert found is not None, "its prompt was uploaded before"
             hashes_tokens = self._context.recipe.buffer.deduplicate
@@ -278,9 +278,9 @@ def split_parts(places: NDArray[np.void], publications: list[SavedPublication], 
     yield Part(places[:0], None, end)
 
 
-def _documents(payloads: list[bytes]) -> list[RolloutDocument]:
+def _documents(payloads: list[bytes]) -> list[Rollout]:
     rollouts = []
-    for item in check_push(payloads):
+    for item in decode_rollouts(payloads):
         if isinstance(item, WireError):
             raise MalformedError(f"a rollout of the snapshot cannot be read: {item}")
         rollouts.append(item)

@@ -34,7 +34,7 @@ from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START
 from tba.weights import WeightVersions
-from tba.wire import RolloutDocument, StoredObject, check_push
+from tba.wire import Rollout, StoredObject, decode_rollouts
 from tba.wire.snapshot_manifest import (
     SavedLineage,
     SavedPublication,
@@ -224,13 +224,13 @@ class SnapshotSave:
 
     def _readable(self, ids: list[bytes], payloads: list[bytes | None]) -> list[bool]:
         """Return which of these can be loaded again, because payload and prompt can be read. [n]"""
-        items = iter(check_push([payload for payload in payloads if payload is not None]))
+        items = iter(decode_rollouts([payload for payload in payloads if payload is not None]))
         found = []
         for rollout_id, payload in zip(ids, payloads, strict=True):
             item = None if payload is None else next(items)
             if isinstance(item, WireError):
                 log.warning("damaged_rollout", rollout_id=rollout_id.hex(), reason=str(item))
-            found.append(isinstance(item, RolloutDocument) and self._catalog.find(item.prompt_id) is not None)
+            found.append(isinstance(item, Rollout) and self._catalog.find(item.prompt_id) is not None)
         return found
 
     async def _manifest_base(self) -> SnapshotManifest:

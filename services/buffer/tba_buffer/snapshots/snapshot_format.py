@@ -39,7 +39,7 @@ PLACE_DTYPE = np.dtype([("position", "<u8"), ("object", "<u4"), ("offset", "<u4"
 """The place of a rollout: its position in the log, the number of its object, offset and size in it. 20 bytes."""
 
 
-class _LiveDocument(Document):
+class _LiveDocument(Document, frozen=True):
     schema: Literal[1]
     rows: bytes
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, Sampling, VersionSpan
+from tba.wire.rollout import FinishReason
 
 ENGINE_TIMEOUT_S = 600.0
 """An engine that does not come back from a weight load or from a few steps in this time counts as dead. The searcher
@@ -82,7 +83,7 @@ class Completion:
     """[R]."""
     sampling: Sampling
     """The request's."""
-    finish_reason: str
+    finish_reason: FinishReason
     """`stop` (an eos id was sampled), `stop_string` (the last token completed one) or `length`."""
     version_spans: tuple[VersionSpan, ...]
     """The version that sampled each token; the spans cover [0, R) without gaps, and none is empty."""
@@ -103,7 +104,7 @@ def spans_of(marks: VersionMarks, num_tokens: int) -> tuple[VersionSpan, ...]:
             continue
         if spans and spans[-1].version == version:
             start = spans.pop().start
-        spans.append(VersionSpan(version=version, start=start, end=end))
+        spans.append(VersionSpan.of(version, start, end))
     return tuple(spans)
 
 
@@ -122,7 +123,7 @@ def make_completion(
         response_tokens=tokens,
         sampler_logprobs=logprobs,
         sampling=request.sampling,
-        finish_reason=finish_reason,
+        finish_reason=cast("FinishReason", finish_reason),
         version_spans=spans_of(marks, len(tokens)),
         started_at_s=started_at_s,
         finished_at_s=time.time(),

@@ -31,7 +31,7 @@ from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundEr
 from tba.fields import is_bounded
 from tba.logs import get_logger
 from tba.versions import START
-from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id, storable_parts
+from tba.wire import RefLogprob, Rollout, encode_rollout, float32_bytes, int32_bytes, new_rollout_id, storable_parts
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.evaluation_results import Embedder, failed_result, result_of
 from tba_searcher.generation.status import SearcherStatus
@@ -318,7 +318,7 @@ class Delivery:
             # the rollout is pushed without one, and the trainer refuses it
             self._status.counts["ref_logprobs_unknown"] += len(unknown)
             log.error("ref log-probs are not bounded numbers", lease_id=visit.lease.lease_id, num_rollouts=len(unknown))
-        return [RefLogprob(value=value, version=START) if is_bounded(value) else None for value in sums]
+        return [RefLogprob.of(value, START) if is_bounded(value) else None for value in sums]
 
     def _rollout(
         self,
@@ -352,13 +352,13 @@ class Delivery:
             task=lease.prompt.task,
             prompt_id=lease.prompt.prompt_id,
             visit_id=lease.visit_id,
-            prompt_tokens=np.array(visit.prompt_tokens, np.int32),
-            response_tokens=completion.response_tokens,
+            prompt_bytes=int32_bytes(np.array(visit.prompt_tokens)),
+            response_bytes=int32_bytes(completion.response_tokens),
             response_text=text,
             finish_reason=completion.finish_reason,
             version_spans=completion.version_spans,
             sampling=completion.sampling,
-            sampler_logprobs=completion.sampler_logprobs,
+            logprob_bytes=float32_bytes(completion.sampler_logprobs),
             ref_logprob=ref_logprob,
             reward=reward,
             reward_status=status,

@@ -152,13 +152,13 @@ class WorkQueue:
     def _sampling(self, visit: Visit, stop: tuple[str, ...]) -> Sampling:
         settings, lease = self._settings, visit.lease
         if visit.pinned is not None:  # an evaluation measures the policy as it is: no top-p, top-k or mix
-            return Sampling(temperature=lease.temperature, stop=stop)
+            return Sampling.of(lease.temperature, stop=stop)
         temperature = lease.temperature
         if settings.temperature_mix is not None:
             temperature = draw_temperature(
                 settings.temperature_mix, self._run_seed, lease.visit_id, lease.num_rollouts, visit.num_submitted
             )
-        return Sampling(temperature=temperature, top_p=settings.top_p, top_k=settings.top_k, stop=stop)
+        return Sampling.of(temperature, top_p=settings.top_p, top_k=settings.top_k, stop=stop)
 
 
 def draw_temperature(mix: TemperatureMix, run_seed: int, visit_id: str, num_missing: int, number: int) -> float:

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from tba.config import Recipe
 from tba.versions import START, PolicyVersion
 from tba.weights.publishing import version_prefix
-from tba.wire import Batch, DrawnGroup, encode_batch, encode_rollout
+from tba.wire import Batch, encode_batch, encode_rollout
 from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
 from tba_trainer.distributed.shares import FollowersShares
@@ -146,19 +147,7 @@ class LeaderWeightSnapshotWriter(WeightSnapshotWriter):
 
 def encode_drawn_batch(batch: Batch) -> bytes:
     """Encode a batch without its refused rollouts, for `tba.wire.decode_batch`."""
-    groups = [
-        DrawnGroup(
-            prompt_id=group.prompt_id,
-            source=group.source,
-            fallback=group.fallback,
-            payloads=[encode_rollout(rollout) for rollout in group.rollouts],
-        )
-        for group in batch.groups
-    ]
-    return encode_batch(
-        batch_id=batch.batch_id,
-        deadline_s=batch.deadline_s,
-        seed=batch.seed,
-        log_position=batch.log_position,
-        groups=groups,
+    groups = tuple(
+        msgspec.structs.replace(group, rollouts=tuple(map(encode_rollout, group.rollouts))) for group in batch.groups
     )
+    return encode_batch(msgspec.structs.replace(batch, groups=groups, refused=(), unreadable=()))

@@ -12,13 +12,14 @@ and its group only where a group of one is left.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from tba.api import BatchRequest
 from tba.clients import BufferClient
@@ -26,7 +27,7 @@ from tba.config import Recipe
 from tba.errors import BusyError, TbaError, WaitTimeoutError, WireError
 from tba.logs import get_logger
 from tba.versions import START, LineageTree, PolicyVersion
-from tba.wire import Batch, RefusedRollout, Rollout
+from tba.wire import Batch, Refusal, Rollout
 from tba_trainer.loop.status import Session, Status
 
 LONG_POLL_S = 5.0
@@ -210,17 +211,7 @@ class Prefetcher:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Why a rollout cannot be trained on."""
-
-    reason: str
-    """For counters."""
-    text: str
-    """For people."""
-
-
-GROUP_OF_ONE = Rejection("group-of-one", "no other rollout of its group is left to compare it with")
+GROUP_OF_ONE = Refusal("group-of-one", "no other rollout of its group is left to compare it with")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,64 +253,55 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
     """
     parents, groups, refused = lineages.parents, [], list(batch.refused)
     for group in batch.groups:
-        rejections = [
-            _check(r, group.prompt_id, required) or _check_versions(r, parents, trainer) for r in group.rollouts
-        ]
-        num_good, good = rejections.count(None), []
-        for rollout, rejection in zip(group.rollouts, rejections, strict=True):
-            if rejection is None and num_good < required.min_group:
-                rejection = GROUP_OF_ONE
-            if rejection is None:
+        found = [_check(r, group.prompt_id, required) or _check_versions(r, parents, trainer) for r in group.rollouts]
+        if found.count(None) < required.min_group:
+            found = [refusal or GROUP_OF_ONE for refusal in found]
+        good = []
+        for rollout, refusal in zip(group.rollouts, found, strict=True):
+            if refusal is None:
                 good.append(rollout)
             else:
-                detail = f"rollout {rollout.rollout_id.hex()} of prompt {group.prompt_id!r}: {rejection.text}"
-                refused.append(
-                    RefusedRollout(
-                        prompt_id=group.prompt_id,
-                        reason=rejection.reason,
-                        detail=detail,
-                        num_tokens=len(rollout.response_tokens),
-                    )
-                )
+                detail = f"rollout {rollout.rollout_id.hex()} of prompt {group.prompt_id!r}: {refusal.detail}"
+                refused.append(Refusal(refusal.reason, detail))
         if good:
             groups.append(replace(group, rollouts=tuple(good)))
     return replace(batch, groups=tuple(groups), refused=tuple(refused))
 
 
-def count_reasons(refused: Iterable[RefusedRollout]) -> dict[str, int]:
+def count_reasons(refused: Iterable[Refusal]) -> dict[str, int]:
     """Count rollouts by reason, in alphabetical order."""
     return dict(sorted(Counter(item.reason for item in refused).items()))
 
 
-def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Rejection | None:
+def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Refusal | None:
     """Check a rollout by itself."""
     if rollout.prompt_id != prompt_id:
-        return Rejection("prompt", f"it names prompt {rollout.prompt_id!r}")
-    if rollout.reward is None or not math.isfinite(rollout.reward):
-        return Rejection("no-reward", f"its reward is {rollout.reward} (status {rollout.reward_status!r})")
+        return Refusal("prompt", f"it names prompt {rollout.prompt_id!r}")
+    if rollout.reward is None:
+        return Refusal("no-reward", f"its reward is {rollout.reward} (status {rollout.reward_status!r})")
     # finite, but one such reward would turn the group's mean, and with it every A_j of the group, into rounding errors
     if abs(rollout.reward) > MAX_ABS_REWARD:
-        return Rejection(
+        return Refusal(
             "reward-size", f"its reward is {rollout.reward:g}, beyond +-{MAX_ABS_REWARD:g}: scale the reward"
         )
     # an embedding that is asked for such an id would raise, or on a GPU end the process with a device assertion
     highest = int(max(rollout.prompt_tokens.max(), rollout.response_tokens.max()))
     if highest >= required.vocab_size:
         text = f"token id {highest} is outside the model's vocabulary of {required.vocab_size}"
-        return Rejection("vocabulary", f"{text}; searchers and trainer must use the same model")
+        return Refusal("vocabulary", f"{text}; searchers and trainer must use the same model")
     num_tokens = len(rollout.prompt_tokens) + len(rollout.response_tokens)
     if required.max_tokens is not None and num_tokens > required.max_tokens:
-        return Rejection("too-long", f"{num_tokens} tokens, model and recipe allow {required.max_tokens}")
+        return Refusal("too-long", f"{num_tokens} tokens, model and recipe allow {required.max_tokens}")
     lowest = float(rollout.sampler_logprobs.min())
-    if not lowest >= MIN_SAMPLER_LOGPROB:  # "not >=" also catches NaN
-        return Rejection("sampler-logprob", f"a sampler log-prob is {lowest:g}: no sampler draws such a token")
+    if lowest < MIN_SAMPLER_LOGPROB:
+        return Refusal("sampler-logprob", f"a sampler log-prob is {lowest:g}: no sampler draws such a token")
     if required.ref_logprobs and (rollout.ref_logprob is None or rollout.ref_logprob.version != START):
         text = "it has no ref log-prob of the starting model, which searchers compute in this run"
-        return Rejection("ref-logprob", f'{text} (objective.reference_placement = "searcher")')
+        return Refusal("ref-logprob", f'{text} (objective.reference_placement = "searcher")')
     return None
 
 
-def _check_versions(rollout: Rollout, parents: Mapping[int, PolicyVersion], trainer: PolicyVersion) -> Rejection | None:
+def _check_versions(rollout: Rollout, parents: Mapping[int, PolicyVersion], trainer: PolicyVersion) -> Refusal | None:
     """Check the versions that a rollout names."""
     for span in rollout.version_spans:
         version = span.version
@@ -327,7 +309,7 @@ def _check_versions(rollout: Rollout, parents: Mapping[int, PolicyVersion], trai
         # A version past the end of a dead lineage passes: where that lineage ended is not known here. Lineage 0 has one
         # version, the starting model.
         if start is None or version.step < start.step or (version.lineage == 0 and version != START):
-            return Rejection("unknown-version", f"no trainer start of this run made version {version}")
+            return Refusal("unknown-version", f"no trainer start of this run made version {version}")
         if version.lineage == trainer.lineage and version.step > trainer.step:
-            return Rejection("future-version", f"version {version} comes after the trainer's own, {trainer}")
+            return Refusal("future-version", f"version {version} comes after the trainer's own, {trainer}")
     return None

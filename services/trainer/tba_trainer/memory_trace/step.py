@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.versions import START
-from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan
+from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan, float32_bytes, int32_bytes
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.distributed.process_group import mesh_of_all, ranks_of
 from tba_trainer.learner.forward_backward import ALONE, Plan, Ranks, plan_micro_batches
@@ -258,15 +258,15 @@ def _rollout(rng: np.random.Generator, recipe: Recipe, prompt_id: str, prompt: A
         task="trace",
         prompt_id=prompt_id,
         visit_id=prompt_id,
-        prompt_tokens=prompt,
-        response_tokens=rng.integers(0, vocab_size, num_tokens, dtype=np.int32),
+        prompt_bytes=int32_bytes(prompt),
+        response_bytes=int32_bytes(rng.integers(0, vocab_size, num_tokens)),
         response_text="",
-        finish_reason="eos",
-        version_spans=(VersionSpan(version=START, start=0, end=num_tokens),),
-        sampling=Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=0),
-        sampler_logprobs=np.zeros(num_tokens, dtype=np.float32),
+        finish_reason="stop",
+        version_spans=(VersionSpan.of(START, 0, num_tokens),),
+        sampling=Sampling.of(temperature),
+        logprob_bytes=float32_bytes(np.zeros(num_tokens)),
         # as searchers make it where they do
-        ref_logprob=RefLogprob(value=0.0, version=START) if recipe.searchers_hold_start else None,
+        ref_logprob=RefLogprob.of(0.0, START) if recipe.searchers_hold_start else None,
         reward=float(rng.random()),  # no group of equal rewards, which would need no pass
         reward_status="scored",
         reward_reason=None,

@@ -256,9 +256,7 @@ class EmbeddedEngine:
         """Return the completions of some prompts, decoded together."""
         limits = {"max_response_tokens": num_tokens, "eos_ids": ()}
         for number, prompt in enumerate(prompts):
-            request = Request(
-                request_id=str(number), prompt_tokens=tuple(prompt), sampling=Sampling(temperature=1.0), **limits
-            )
+            request = Request(request_id=str(number), prompt_tokens=tuple(prompt), sampling=Sampling.of(1.0), **limits)
             self._waiting.append(request)
         found = [each for _ in range(num_tokens * len(prompts)) for each in self._step()]
         return sorted(found, key=lambda each: each.request_id)

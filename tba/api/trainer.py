@@ -120,6 +120,7 @@ class AckRequest(StrictModel):
     `settings_revision`: of the live settings that the step was made with. `skipped`: why this step left the weights as
     they were; none of the rollouts counts as trained. `refused`: reason -> rollouts that the trainer could not use;
     `policy_ages` are those of the others. `num_tokens`: response tokens of the rollouts that the step trained on.
+    `unreadable`: the places in the batch of rollouts that could not be decoded, which are among the refused ones.
     `trained`: what became of each rollout, for people; the newest steps are kept (GET /v1/rollouts/{rollout_id}).
     """
 
@@ -131,6 +132,7 @@ class AckRequest(StrictModel):
     settings_revision: Integer = Field(default=0, ge=0, le=MAX_STEP)
     skipped: Reason | None = None
     refused: dict[Reason, Annotated[Integer, Field(ge=1)]] = Field(default_factory=dict, max_length=MAX_REASONS)
+    unreadable: list[Annotated[Integer, Field(ge=0)]] = Field(default_factory=list)
     num_tokens: Integer = Field(default=0, ge=0)
     trained: TrainedRollouts | None = None
 

@@ -155,10 +155,8 @@ class Buffer:
             context, view=view, scorer=scorer, rescore_jobs=self.rescore_jobs, reward=reward
         )
         self.reward_probe = RewardProbe(context.recipe, on_broken=self.control.fail_for_reward)
-        self.drawer = BatchDrawer(
-            context, catalog=catalog, run_state=self.run_state, components=self.components, scorer=scorer
-        )
-        self.ledger = BatchLedger(context, self.lineages, self.evictor)
+        self.drawer = BatchDrawer(context, catalog=catalog, run_state=self.run_state, components=self.components)
+        self.ledger = BatchLedger(context, self.lineages, self.evictor, scorer)
 
     async def start(self) -> None:
         """Read everything from Redis and begin the upkeep. Further calls do nothing.

@@ -5,6 +5,7 @@ test_buffer_damaged_keys.py tests all other entries: each is a 503 with its name
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from tba.api import (
     RunCommand,
 )
 from tba.clients import BufferClient
-from tba.errors import UnavailableError
-from tba.wire import encode_rollout
+from tba.errors import BadRequestError, BusyError, UnavailableError
+from tba.wire import Batch, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.buffer_reads import ask, read_everything
@@ -116,23 +117,73 @@ def begin_with_damage(serve_buffer: ServeBuffer, server: RedisProcess) -> tuple[
     return client, lineage, bad
 
 
-def failed_alone(client: BufferClient, bad: str) -> None:
-    stats = client.stats()
-    assert (stats.num_scored, stats.num_failed) == (5, 1)
+def draw_and_ack(client: BufferClient, lineage: LineageReply, step: int) -> Batch:
+    """Draw the batch of a step, and ack it as the trainer does."""
+    who: dict[str, Any] = {"lineage": lineage.lineage, "step": step, "token": lineage.token}
+    batch = client.draw_batch(BatchRequest(trainer_id="t", wait_s=5.0, **who))
+    refused = Counter(each.reason for each in batch.refused)
+    ages = [0] * len(batch.rollouts)
+    skipped = None if batch.groups else "refused"
+    ack = AckRequest(policy_ages=ages, refused=refused, unreadable=list(batch.unreadable), skipped=skipped, **who)
+    client.ack(batch.batch_id, ack)
+    client.ack(batch.batch_id, ack)  # a repeated ack changes nothing
+    return batch
 
 
-def test_a_damaged_rollout_that_is_drawn_fails_and_no_trainer_sees_it(
+def test_a_damaged_rollout_costs_itself_alone_and_fails_with_the_first_ack_that_names_it(
     serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client, lineage, bad = begin_with_damage(serve_buffer, redis)
+    with_damage = []
     for step in range(1, 21):
-        request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=5.0)
-        batch = client.draw_batch(request)
-        assert len(batch.rollouts) == 4
+        batch = draw_and_ack(client, lineage, step)
+        assert len(batch.rollouts) == 4 - len(batch.unreadable)
         assert bad not in {rollout.rollout_id.hex() for rollout in batch.rollouts}
-        ack = AckRequest(lineage=lineage.lineage, step=step, token=lineage.token, policy_ages=[0] * 4)
-        client.ack(batch.batch_id, ack)
-    failed_alone(client, bad)
+        with_damage += [step] * len(batch.unreadable)
+    assert len(with_damage) == 1
+    stats = client.stats()
+    assert (stats.num_scored, stats.num_failed) == (5, 1)
+    assert stats.rollouts_refused_by_trainer == {"malformed": 1}
+    assert client.get_rollout(bad).reward_status == "failed"
+
+
+def test_a_batch_of_damaged_rollouts_alone_is_acked_as_skipped_and_never_drawn_again(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    client, lineage, _ = begin_with_damage(serve_buffer, redis)
+    with store(redis) as known:
+        ids: list[Any] = known.hkeys(KEYS.payloads)  # pyright: ignore[reportAssignmentType]
+        known.hset(KEYS.payloads, mapping=dict.fromkeys(ids, b"\xff\x00"))
+    assert draw_and_ack(client, lineage, 1).groups == ()
+    stats = client.stats()
+    assert (stats.num_scored, stats.num_failed, stats.batches_skipped) == (2, 4, {"refused": 1})
+    draw_and_ack(client, lineage, 2)  # two rollouts are drawn twice each
+    assert client.stats().num_failed == 6
+    with pytest.raises(BusyError) as busy:
+        draw_and_ack(client, lineage, 3)
+    assert busy.value.wait == "rollouts"
+
+
+@pytest.mark.parametrize("places", [[4], [0, 1]])
+def test_an_ack_names_places_of_its_batch_and_no_more_than_it_refused(
+    serve_buffer: ServeBuffer, redis: RedisProcess, places: list[int]
+) -> None:
+    client, lineage, _ = begin_with_damage(serve_buffer, redis)
+    who: dict[str, Any] = {"lineage": lineage.lineage, "step": 1, "token": lineage.token}
+    batch = client.draw_batch(BatchRequest(trainer_id="t", **who))
+    with pytest.raises(BadRequestError):
+        client.ack(batch.batch_id, AckRequest(refused={"malformed": 1}, unreadable=places, **who))
+
+
+def test_a_rollout_that_the_buffer_can_read_does_not_fail_because_an_ack_names_it(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(sampling={"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 4}).client()
+    client.upload_prompts(make_prompts(1))
+    lineage = start_lineage(client)
+    client.push([encode_rollout(make_rollout(reward=float(i))) for i in range(6)])
+    who: dict[str, Any] = {"lineage": lineage.lineage, "step": 1, "token": lineage.token}
+    batch = client.draw_batch(BatchRequest(trainer_id="t", **who))
+    client.ack(batch.batch_id, AckRequest(refused={"schema-version": 1}, unreadable=[0], policy_ages=[0] * 3, **who))
+    assert client.stats().num_failed == 0
 
 
 # ---- the upkeep ----------------------------------------------------------------------------------------------------

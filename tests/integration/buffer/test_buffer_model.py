@@ -220,9 +220,7 @@ class History:
         if at >= len(self.model.live):
             return
         old = self.model.rollouts[self.model.live[at].rollout_id]
-        new = replace(
-            old, reward=(old.reward or 0.0) + 0.5, reward_status="scored", reward_reason=None, reward_version="2"
-        )
+        new = old.with_reward((old.reward or 0.0) + 0.5, "2")
         payload, stored, first = encode_rollout(new), self.model.rescore(new), old.reward is None
         self.model.position += 1
         change = np.array((stored.position, new.reward, len(payload), STATUS_CODES["scored"]), dtype=CHANGE_DTYPE)

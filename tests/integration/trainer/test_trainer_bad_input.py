@@ -1,6 +1,6 @@
 """A trainer on a real buffer whose stored rollouts are bad in every way: refused, counted, training continues.
 
-Rollouts that the buffer itself cannot read never come into a batch: test_buffer_damage.py.
+Rollouts that nobody can read fail in the buffer with the ack that names them: test_buffer_damage.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from redis import Redis
 from safetensors.torch import load_file
 from tba_trainer.trainer import train
 
+import tba.wire.rollout
 from tba.api import AckRequest, BatchRequest, LedgerEntry
 from tba.clients import BufferClient
 from tba.errors import BadRequestError
@@ -35,6 +36,7 @@ from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.rollout_values import replace
 from tests.support.trainer_values import VOCAB_SIZE, make_rollout, recipe_of_buffer
+from tests.support.waits import until
 
 PAYLOADS = "tba:test:payloads"
 
@@ -63,9 +65,9 @@ def buffer(serve_buffer: ServeBuffer) -> BufferThread:
     return serve_buffer(sampling={"prompts_per_batch": 8, "group_size": 4})
 
 
-def fill(client: BufferClient, connection: Redis, damaged: Sequence[tuple[bytes, int]]) -> None:
+def fill(client: BufferClient, connection: Redis, damaged: Sequence[tuple[bytes, int]], *, seed: int = 0) -> None:
     """8 prompts of 4 rollouts each. So many rollouts of the first prompts become this once they are stored."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     client.upload_prompts(make_prompts(8, 4))
     for number in range(8):
         rollouts = [make_rollout(rng, prompt_id=f"train-{number}", run="test", reward=float(i % 2)) for i in range(4)]
@@ -127,6 +129,54 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
     versions = WeightVersions(store, "test")
     paths = versions.download_tensors(PolicyVersion(1, 6), tmp_path / "last").paths
     assert all(torch.isfinite(tensor).all() for path in paths for tensor in load_file(path).values())
+
+
+def test_batches_that_cannot_be_read_at_all_are_skipped_and_the_next_rollouts_train(
+    buffer: BufferThread, redis: RedisProcess, model: Path, tmp_path: Path
+) -> None:
+    client, store = buffer.client(), FileStore(tmp_path / "store")
+    unreadable = changed(encode_rollout(make_rollout(np.random.default_rng(1), run="test")), surprise=1)
+    with Redis.from_url(redis.url) as connection:
+        fill(client, connection, [(unreadable, 4)] * 8)
+        training = threading.Thread(
+            target=train,
+            args=(recipe_of_buffer(buffer.recipe, model, num_steps=6, export=False),),
+            kwargs={"buffer": buffer.client(), "store": store, "stop": threading.Event()},
+        )
+        training.start()
+        until("all have failed", lambda: client.stats().num_failed == 32)
+        fill(client, connection, [], seed=1)
+    training.join()
+    assert client.run().state == "done"
+    lines = entries(client)
+    assert [line.step for line in lines] == list(range(1, 7))
+    # the batch of step 2 may have been drawn before the ack of step 1
+    skipped = [line for line in lines if line.skipped]
+    assert len(skipped) in (1, 2)
+    assert all(line.refused == {"malformed": 32} for line in skipped)
+    assert [line.refused for line in lines if not line.skipped] == [{}] * (6 - len(skipped))
+
+
+def test_a_rollout_is_decoded_once_at_its_push_and_once_in_the_trainer_for_each_use(
+    buffer: BufferThread, redis: RedisProcess, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, decoded = tba.wire.rollout._DECODER, Counter[str]()
+
+    class CountingDecoder:
+        def decode(self, data: bytes) -> Any:
+            rollout: Any = decoder.decode(data)
+            decoded[rollout.rollout_id.hex()] += 1
+            return rollout
+
+    monkeypatch.setattr(tba.wire.rollout, "_DECODER", CountingDecoder())
+    client, store = buffer.client(), FileStore(tmp_path / "store")
+    with Redis.from_url(redis.url) as connection:
+        fill(client, connection, [])
+    recipe = recipe_of_buffer(buffer.recipe, model, num_steps=6, export=False)
+    train(recipe, buffer=client, store=store, stop=threading.Event())
+    uses = Counter(rollout_id for line in entries(client) for rollout_id in line.rollout_ids)
+    assert uses.total() == 6 * 32
+    assert decoded == uses + Counter(dict.fromkeys(uses, 1))
 
 
 def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the_batch(

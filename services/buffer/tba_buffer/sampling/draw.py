@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -27,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.api import BatchRequest
-from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError, WireError
+from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError
 from tba.versions import PolicyVersion
-from tba.wire import decode_rollouts, new_id
+from tba.wire import new_id
 from tba_buffer.index.log import Drawn
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
@@ -45,7 +44,6 @@ from tba_buffer.run.state import (
 )
 from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
 from tba_buffer.sampling.mop import DrawSettings, draw_slots, drawn_event
-from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -59,7 +57,7 @@ WAIT_SENTENCES = {
     "samples-per-insert": "training is ahead of generation (sampling.samples_per_insert)",
     "alternate-generate": "this is the generating phase (sampling.alternate)",
     "run-paused": "the run is paused; resume it with `tba resume`",
-    "eviction": "the drawn rollouts were evicted meanwhile, or could not be read",
+    "eviction": "the drawn rollouts were evicted meanwhile",
     "overtaken": "other draws were recorded first",
     "void-batch": "the batch that was open for this step is void",
 }
@@ -81,7 +79,6 @@ class BatchDrawer:
         catalog: names the prompts.
         run_state: the run and its index.
         components: shows held waits.
-        scorer: fails rollouts that cannot be read.
     """
 
     def __init__(
@@ -91,14 +88,12 @@ class BatchDrawer:
         catalog: Catalog,
         run_state: RunStateReader,
         components: Components,
-        scorer: RolloutScorer,
     ) -> None:
         self._context = context
         self._catalog = catalog
         self._drawing = asyncio.Lock()
         self._run_state = run_state
         self._components = components
-        self._scorer = scorer
         self._flow = FlowSettings.of(context.recipe)
         self._deadline_s = context.recipe.buffer.batch_deadline_s
 
@@ -200,11 +195,6 @@ class BatchDrawer:
         )
         match outcome:
             case b"ok" if None not in payloads:
-                # a trainer could not decode it, and would be given it again
-                if (damaged := _damaged(payloads)).any():
-                    await self._scorer.fail_damaged(positions[damaged])
-                    await self._run_state.void(record.member)
-                    return "eviction"
                 self._context.leasable.notify()  # there is room for more visits
                 return DrawnBatch(record.body(payloads), slots)
             case b"ok":  # payloads were evicted since the index was read, or are lost
@@ -281,11 +271,6 @@ class BatchDrawer:
                 wait = "eviction"
         await self._run_state.void(member)
         return wait
-
-
-def _damaged(payloads: Sequence[bytes]) -> NDArray[np.bool_]:
-    """Return which of the payloads [n] cannot be read. [n]"""
-    return np.array([isinstance(item, WireError) for item in decode_rollouts(payloads)], dtype=bool)
 
 
 def _limit_args(limits: DrawLimits) -> list[int | str]:

@@ -30,6 +30,7 @@ from tba.wire.batch import Source
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.rollouts.trained_steps import MAX_TRAINED_STEPS, encode_trained
 from tba_buffer.run.lineage import Lineages, fenced, rollback_waits
+from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -135,12 +136,14 @@ class BatchLedger:
         context: Redis and settings.
         lineages: the lineage table.
         evictor: evicts the rollouts that have become too old before an ack is answered.
+        scorer: fails the rollouts that the trainer could not read.
     """
 
-    def __init__(self, context: Context, lineages: Lineages, evictor: Evictor) -> None:
+    def __init__(self, context: Context, lineages: Lineages, evictor: Evictor, scorer: RolloutScorer) -> None:
         self._context = context
         self._lineages = lineages
         self._evictor = evictor
+        self._scorer = scorer
 
     async def ack(self, batch_id: str, request: AckRequest) -> None:
         """Put the batch into the ledger as consumed by step (lineage, step); repeating the request changes nothing.
@@ -161,6 +164,9 @@ class BatchLedger:
         num_rollouts = 0 if record is None else record.num_rollouts
         if record is not None:
             _check_counts(record, request)
+            if request.unreadable:
+                # before the ack, which may be repeated without the record
+                await self._scorer.fail_damaged(record.rollout_ids[place] for place in request.unreadable)
         num_trained = 0 if request.skipped else num_rollouts - sum(request.refused.values())
         # the histogram of policy ages is about what was trained on, and a skipped step trained on nothing
         ages = Counter(max(0, age) for age in request.policy_ages if not request.skipped)
@@ -242,6 +248,12 @@ def _check_counts(record: BatchRecord, request: AckRequest) -> None:
         raise BadRequestError(
             f"batch {record.batch_id} has {num_rollouts} rollouts, the ack has {num_ages} policy ages and "
             f"{num_refused} refused rollouts"
+        )
+    unreadable = set(request.unreadable)
+    if len(unreadable) > num_refused or max(unreadable, default=0) >= max(1, num_rollouts):
+        raise BadRequestError(
+            f"`unreadable` of the ack of batch {record.batch_id} has {len(unreadable)} places; the batch has "
+            f"{num_rollouts} rollouts, of which {num_refused} were refused"
         )
     if num_refused == num_rollouts and not request.skipped:
         raise BadRequestError(

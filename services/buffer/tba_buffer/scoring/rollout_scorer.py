@@ -9,7 +9,7 @@ never a number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from tba.errors import BadRequestError, WireError
 from tba.logs import get_logger
 from tba.wire import Rollout, decode_rollout, encode_rollout, storable_parts
 from tba_buffer.eviction.evictor import Evictor
-from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
+from tba_buffer.index.log import CHANGE_DTYPE, SCORED, STATUS_CODES
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import placeholders
@@ -147,16 +147,22 @@ class RolloutScorer:
             ]
         )
 
-    async def fail_damaged(self, positions: NDArray[np.integer]) -> None:
-        """Store those of the rollouts at these positions that cannot be read as failed: nobody draws them again.
+    async def fail_damaged(self, rollout_ids: Iterable[bytes]) -> None:
+        """Store those of these rollouts that cannot be read as failed: nobody draws them again.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
         """
         # no eviction or re-scoring may come between the look at the index and the write
         async with self._context.mutation_lock:
-            _, _, failed = await self._load(np.unique(positions).astype(np.int64))
-            await self.store(failed)
+            index = await self._view.catch_up()
+            rows = np.concatenate([index.row_of(rollout_id) for rollout_id in set(rollout_ids)])
+            # the batch that was drawn before the first report has them too
+            rows = rows[index.column("status", rows) == SCORED]
+            _, _, failed = await self._load(index.column("position", rows).astype(np.int64))
+            if failed:
+                await self.store(failed)
 
     async def _load(self, positions: Positions) -> tuple[list[tuple[int, bytes]], list[Rollout], list[ScoredRollout]]:
         """Load the rollouts at these positions as `_decode` returns them; those that are gone are left out."""

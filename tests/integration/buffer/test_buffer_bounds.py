@@ -48,8 +48,8 @@ async def start(redis: RedisProcess) -> AsyncIterator[Start]:
 
 
 async def push(buffer: Buffer, *rollouts: Rollout) -> list[str]:
-    result = await buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
-    return [outcome.outcome for outcome in result.outcomes]
+    outcomes, _ = await buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
+    return [outcome.outcome for outcome in outcomes]
 
 
 async def stored(buffer: Buffer) -> list[bytes]:

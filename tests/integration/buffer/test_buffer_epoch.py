@@ -138,7 +138,7 @@ async def test_what_another_process_added_is_known_to_the_next_push(new_buffer: 
     await other.catalog.upload(make_prompts(2))
     lineage = await other.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     payloads = make_payloads(["train-1", "nobody"], per_prompt=1, version=PolicyVersion(lineage.lineage, 0))
-    outcomes = (await buffer.writer.push(payloads)).outcomes
+    outcomes, _ = await buffer.writer.push(payloads)
     assert [outcome.outcome for outcome in outcomes] == ["new", "refused"]
     assert "'nobody' was never uploaded" in str(outcomes[1].reason)
 

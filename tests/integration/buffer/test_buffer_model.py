@@ -213,8 +213,8 @@ class History:
         expected = [self.model.push(rollout) for rollout in rollouts]
         if "new" in expected:
             self.model.enforce()
-        result = await self.buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
-        assert [outcome.outcome for outcome in result.outcomes] == expected
+        outcomes, _ = await self.buffer.writer.push([encode_rollout(rollout) for rollout in rollouts])
+        assert [outcome.outcome for outcome in outcomes] == expected
 
     async def rescore(self, at: int) -> None:
         if at >= len(self.model.live):

@@ -110,12 +110,8 @@ def push_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """Store rollouts (msgpack `tba.wire.encode_push`); answered only once they are durable."""
         # before the body is read: what is not admitted must take no memory
         with buffer.admission.admit(request):
-            result = await buffer.writer.push(decode_push(await raw_body(request), max_bytes=max_bytes))
-        body = {
-            "outcomes": result.outcomes,
-            "latest_version": result.sampling_version,
-            "run_state": result.run_state,
-        }
+            outcomes, run = await buffer.writer.push(decode_push(await raw_body(request), max_bytes=max_bytes))
+        body = {"outcomes": outcomes, "latest_version": run.sampling_version, "run_state": run.state}
         # msgspec instead of FastAPI's encoder: a push has an outcome for each of its rollouts
         return Response(msgspec.json.encode(body), media_type="application/json")
 

@@ -6,8 +6,8 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -43,23 +43,20 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
     reason: str | None = None
 
 
-class RefusedItem(Exception):
+class RefusedItem(NamedTuple):
     """One item may not be stored; it is counted under `code`. Damaged items have no id."""
 
-    def __init__(self, code: str, detail: str, rollout: Rollout | None = None) -> None:
-        name = None if rollout is None else rollout.rollout_id.hex()
-        super().__init__(f"{code}: {detail}" if name is None else f"{code}: rollout {name}: {detail}")
-        self.code = code
-        self.outcome = ItemOutcome(name, "refused", str(self))
+    code: str
+    detail: str
+    rollout: Rollout | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushResult:
-    """One outcome per item, in order, and the state of the run."""
-
-    outcomes: list[ItemOutcome]
-    sampling_version: str | None
-    run_state: str
+    @property
+    def outcome(self) -> ItemOutcome:
+        """What the searcher is told."""
+        if self.rollout is None:
+            return ItemOutcome(None, "refused", f"{self.code}: {self.detail}")
+        name = self.rollout.rollout_id.hex()
+        return ItemOutcome(name, "refused", f"{self.code}: rollout {name}: {self.detail}")
 
 
 class RolloutWriter:
@@ -89,8 +86,8 @@ class RolloutWriter:
         """Why nothing is stored now: this process is not the owner, or Redis could lose it. None: pushes are stored."""
         return self._context.durability.problem or self._context.epoch.refused
 
-    async def push(self, payloads: Sequence[bytes]) -> PushResult:
-        """Store the valid items; one outcome per item, in order.
+    async def push(self, payloads: Sequence[bytes]) -> tuple[list[ItemOutcome], RunHash]:
+        """Store the valid items. Return one outcome per item, in order, and the state and sampling version of the run.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -134,49 +131,37 @@ class RolloutWriter:
             raise await buffer_epoch.refusal(self._context, f"the push of {len(payloads)} rollouts")
         _, sampling_version, run_state, results = reply
         # the reply has a letter for each accepted item: refused ones are put back between them
-        stored = map(stored_outcome, ids, results.decode())
+        letters = zip(ids, results.decode(), strict=True)
+        stored = (ItemOutcome(each.hex(), OUTCOMES[letter], REASONS.get(letter)) for each, letter in letters)
         outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
         await self._enforce_limits(
             [len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW]
         )
         # a script returns "" where there is no version
-        run = RunHash(self._context, {b"sampling_version": sampling_version or None, b"state": run_state})
-        return PushResult(outcomes=outcomes, sampling_version=run.sampling_version, run_state=run.state)
+        return outcomes, RunHash(self._context, {b"sampling_version": sampling_version or None, b"state": run_state})
 
     async def _check(self, items: Sequence[Rollout | WireError]) -> list[tuple[Rollout, int] | RefusedItem]:
         """Return each rollout with the number of its prompt, or why it may not be stored."""
-        checked = [self._try_check(item) for item in items]
+        checked = [self._check_item(item) for item in items]
         # the process that owned the run before may have added the prompt or lineage since this one read them: an item
         # is refused as unknown only after Redis was asked once more
         if any(isinstance(each, RefusedItem) and each.code in UNKNOWN for each in checked):
             await self._catalog.load()
             await self._lineages.load()
-            checked = [self._try_check(item) for item in items]
+            checked = [self._check_item(item) for item in items]
         return checked
 
-    def _try_check(self, item: Rollout | WireError) -> tuple[Rollout, int] | RefusedItem:
-        try:
-            return self._check_item(item)
-        except RefusedItem as refused:
-            return refused
-
-    def _check_item(self, item: Rollout | WireError) -> tuple[Rollout, int]:
-        """Return a rollout and the number of its prompt.
-
-        Raises:
-            RefusedItem: it may not be stored.
-        """
+    def _check_item(self, item: Rollout | WireError) -> tuple[Rollout, int] | RefusedItem:
         if isinstance(item, WireError):
-            raise RefusedItem(REFUSALS.get(type(item), "malformed"), str(item))
-        knows = self._lineages.knows
+            return RefusedItem(REFUSALS.get(type(item), "malformed"), str(item))
         if item.run != self._run:
-            raise RefusedItem("wrong-run", f"belongs to run {item.run!r}, this is {self._run!r}", item)
+            return RefusedItem("wrong-run", f"belongs to run {item.run!r}, this is {self._run!r}", item)
         found = self._catalog.find(item.prompt_id)
         if found is None:
-            raise RefusedItem("unknown-prompt", f"prompt {item.prompt_id!r} was never uploaded", item)
+            return RefusedItem("unknown-prompt", f"prompt {item.prompt_id!r} was never uploaded", item)
         if found[1].split != "train":
             detail = f"prompt {item.prompt_id!r} is held out and never trained on"
-            raise RefusedItem("heldout-prompt", detail, item)
+            return RefusedItem("heldout-prompt", detail, item)
         searcher = self._context.recipe.searcher
         for what, raw, limit in (
             ("prompt", item.prompt_bytes, searcher.max_prompt_tokens),
@@ -185,11 +170,11 @@ class RolloutWriter:
             # one that no searcher of this recipe makes would hold up the trainer for as long as it is stored
             if len(raw) > 4 * limit:
                 detail = f"its {what} has {len(raw) // 4} tokens, the recipe allows {limit}"
-                raise RefusedItem("too-long", f"{detail} (searcher.max_{what}_tokens)", item)
+                return RefusedItem("too-long", f"{detail} (searcher.max_{what}_tokens)", item)
         for span in item.version_spans:
             # version 0-0 is the starting model, which no trainer made
-            if (span.lineage or span.step) and not knows(span.lineage):
-                raise RefusedItem("unknown-lineage", f"no trainer ever made version {span.version}", item)
+            if (span.lineage or span.step) and not self._lineages.knows(span.lineage):
+                return RefusedItem("unknown-lineage", f"no trainer ever made version {span.version}", item)
         return item, found[0]
 
     async def _enforce_limits(self, sizes: list[int]) -> None:
@@ -199,11 +184,6 @@ class RolloutWriter:
         self._context.changed.notify()
         if self._evictor.record_added(len(sizes), sum(sizes)):
             await self._evictor.enforce()
-
-
-def stored_outcome(rollout_id: bytes, result: str) -> ItemOutcome:
-    """Return the outcome of one item from its letter in the reply of push.lua."""
-    return ItemOutcome(rollout_id.hex(), OUTCOMES[result], REASONS.get(result))
 
 
 def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_tokens: bool) -> bytes:
@@ -221,12 +201,12 @@ def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_toke
         prompt=prompt,
         num_bytes=num_bytes,
         num_tokens=len(rollout.response_bytes) // 4,
-        token_hash=token_hash(rollout.response_bytes) if hashes_tokens else 0,
+        token_hash=_token_hash(rollout.response_bytes) if hashes_tokens else 0,
         status=rollout.reward_status,
     )
 
 
-def token_hash(response_bytes: bytes) -> int:
+def _token_hash(response_bytes: bytes) -> int:
     """Return a hash of a response: 64 bits of BLAKE2b of the raw tokens, never 0, which means not hashed."""
     return int.from_bytes(blake2b(response_bytes, digest_size=8).digest(), "little") or 1
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from tba_buffer.index.log import RECORD_DTYPE, Publication, RolloutsAdded, pack_record
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.sampling.mop import DrawSettings, draw_slots, drawn_event
+from tba_buffer.sampling.mop import draw_slots, drawn_event
 from tba_reward.scorer import Item
 from tba_reward.scorers.exact import score
 from tba_searcher.engines.engine import Completion, Request
@@ -179,7 +179,7 @@ class Buffer:
     def draw(self, step: int) -> Batch:
         """Draw a batch by MOP: K recent rollouts of a prompt with probability m, else K of any age."""
         seed, position, groups = self._recipe.run.seed * 1_000_000 + step, self._index.position, []
-        slots = draw_slots(self._index, DrawSettings.of(self._recipe), seed)
+        slots = draw_slots(self._index, self._recipe.sampling, seed)
         for slot in slots:
             rollouts = tuple(self._rollouts[rollout_id] for rollout_id in self._index.rollout_ids(slot.rows))
             prompt_id = rollouts[0].prompt_id

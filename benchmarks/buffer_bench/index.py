@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 from tba_buffer.index.log import CHECKPOINT_DTYPE, LogCheckpoint, Publication
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.sampling.mop import draw_slots
 
 from benchmarks.buffer_bench.crowd import SPAWN
 from benchmarks.buffer_bench.world import SAMPLING, rss_bytes
@@ -48,8 +48,7 @@ def _measure(num_rollouts: int, num_prompts: int) -> dict[str, float]:
     began_s = time.perf_counter()
     index.restore(LogCheckpoint(num_rollouts, publications, records))
     restore_s = time.perf_counter() - began_s
-    settings = DrawSettings.of(recipe)
-    groups_ms = _median_ms(lambda seed: draw_slots(index, settings, seed))
+    groups_ms = _median_ms(lambda seed: draw_slots(index, recipe.sampling, seed))
     del records
     gc.collect()
     return {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from tba_buffer.index.log_follower import Compactor
-from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.sampling.mop import draw_slots
 from tba_buffer.service import Buffer
 
 from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest
@@ -127,9 +127,8 @@ def test_a_rebuilt_index_draws_what_one_that_never_stopped_draws(
             assert await live.context.redis.hget(live.context.keys.log_checkpoint, "num_draw_pieces") == b"1"
             other = await rebuilt.view.catch_up()
             assert fingerprint(other) == fingerprint(index)
-            draw_settings = DrawSettings.of(recipe)
             for seed in range(50):
-                one, two = draw_slots(index, draw_settings, seed), draw_slots(other, draw_settings, seed)
+                one, two = (draw_slots(each, recipe.sampling, seed) for each in (index, other))
                 assert [s.prompt for s in one] == [s.prompt for s in two]
                 assert [index.rollout_ids(s.rows) for s in one] == [other.rollout_ids(s.rows) for s in two]
         finally:

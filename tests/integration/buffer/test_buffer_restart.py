@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from tba_buffer.index.log import parse_entry
-from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.sampling.mop import draw_slots
 from tba_buffer.service import Buffer
 
 from tba.api import AckRequest, BatchRequest, LeaseRequest, RunCommand, Stats
@@ -177,7 +177,7 @@ def test_a_batch_can_be_drawn_again_from_its_seed_and_log_position(stack: Stack)
             for entry_id, fields in await buffer.context.redis.xrange(buffer.context.keys.log):
                 if index.position < batch.log_position:
                     index.apply(parse_entry(entry_id, fields))
-            slots = draw_slots(index, DrawSettings.of(stack.recipe), batch.seed)
+            slots = draw_slots(index, stack.recipe.sampling, batch.seed)
             return [rollout_id for slot in slots for rollout_id in index.rollout_ids(slot.rows)]
         finally:
             await buffer.stop()

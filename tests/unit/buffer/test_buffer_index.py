@@ -14,8 +14,9 @@ from tba_buffer.index.log import SLOT_DTYPE, Drawn, Event, Publication, Resumed,
 from tba_buffer.index.priorities import SumTree
 from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
 from tba_buffer.index.tables import PromptSet, csr_indices, group_by
-from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.sampling.mop import draw_slots
 
+from tba.config.sections import SamplingSection
 from tba.versions import PolicyVersion
 from tests.support.index_values import (
     Item,
@@ -221,11 +222,11 @@ def drawn(index: Index) -> list[object]:
     """Return the content of some draws of every kind, by rollout id."""
     results: list[object] = []
     for seed, prioritise in enumerate(("within", "across")):
-        draw = DrawSettings(
+        draw = SamplingSection(
             prompts_per_batch=4,
             group_size=3,
             most_on_policy_prob=0.5,
-            inverse_temperature=2.0,
+            reward_inverse_temperature=2.0,
             uniform_share=0.1,
             prioritise=prioritise,
         )

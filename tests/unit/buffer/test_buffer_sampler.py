@@ -15,8 +15,9 @@ from tba_buffer.index.log import Publication
 from tba_buffer.index.priorities import log_probabilities
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.sampling import prompt_choice
-from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.sampling.mop import draw_slots
 
+from tba.config.sections import SamplingSection
 from tba.versions import PolicyVersion
 from tests.support.chi_square import assert_follows
 from tests.support.index_values import Item, index_of, make_added, make_evicted, make_index, make_rescored
@@ -25,8 +26,9 @@ BOTH_WAYS = pytest.mark.parametrize("big_prompt", [512, 2])
 V1, V2 = (PolicyVersion(1, step) for step in (4, 8))
 
 
-def make_settings(**changes) -> DrawSettings:
-    return DrawSettings(**{"prompts_per_batch": 1, "group_size": 2, **changes})
+def make_settings(*, inverse_temperature: float = 0.0, **changes) -> SamplingSection:
+    plain = {"prompts_per_batch": 1, "group_size": 2, "most_on_policy_prob": 0.0}
+    return SamplingSection(reward_inverse_temperature=inverse_temperature, **{**plain, **changes})
 
 
 def softmax(rewards, inverse_temperature: float, uniform_share: float = 0.0) -> np.ndarray:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tba_buffer.index.log import Event, Publication, Resumed, Voided
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.sampling.mop import DrawSettings, Slot, draw_slots, drawn_event
+from tba_buffer.sampling.mop import Slot, draw_slots, drawn_event
 
+from tba.config.sections import SamplingSection
 from tba.versions import START, PolicyVersion
 from tests.support.chi_square import assert_follows
 from tests.support.index_values import Item, fingerprint, index_of, make_added, make_evicted, make_index
@@ -21,8 +22,9 @@ V1, V2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
 BOTH_WAYS = pytest.mark.parametrize("big_prompt", [512, 2])
 
 
-def make_settings(**changes) -> DrawSettings:
-    return DrawSettings(**{"prompts_per_batch": 1, "group_size": 2, **changes})
+def make_settings(*, inverse_temperature: float = 0.0, **changes) -> SamplingSection:
+    plain = {"prompts_per_batch": 1, "group_size": 2, "most_on_policy_prob": 0.0}
+    return SamplingSection(reward_inverse_temperature=inverse_temperature, **{**plain, **changes})
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Run:
         self.index.apply(event)
         self.log.append(event)
 
-    def draw(self, draw: DrawSettings, *, lineage: int = 1) -> list[Slot]:
+    def draw(self, draw: SamplingSection, *, lineage: int = 1) -> list[Slot]:
         """The next batch, recorded as draw.lua records it."""
         self.num_draws += 1
         slots = draw_slots(self.index, draw, seed=self.num_draws)

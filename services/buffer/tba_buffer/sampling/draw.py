@@ -43,7 +43,7 @@ from tba_buffer.run.state import (
     sampling_wait,
 )
 from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
-from tba_buffer.sampling.mop import DrawSettings, draw_slots, drawn_event
+from tba_buffer.sampling.mop import draw_slots, drawn_event
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -224,7 +224,7 @@ class BatchDrawer:
             ValueError: no prompt can fill a slot.
         """
         seed, index = secrets.randbits(63), snapshot.index
-        settings = DrawSettings.of(snapshot.settings.recipe)
+        settings = snapshot.settings.recipe.sampling
         slots = draw_slots(index, settings, seed)
         rows = np.concatenate([slot.rows for slot in slots])
         rollout_ids = iter(index.rollout_ids(rows))

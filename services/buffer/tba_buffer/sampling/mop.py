@@ -23,13 +23,12 @@ probability is rounded by more than float64 rounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config import Recipe
+from tba.config.sections import SamplingSection
 from tba.versions import PolicyVersion
 from tba.wire.batch import Source
 from tba_buffer.index.draws import RECENT, REPLAY
@@ -46,31 +45,6 @@ from tba_buffer.sampling.prompt_choice import TurnChoice, WeightedChoice
 
 _MAX_ROUNDS = 8
 """Rounds of independent draws before all rollouts of a slot are weighed one by one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawSettings:
-    """The settings of `[sampling]` that decide a draw."""
-
-    prompts_per_batch: int
-    group_size: int
-    most_on_policy_prob: float = 0.0
-    inverse_temperature: float = 0.0
-    uniform_share: float = 0.0
-    prioritise: Literal["within", "across"] = "within"
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> DrawSettings:
-        """Return the settings of a run."""
-        sampling = recipe.sampling
-        return cls(
-            prompts_per_batch=sampling.prompts_per_batch,
-            group_size=sampling.group_size,
-            most_on_policy_prob=sampling.most_on_policy_prob,
-            inverse_temperature=sampling.reward_inverse_temperature,
-            uniform_share=sampling.uniform_share,
-            prioritise=sampling.prioritise,
-        )
 
 
 class Slot(NamedTuple):
@@ -96,7 +70,7 @@ class Slot(NamedTuple):
         return len(set(self.rows.tolist()))
 
 
-def draw_slots(index: Index, settings: DrawSettings, seed: int) -> list[Slot]:
+def draw_slots(index: Index, settings: SamplingSection, seed: int) -> list[Slot]:
     """Draw the slots of one batch; the same index and seed give the same batch.
 
     Raises:
@@ -145,7 +119,7 @@ class _SlotChoice:
         ValueError: no prompt can fill a slot.
     """
 
-    def __init__(self, index: Index, settings: DrawSettings, rng: np.random.Generator) -> None:
+    def __init__(self, index: Index, settings: SamplingSection, rng: np.random.Generator) -> None:
         if not index.num_drawable:
             raise ValueError(
                 f"no prompt has {index.settings.min_distinct} scored rollouts that may be drawn, as a slot needs"
@@ -159,7 +133,7 @@ class _SlotChoice:
                 index.trees,
                 index.drawable_counts,
                 min_distinct=index.settings.min_distinct,
-                inverse_temperature=settings.inverse_temperature,
+                inverse_temperature=settings.reward_inverse_temperature,
                 uniform_share=settings.uniform_share,
                 num_slots=num_slots,
                 rng=rng,
@@ -191,7 +165,7 @@ class _SlotChoice:
         return [next(recent if each else replay) for each in is_recent]
 
 
-def _draw_rows(index: Index, settings: DrawSettings, chosen: Sequence[_Chosen], rng: np.random.Generator) -> Rows:
+def _draw_rows(index: Index, settings: SamplingSection, chosen: Sequence[_Chosen], rng: np.random.Generator) -> Rows:
     """Draw K rows for each slot. [S, K]"""
     prompts = np.array([each.prompt for each in chosen])
     recent = np.array([each.is_recent for each in chosen])
@@ -211,7 +185,7 @@ def _draw_rows(index: Index, settings: DrawSettings, chosen: Sequence[_Chosen], 
 
 def _draw_from_few(
     index: Index,
-    settings: DrawSettings,
+    settings: SamplingSection,
     prompts: NDArray[np.int64],
     recent: NDArray[np.bool_],
     rng: np.random.Generator,
@@ -220,7 +194,7 @@ def _draw_from_few(
     rows, owner = _candidates(index, prompts, recent)
     num_slots, size = len(prompts), settings.group_size
     num = np.bincount(owner, minlength=num_slots)
-    scale, values = settings.inverse_temperature, index.columns.get("reward", rows)
+    scale, values = settings.reward_inverse_temperature, index.columns.get("reward", rows)
     ends = np.cumsum(num)
     filled = np.arange(num.max()) < num[:, None]
     # fewer than K rollouts can only be drawn with replacement
@@ -296,10 +270,10 @@ def _log_probabilities(
 
 
 def _draw_from_big(
-    index: Index, settings: DrawSettings, prompt: int, recent: bool, num_slots: int, rng: np.random.Generator
+    index: Index, settings: SamplingSection, prompt: int, recent: bool, num_slots: int, rng: np.random.Generator
 ) -> Rows:
     """Draw K rows for each of `num_slots` slots with the same prompt by its tree. [S, K]"""
-    tree = index.trees.of_prompt(prompt, settings.inverse_temperature)
+    tree = index.trees.of_prompt(prompt, settings.reward_inverse_temperature)
     num = (index.recent_counts if recent else index.drawable_counts)[prompt]
     draw, weigh = _recent_draws(index, tree, prompt, rng) if recent else _replay_draws(tree, settings, rng)
     size = settings.group_size
@@ -350,7 +324,7 @@ def _first(leaves: Iterable[int], num: int) -> list[int]:
     return [leaf for _, leaf in zip(range(num), leaves, strict=False)]
 
 
-def _replay_draws(tree: Priorities, settings: DrawSettings, rng: np.random.Generator) -> tuple[Draw, Weigh]:
+def _replay_draws(tree: Priorities, settings: SamplingSection, rng: np.random.Generator) -> tuple[Draw, Weigh]:
     """Return the functions that draw from all rollouts of a tree."""
     share = settings.uniform_share
     return (lambda num: tree.draw(num, share, rng)), (lambda: tree.gumbel_terms(share))

@@ -81,8 +81,8 @@ test: $(VENV)/.test  ## everything that has to hold: lint, types, import contrac
 # once, folders of whole runs first; bytecode is kept, since every test that starts processes would compile the product again
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 -m "not nightly"
 
-unit: $(VENV)/.test  ## the quick tests alone, without services and whole runs (at most 4 minutes)
-	TEST_MINUTES=4 $(PYTEST) tests/unit tests/contract
+unit: $(VENV)/.test  ## the quick tests alone, without services and whole runs (a few minutes)
+	$(PYTEST) tests/unit
 
 nightly: $(VENV)/.test $(VENV)/.vllm  ## the tests that take too long for `make test`: worlds learn, TRL, faults, the notebook, wheels, the route
 	$(INSTALL) --no-build-isolation -e './services/trainer[trl]'

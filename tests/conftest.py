@@ -61,7 +61,7 @@ begun_s, begun_busy_s = time.monotonic(), busy_s()
 seconds_of_files: defaultdict[str, float] = defaultdict(float)
 NUM_SLOWEST = 10
 MAX_MINUTES = float(os.environ.get("TEST_MINUTES") or "inf")
-"""A run that takes longer fails, on a quiet machine of two cores or more; `make test` and `make unit` set it."""
+"""A run that takes longer fails, on a quiet machine of two cores or more; `make test` sets it."""
 MAX_SHARE_OF_OTHERS = 0.1
 """Share of the CPUs that other processes may take on a quiet machine."""
 

@@ -60,7 +60,7 @@ class Learner:
 
     def __init__(self, model: Any, recipe: Recipe, rng: np.random.Generator, *, ranks: Ranks = ALONE) -> None:
         self.model, self.rng, self._ranks = model, rng, ranks
-        self._recipe = recipe
+        self._recipe, self._tasks_with_minimum = recipe, recipe.searcher.tasks_with_minimum
         autocast_dtype = torch.bfloat16 if recipe.trainer.compute_dtype == "bfloat16" else None
         self._policy = LogprobModel(model, temperature=recipe.model.policy_temperature, autocast_dtype=autocast_dtype)
         self.objective = resolve(recipe.objective, max_response_tokens=recipe.searcher.max_response_tokens)
@@ -135,7 +135,7 @@ class Learner:
             step=step,
             success_reward=recipe.eval.success_reward,
             policy_temperature=recipe.model.policy_temperature,
-            tasks_with_minimum=recipe.searcher.tasks_with_minimum,
+            tasks_with_minimum=self._tasks_with_minimum,
             max_gap=gap_limit(recipe),
             has_foreign_start=recipe.run.snapshot is not None,
         )

@@ -44,7 +44,6 @@ def quit_on_signals(name: str, *, code: int = 0) -> None:
     """Let SIGTERM and SIGINT end this process at once from now on; main thread only.
 
     Args:
-        name: of the service, for people.
         code: exit code after SIGTERM; after SIGINT it is 130.
     """
     global _quit

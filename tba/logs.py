@@ -76,12 +76,7 @@ def logs_on_stderr() -> Iterator[None]:
 
 
 class RepeatLimit:
-    """Drop warnings of an event that repeats; the next one that is printed has the number as `num_dropped`.
-
-    Args:
-        max_repeats: most lines of one source and event in a window.
-        window_s: its seconds, from the first line on.
-    """
+    """Drop warnings of an event that repeats; the next one that is printed has the number as `num_dropped`."""
 
     def __init__(
         self,

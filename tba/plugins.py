@@ -24,11 +24,7 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_name(value: str, *, what: str, builtin: Sequence[str] = ()) -> str:
-    """Return a built-in name, or MODULE:NAME, as it is. Nothing is imported.
-
-    Args:
-        what: the recipe's key, for errors.
-    """
+    """Return a built-in name, or MODULE:NAME, as it is. Nothing is imported."""
     if value not in builtin and not _PATH.fullmatch(value):
         known = f" (known are {', '.join(builtin)})" if builtin else ""
         raise ConfigError(

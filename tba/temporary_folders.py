@@ -17,10 +17,6 @@ def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Pat
     """Create a folder of this process, and delete it at the end.
 
     A killed process cannot clean up, so the folders of killed processes with the same prefix are deleted too.
-
-    Args:
-        prefix: of the folder's name.
-        parent: where it is; None: TMPDIR.
     """
     parent = parent or Path(tempfile.gettempdir())
     _delete_abandoned(parent, prefix)

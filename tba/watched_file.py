@@ -22,11 +22,6 @@ log = get_logger("files")
 class WatchedFile(Generic[T]):
     """Read a value at once, and again after one of its files has changed; safe to share between threads.
 
-    Args:
-        paths: the files that the value comes from.
-        load: reads the value.
-        what: the name of the value in the log.
-
     Raises:
         ConfigError: raised by the first `load`.
     """

@@ -262,11 +262,7 @@ class BufferClient(ServiceClient):
         to_step: int | None = None,
         max_points: int = 500,
     ) -> api.Curves:
-        """Return the metrics of the steps, thinned to `max_points`; a metric that no step has is None everywhere.
-
-        Args:
-            names: of the metrics; None: all.
-        """
+        """Return the metrics of the steps, thinned to `max_points`; a metric that no step has is None everywhere."""
         listed = None if names is None else ",".join(names)
         bounds = {"from_step": from_step, "to_step": to_step, "max_points": max_points}
         return self._get("/v1/curves", api.Curves, names=listed, **bounds)
@@ -344,11 +340,7 @@ class BufferClient(ServiceClient):
         after: int = 0,
         text_chars: int = 1000,
     ) -> api.PromptPage:
-        """Return a page of prompts that match; the `next` of a page is the `after` of the one behind it.
-
-        Args:
-            contains: looked for in ids and texts, whatever the case.
-        """
+        """Return a page of prompts that match; the `next` of a page is the `after` of the one behind it."""
         chosen = {"split": split, "task": task, "contains": contains}
         page = {"order": order, "limit": limit, "after": after, "text_chars": text_chars}
         return self._get("/v1/prompts", api.PromptPage, **chosen, **page)

@@ -121,9 +121,6 @@ class ServiceClient:
     def not_ready(self, *, timeout_s: float | None = None) -> ServiceError | None:
         """Return why the service cannot do its work now (GET /readyz); None if it can.
 
-        Args:
-            timeout_s: deadline of the call; None: that of the client.
-
         Raises:
             TlsError: it never answered, and its TLS is not as the settings say.
             UnavailableError: it does not answer.

@@ -297,11 +297,7 @@ class ObjectiveSection(StrictModel):
         return self.preset in FAMILY or self.preset == "online_dpo"
 
     def check_steps(self, num_steps: int) -> None:
-        """Refuse a beta of 0 where it has no meaning.
-
-        Args:
-            num_steps: optimizer steps of the run.
-        """
+        """Refuse a beta of 0 where it has no meaning."""
         if self.needs_beta and self.beta.lowest(num_steps) <= 0:
             raise ValueError(
                 f"objective.beta is 0 at some step of the run's {num_steps}, and {self.preset} needs it above 0 "

@@ -143,7 +143,6 @@ def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
 
     Args:
         config: the model's `config.json`; sizes that it does not name are not checked.
-        size: `searcher.tensor_parallel_size`.
     """
 
     def number(*names: str) -> int:

@@ -102,11 +102,7 @@ class GuardsSection(StrictModel):
     """Rollbacks of the whole run; the alarm that asks for one more fails it."""
 
     def check_batch(self, num_rollouts: int) -> None:
-        """Refuse an action that is never taken.
-
-        Args:
-            num_rollouts: of a batch.
-        """
+        """Refuse an action that is never taken."""
         # the effective share of N weights is 1/N at the least, where one rollout has all the weight
         least, alarm = 1 / num_rollouts, self.ess_collapse
         if alarm.action != "none" and least >= alarm.MIN_ESS:

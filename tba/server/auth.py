@@ -169,12 +169,7 @@ class AccessGate:
 
 
 class AuthThrottle:
-    """Count requests without a known token by address, log them now and then, and delay their answers.
-
-    Args:
-        registry: shows the count.
-        clock: monotonic seconds.
-    """
+    """Count requests without a known token by address, log them now and then, and delay their answers."""
 
     def __init__(self, registry: CollectorRegistry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._by_address: OrderedDict[str, tuple[int, float, float]] = OrderedDict()

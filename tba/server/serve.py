@@ -105,7 +105,6 @@ class Server(uvicorn.Server):
     """uvicorn's server with the settings of every service.
 
     Args:
-        app: the application.
         certificate: the server speaks TLS alone and shows this one; None for plain HTTP.
         start: awaited before anything else; what it raises ends the server, without the traceback of uvicorn.
         settings: of uvicorn.Config, instead of the usual ones.

@@ -43,9 +43,6 @@ class ScoreCache:
     """Scores by content, of all scorers together; the least recently used one is evicted first.
 
     Failures are never kept: asked again, they may be scored.
-
-    Args:
-        max_items: most scores kept.
     """
 
     def __init__(self, max_items: int, metrics: Metrics) -> None:
@@ -103,10 +100,6 @@ class RewardComponent:
     """A scorer with its place in a reward.
 
     Args:
-        task: the task of the reward.
-        name: of this part of it.
-        spec: the settings of the scorer.
-        scorer: what scores.
         cache: of known scores; None where the scorer is always asked.
     """
 
@@ -256,8 +249,6 @@ class CompositeReward:
     """The reward of one task.
 
     Args:
-        task: its name.
-        components: one per scorer of the config, in its order.
         is_required: whether the service is ready only when this is healthy; otherwise the first item starts it.
     """
 

@@ -71,7 +71,6 @@ class RewardService:
     """Scores completions, and knows the health of every task.
 
     Args:
-        tasks: the reward of each task.
         max_pending: most items in work at once that wait for something; one request may be larger.
         request_timeout_s: deadline of a request.
     """

@@ -69,3 +69,8 @@ def composition(
 
 def item(response: str = "r", **data: Any) -> Item:
     return Item(prompt="p", response=response, data=data)
+
+
+def verdict(outcome: Outcome) -> float | str:
+    """The score, or the reason why there is none."""
+    return outcome.reason if isinstance(outcome, Failure) else outcome

@@ -19,7 +19,7 @@ from tba_reward.scorers import Tools
 from tba.config import Recipe, parse_recipe
 from tba.config.reward import BUILT_IN_TASKS, RewardSection, TaskReward
 from tba.errors import ConfigError
-from tests.support.reward_scorers import ScriptedScorer, composition, item
+from tests.support.reward_scorers import ScriptedScorer, composition, item, verdict
 
 # ---- The reward of a task from the scores of its components ---------------------------------------------------------
 
@@ -76,9 +76,7 @@ async def test_an_unknown_gate_is_unknown_not_closed() -> None:
 async def test_a_score_or_a_sum_beyond_the_bound_of_numbers_is_unknown() -> None:
     for score, weight in ((1e308, 1.0), (-1e16, 1.0), (1e12, 1e6)):
         task = composition({"a": (ScriptedScorer(score), {"weight": weight}), "b": (ScriptedScorer(1.0), {})})
-        outcome = (await one(task)).outcome
-        assert isinstance(outcome, Failure), score
-        assert outcome.reason == "too_large"
+        assert verdict((await one(task)).outcome or 0.0) == "too_large"
 
 
 class Broken(ScriptedScorer):

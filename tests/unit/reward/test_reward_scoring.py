@@ -20,7 +20,7 @@ from tba.api import ScoreError, ScoreItem, ScoreResult
 from tba.config.reward import HttpSpec, MathSpec, RewardModelSpec
 from tba.errors import BrokenRewardError, BusyError, UnavailableError
 from tests.support.reward_faults import misbehave
-from tests.support.reward_scorers import ScriptedScorer, composition
+from tests.support.reward_scorers import ScriptedScorer, composition, verdict
 from tests.support.waits import DEADLINE_S
 
 
@@ -273,6 +273,5 @@ async def test_a_release_of_a_package_that_grades_otherwise_is_found_by_an_examp
 async def test_a_rule_that_fails_inline_is_a_reason_too() -> None:
     hows = ["fine", "raise", "exit", "bad_data", "ambiguous", "nan", "text"]
     outcomes = await INLINE.score([Item(prompt="", response=how) for how in hows])
-    found = [outcome.reason if isinstance(outcome, Failure) else None for outcome in outcomes]
-    expected = [None, "exception", "exception", "bad_data", "ambiguous", "not_finite", "exception"]
-    assert found == expected
+    expected = [0.5, "exception", "exception", "bad_data", "ambiguous", "not_finite", "exception"]
+    assert [verdict(outcome) for outcome in outcomes] == expected

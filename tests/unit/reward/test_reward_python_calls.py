@@ -1,0 +1,107 @@
+"""Kind `python`: what a reward function with TRL's signature is called with, and how its result is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from tba_reward.scorer import Item, params_of
+from tba_reward.scorers import Tools, build_scorer, python
+
+from tba.config.reward import PythonSpec
+from tba.errors import ConfigError
+from tests.support.reward_scorers import verdict
+
+MODULE = "tests.support.trl_rewards"
+TOOLS = Tools(pool=None, models=None)  # type: ignore[arg-type]  # nothing is started here
+
+
+def params(function: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return params_of(PythonSpec(kind="python", function=f"{MODULE}:{function}", kwargs=kwargs))
+
+
+def item(response: str = "a fine answer", **data: object) -> Item:
+    return Item(prompt="a question", response=response, data=data)
+
+
+GOOD = [item(f"fine {n}", answer="7") for n in range(5)]
+CUT = Item(prompt="", response="x", finish_reason="length")
+TOKENS = Item(prompt="", response="four", response_tokens=[5, 6, 7])
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+TURNS = [item("<think>so</think>7", prompt=CHAT), item("7", prompt=CHAT)]
+OTHER_COLUMNS = [item("a", answer="7"), item("b", answer="8", unit="m"), item("c", answer="9"), item("d")]
+HALF = {"threshold": 4, "scale": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "items", "expected"),
+    [
+        # columns are the keys of the data, without TRL's own names; None is an abstention
+        (
+            "contains",
+            {},
+            [item(word="fine", other=1), item(word="bad"), item(word="", prompts="")],
+            [1, 0, "abstained"],
+        ),
+        ("contains", {}, [item()], ["bad_data"]),
+        ("no_kwargs", {}, [item("four", unknown=1), item("four", scale=0.5)], [4, 2]),
+        ("only_completions", {}, [item("four", extra=1), item("seven", extra=1)], [4, 5]),
+        ("sees_finish", {}, [item(), CUT], [0, 1]),
+        ("num_tokens", {}, [TOKENS, item("four")], [3, "bad_data"]),
+        # async functions, arrays and callable objects, and those that log
+        ("later", {}, [item()], [0.25]),
+        ("numpy_scores", {}, [item(), item()], [0.5, 0.5]),
+        ("judge", {}, [item("four")], [4]),
+        ("logs", {}, [item("four")], [1]),
+        # one call for items with the same columns; asked again item by item where it raises
+        ("whole_call", {}, GOOD, [5] * 5),
+        ("whole_call", {}, [*GOOD[:3], item("bad", answer="7"), *GOOD[3:]], [1, 1, 1, "exception", 1, 1]),
+        ("whole_call", {}, OTHER_COLUMNS, [2, 1, 2, "bad_data"]),
+        # one number for a batch fails the whole call, and is not taken for each item
+        *[("one_for_all", {"shape": shape}, GOOD, ["exception"] * 5) for shape in ("list", "number", "array")],
+        # messages where the data has them
+        ("think_format", {}, TURNS, [1, 0]),
+        ("last_question", {}, TURNS, [4, 4]),
+        ("only_completions", {}, [item("text", prompt="no list"), item("7")], [4, 1]),
+        # arguments of the recipe come before columns
+        ("at_least", HALF, [item("four"), item("six"), item("four", threshold=9)], [0.5, 0, 0.5]),
+    ],
+)
+def test_a_function_of_trl(
+    function: str, kwargs: dict[str, Any], items: list[Item], expected: list[float | str]
+) -> None:
+    python.load(params(function, kwargs))
+    assert [verdict(outcome) for outcome in python.score(items, params(function, kwargs))] == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "named"),
+    [("needs_state", {}, "trainer_state"), ("only_completions", {"tresh": 4}, "tresh")],
+)
+def test_what_a_function_can_never_be_called_with_is_refused(function: str, kwargs: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        python.load(params(function, kwargs))
+
+
+@pytest.mark.parametrize("kwargs", [{"prompts": 1}, {"x": {1, 2}}], ids=["taken", "no JSON"])
+def test_arguments_that_could_not_be_passed_are_refused(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PythonSpec(kind="python", function="m:f", kwargs=kwargs)
+
+
+def test_a_module_that_is_not_there_is_a_config_error() -> None:
+    for name in ("no_such_module:f", "tests.support.no_such:f", "tests.support.trl_rewards.deeper:f"):
+        with pytest.raises(ConfigError, match="there is no module"):
+            build_scorer(PythonSpec(kind="python", function=name), TOOLS)
+
+
+def test_the_version_changes_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_rewards.py").write_text("raise SystemExit('the service must not import this')\n")
+    spec = PythonSpec(kind="python", function="own_rewards:f")
+    before = build_scorer(spec, TOOLS).version
+    assert build_scorer(spec, TOOLS).version == before
+    (tmp_path / "own_rewards.py").write_text("def f(**_): return [1.0]\n")
+    assert build_scorer(spec, TOOLS).version != before

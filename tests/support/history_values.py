@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tba.api import EvalInfo, LedgerEntry, Stats
+from tba.api import ComponentInfo, EvalInfo, LedgerEntry, RunInfo, Stats
 from tba_cli.reports.history import History, Timing
 
 STEP_S, WAIT_S = 0.8, 0.2
@@ -23,6 +23,22 @@ RUN_INFO: dict[str, Any] = {
     "evals": [],
 }
 """GET /v1/run."""
+
+
+def run_info(**changes: Any) -> RunInfo:
+    return RunInfo.model_validate({**RUN_INFO, **changes})
+
+
+def searcher(name: str, version: str, *, alive: bool = True) -> ComponentInfo:
+    return ComponentInfo(
+        component_id=name,
+        kind="searcher",
+        state="generating",
+        version=version,
+        alive=alive,
+        heartbeat_age_s=1.0,
+        gauges={},
+    )
 
 
 def entry(step: int, *, lineage: int = 1, at_s: float, wait_s: float = WAIT_S, abandoned: bool = False) -> LedgerEntry:

@@ -14,7 +14,6 @@ from tba_trainer.checkpoints.export_upload import upload_export
 from tba_trainer.trainer import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.api import RunInfo
 from tba.config import Recipe
 from tba.errors import ConfigError, DigestError
 from tba.store import FileStore
@@ -25,7 +24,7 @@ from tba_cli.commands.export import Exportable, choose
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
 from tests.support.exports import BEST, make_facts, published, transformers_greedy
-from tests.support.history_values import history
+from tests.support.history_values import history, run_info
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_recipe
 from tests.support.vllm_greedy import TIMEOUT_S, vllm_greedy, why_not
@@ -43,22 +42,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def run_info(**changes: Any) -> RunInfo:
-    values: dict[str, Any] = {
-        "run": "demo",
-        "state": "running",
-        "state_reason": None,
-        "step": 8,
-        "lineage": 1,
-        "parents": {1: "0-0"},
-        "latest_version": "1-8",
-        "checkpoint": None,
-        "checkpoint_key": None,
-        "components": [],
-        "waits": [],
-        "evals": [],
-    }
-    return RunInfo(**{**values, **changes})
+def publish_files(versions: WeightVersions, model: Path, tensors: list[Path], *, dtype: Any) -> None:
+    """Publish version 1-1 with these tensors and the other files of the model."""
+    manifest = versions.manifest(START)
+    versions.publish(
+        version=PolicyVersion(1, 1),
+        parent=START,
+        dtype=dtype,
+        tensors_paths=tensors,
+        files={stored.name: model / stored.name for stored in manifest.files},
+        canary=manifest.canary,
+        torch_version="2",
+        transformers_version="5",
+    )
 
 
 @pytest.mark.timeout(TIMEOUT_S + 120)
@@ -87,17 +83,7 @@ def test_an_export_holds_the_published_parameters_in_their_dtype_and_a_card(
     store, versions, recipe = published(tmp_path, {"0-0": models["tied"]})
     half = {name: tensor.bfloat16() for name, tensor in load_file(models["tied"] / "model.safetensors").items()}
     save_file(half, tmp_path / "model.safetensors")
-    manifest = versions.manifest(START)
-    versions.publish(
-        version=PolicyVersion(1, 1),
-        parent=START,
-        dtype="bfloat16",
-        tensors_paths=[tmp_path / "model.safetensors"],
-        files={stored.name: models["tied"] / stored.name for stored in manifest.files},
-        canary=manifest.canary,
-        torch_version="2",
-        transformers_version="5",
-    )
+    publish_files(versions, models["tied"], [tmp_path / "model.safetensors"], dtype="bfloat16")
     write_export(versions, PolicyVersion(1, 1), tmp_path / "export", make_facts(recipe))
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert loaded.dtype == torch.bfloat16
@@ -119,17 +105,7 @@ def test_every_expert_of_an_export_has_the_tensors_that_older_tools_look_for(tmp
     for number, path in enumerate(paths):
         save_file({name: fused[name] for name in sorted(fused)[number::num_files]}, path, {"format": "pt"})
     _, versions, recipe = published(tmp_path, {"0-0": made})
-    manifest = versions.manifest(START)
-    versions.publish(
-        version=PolicyVersion(1, 1),
-        parent=START,
-        dtype="float32",
-        tensors_paths=paths,
-        files={stored.name: made / stored.name for stored in manifest.files},
-        canary=manifest.canary,
-        torch_version="2",
-        transformers_version="5",
-    )
+    publish_files(versions, made, paths, dtype="float32")
     write_export(versions, PolicyVersion(1, 1), tmp_path / "export", make_facts(recipe))
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert len(files) == num_files
@@ -159,7 +135,7 @@ def test_the_trainer_uploads_the_last_version_with_its_card_and_leaves_nothing_o
 ) -> None:
     store, _, recipe = published(tmp_path, {"1-4": models["tied"], "1-8": models["untied"]})
     store.put("runs/demo/export/model-00001-of-00002.safetensors", b"of an earlier export")
-    info = run_info(evals=list(make_facts(recipe).evals), best=BEST)
+    info = run_info(step=8, evals=list(make_facts(recipe).evals), best=BEST)
     prefix = upload_export(recipe, info, store, last=PolicyVersion(1, 8))
     names = {key.removeprefix(prefix) for key in store.list(prefix)}
     assert names == {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}

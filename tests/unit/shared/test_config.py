@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from tba.config.searcher import OpenAiSection, SearcherSection
 from tba.errors import ConfigError
 from tba.fields import StrictModel
 
+WSD = {"kind": "wsd", "value": 1.0}
 MINIMAL = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
 TOML = """
 [run]
@@ -270,39 +272,21 @@ def test_a_recipe_is_frozen() -> None:
         recipe.run.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_constant_and_warm_up() -> None:
-    schedule = Schedule(value=2.0, warmup_steps=4)
-    assert [schedule.at(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-
-
-def test_linear_goes_from_value_to_final_and_stays() -> None:
-    schedule = Schedule(kind="linear", value=1.0, final=0.5, steps=10)
-    assert schedule.at(0) == 1.0
-    assert schedule.at(5) == pytest.approx(0.75)
-    assert schedule.at(10) == schedule.at(1000) == 0.5
-
-
-def test_cosine_is_half_way_in_the_middle() -> None:
-    schedule = Schedule(kind="cosine", value=1.0, final=0.2, steps=12, warmup_steps=2)
-    assert schedule.at(2) == 1.0
-    assert schedule.at(7) == pytest.approx(0.6)
-    assert schedule.at(12) == pytest.approx(0.2)
-
-
-def test_a_wsd_schedule_may_decay_right_after_its_warm_up_and_stays_at_its_end() -> None:
-    schedule = Schedule(kind="wsd", value=1.0, final=0.2, steps=10, warmup_steps=4, decay_steps=6)
-    assert [schedule.at(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    assert schedule.at(5) < 1.0
-    assert schedule.at(7) == pytest.approx(0.6)
-    assert schedule.at(10) == schedule.at(10_000) == pytest.approx(0.2)
-
-
-def test_wsd_warms_up_stays_and_decays() -> None:
-    schedule = Schedule(kind="wsd", value=1.0, steps=100, warmup_steps=10, decay_steps=20)
-    assert schedule.at(0) == pytest.approx(0.1)
-    assert schedule.at(10) == schedule.at(79) == schedule.at(80) == 1.0
-    assert schedule.at(90) == pytest.approx(0.5)
-    assert schedule.at(100) == pytest.approx(0.0)
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        ({"value": 2.0, "warmup_steps": 4}, {0: 0.5, 1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0, 5: 2.0}),
+        ({"kind": "linear", "value": 1.0, "final": 0.5, "steps": 10}, {0: 1.0, 5: 0.75, 10: 0.5, 1000: 0.5}),
+        ({"kind": "cosine", "value": 1.0, "final": 0.2, "steps": 12, "warmup_steps": 2}, {2: 1.0, 7: 0.6, 12: 0.2}),
+        # a wsd schedule may decay right after its warm-up, and stays at its end
+        ({**WSD, "final": 0.2, "steps": 10, "warmup_steps": 4, "decay_steps": 6}, {0: 0.25, 3: 1.0, 4: 1.0, 7: 0.6}),
+        ({**WSD, "final": 0.2, "steps": 10, "warmup_steps": 4, "decay_steps": 6}, {10: 0.2, 10_000: 0.2}),
+        ({**WSD, "steps": 100, "warmup_steps": 10, "decay_steps": 20}, {0: 0.1, 10: 1.0, 80: 1.0, 90: 0.5, 100: 0.0}),
+    ],
+)
+def test_a_schedule_has_these_values(fields: dict[str, Any], values: dict[int, float]) -> None:
+    schedule = Schedule(**fields)
+    assert {step: schedule.at(step) for step in values} == pytest.approx(values)
 
 
 @given(

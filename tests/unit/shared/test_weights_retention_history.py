@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from tba.api import BestVersion, ComponentInfo, RunInfo
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
 from tba.weights.retention import reasons_to_keep
 from tba.wire import Canary
+from tests.support.history_values import run_info, searcher
 
 KEEP = 2
 DELTAS = DeltaSettings(keyframe_interval=5, max_share=100.0)
@@ -80,43 +80,17 @@ class History:
     def delete(self, num_before_kill: int) -> None:
         """Delete as the trainer does, which is killed after some deletions; 0: it is not."""
         names = {name: str(version) for name, version in self.held.items()}
-        info = RunInfo(
-            run="demo",
-            state="running",
-            state_reason=None,
+        best = {"metric": "accuracy", "value": 0.5, "num_prompts": 4, "num_samples": 1}
+        info = run_info(
             step=self.step,
             lineage=self.lineage,
             parents={lineage: str(parent) for lineage, parent in self.parents.items()},
             latest_version=str(list(self.announced)[-1]),
-            checkpoint=None,
-            checkpoint_key=None,
-            components=[
-                ComponentInfo(
-                    component_id=name,
-                    kind="searcher",
-                    state="generating",
-                    version=version,
-                    alive=True,
-                    heartbeat_age_s=1.0,
-                    gauges={},
-                )
-                for name, version in names.items()
-                if name.startswith("beat")
-            ],
-            waits=[],
-            evals=[],
-            best=BestVersion(version=names["best-0"], metric="accuracy", value=0.5, num_prompts=4, num_samples=1)
-            if "best-0" in names
-            else None,
+            components=[searcher(name, version) for name, version in names.items() if name.startswith("beat")],
+            best={"version": names["best-0"], **best} if "best-0" in names else None,
         )
         existing = self.versions.versions()
-        kept = reasons_to_keep(
-            existing,
-            info,
-            self.checkpoints,
-            keep=KEEP,
-            needed_by=self.versions.needed_by,
-        )
+        kept = reasons_to_keep(existing, info, self.checkpoints, keep=KEEP, needed_by=self.versions.needed_by)
         for version in sorted(set(existing) - kept.keys(), reverse=True)[: num_before_kill or None]:
             self.versions.delete(version)
         self._check()

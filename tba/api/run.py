@@ -51,19 +51,21 @@ class SettingChange(StrictModel):
     new: Schedule | int | float | None
 
 
-class SettingsAudit(StrictModel):
-    """One change: who made it, when, why, and where the run stood.
+class Audit(StrictModel):
+    """A change that somebody made: when, why, and where the run stood."""
 
-    The ledger says with which revision each step was made.
-    """
-
-    revision: int
     at_s: float
-    role: Role
     reason: str | None
     lineage: int
     step: int
     """The last acked step at the time."""
+
+
+class SettingsAudit(Audit):
+    """One change of live settings. The ledger says with which revision each step was made."""
+
+    revision: int
+    role: Role
     changes: dict[LiveName, SettingChange]
 
     def line(self) -> str:
@@ -123,16 +125,11 @@ class ScaleRequest(StrictModel):
     request_id: Name = Field(default_factory=partial(new_id, "request"))
 
 
-class ScaleAudit(StrictModel):
-    """One change: who made it, when, why, and both numbers; null: as the recipe or the chart says."""
+class ScaleAudit(Audit):
+    """One change of the number of searchers; null: as the recipe or the chart says."""
 
     revision: int
-    at_s: float
     role: Literal["operator"]
-    reason: str | None
-    lineage: int
-    step: int
-    """The last acked step at the time."""
     old: int | None
     new: int | None
 
@@ -152,23 +149,20 @@ AuditRole = Role | Literal["buffer"]
 """The author of a change of the run: a person, the trainer, or the buffer, if rewards can never be known."""
 
 
-class WaitInfo(StrictModel):
-    """A wait: its owner, its name, how long it has lasted, and how long it may last."""
-
-    owner: str
-    name: str
-    for_s: float
-    deadline_in_s: float
-    kind: str | None = None
-    """Kind of the owner."""
-
-
 class ComponentWait(StrictModel):
     """The wait of a component: its name, how long it has lasted, and how long it may last."""
 
     name: str
     for_s: float
     deadline_in_s: float
+
+
+class WaitInfo(ComponentWait):
+    """A wait with its owner."""
+
+    owner: str
+    kind: str | None = None
+    """Kind of the owner."""
 
 
 ENDED = frozenset({"ended", "done", "stopped"})
@@ -194,21 +188,16 @@ class ComponentInfo(StrictModel):
     """Why it is in this state, if known."""
 
 
-class RunChange(StrictModel):
-    """One change of the state of the run: who made it, when, why, both states, and where the run stood."""
+class RunChange(Audit):
+    """One change of the state of the run. No batch is drawn after a pause or stop; the step under way is finished."""
 
     number: int
-    at_s: float
     command: Literal["pause", "resume", "stop", "done", "fail", "lineage", "accept-loss", "rollback"]
     """`lineage`: a trainer continued a run that was stopping or over, or did what `rollback` asked for. `accept-loss`
     and `rollback` leave the state as it is."""
     role: AuditRole
-    reason: str | None
     old: RunState
     new: RunState
-    lineage: int
-    step: int
-    """The last acked step at the time; no batch is drawn after a pause or stop, and the step under way is finished."""
     num_lost: int | None = None
     """accept-loss: acknowledged changes that Redis did not have; 0: their number is unknown."""
     rollback: VersionText | None = None

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -23,6 +20,7 @@ from tba.clients import BufferClient
 from tba.errors import BusyError, RunFailedError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait, encode_heartbeat
 from tba.wire.heartbeat import MAX_HEARTBEAT_BYTES
+from tests.support.answering import answering
 from tests.support.buffer import start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later
 from tests.support.buffer_reads import ask
@@ -216,41 +214,13 @@ def test_the_state_and_the_step_of_the_run_are_metrics(serve_buffer: ServeBuffer
 # ---- the reward service ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def readyz(answers: list[tuple[int, bytes]]) -> Iterator[tuple[str, list[str]]]:
-    """A service whose GET /readyz gives the last of `answers`; (URL, paths that were asked)."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            status, body = answers[-1]
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing on stderr."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 def test_the_reward_service_is_a_component_with_its_reason(
     serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
     problem = b'{"type": "urn:tba:problem:not-ready", "status": 503, "detail": "the model of `judge` is loading"}'
     answers = [(503, problem)]
-    with readyz(answers) as (url, asked):
+    with answering(answers) as (url, asked):
         buffer = serve_buffer(reward={"url": url}, buffer={"HEARTBEAT_TIMEOUT_S": 30.0})
         client = buffer.client()
         until("it was asked", lambda: component(client, "reward").alive)
@@ -276,7 +246,7 @@ def test_what_a_ready_reward_service_says_beside_is_the_note_of_the_component(
     serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
-    with readyz([(200, READY_WITH_NOTE)]) as (url, _):
+    with answering([(200, READY_WITH_NOTE)]) as (url, _):
         client = serve_buffer(reward={"url": url}).client()
         until("it was asked", lambda: component(client, "reward").alive)
         found = component(client, "reward")
@@ -288,7 +258,7 @@ def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_tex
 ) -> None:
     monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
     answers = [(503, BROKEN)]
-    with readyz(answers) as (url, asked):
+    with answering(answers) as (url, asked):
         client = serve_buffer(reward={"url": url}).client()
         lineage = start_lineage(client)
         until("the run has failed", lambda: client.run().state == "failed")

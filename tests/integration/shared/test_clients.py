@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -29,41 +25,7 @@ from tba.errors import (
     UnavailableError,
 )
 from tba.server.problems import TYPE_PREFIX
-
-Answer = tuple[int, Any]
-
-
-@contextmanager
-def answering(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
-    """A server that gives these answers in turn, the last one for ever; yields its URL and the paths asked for."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            status, body = answers[min(len(asked), len(answers) - 1)]
-            asked.append(self.path)
-            self.rfile.read(int(self.headers["content-length"] or 0))
-            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            if status == 307:
-                self.send_header("location", "/elsewhere")
-            self.send_header("content-length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        do_GET = do_POST
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+from tests.support.answering import Answer, answering
 
 
 def problem(status: int, slug: str, **extra: Any) -> Answer:
@@ -91,21 +53,21 @@ ITEMS = [ScoreItem(item_id=name, task="exact", prompt="p", response="r") for nam
     ],
 )
 def test_a_problem_comes_back_as_the_error_it_was(answer: Answer, error: type[ServiceError]):
-    with answering(answer) as (url, _), pytest.raises(error) as caught:
+    with answering([answer]) as (url, _), pytest.raises(error) as caught:
         BufferClient(url, retry_s=0).lease(LEASE)
     assert type(caught.value) is error
 
 
 def test_busy_names_the_wait_and_is_not_retried_by_the_client():
     busy = problem(429, "busy", retry_after_s=0.25, wait="trainer-ahead")
-    with answering(busy) as (url, asked), pytest.raises(BusyError) as caught:
+    with answering([busy]) as (url, asked), pytest.raises(BusyError) as caught:
         BufferClient(url, retry_s=5).lease(LEASE)
     assert (caught.value.retry_after_s, caught.value.wait) == (0.25, "trainer-ahead")
     assert len(asked) == 1
 
 
 def test_a_service_that_is_away_for_a_moment_is_asked_again():
-    with answering(problem(503, "unavailable"), problem(503, "unavailable"), LEASED) as (url, asked):
+    with answering([problem(503, "unavailable"), problem(503, "unavailable"), LEASED]) as (url, asked):
         assert BufferClient(url, retry_s=30).lease(LEASE).run_state == "running"
     assert len(asked) == 3
 
@@ -121,7 +83,7 @@ def test_a_service_that_does_not_answer_in_time_is_unavailable():
 
 def test_a_service_may_live_under_a_path_and_parameters_are_quoted():
     page = {"rollouts": [], "next": None, "log_position": 0}
-    with answering((200, page)) as (url, asked), suppress(BadReplyError):
+    with answering([(200, page)]) as (url, asked), suppress(BadReplyError):
         BufferClient(url + "/tba/", retry_s=0).list_rollouts(prompt_id="a b&c=\N{CHECK MARK}", limit=5)
     assert asked[0].startswith("/tba/v1/rollouts?")
     assert parse_qs(urlsplit(asked[0]).query)["prompt_id"] == ["a b&c=\N{CHECK MARK}"]
@@ -129,13 +91,13 @@ def test_a_service_may_live_under_a_path_and_parameters_are_quoted():
 
 def test_a_redirect_is_not_followed():
     """A token would go wherever it points."""
-    with answering((307, {})) as (url, asked), pytest.raises(BadRequestError):
+    with answering([(307, {})]) as (url, asked), pytest.raises(BadRequestError):
         BufferClient(url, retry_s=0, token="x" * 16).lease(LEASE)
     assert len(asked) == 1
 
 
 def test_a_connection_that_the_service_closed_meanwhile_is_opened_again():
-    with answering(LEASED) as (url, asked):  # HTTP/1.0: closed after every answer
+    with answering([LEASED]) as (url, asked):  # HTTP/1.0: closed after every answer
         client = BufferClient(url, retry_s=0)
         for _ in range(5):
             assert client.lease(LEASE).run_state == "running"
@@ -155,13 +117,13 @@ def test_nobody_there_is_one_sentence():
 
 @pytest.mark.parametrize("body", [b"not json", {"leases": []}, {**LEASED[1], "leases": 1}])
 def test_an_answer_of_another_kind_is_refused(body: Any):
-    with answering((200, body)) as (url, _), pytest.raises(BadReplyError, match="is not a LeaseReply"):
+    with answering([(200, body)]) as (url, _), pytest.raises(BadReplyError, match="is not a LeaseReply"):
         BufferClient(url, retry_s=0).lease(LEASE)
 
 
 def test_what_a_newer_service_says_more_is_ignored():
     """While an upgrade rolls, old searchers talk to a new buffer."""
-    with answering((200, {**LEASED[1], "surprise": 1})) as (url, _):
+    with answering([(200, {**LEASED[1], "surprise": 1})]) as (url, _):
         assert BufferClient(url, retry_s=0).lease(LEASE).run_state == "running"
 
 
@@ -176,5 +138,5 @@ def test_what_a_newer_service_says_more_is_ignored():
     ids=["too few", "another order", "neither reward nor error", "both"],
 )
 def test_scores_that_are_not_those_of_the_items_are_not_used(results: list[dict[str, Any]]):
-    with answering((200, {"results": results})) as (url, _), pytest.raises(BadReplyError):
+    with answering([(200, {"results": results})]) as (url, _), pytest.raises(BadReplyError):
         RewardClient(url, retry_s=0).score(ITEMS)

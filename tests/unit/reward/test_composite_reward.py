@@ -264,8 +264,6 @@ def test_a_built_in_task_that_cannot_be_built_here_is_left_out_and_one_of_the_re
     ("scorers", "sentence"),
     [
         ([], "scorers"),
-        ([{"kind": "magic"}], "magic"),
-        ([{"kind": "exact", "colour": 1}], "colour"),
         ([{"kind": "exact", "weight": 0.0}], "every weight is 0"),
         ([{"kind": "exact", "gate": 0.5}], "every weight is 0"),
         ([{"kind": "exact", "timeout_s": 0}], "timeout_s"),

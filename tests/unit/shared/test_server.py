@@ -6,10 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -26,6 +22,7 @@ from tba.health import readiness_problem
 from tba.server import Authenticator, create_app, openapi
 from tba.server.auth import AuthThrottle
 from tba.server.problems import install_problem_handlers
+from tests.support.answering import answering
 from tests.support.buffer import make_recipe
 
 
@@ -44,41 +41,19 @@ def test_a_refused_address_has_a_line_a_minute() -> None:
 # ---- The health check of the images, against a real server on loopback ----------------------------------------------
 
 
-@contextmanager
-def service(status: int, body: bytes) -> Iterator[int]:
-    """A service whose /readyz answers this; gives its port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = status if self.path == "/readyz" else 404
-            self.send_response(found)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing on stderr."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "tba.health", *arguments], capture_output=True, text=True)
 
 
 def test_the_exit_code_and_one_sentence_say_how_a_service_is(tmp_path):
-    with service(200, b"{}") as port:
+    with answering([(200, b"{}")]) as (url, asked):
+        port = int(url.rpartition(":")[2])
         assert readiness_problem(port) is None
         assert check(str(port)).returncode == 0
+    assert set(asked) == {"/readyz"}
     assert f"nothing answers on port {port}" in str(readiness_problem(port))
-    with service(503, b'{"detail": "Redis does not answer"}') as port:
+    with answering([(503, {"detail": "Redis does not answer"})]) as (url, _):
+        port = int(url.rpartition(":")[2])
         answer = check(str(port))
         assert (answer.returncode, answer.stderr) == (1, f"error: port {port} answers 503: Redis does not answer\n")
     answer = check()

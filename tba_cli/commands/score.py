@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from tba.api import ScoreItem, ScoreResult
 from tba.clients import RewardClient
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
-from tba.fields import StrictModel, escape_controls, first_problem
+from tba.fields import StrictModel, first_problem
+from tba_cli.console import print_answer
 from tba_cli.prompts.sources import jsonl_rows
 from tba_cli.resolve import with_absolute_paths
 
@@ -67,13 +67,14 @@ def score_command(args: argparse.Namespace) -> int:
     scored = ask_scorers(recipe, lambda client: [_score(client, recipe, *pair) for pair in examples.items()])
     wrong = [each for each in scored if each.is_mismatch]
     num_errors = sum(each.result.error is not None for each in scored)
-    if args.json:
-        rows = [{**each.model_dump(mode="json"), "mismatch": each.is_mismatch} for each in scored]
-        print(json.dumps({"examples": rows, "num_mismatches": len(wrong), "num_errors": num_errors}, indent=1))
-    else:
-        lines = [*table_lines(scored), *map(_mismatch_line, wrong)]
-        lines.append(f"{len(scored) - num_errors} scored, mismatches: {len(wrong)}, errors: {num_errors}")
-        print("\n".join(map(escape_controls, lines)))
+    rows = [{**each.model_dump(mode="json"), "mismatch": each.is_mismatch} for each in scored]
+    lines = table_lines(scored)
+    for each in wrong:
+        expected, got = _number(each.example.expected), _number(each.result.reward)
+        lines.append(f"mismatch, {each.name}: expected {expected}, got {got} for {_short(each.example.response)}")
+    lines.append(f"{len(scored) - num_errors} scored, mismatches: {len(wrong)}, errors: {num_errors}")
+    document = {"examples": rows, "num_mismatches": len(wrong), "num_errors": num_errors}
+    print_answer(document, lines, as_json=args.json)
     return EXIT_FAILED if wrong or num_errors else 0
 
 
@@ -123,13 +124,6 @@ def table_lines(scored: Sequence[Scored]) -> list[str]:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _mismatch_line(each: Scored) -> str:
-    return (
-        f"mismatch, {each.name}: expected {_number(each.example.expected)}, got {_number(each.result.reward)} for "
-        f"{_short(each.example.response)}"
-    )
 
 
 def _number(value: float | None) -> str:

@@ -16,6 +16,7 @@ from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import shape_on_hub
 from tba_cli.child_processes import run_program
 from tba_cli.commands.config import EXIT_FAILED, size_text
+from tba_cli.console import print_answer
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.sizing.estimate import Estimate, estimate
 from tba_cli.sizing.gpu_layout import CARD_GIB, GIB, gpu_layout, layout_lines, misfits
@@ -46,16 +47,14 @@ def sizing_command(args: argparse.Namespace) -> int:
     found, trace = estimate(recipe, shape), _trace(recipe, shape)
     layout = gpu_layout(recipe, shape_of, trainer_peak_bytes=trace["peak_bytes"])
     problems = list(misfits(layout, gpu_bytes))
-    if args.json:
-        gpus = {number: [asdict(one) for one in occupants] for number, occupants in layout.items()}
-        document = {"shape": asdict(shape), "trainer": trace, "estimate": asdict(found), "gpus": gpus}
-        print(json.dumps(document | {"problems": problems}, indent=2))
-    else:
-        print("\n".join(_lines(recipe, shape, trace, found)))
-        if layout:
-            print(f"GPUs of {gib:g} GiB as [local.gpus] gives them (computed, not measured):")
-            ends = [f"does not fit: {sentence}" for sentence in problems] or ["everything fits"]
-            print("\n".join([*layout_lines(layout, gpu_bytes), *ends]))
+    lines = list(_lines(recipe, shape, trace, found))
+    if layout:
+        lines.append(f"GPUs of {gib:g} GiB as [local.gpus] gives them (computed, not measured):")
+        ends = [f"does not fit: {sentence}" for sentence in problems] or ["everything fits"]
+        lines += [*layout_lines(layout, gpu_bytes), *ends]
+    gpus = {number: [asdict(one) for one in occupants] for number, occupants in layout.items()}
+    document = {"shape": asdict(shape), "trainer": trace, "estimate": asdict(found), "gpus": gpus}
+    print_answer(document | {"problems": problems}, lines, as_json=args.json)
     return EXIT_FAILED if problems else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -48,7 +47,7 @@ def status_command(args: argparse.Namespace) -> int:
         if args.follow:
             return follow(client, as_json=args.json)
         document, lines = _read(client)
-    print(json.dumps(document, indent=2) if args.json else "\n".join(map(escape_controls, lines)))
+    print_answer(document, lines, as_json=args.json)
     return 0
 
 
@@ -69,15 +68,13 @@ def _ended_status(folder: RunFolder, *, as_json: bool) -> int:
 
     end = load_end(folder)
     document, (state, *others) = read_ended(folder, partial(_read, is_over=True))
-    if as_json:
-        print(json.dumps({"ended": end.model_dump(mode="json"), **document}, indent=2))
-        return 0
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.at_s))
     lines = [f"run {document['run']['run']!r} is over since {since}: {end.reason}"]
     if not folder.is_finished:
         path, here = folder.recipe_path, Path.cwd()
         lines.append(f"  resume with: tba run {path.relative_to(here) if path.is_relative_to(here) else path} --resume")
-    print("\n".join(map(escape_controls, [*lines, f"  its last state: {state}", *others])))
+    document = {"ended": end.model_dump(mode="json"), **document}
+    print_answer(document, [*lines, f"  its last state: {state}", *others], as_json=as_json)
     return 0
 
 

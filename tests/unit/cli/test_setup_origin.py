@@ -11,7 +11,7 @@ import pytest
 from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
 from tba.store import FileStore
-from tba.wire import Canary, Manifest, StoredObject, encode_manifest
+from tba.wire import StoredObject, encode_manifest
 from tba.wire.checkpoint_manifest import CheckpointManifest, CheckpointObject
 from tba.wire.snapshot_manifest import (
     SavedLineage,
@@ -25,6 +25,7 @@ from tba_cli.commands import fork
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
+from tests.support.wire_values import manifest
 
 SOURCE = SnapshotSource("old", "end")
 
@@ -93,23 +94,10 @@ class Place:
 
     def put_manifest(self, version: str, **stored: Any) -> None:
         config = self.put("runs/old/files/abc/config.json", b"{}")
-        manifest = Manifest(
-            run="old",
-            version=version,
-            parent=None,
-            dtype="float32",
-            tensors=[],
-            files=[config],
-            model_config_sha256=config.sha256,
-            tokenizer_sha256=config.sha256,
-            params_sha256=table_sha256([]),
-            canary=Canary(prompt_tokens=[1], response_tokens=[1], logprobs=[0.0], tolerance=1.0),
-            torch_version="0",
-            transformers_version="0",
-            created_at_s=0.0,
-            **stored,
-        )
-        self.old.put(f"runs/old/weights/{version}/manifest.json", encode_manifest(manifest))
+        place = {"run": "old", "version": version, "parent": None, "files": [config]}
+        content = {"tensors": [], "params_sha256": table_sha256([]), "full": [], "delta": None, **stored}
+        made = manifest().model_copy(update=place | content)
+        self.old.put(f"runs/old/weights/{version}/manifest.json", encode_manifest(made))
 
     def put(self, key: str, data: bytes) -> StoredObject:
         self.old.put(key, data)

@@ -9,30 +9,14 @@ from huggingface_hub import ModelCard
 
 from tba.config.data import DataSection, PrepareItem
 from tba.weights.export import RunFacts, render_card
-from tba.wire import Canary, Manifest
-from tba.wire.weight_manifest import TensorFile, table_sha256
+from tba.wire import Manifest
 from tests.support.exports import make_eval, make_facts
 from tests.support.trainer_values import make_recipe
+from tests.support.wire_values import manifest
 
 
 def make_manifest(version: str = "1-8", dtype: str = "bfloat16") -> Manifest:
-    digest = "ab" * 32
-    return Manifest(
-        run="demo",
-        version=version,
-        parent="1-4",
-        dtype=dtype,  # pyright: ignore[reportArgumentType]
-        tensors=[],
-        full=[TensorFile(name="model.safetensors", key="runs/demo/weights/model.safetensors", size_bytes=8)],
-        files=[],
-        model_config_sha256=digest,
-        tokenizer_sha256=digest,
-        params_sha256=table_sha256([]),
-        canary=Canary(prompt_tokens=[1], response_tokens=[1], logprobs=[0.0], tolerance=0.1),
-        torch_version="2",
-        transformers_version="5",
-        created_at_s=0.0,
-    )
+    return manifest().model_copy(update={"version": version, "dtype": dtype, "parent": "1-4", "delta": None})
 
 
 def test_the_front_matter_is_what_hugging_face_reads() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import shlex
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tba_trainer.learner.learner import Optimizer
+from tba_trainer.memory_trace import __main__ as memory_trace
 from tba_trainer.model.policy import load_policy
 
 from tba.config import Recipe, load_recipe
@@ -135,7 +138,15 @@ BLOCKS = re.findall(r"```\n\$ tba (sizing .*)\n((?:.+\n)+?)```", (ROOT / "docs/r
 def test_the_documented_estimates_are_what_the_command_prints(
     command: str, printed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def trace_here(module: str, words: list[str]) -> str:
+        """The program in this process, which has imported torch."""
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+            patch.setattr("sys.argv", [module, *words])
+            assert memory_trace.main() == 0
+        return out.getvalue()
+
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sizing, "_shape_in", lambda recipe, path: SHAPES[path])
+    monkeypatch.setattr(sizing, "run_program", trace_here)
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == printed

@@ -59,21 +59,12 @@ class ArtifactStore:
             return None
 
     def read(self, manifest: FolderManifest, path: str) -> bytes | None:
-        """Return one file of a stored folder, or None where it has no such file.
-
-        Raises:
-            StoreError: the file cannot be read.
-        """
+        """Return one file of a stored folder, or None where it has no such file."""
         file = next((file for file in manifest.files if file.path == path), None)
         return None if file is None else self._store.get(_file_key(manifest.kind, manifest.name, file))
 
     def push(self, kind: Kind, name: str, folder: Path) -> FolderManifest:
-        """Store a folder; to push the same content again changes nothing.
-
-        Raises:
-            ConfigError: it is not a folder, or the store has other content under this name.
-            StoreError: the store cannot be written.
-        """
+        """Store a folder; to push the same content again changes nothing."""
         files, left_out = files_of(folder)
         if left_out:
             self.on_progress(f"{folder}: left out {', '.join(left_out[:3])}{' ...' if len(left_out) > 3 else ''}")
@@ -105,7 +96,6 @@ class ArtifactStore:
         """Fetch what a folder lacks of the stored one; return how many files were fetched.
 
         Raises:
-            ConfigError: a file that is there is another one, or the folder cannot be written.
             DigestError: the store gives something else than was pushed.
             StoreError: the store cannot be read.
         """
@@ -183,7 +173,6 @@ def pull_folders(artifacts: ArtifactStore, folders: Sequence[RequiredFolder], *,
             on is not cut off.
 
     Raises:
-        ConfigError: something else lies at a path, or it cannot be written.
         WaitTimeoutError: a folder was not in the store in time.
         StoreError: the store refuses, or gives damaged files.
     """

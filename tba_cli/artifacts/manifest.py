@@ -92,12 +92,7 @@ def decode_folder_manifest(data: bytes, *, where: str) -> FolderManifest:
 
 
 def files_of(folder: Path) -> tuple[list[FolderFile], list[str]]:
-    """Return (files to push with their digests, paths that are left out), both sorted.
-
-    Raises:
-        ConfigError: there is no such folder, it is empty, or holds something else than files.
-        StoreError: a file cannot be read.
-    """
+    """Return (files to push with their digests, paths that are left out), both sorted."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder of a model in Hugging Face format")
     files, left_out = [], []

@@ -126,7 +126,6 @@ def _evaluate(
     """Fetch one model, and evaluate it in the folder `out`.
 
     Raises:
-        ConfigError: the folder is of something else, or there is no starting model to measure perplexity under.
         TbaError: as `evaluate_here`, or the store holds something damaged.
     """
     folder = RunFolder(out)

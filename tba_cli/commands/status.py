@@ -79,11 +79,7 @@ def _ended_status(folder: RunFolder, *, as_json: bool) -> int:
 
 
 def follow(client: BufferClient, *, as_json: bool) -> int:
-    """Print what is new in the run, once a second; return 0 when it is done, 1 when it has failed.
-
-    Raises:
-        ServiceError: the buffer does not answer.
-    """
+    """Print what is new in the run, once a second; return 0 when it is done, 1 when it has failed."""
     before: set[str] = set()
     while True:
         info = client.run()

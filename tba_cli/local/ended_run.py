@@ -42,7 +42,6 @@ def save_ended(folder: RunFolder, name: str) -> SnapshotInfo:
     """Save the buffer of a run that has ended; its folder is locked meanwhile.
 
     Raises:
-        ConfigError: no run began in this folder, or it is in progress.
         ChildError: Redis or the buffer service could not be started, or died.
         ConflictError, ServiceError, WaitTimeoutError: as `save_snapshot`.
     """
@@ -62,7 +61,6 @@ def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
     """Return what `use` reads from the buffer of a run that is over.
 
     Raises:
-        ConfigError: its files are not there, there is no room for a copy of them, or they changed meanwhile.
         ChildError, WaitTimeoutError: Redis or the buffer service could not be started.
     """
     recipe, console = _read_only_recipe(folder), Console("quiet", stream=sys.stderr)
@@ -78,7 +76,6 @@ def serve_ended(folder: RunFolder, *, port: int, show: Callable[[Page], None]) -
         show: called once the page is there.
 
     Raises:
-        ConfigError: as `read_ended`, or the port is in use.
         ChildError, WaitTimeoutError: as `read_ended`, or a process died later.
         KeyboardInterrupt: a signal came before the page was there.
     """
@@ -144,7 +141,6 @@ def _copy_redis_files(folder: RunFolder, to: Path) -> None:
     """Copy the Redis files of a run that is over as one moment left them, without its lock: a resume need not wait.
 
     Raises:
-        ConfigError: the run was started again meanwhile.
         OSError: the files cannot be read, or the copy cannot be written.
     """
     # in this order: from here on every start changes the time

@@ -59,7 +59,6 @@ def evaluate_here(
         reward_url: score there, and start no service.
 
     Raises:
-        ConfigError: the reward service does not know a task, or none answers at `reward_url`.
         ChildError: a child could not start, or died; says why.
         WaitTimeoutError: the reward service did not become ready within `local.start_timeout_s`, or the evaluator
             was silent for `SILENCE_S`.

@@ -35,7 +35,6 @@ async def start_reward(processes: ProcessManager, config: Recipe, folder: RunFol
     """Start a reward service with the config.json of the folder, and wait until it is ready.
 
     Raises:
-        ConfigError: a scorer did not start.
         WaitTimeoutError: it was not ready within `local.start_timeout_s`.
     """
     console.info(f"starting a reward service at {config.reward_url}")

@@ -47,10 +47,6 @@ def try_scorers(recipe: Recipe, prompts: Callable[[], Sequence[Prompt]], *, http
         recipe: with absolute paths.
         prompts: called once the service is there; of every task, one for each set of data columns is used.
         http: also ask endpoints on other machines.
-
-    Raises:
-        ConfigError: a scorer cannot be built or did not start; or the reward service is not installed.
-        ServiceError: the service did not answer.
     """
     trial = Trial()
     tried = _without(recipe, trial.left_out, http=http)
@@ -85,10 +81,6 @@ def ask_scorers(recipe: Recipe, ask: Callable[[RewardClient], T]) -> T:
 
     Args:
         recipe: with absolute paths.
-
-    Raises:
-        ConfigError: a scorer cannot be built or did not start; or the reward service is not installed.
-        ServiceError: the service did not answer.
     """
     if importlib.util.find_spec(SERVICE) is None:
         raise ConfigError("the reward service is not installed here: pip install 'tba[reward]'")

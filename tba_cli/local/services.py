@@ -144,7 +144,6 @@ async def wait_until_ready(
             waiting cannot help.
 
     Raises:
-        ConfigError: the URL is https and `ca_file` cannot be used.
         TlsError: the certificate there is not accepted.
     """
     client = ServiceClient(url, retry_s=0, timeout_s=READY_TIMEOUT_S, ca_file=ca_file)

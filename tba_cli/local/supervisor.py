@@ -270,7 +270,6 @@ class Supervisor:
 
         Raises:
             OlderRedisError: it does not hold the run, which would begin again.
-            ConfigError: the run has made more steps than `trainer.num_steps`.
         """
         stats, run, num_steps = self._client.stats(), self.recipe.run.name, self.recipe.trainer.num_steps
         if not stats.num_prompts_train + stats.num_prompts_heldout:

@@ -1,7 +1,8 @@
 """Turn a row of a data set into a prompt.
 
 The task is one for all rows. The text comes from a column or a template, and the data from columns (whole, before or
-after a marker, in a box, at a JSON key). The id is a digest of task, text and data.
+after a marker, in a box, at a JSON key). The id is a digest of task, text and data. Where a row lacks something, or has
+a wrong value, every function here raises RowError.
 """
 
 from __future__ import annotations
@@ -30,11 +31,7 @@ class RowError(Exception):
 
 
 def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, Any]) -> Prompt:
-    """Return the prompt of a row.
-
-    Raises:
-        RowError: a column is absent or has a wrong value.
-    """
+    """Return the prompt of a row."""
     data = {
         key: plain(f"column {rule.column!r}", extracted(rule, column(values, rule.column)))
         for key, rule in section.data.items()
@@ -48,11 +45,7 @@ def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, An
 
 
 def text_of(section: DataSet, values: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """Return the text of a row, or its messages, which the chat template makes text of.
-
-    Raises:
-        RowError: a column is absent or has a wrong value.
-    """
+    """Return the text of a row, or its messages, which the chat template makes text of."""
     if section.template is not None:
         parts = template_parts(section.template)
         return "".join(literal + (column_text(values, name) if name else "") for literal, name in parts)
@@ -88,11 +81,7 @@ def columns_of(section: DataSet) -> list[str]:
 
 
 def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them: the content is one text, and what is null is left out.
-
-    Raises:
-        RowError: a content is no text.
-    """
+    """Return messages as chat templates take them: the content is one text, and what is null is left out."""
     found = []
     for number, message in enumerate(value, start=1):
         place = f"{where}, message {number} ({message['role']})"
@@ -107,11 +96,7 @@ def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or at a path into nested ones, such as `reward_model.ground_truth`.
-
-    Raises:
-        RowError: the row does not have it.
-    """
+    """Return the value of a column, or at a path into nested ones, such as `reward_model.ground_truth`."""
     # a name may have dots of its own
     value, place = values, "this row"
     for part in [name] if name in values else name.split("."):
@@ -159,11 +144,7 @@ Gold = Mapping[str, Collection[str]]
 
 
 def check_gold(prompt: Prompt, gold: Gold) -> None:
-    """Refuse a prompt without a gold answer: each of its rollouts would be generated, and have no score.
-
-    Raises:
-        RowError: an answer is absent, null or empty.
-    """
+    """Refuse a prompt without a gold answer: each of its rollouts would be generated, and have no score."""
     for key in gold.get(prompt.task, ()):
         value = prompt.data.get(key)
         answers = value if isinstance(value, list) and value else [value]
@@ -186,11 +167,7 @@ def validated(values: dict[str, Any]) -> Prompt:
 
 
 def extracted(rule: ColumnValue, value: Any) -> Any:
-    """Return what the rule takes from the value of its column.
-
-    Raises:
-        RowError: the value does not have it.
-    """
+    """Return what the rule takes from the value of its column."""
     if rule.extract == "whole":
         return value
     if not isinstance(value, str):

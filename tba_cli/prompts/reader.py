@@ -192,11 +192,7 @@ def in_both_splits(recipe: Recipe, prompts: Sequence[Prompt]) -> str | None:
 
 
 def upload_prompts(client: BufferClient, prompts: Iterable[Prompt], *, max_chunk_bytes: int) -> PromptUploadReply:
-    """Upload prompts in chunks; idempotent. The counts of new and same prompts are totals over all chunks.
-
-    Raises:
-        ServiceError: the buffer service refused a chunk or does not answer.
-    """
+    """Upload prompts in chunks; idempotent. The counts of new and same prompts are totals over all chunks."""
     num_new = num_same = num_train = num_heldout = 0
     for chunk in chunks(prompts, max_chunk_bytes=max_chunk_bytes):
         reply = client.upload_prompts(chunk)

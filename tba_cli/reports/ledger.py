@@ -18,11 +18,7 @@ def lineage_tree(parents: Mapping[int, str]) -> LineageTree:
 
 
 def ledger_lines(client: BufferClient) -> Iterator[LedgerLine]:
-    """Yield all lines; one page is in memory at a time.
-
-    Raises:
-        ServiceError: the buffer service does not answer.
-    """
+    """Yield all lines; one page is in memory at a time."""
     position: int | None = 0
     while position is not None:
         reply = client.ledger(after=position, limit=PAGE_LINES)

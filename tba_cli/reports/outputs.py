@@ -27,11 +27,7 @@ def write_outputs(folder: RunFolder, history: History) -> dict[str, Any]:
 
 
 def download_export(store: ObjectStore, *, run: str, folder: RunFolder) -> int:
-    """Copy the exported Hugging Face folder from the store to model/; return the number of files.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+    """Copy the exported Hugging Face folder from the store to model/; return the number of files."""
     prefix = f"runs/{run}/export/"
     keys = store.list(prefix)
     if not keys:

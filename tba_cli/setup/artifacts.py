@@ -29,11 +29,6 @@ def set_up_folders(recipe: Recipe, artifacts: ArtifactStore, *, prepare: bool, p
     Args:
         prepare: do what `tba data prepare` does where something that it makes is nowhere.
         pull: also fetch the folders that are in the store and not at their path here.
-
-    Raises:
-        ConfigError: a folder is nowhere and nothing says how to make it, differs from the one in the store, or cannot
-            be written.
-        StoreError: the store cannot be used.
     """
     folders = required_folders(recipe)
     _fetch_stored(folders, artifacts, everything=pull)

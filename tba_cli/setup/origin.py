@@ -89,12 +89,7 @@ def check_origin(recipe: Recipe) -> None:
 
 
 def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin | None:
-    """Return the origin that the recipe names, or None where it names none.
-
-    Raises:
-        ConfigError: the origin is nowhere, or does not fit the recipe.
-        StoreError: the store cannot be read.
-    """
+    """Return the origin that the recipe names, or None where it names none."""
     if recipe.run.snapshot is None:
         return None
     check_origin(recipe)
@@ -108,11 +103,7 @@ def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin
 
 
 def copy_origin(origin: Origin, store: ObjectStore) -> int:
-    """Copy the origin to the store of the run; return the number of objects, 0 when it is there already.
-
-    Raises:
-        StoreError: one of the stores failed.
-    """
+    """Copy the origin to the store of the run; return the number of objects, 0 when it is there already."""
     # the run's own store has it: nothing to copy
     if origin.store.url == store.url:
         return 0
@@ -133,7 +124,6 @@ async def until_loaded(client: BufferClient, console: Console, *, silence_s: flo
         silence_s: deadline of the next rollout, not of the whole load.
 
     Raises:
-        ConfigError: it cannot be loaded.
         WaitTimeoutError: there was no progress for `silence_s`.
     """
     moved_s = shown_s = time.monotonic()

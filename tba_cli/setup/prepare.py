@@ -38,7 +38,6 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
     """Get what is missing of `[[prepare]]`. Then make the prompts, and show one of each split.
 
     Raises:
-        ConfigError: something cannot be fetched, made or read, or does not fit the recipe.
         ChildError: TRL failed.
     """
     wanted = needed(recipe)
@@ -65,7 +64,6 @@ def prepare_at_start(recipe: Recipe, console: Console) -> None:
     """Fetch or make the missing items that `tba run` takes care of (`at_start`).
 
     Raises:
-        ConfigError: something cannot be fetched or made, or TRL needs what `tba data prepare` has to get.
         ChildError: TRL failed.
     """
     wanted = needed(recipe)

@@ -55,7 +55,6 @@ def run_setup(
         only: do this part alone.
 
     Raises:
-        ConfigError: a task is not scored, or the snapshot that the run begins with cannot be loaded.
         WaitTimeoutError: the store or a service was not ready within `wait_s`.
         TbaError: something else is not to be had; says what to do.
         OlderRedisError: the store holds more of the run than Redis knows.

@@ -41,7 +41,6 @@ def train(item: PrepareItem, console: Console) -> None:
     """Train the model of an item, and check that tba can use it.
 
     Raises:
-        ConfigError: TRL left no model that tba can use.
         ChildError: TRL failed.
         KeyboardInterrupt: this process was asked to end.
     """

@@ -22,9 +22,9 @@ from typing import Any, cast
 import numpy as np
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
-from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.status import SearcherStatus
+from tba_searcher.generation.version_pulls import WeightLoader
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
 from tba_searcher.waits import WaitRegistry
@@ -147,7 +147,7 @@ class Ours:
         updates.cancel()
         stop.set()
         await running
-        if done or status.counts["refused_versions"] or not status.counts["rollouts_pushed"]:
+        if done or self._loader.refusals or not status.counts["rollouts_pushed"]:
             raise SystemExit(f"the loop did not run as it should: {dict(status.counts)}")
         self._current = self._loader.get(self.engine.version) or self._current
         return rate

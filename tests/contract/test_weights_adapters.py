@@ -20,10 +20,9 @@ from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, NodeCache, WeightVersions, adapter
 from tba.weights.adapter import AdapterFile, LayerAdapter, merged_blocks, read_adapter
 from tba.weights.digest import RawTensor
-from tba.wire import Canary
 from tba.wire.weight_manifest import Adapter, DeltaObject, decode_manifest
+from tests.support.weight_chain import publish_files
 
-CANARY = Canary(prompt_tokens=[1], response_tokens=[2], logprobs=[-0.5], tolerance=1e-3)
 RANK, ALPHA = 3, 5
 ROWS, COLUMNS = 24, 40
 LAYER = "base_model.model.layer"
@@ -62,10 +61,8 @@ class Run:
         return PolicyVersion(1, step)
 
     def _publish(self, version: PolicyVersion, what: Any, base: LocalVersion | None) -> Any:
-        return self.versions.publish(
-            version=version, parent=None, dtype="float16", tensors_paths=what, files={"config.json": self.config},
-            canary=CANARY, torch_version="2", transformers_version="5", base=base,
-        )  # fmt: skip
+        files = {"config.json": self.config}
+        return publish_files(self.versions, version, what, files, parent=None, dtype="float16", base=base)
 
     def path_of(self, version: PolicyVersion, pattern: str) -> Path:
         (path,) = (self.folder / f"store/runs/demo/weights/{version}").glob(pattern)

@@ -15,18 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tba.errors import ConfigError
 from tba.store import FileStore
-from tba.versions import PolicyVersion
-from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions
-from tba.wire import Canary
+from tba.weights import LocalVersion, NodeCache, WeightVersions
 from tests.support.waits import until
-
-CANARY = Canary(prompt_tokens=[1], response_tokens=[2], logprobs=[-0.5], tolerance=1e-3)
-DELTAS = DeltaSettings(keyframe_interval=8)
-NUM_ELEMENTS = 4096
+from tests.support.weight_chain import RUN, Chain, version
 
 
 class CountingStore(FileStore):
@@ -43,30 +38,9 @@ class CountingStore(FileStore):
 @pytest.fixture
 def published(tmp_path: Path) -> list[LocalVersion]:
     """Version 1-0, whole, and three deltas after it."""
-    versions = WeightVersions(FileStore(tmp_path / "store"), "demo")
-    (tmp_path / "config.json").write_text("{}")
-    tensor, found = np.random.default_rng(0).random(NUM_ELEMENTS, np.float32), []
-    for step in range(4):
-        tensor[step::97] *= 1.001
-        path = tmp_path / f"published-{step}" / "model.safetensors"
-        path.parent.mkdir()
-        save_file({"w": tensor}, path)
-        version = PolicyVersion(1, step)
-        manifest = versions.publish(
-            version=version,
-            parent=None,
-            dtype="float32",
-            tensors_paths=[path],
-            files={"config.json": tmp_path / "config.json"},
-            canary=CANARY,
-            torch_version="2",
-            transformers_version="5",
-            base=found[-1] if found else None,
-            deltas=DELTAS,
-        )
-        found.append(LocalVersion(version, (path,), manifest))
-    assert [each.manifest.is_full for each in found] == [True, False, False, False]
-    return found
+    chain = Chain(FileStore(tmp_path / "store"), tmp_path / "models")
+    assert [each.is_full for each in chain.extend(4)] == [True, False, False, False]
+    return chain.local
 
 
 @pytest.fixture
@@ -77,21 +51,21 @@ def reader(tmp_path: Path) -> Callable[..., WeightVersions]:
         store = CountingStore(tmp_path / "store")
         store.reads = reads
         cache = NodeCache(tmp_path / "cache", **{"max_bytes": 2**30, **options})  # pyright: ignore[reportArgumentType]
-        return WeightVersions(store, "demo", cache=cache)
+        return WeightVersions(store, RUN, cache=cache)
 
     make.reads = reads  # pyright: ignore[reportFunctionMemberAccess]
     return make
 
 
 def weights(local: LocalVersion) -> np.ndarray:
-    return load_file(local.paths[0])["w"]
+    return load_file(local.paths[0])["weights"]
 
 
 def test_searchers_that_ask_at_once_make_a_version_once(
     published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path
 ) -> None:
     def download(number: int) -> LocalVersion:
-        return reader().download_tensors(PolicyVersion(1, 3), tmp_path / f"searcher-{number}")
+        return reader().download_tensors(version(3), tmp_path / f"searcher-{number}")
 
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(download, range(6)))
@@ -105,25 +79,26 @@ def test_searchers_that_ask_at_once_make_a_version_once(
 def test_a_damaged_entry_is_made_again_and_what_was_taken_stays_after_eviction(
     published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path
 ) -> None:
-    first = reader().download_tensors(PolicyVersion(1, 0), tmp_path / "first")
+    first = reader().download_tensors(version(0), tmp_path / "first")
     entry = next((tmp_path / "cache").glob("tensors-*"))
     data = bytearray(entry.read_bytes())
     data[-1] ^= 1
     entry.unlink()
     entry.write_bytes(bytes(data))
-    again = reader().download_tensors(PolicyVersion(1, 0), tmp_path / "again")
+    again = reader().download_tensors(version(0), tmp_path / "again")
     assert again.route == "full"
     np.testing.assert_array_equal(weights(again), weights(published[0]))
-    assert reader().download_tensors(PolicyVersion(1, 0), tmp_path / "third").route == "cache"
+    assert reader().download_tensors(version(0), tmp_path / "third").route == "cache"
     # room for one version: the older entries go, the files of searchers do not
-    small = reader(max_bytes=NUM_ELEMENTS * 4 + 1000)
-    later = small.download_tensors(PolicyVersion(1, 3), tmp_path / "later")
+    room_bytes = published[3].paths[0].stat().st_size + 1000
+    small = reader(max_bytes=room_bytes)
+    later = small.download_tensors(version(3), tmp_path / "later")
     entries = [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
-    assert sum(path.stat().st_size for path in entries) <= NUM_ELEMENTS * 4 + 1000
+    assert sum(path.stat().st_size for path in entries) <= room_bytes
     np.testing.assert_array_equal(weights(first), weights(published[0]))
     np.testing.assert_array_equal(weights(later), weights(published[3]))
     # a cache that has no room for a version is no obstacle
-    assert reader(max_bytes=1).download_tensors(PolicyVersion(1, 2), tmp_path / "none").route == "full"
+    assert reader(max_bytes=1).download_tensors(version(2), tmp_path / "none").route == "full"
 
 
 def test_the_cache_deletes_nothing_else_and_leaves_the_times_of_change_of_files_that_were_taken(tmp_path: Path) -> None:
@@ -152,14 +127,14 @@ def test_a_cache_whose_folder_was_removed_is_no_obstacle(
 ) -> None:
     versions = reader()
     (tmp_path / "cache").rmdir()
-    assert versions.download_tensors(PolicyVersion(1, 1), tmp_path / "got").route == "full"
+    assert versions.download_tensors(version(1), tmp_path / "got").route == "full"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_searcher_that_dies_or_stops_while_it_makes_a_version_holds_nobody_up(
     published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path, sent: signal.Signals
 ) -> None:
-    reader().download_tensors(PolicyVersion(1, 1), tmp_path / "names")
+    reader().download_tensors(version(1), tmp_path / "names")
     name = next((tmp_path / "cache").glob("tensors-*")).name
     (tmp_path / "cache" / name).unlink()
     code = (
@@ -176,9 +151,7 @@ def test_a_searcher_that_dies_or_stops_while_it_makes_a_version_holds_nobody_up(
         # a stopped process keeps the lock, so that wait ends by its own limit; a killed one gives the lock up at once
         wait_s = 60 if sent == signal.SIGKILL else 3
         versions = reader(wait_s=wait_s, on_wait=waits.append)
-        thread = threading.Thread(
-            target=lambda: found.append(versions.download_tensors(PolicyVersion(1, 1), tmp_path / "next"))
-        )
+        thread = threading.Thread(target=lambda: found.append(versions.download_tensors(version(1), tmp_path / "next")))
         thread.start()
         until("it waits for the other searcher", lambda: waits or found)
         assert sent == signal.SIGSTOP or not found

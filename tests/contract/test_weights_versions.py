@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,9 @@ from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNot
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files, repository, sha256_of_file
-from tba.wire import Canary, Manifest
+from tba.wire import Manifest
 from tba.wire.weight_manifest import MAX_MANIFEST_BYTES
-
-CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
+from tests.support.weight_chain import CANARY, flip, publish_files
 
 
 class Model:
@@ -35,18 +35,8 @@ class Model:
             path.write_text(f'{{"name": "{name}"}}')
 
     def publish(self, versions: WeightVersions, version: PolicyVersion, **changes: object) -> Manifest:
-        arguments = {
-            "version": version,
-            "parent": START,
-            "dtype": "float32",
-            "tensors_paths": [self.tensors],
-            "files": self.files,
-            "canary": CANARY,
-            "torch_version": "2.13.0",
-            "transformers_version": "5.19.0",
-            **changes,
-        }
-        return versions.publish(**arguments)  # pyright: ignore[reportArgumentType]
+        given: dict[str, Any] = {"tensors_paths": [self.tensors], **changes}
+        return publish_files(versions, version, files=given.pop("files", self.files), **given)
 
 
 @pytest.fixture
@@ -186,9 +176,7 @@ def test_a_damaged_object_is_named_and_nothing_is_left_in_the_folder(
     versions = WeightVersions(store, "demo")
     manifest = model.publish(versions, V1)
     damaged = next(item for item in [*manifest.full, *manifest.files] if item.name == name)
-    data = bytearray(store.get(damaged.key))
-    data[-1] ^= 1
-    store.put(damaged.key, bytes(data))
+    flip(store, damaged.key)
     folder = tmp_path / "pulled"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"old")
@@ -206,9 +194,8 @@ def test_one_file_of_a_version_is_read_and_verified(store: ObjectStore, model: M
     assert versions.read_file(V1, "tokenizer.json") == model.files["tokenizer.json"].read_bytes()
     assert versions.read_file(V1, "merges.txt") is None
     stored = next(file for file in manifest.files if file.name == "tokenizer.json")
-    data = bytearray(store.get(stored.key))
-    data[-1] ^= 1
-    for damaged in (bytes(data), bytes(data) + b" "):
+    flipped = flip(store, stored.key)
+    for damaged in (flipped, flipped + b" "):
         store.put(stored.key, damaged)
         with pytest.raises(DigestError, match=stored.key):
             versions.read_file(V1, "tokenizer.json")

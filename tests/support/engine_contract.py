@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.errors import DigestError
 from tba.versions import START, PolicyVersion
-from tba.weights import params_sha256_of_files
+from tba.weights import LocalVersion, params_sha256_of_files
 from tba.weights.digest import describe_tensors
 from tba.wire import Canary, Manifest, Sampling
 from tba.wire.weight_manifest import TensorFile
@@ -160,6 +160,10 @@ class Bench:
             transformers_version="",
         )  # fmt: skip
         return whole.model_copy(update=changes)
+
+    def local(self, model: Model, version: PolicyVersion) -> LocalVersion:
+        """A version of which the files are here."""
+        return LocalVersion(version, (model.tensors,), self.manifest(model, version))
 
 
 def make_requests(num: int, *, temperatures: Sequence[float] = (0.0, 1.0, 0.7), seed: int = 0, **fields: Any) -> list:

@@ -11,9 +11,9 @@ from typing import Any
 from tba_searcher.engines.engine import EngineSettings
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.engine import EmbeddedEngine
-from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.status import SearcherStatus
+from tba_searcher.generation.version_pulls import WeightLoader
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
 from tba_searcher.waits import WaitRegistry
@@ -105,7 +105,7 @@ def start_loop_world(
         recipe,
         engine=engine,
         current=current,
-        loader=WeightLoader(WeightVersions(store, recipe.run.name), folder / "pulled"),
+        loader=WeightLoader(WeightVersions(store, recipe.run.name), folder / "pulled", counts=status.counts),
         codec=codec,
         queue=WorkQueue(recipe.searcher, run_seed=0, eos_ids=(EOS_ID,)),
         buffer=served.client(),

@@ -27,12 +27,11 @@ from tba_searcher.engines.torch.reference_logprobs import StartingModel
 from tba_searcher.engines.vllm import weights as vllm_weights
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged
-from tba_searcher.engines.weight_loader import swap_weights
+from tba_searcher.engines.weight_check import swap_weights
 from transformers import AutoModel
 
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
-from tba.weights import LocalVersion
 from tba.wire import Sampling
 from tests.support.engine_contract import (
     CASES,
@@ -69,8 +68,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def case_a_load_that_breaks_off_is_undone_by_the_old_weights(bench: Bench) -> None:
     """Half of the tensors are in when reading fails: the swap must leave no trace of them."""
     requests = make_requests(6, temperatures=(0.0,), seed=5)
-    old = LocalVersion(START, (bench.old.tensors,), bench.manifest(bench.old, START))
-    new = LocalVersion(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
+    old = bench.local(bench.old, START)
+    new = bench.local(bench.new, V1)
     whole = vllm_weights.HashedTensors.__iter__
 
     def breaks_off(tensors: Any) -> Iterator[Any]:

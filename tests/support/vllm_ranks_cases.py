@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 from tba_searcher.engines.engine import Engine, EngineDiedError, EngineError
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
-from tba_searcher.engines.weight_loader import swap_weights
+from tba_searcher.engines.weight_check import swap_weights
 
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
-from tba.weights import LocalVersion
 from tests.support.engine_contract import (
     V1,
     Bench,
@@ -74,8 +73,8 @@ def break_the_next_load(worker: Any) -> None:
 
 def case_a_load_that_fails_on_one_rank_leaves_the_old_version_on_all(bench: Bench) -> None:
     requests = make_requests(6, temperatures=(0.0,), seed=5)
-    old = LocalVersion(START, (bench.old.tensors,), bench.manifest(bench.old, START))
-    new = LocalVersion(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
+    old = bench.local(bench.old, START)
+    new = bench.local(bench.new, V1)
     with bench.engine() as engine:
         assert isinstance(engine, VllmEngine)
         engine._llm.collective_rpc(break_the_next_load)

@@ -93,18 +93,30 @@ def publish(
     deltas: DeltaSettings = ALWAYS,
 ) -> Manifest:
     """Publish 1-<step> from these files."""
-    return versions.publish(
-        version=version(step),
-        parent=START,
-        dtype="float32",
-        tensors_paths=[path],
-        files=files,
-        canary=CANARY,
-        torch_version="2.13.0",
-        transformers_version="5.19.0",
-        base=base,
-        deltas=deltas,
-    )
+    return publish_files(versions, version(step), [path], files, base=base, deltas=deltas)
+
+
+def publish_files(
+    versions: WeightVersions, version: PolicyVersion, tensors_paths: Any, files: Mapping[str, Path], **changes: Any
+) -> Manifest:
+    """Publish a version in float32 whose parent is 0-0, but for `changes`."""
+    new: dict[str, Any] = {
+        "parent": START,
+        "dtype": "float32",
+        "canary": CANARY,
+        "torch_version": "2.13.0",
+        "transformers_version": "5.19.0",
+        **changes,
+    }
+    return versions.publish(version=version, tensors_paths=tensors_paths, files=files, **new)
+
+
+def flip(store: ObjectStore, key: str) -> bytes:
+    """Flip a bit of an object; return what it is now."""
+    data = bytearray(store.get(key))
+    data[-1] ^= 1
+    store.put(key, bytes(data))
+    return bytes(data)
 
 
 class DyingStore:

@@ -7,7 +7,7 @@
                                                v completions
                                            WorkQueue --complete visits--> Delivery.score_forever --> push_forever
                                                                               | reward service         | buffer
-   _heartbeat_task: state, version, oldest wait and gauges to the buffer, every second
+   SearcherStatus.send_forever: state, version, oldest wait and gauges to the buffer, every second
    LeaseManager.renew_forever: new deadlines for the visits that are here, a third into each lease
 
  The states of a visit: generation/visits.py. The waits, with their names and deadlines:
@@ -47,28 +47,26 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tba.api import MAX_REFUSED_VERSIONS, LeaseReply, LeaseRequest, PushReply
 from tba.clients import BufferClient
-from tba.concurrency import in_thread
 from tba.config import Recipe
-from tba.errors import BusyError, ServiceError, TbaError, UnavailableError
+from tba.errors import BusyError, TbaError, UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import LocalVersion
 from tba_searcher.engines.engine import ENGINE_TIMEOUT_S, Completion, Engine, EngineDiedError, EngineError, Request
 from tba_searcher.engines.tokenizer import Codec
-from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import NUM_ALONE, Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
 from tba_searcher.generation.status import SearcherStatus
-from tba_searcher.generation.version_pulls import VersionPulls
+from tba_searcher.generation.version_pulls import VersionPulls, WeightLoader
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue, num_round_visits
 from tba_searcher.waits import RETRY_S, retry_until, sleep_until
 
 TICK_S = 0.05
-HEARTBEAT_S = 1.0
-HEARTBEAT_TIMEOUT_S = 5.0
+LEASES_EXPIRE = "lease request not answered; leases that it was granted expire"
 MAX_LEASES = 256
 ROUND_WAIT_S = 0.25
 """While the engine decodes: how long a request waits at the buffer for a whole round of slots, since visits of one
@@ -138,6 +136,7 @@ class SearcherLoop:
         self._refused_prompt_ids: set[str] = set()
         """Prompts that were too long, so that each is logged once."""
         loader.add(current)
+        status.version = current.version
         delivery.on_reply = self.on_reply
 
     async def run(self) -> None:
@@ -147,16 +146,17 @@ class SearcherLoop:
             EngineDiedError: the engine cannot continue; finished rollouts are delivered.
             TbaError: a task failed.
         """
-        names = ("_lease_task", "_engine_task", "_heartbeat_task")
-        tasks = [asyncio.create_task(getattr(self, name)(), name=name) for name in names]
-        jobs = (
-            self._delivery.score_forever,
-            *[self._delivery.score_alone_forever] * NUM_ALONE,
-            self._delivery.push_forever,
-            self._leases.renew_forever,
-            self._pulls.pull_forever,
-        )
-        tasks += [asyncio.create_task(job()) for job in jobs]
+        jobs = [
+            self._lease_task(),
+            self._engine_task(),
+            self._status.send_forever(self._heartbeats),
+            self._delivery.score_forever(),
+            *(self._delivery.score_alone_forever() for _ in range(NUM_ALONE)),
+            self._delivery.push_forever(),
+            self._leases.renew_forever(),
+            self._pulls.pull_forever(),
+        ]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(job) for job in jobs]
         over, stop = asyncio.create_task(self._run_is_over.wait()), asyncio.create_task(self._stop.wait())
         try:
             # the engine task ends by itself when the engine dies: a drain follows, as after SIGTERM
@@ -170,7 +170,7 @@ class SearcherLoop:
             await asyncio.gather(*tasks, over, stop, return_exceptions=True)
             await self._thread.close(self._engine)
         self._status.state = "ended" if self._engine_error is None else "failed"
-        await self._send_heartbeat()
+        await self._status.send(self._heartbeats)
         if self._engine_error is not None:
             raise self._engine_error
 
@@ -205,7 +205,7 @@ class SearcherLoop:
             num_wanted = math.ceil((3 * settings.num_slots - num_held) / self._recipe.sampling.rollouts_per_visit)
             # generation must not run ahead of scoring and pushing without limit
             if self._status.num_unpushed >= MAX_UNPUSHED_ROLLOUTS:
-                self._begin_wait("unpushed-rollouts")
+                waits.renew("leases", "unpushed-rollouts")
                 await asyncio.sleep(self._tick_s)
                 continue
             # After a reply with evaluations ask for many at once, so that a version is pinned once and not again for
@@ -243,7 +243,7 @@ class SearcherLoop:
                 found_evals = any(lease.kind != "train" for lease in reply.leases)
                 num_kept = await self._enqueue(reply, max_train=max(num_wanted, 0))
             except (BusyError, UnavailableError) as error:  # raised only during shutdown; else retried
-                log.warning("lease request not answered; leases that it was granted expire", detail=str(error))
+                log.warning(LEASES_EXPIRE, detail=str(error))
                 return
             finally:
                 self._is_leasing = False
@@ -256,17 +256,10 @@ class SearcherLoop:
                     await asyncio.sleep(max(pause_s, 0.0))
             else:
                 if self._queue.num_unsubmitted + self._engine.num_active == 0:
-                    self._begin_wait(reply.wait or "leases")
+                    waits.renew("leases", reply.wait or "leases")
                 # a reply that only tells of a new version came early: the next may come as early
                 if self._newest == known or reply.retry_after_s > self._tick_s:
                     await sleep_until(self._has_work, max(reply.retry_after_s, self._tick_s))
-
-    def _begin_wait(self, name: str) -> None:
-        """Begin or continue the lease task's wait for `name`."""
-        if self._status.waits.begin("leases", name, RETRY_S) <= 0:
-            # the buffer is well, so waiting longer is right; only the log must show it
-            log.warning("wait renewed", wait=name, deadline_s=RETRY_S)
-            self._status.waits.end("leases")
 
     async def _enqueue(self, reply: LeaseReply, *, max_train: int) -> int:
         """Queue evaluations and at most `max_train` training visits; return or refuse the other leases.
@@ -380,7 +373,7 @@ class SearcherLoop:
             self._status.counts["weight_loads"] += 1
             log.info("weights loaded", version=str(new.version), pause_s=round(swap_s, 4))
         else:
-            self._pulls.refuse(new.version, error)
+            self._loader.refuse(new.version, error)
         self._loader.keep_only({self._current.version, self._newest, *self._queue.pinned_versions()})
 
     def _on_completion(self, completion: Completion) -> None:
@@ -388,22 +381,6 @@ class SearcherLoop:
         self._status.counts["generated_tokens"] += len(completion.response_tokens)
         if (visit := self._queue.add_completion(completion)) is not None:
             self._delivery.put(visit)
-
-    async def _heartbeat_task(self) -> None:
-        while True:
-            await self._send_heartbeat()
-            await asyncio.sleep(HEARTBEAT_S)
-
-    async def _send_heartbeat(self) -> None:
-        self._status.version = self._engine.version
-        heartbeat = self._status.heartbeat()
-        try:
-            # not wait_for, which can swallow a cancellation (gh-86296)
-            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                await in_thread(lambda: self._heartbeats.heartbeat(heartbeat))
-            self._status.record_heartbeat(None)
-        except (ServiceError, TimeoutError) as error:
-            self._status.record_heartbeat(error)
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Finish active requests, deliver, and return all leases that are not complete."""
@@ -428,7 +405,7 @@ class SearcherLoop:
         abandoned = self._delivery.drain()
         await self._wait_until(self._is_settled, begin + 0.95 * drain_s, tasks)
         if self._is_leasing:
-            log.warning("lease request not answered; leases that it was granted expire", detail="the drain is over")
+            log.warning(LEASES_EXPIRE, detail="the drain is over")
         await self._return_visits([*cut_short, *abandoned, *self._queue.open_visits()], also=unreturned)
         log.info("drained", num_returned=len(cut_short), num_unpushed=self._status.num_unpushed)
 

@@ -21,7 +21,7 @@ from tba.clients import BufferClient, RewardClient
 from tba.clients.service_client import START_WAIT_S
 from tba.concurrency import in_thread
 from tba.config import Recipe
-from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
+from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.logs import get_logger
 from tba.model_folders import check_embedding_model
 from tba.store import open_store
@@ -33,12 +33,12 @@ from tba_searcher.engines.engine import EngineCheckError, ReferenceRefusedError
 from tba_searcher.engines.factory import build_engine, import_engine
 from tba_searcher.engines.tokenizer import open_codec
 from tba_searcher.engines.weight_check import verification_error
-from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import Embedder
 from tba_searcher.generation.status import SearcherStatus
+from tba_searcher.generation.version_pulls import WeightLoader
 from tba_searcher.generation.visits import WorkQueue
-from tba_searcher.loop import HEARTBEAT_S, TICK_S, SearcherLoop
+from tba_searcher.loop import LEASES_EXPIRE, TICK_S, SearcherLoop
 from tba_searcher.waits import RETRY_S, WaitRegistry, retry_until
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Searcher:
     ) -> None:
         self._recipe, self._stop, self._tick_s = recipe, stop, tick_s
         self._waits = WaitRegistry()
-        self._status = SearcherStatus(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
+        self.status = SearcherStatus(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
         self._buffer, self._heartbeats, self._reward = clients.buffer, clients.heartbeats, clients.reward
         place = recipe.store.cache_folder
         cache = None
@@ -156,14 +156,9 @@ class Searcher:
         """For the first answer of the buffer."""
         self._num_starts = 1
         self._folder = folder / "start-1"
-        self._loader = WeightLoader(self._versions, self._folder)
+        self._loader = WeightLoader(self._versions, self._folder, counts=self.status.counts)
         self._is_asking = False
         """A request for the run's state is in progress: it may be granted a lease, which must be returned."""
-
-    @property
-    def status(self) -> SearcherStatus:
-        """The current state."""
-        return self._status
 
     def _note_cache_wait(self, deadline_s: float | None) -> None:
         """Show that another searcher of this machine is making the version; None: it is not waited for any more."""
@@ -178,7 +173,7 @@ class Searcher:
         Raises:
             TbaError: it cannot start, or a service stayed away beyond its deadline.
         """
-        log.info("searcher starts", searcher_id=self._status.searcher_id, buffer=self._recipe.buffer_url)
+        log.info("searcher starts", searcher_id=self.status.searcher_id, buffer=self._recipe.buffer_url)
         while True:
             loop = await self._run_unless_stopped(self._start())
             if loop is not None:
@@ -189,23 +184,30 @@ class Searcher:
                 break
             loop = None  # the last reference to the model
             self._release_model()
-            log.info("searcher is idle", searcher_id=self._status.searcher_id)
+            log.info("searcher is idle", searcher_id=self.status.searcher_id)
             await self._run_unless_stopped(self._until_run_resumes())
             if self._stop.is_set():
                 break
-            log.info("run resumed", searcher_id=self._status.searcher_id)
-            self._status.reset("starting")
-        log.info("searcher ends", searcher_id=self._status.searcher_id)
+            log.info("run resumed", searcher_id=self.status.searcher_id)
+            self.status.reset("starting")
+        log.info("searcher ends", searcher_id=self.status.searcher_id)
 
     async def _run_unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`, with heartbeats meanwhile; None when the searcher is stopped first."""
         task = asyncio.create_task(work)
-        heartbeats, stop = asyncio.create_task(self._send_heartbeats()), asyncio.create_task(self._stop.wait())
+        heartbeats = asyncio.create_task(self.status.send_forever(self._heartbeats))
+        stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
             if not self._stop.is_set():
                 return await task
-            await self._finish_asking(task)
+            # a call in a thread cannot be cancelled: the buffer may grant its lease after the stop, which must go back
+            until = time.monotonic() + self._recipe.searcher.drain_s
+            while self._is_asking and not task.done():
+                if time.monotonic() > until:
+                    log.warning(LEASES_EXPIRE, detail="the drain is over")
+                    break
+                await asyncio.sleep(self._tick_s)
             if task.done() and (error := task.exception()) is not None:
                 log.warning("stopped while it started or was idle", detail=str(error))
             return task.result() if task.done() and task.exception() is None else None
@@ -213,25 +215,15 @@ class Searcher:
             for other in (task, heartbeats, stop):
                 other.cancel()
 
-    async def _finish_asking(self, task: asyncio.Task[Any]) -> None:
-        """Wait, at most `searcher.drain_s`, until a lease that was granted during the stop is returned."""
-        until = time.monotonic() + self._recipe.searcher.drain_s
-        # a call in a thread cannot be cancelled: the buffer may grant its lease after the stop
-        while self._is_asking and not task.done():
-            if time.monotonic() > until:
-                log.warning("lease request not answered; leases that it was granted expire", detail="the drain is over")
-                return
-            await asyncio.sleep(self._tick_s)
-
     def _release_model(self) -> None:
         """Free the model and the files of the run that is over; keep only which versions were refused."""
-        self._status.reset("idle")
-        old_loader, old_folder = self._loader, self._folder
+        self.status.reset("idle")
+        old_folder, refusals = self._folder, self._loader.refusals
         self._num_starts += 1
         # a new folder: an abandoned download may still write into the old one
         self._folder = old_folder.with_name(f"start-{self._num_starts}")
-        self._loader = WeightLoader(self._versions, self._folder)
-        self._loader.copy_refusals(old_loader)
+        counts = self.status.counts
+        self._loader = WeightLoader(self._versions, self._folder, counts=counts, refusals=refusals)
         shutil.rmtree(old_folder, ignore_errors=True)
         gc.unfreeze()
         gc.collect()  # reference cycles would keep the model's memory
@@ -245,28 +237,17 @@ class Searcher:
             if version is None:
                 return None
             try:
-                weights, folder = await self._download_model(version)
+                weights, folder = await in_thread(lambda version=version: self._loader.download_model(version))
                 self._waits.end("pulling")
                 return await in_thread(lambda weights=weights, folder=folder: self._build(weights, folder))
             except (DigestError, MalformedError, EngineCheckError) as error:
                 self._waits.end("pulling")
-                refused = START if isinstance(error, ReferenceRefusedError) else version
-                retry_in_s = self._loader.refuse(refused)
-                self._status.counts["refused_versions"] += 1
-                log.error("version refused", version=str(refused), reason=str(error), retry_in_s=retry_in_s)
+                self._loader.refuse(START if isinstance(error, ReferenceRefusedError) else version, error)
             except (StoreUnavailableError, ObjectNotFoundError) as error:
                 if self._waits.begin("pulling", "object-store", RETRY_S) <= 0:
                     raise
                 log.warning("version not pulled", version=str(version), detail=str(error))
                 await asyncio.sleep(1.0)
-
-    async def _download_model(self, version: PolicyVersion) -> tuple[LocalVersion, Path]:
-        try:
-            weights, folder = await in_thread(lambda: self._loader.download_model(version))
-        finally:
-            self._status.note_weight_counts(self._loader.counts)
-        self._status.count_download(weights)
-        return weights, folder
 
     async def _first_version(self) -> PolicyVersion | None:
         """Wait for a version; it and the reference must not be refused. Return None when the run is over."""
@@ -281,22 +262,20 @@ class Searcher:
             if version is not None and not needed & self._loader.refused:
                 self._waits.end("start")
                 return version
-            if self._waits.begin("start", "no-version", RETRY_S) <= 0:
-                log.warning("wait renewed", wait="no-version", deadline_s=RETRY_S)
-                self._waits.end("start")
+            self._waits.renew("start", "no-version")
             # a buffer that answers at once must not be asked without a pause
             await asyncio.sleep(max(reply.retry_after_s, 0.2))
 
     async def _ask_state(self) -> LeaseReply:
         """Ask for the newest version and the state of the run; return the leases that come along."""
-        request = LeaseRequest(searcher_id=self._status.searcher_id, max_leases=1)
+        request = LeaseRequest(searcher_id=self.status.searcher_id, max_leases=1)
         self._is_asking = True
         try:
             reply = await self._ask(lambda: self._buffer.lease(request))
             # the searcher has no engine yet, and another one could sample them now
             if reply.leases:
                 lease_ids = [lease.lease_id for lease in reply.leases]
-                back = LeaseReturn(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
+                back = LeaseReturn(searcher_id=self.status.searcher_id, lease_ids=lease_ids)
                 await self._ask(lambda: self._buffer.return_leases(back))
         finally:
             self._is_asking = False
@@ -330,7 +309,7 @@ class Searcher:
         """Build engine and loop around one version (blocking: loads the model)."""
         recipe, settings = self._recipe, self._recipe.searcher
         reference = self._reference([each for each in (weights, weights.base) if each is not None])
-        seed = engine_seed(recipe.run.seed, self._status.searcher_id)
+        seed = engine_seed(recipe.run.seed, self.status.searcher_id)
         log.info("engine starts", engine=settings.engine, version=str(weights.version))
         engine = build_engine(recipe, folder, weights.version, weights.manifest, seed=seed)
         # the same checks as for every later version: a first version may be damaged too
@@ -341,8 +320,8 @@ class Searcher:
         # the model and its tokenizer may name different ones, and each of them ends a response
         eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
         log.info("engine ready", version=str(weights.version), eos_ids=eos_ids, num_slots=settings.num_slots)
-        self._status.counts["weight_loads"] += 1
-        self._status.version, self._status.state = weights.version, "running"
+        self.status.counts["weight_loads"] += 1
+        self.status.state = "running"
         delivery = Delivery(
             recipe,
             buffer=self._buffer,
@@ -350,7 +329,7 @@ class Searcher:
             codec=codec,
             embedder=None if recipe.eval.embedding_model is None else Embedder(recipe.eval.embedding_model),
             reference=reference,
-            status=self._status,
+            status=self.status,
         )
         return SearcherLoop(
             recipe,
@@ -362,7 +341,7 @@ class Searcher:
             buffer=self._buffer,
             heartbeats=self._heartbeats,
             delivery=delivery,
-            status=self._status,
+            status=self.status,
             stop=self._stop,
             tick_s=self._tick_s,
         )
@@ -384,16 +363,6 @@ class Searcher:
         )
         log.info("reference ready", version=str(START))
         return reference
-
-    async def _send_heartbeats(self) -> None:
-        while True:
-            try:
-                heartbeat = self._status.heartbeat()
-                await in_thread(lambda heartbeat=heartbeat: self._heartbeats.heartbeat(heartbeat))
-                self._status.record_heartbeat(None)
-            except TbaError as error:
-                self._status.record_heartbeat(error)
-            await asyncio.sleep(HEARTBEAT_S)
 
 
 def engine_seed(run_seed: int, searcher_id: str) -> int:

@@ -53,6 +53,13 @@ class WaitRegistry:
             wait = self._waits[owner] = _RegisteredWait(name, now, now + deadline_s)
         return wait.deadline - now
 
+    def renew(self, owner: str, name: str, *, detail: str = "") -> None:
+        """Begin or continue a wait of `RETRY_S` that begins anew at its deadline: only the log must show that."""
+        if self.begin(owner, name, RETRY_S) <= 0:
+            log.warning("wait renewed", wait=name, deadline_s=RETRY_S, detail=detail)
+            self.end(owner)
+            self.begin(owner, name, RETRY_S)
+
     def end(self, owner: str) -> None:
         """Remove the wait of `owner`, if there is one."""
         self._waits.pop(owner, None)

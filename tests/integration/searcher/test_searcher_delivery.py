@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.status import SearcherStatus
@@ -23,7 +21,6 @@ from tba.api import (
     EvalRequest,
     EvalResult,
     EvalResults,
-    Lease,
     LeaseReply,
     LeaseRequest,
     LeaseReturn,
@@ -36,7 +33,7 @@ from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe, parse_recipe
 from tba.errors import NotFoundError, UnavailableError
 from tba.versions import START, PolicyVersion
-from tba.wire import Sampling, VersionSpan, decode_rollout, encode_rollout
+from tba.wire import decode_rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.leases import lease, request_eval
@@ -44,6 +41,7 @@ from tests.support.reward_server import Answer, RewardServer
 from tests.support.searcher_loop import LoopWorld, start_loop_world
 from tests.support.searcher_world import World, publish_version, sigterm, start_world
 from tests.support.tiny_model import make_tiny_model, make_tiny_tokenizer
+from tests.support.visits import make_completion, make_visit
 from tests.support.waits import DEADLINE_S, until
 
 # ---- Delivery against a real buffer ---------------------------------------------------------------------------------
@@ -166,16 +164,7 @@ async def test_an_evaluation_counts_the_answers_that_are_why_they_have_no_score(
     delivery = scoring_delivery(tmp_path, reward)
     reward.score = lambda item: {"r0": 1.0, "r1": "exception", "r2": "too_long", "r3": "timeout"}[item["response"]]
     scores = await delivery._request_scores(score_items(4))
-    item = Lease(
-        lease_id="e",
-        kind="sample",
-        visit_id="v",
-        temperature=1.0,
-        num_rollouts=4,
-        prompt=make_prompts(1)[0],
-        expires_in_s=9.0,
-    )
-    visit = Visit(lease=item, prompt_tokens=(1,), pinned=START)
+    visit = make_visit("e", num_rollouts=4, pinned=START)
     found = await delivery._evaluation_result(visit, [""] * 4, scores)
     assert (found.rewards, found.num_wrong, found.num_raised) == ([1.0, None, None, None], 1, 1)
     for number, expected in enumerate([(None, None), (None, 1), (1, None), (None, None)]):
@@ -297,28 +286,8 @@ async def test_an_evaluation_whose_request_got_no_answer_because_of_another_is_a
 def one_visit(delivery: Delivery, number: int = 0, pinned: PolicyVersion | None = None) -> Visit:
     """A complete visit, in the hands of the delivery."""
     prompt = make_prompts(number + 1)[number]
-    item = Lease(
-        lease_id=f"l-{number}",
-        kind="train",
-        visit_id="train-1",
-        prompt=prompt,
-        num_rollouts=1,
-        temperature=1.0,
-        expires_in_s=60.0,
-    )
-    visit = Visit(lease=item, prompt_tokens=(1,), pinned=pinned)
-    visit.completions.append(
-        Completion(
-            request_id="train-1-0",
-            response_tokens=np.array([5, 6, 7], np.int32),
-            sampler_logprobs=np.zeros(3, np.float32),
-            sampling=Sampling.of(1.0),
-            finish_reason="length",
-            version_spans=(VersionSpan.of(START, 0, 3),),
-            started_at_s=0.0,
-            finished_at_s=1.0,
-        )
-    )
+    visit = make_visit(f"l-{number}", prompt=prompt, num_rollouts=1, pinned=pinned, visit_id="train-1")
+    visit.completions.append(make_completion("train-1-0", [5, 6, 7], "length"))
     delivery.put(visit)
     return visit
 

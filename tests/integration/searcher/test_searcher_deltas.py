@@ -19,6 +19,7 @@ from tests.support.searcher_loop import start_loop_world
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import make_tiny_model
 from tests.support.waits import until
+from tests.support.weight_chain import flip
 
 DAMAGED, SPOILT, LAST = 4, 6, 10
 """Steps of the versions whose delta is damaged (it is stored whole as well), and whose canary is wrong."""
@@ -55,10 +56,7 @@ async def test_ten_versions_by_deltas_with_requests_in_flight_one_damaged_and_on
         assert base.manifest.delta is not None
         assert base.manifest.is_full == (step % 4 == 0)
         if step == DAMAGED:
-            key = base.manifest.delta.objects[0].key
-            data = bytearray(store.get(key))
-            data[-1] ^= 1
-            store.put(key, bytes(data))
+            flip(store, base.manifest.delta.objects[0].key)
         world.client.announce_version(VersionRequest(version=str(version), token=world.lineage.token))
         await asyncio.to_thread(
             until, f"version {version}",

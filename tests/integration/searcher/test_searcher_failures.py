@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tba_searcher import loop
-from tba_searcher.engines import weight_loader
 from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
 from tba_searcher.engines.torch import reference_logprobs
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weight_check import CheckableModel, check_loaded
-from tba_searcher.generation import delivery
+from tba_searcher.generation import delivery, version_pulls
 from tba_searcher.service import Clients, Searcher
 
 from tba.api import VersionRequest
@@ -216,7 +215,7 @@ class FailsOnce(EmbeddedEngine):
 async def test_a_version_whose_check_failed_is_retried_and_nothing_dies(
     make_world: MakeWorld, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_loader, "FIRST_RETRY_S", 0.5)
+    monkeypatch.setattr(version_pulls, "FIRST_RETRY_S", 0.5)
     world, version = make_world(engine_class=FailsOnce), PolicyVersion(1, 4)
     task = asyncio.create_task(world.loop.run())
     publish_version(WeightVersions(FileStore(tmp_path / "store"), world.status.run), model, version)
@@ -231,7 +230,7 @@ async def test_a_version_whose_check_failed_is_retried_and_nothing_dies(
 async def test_a_reference_whose_check_failed_is_retried_and_nothing_dies(
     make_world: MakeWorld, reward: RewardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_loader, "FIRST_RETRY_S", 0.5)
+    monkeypatch.setattr(version_pulls, "FIRST_RETRY_S", 0.5)
     world, tries = make_world(objective={"reference_placement": "searcher"}), list[str]()
 
     def fails_once(model: CheckableModel, manifest: Manifest) -> None:

@@ -17,11 +17,10 @@ from tba_searcher.engines.engine import Completion, EngineDiedError, Request
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.openai import engine as openai_engine
 from tba_searcher.engines.openai.engine import OpenAiEngine
-from tba_searcher.engines.weight_loader import swap_weights
+from tba_searcher.engines.weight_check import swap_weights
 
 from tba.errors import DigestError
 from tba.versions import START, PolicyVersion
-from tba.weights import LocalVersion
 from tba.wire import Sampling
 from tests.support.buffer import make_recipe
 from tests.support.engine_contract import (
@@ -215,11 +214,11 @@ def test_a_server_with_other_weights_than_it_should_have_is_found_and_named(benc
     """What a restart, a second searcher or a broken reload does."""
     engine = bench.fresh()
     assert isinstance(engine, OpenAiEngine)
-    old = LocalVersion(START, (bench.old.tensors,), bench.manifest(bench.old, START))
+    old = bench.local(bench.old, START)
     bench.server.load_beside(bench.new.folder)
     assert "canary" in raised(DigestError, engine.verify, old.manifest)
     # a folder that the server does not see
-    broken = LocalVersion(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
+    broken = bench.local(bench.new, V1)
     at_server, engine._folders._at_server = engine._folders._at_server, Path("/absent")
     assert "weights_folder" in str(swap_weights(engine, broken, old))
     engine._folders._at_server = at_server

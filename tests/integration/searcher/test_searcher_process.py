@@ -236,21 +236,6 @@ def test_sigterm_before_the_first_version_ends_at_once(make_world):
     assert sigterm(process) == 0
 
 
-def test_an_engine_that_dies_ends_the_process_with_its_reason_and_what_was_finished_has_arrived(make_world):
-    world: World = make_world(searcher={"engine": "tests.support.odd_engines:DyingEngine"})
-    world.start_reward()
-    process = world.start_searcher()
-    assert process.wait(timeout=TIMEOUT_S) == 2
-    assert "error: searcher: out of memory" in world.log()
-    assert "Traceback" not in world.log()
-    assert (s := world.searcher()) is not None
-    assert s.state == "failed"
-    assert s.gauges["unpushed"] == 0
-    stats = world.client.stats()
-    assert s.gauges["rollouts_pushed"] == s.gauges["rollouts_generated"] == stats.num_rollouts
-    assert stats.leases["open"] == 0
-
-
 def test_sigterm_while_the_engine_starts_does_not_wait_for_it(make_world):
     world: World = make_world(searcher={"engine": "tests.support.odd_engines:LateEngine"})
     process = world.start_searcher()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,30 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tba_searcher.engines.engine import Completion, EngineError, EngineSettings, Request
+from tba_searcher.engines.engine import EngineError, EngineSettings, Request
 from tba_searcher.engines.tokenizer import check_vocabulary
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.torch.exactness import NUM_TOKENS, tried_length
-from tba_searcher.engines.weight_check import check_loaded
-from tba_searcher.engines.weight_loader import WeightLoader, swap_weights
+from tba_searcher.engines.weight_check import check_loaded, swap_weights
+from tba_searcher.generation.version_pulls import WeightLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.errors import ConfigError, DigestError, MalformedError, ModelError
 from tba.store import FileStore
-from tba.versions import START, PolicyVersion
+from tba.versions import START
 from tba.weights import LocalVersion, WeightVersions
 from tba.wire import Sampling
 from tests.support.broken_weights import BREAKS, break_weights
+from tests.support.chi_square import assert_follows
+from tests.support.engine_contract import (
+    MAX_PROMPT_TOKENS,
+    V1,
+    make_request,
+    make_requests,
+    run_all,
+)
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, make_tiny_model, make_tiny_tokenizer
-
-V1 = PolicyVersion(1, 4)
 
 
 @pytest.fixture(scope="module")
@@ -42,42 +47,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool, i
 
 def make_engine(folder: Path, *, num_slots: int = 8, seed: int = 1, max_response_tokens: int = 40) -> EmbeddedEngine:
     settings = EngineSettings(
-        num_slots=num_slots, max_prompt_tokens=24, max_response_tokens=max_response_tokens, seed=seed
+        num_slots=num_slots, max_prompt_tokens=MAX_PROMPT_TOKENS, max_response_tokens=max_response_tokens, seed=seed
     )
     return EmbeddedEngine(folder, START, settings)
 
 
 def hf_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-def make_requests(num: int, *, temperatures: tuple[float, ...] = (0.0, 1.0, 0.7), seed: int = 0) -> list[Request]:
-    """Prompts of 1 to 16 tokens, some of them the same, and response limits of 1 to 39 tokens."""
-    rng = np.random.default_rng(seed)
-    prompts = [tuple(rng.integers(3, 33, rng.integers(1, 17)).tolist()) for _ in range(max(1, num // 3))]
-    return [
-        Request(
-            request_id=str(i),
-            prompt_tokens=prompts[int(rng.integers(len(prompts)))],
-            sampling=Sampling.of(temperatures[i % len(temperatures)]),
-            max_response_tokens=int(rng.integers(1, 40)),
-            eos_ids=(EOS_ID,),
-        )
-        for i in range(num)
-    ]
-
-
-def run_all(engine: EmbeddedEngine, requests: list[Request], *, max_steps: int = 5000) -> dict[str, Completion]:
-    for request in requests:
-        engine.submit(request)
-    done: dict[str, Completion] = {}
-    for _ in range(max_steps):
-        for completion in engine.step():
-            assert completion.request_id not in done
-            done[completion.request_id] = completion
-        if not engine.num_active + engine.num_waiting:
-            return done
-    raise AssertionError(f"{len(requests) - len(done)} requests never finished")
 
 
 def hf_logprobs(model: Any, request: Request, tokens: np.ndarray) -> np.ndarray:
@@ -89,49 +65,17 @@ def hf_logprobs(model: Any, request: Request, tokens: np.ndarray) -> np.ndarray:
     return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-def test_one_slot_gives_the_same_greedy_responses_as_many(folders):
-    requests = make_requests(12, temperatures=(0.0,))
-    few, many = (run_all(make_engine(folders["llama", True, 0], num_slots=n), requests) for n in (1, 16))
-    for name, completion in few.items():
-        assert completion.response_tokens.tolist() == many[name].response_tokens.tolist()
-
-
 def test_samples_follow_the_softmax_of_the_model_at_the_sampling_temperature(folders):
     """Chi-square of the first sampled token; PAD is not masked, so it counts like any other token."""
     folder, num = folders["llama", False, 0], 6000
-    request = Request(
-        request_id="",
-        prompt_tokens=(5, 9, 13),
-        sampling=Sampling.of(1.5),
-        max_response_tokens=1,
-        eos_ids=(EOS_ID,),
-    )
+    requests = [make_request(str(i), (5, 9, 13), Sampling.of(1.5), max_response_tokens=1) for i in range(num)]
     with torch.inference_mode():
-        logits = hf_model(folder)(torch.tensor([request.prompt_tokens])).logits[0, -1].double()
-    expected = torch.softmax(logits / request.sampling.temperature, -1).numpy() * num
-    requests = [
-        Request(**{**{f: getattr(request, f) for f in Request.__slots__}, "request_id": str(i)}) for i in range(num)
-    ]
+        logits = hf_model(folder)(torch.tensor([[5, 9, 13]])).logits[0, -1].double()
+    expected = torch.softmax(logits / 1.5, -1).numpy() * num
     done = run_all(make_engine(folder, num_slots=256), requests)
     counts = np.bincount([c.response_tokens[0] for c in done.values()], minlength=len(expected))
-    common = expected >= 5
-    observed = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(expected[common], expected[~common].sum())
-    chi2 = float((((observed - wanted) ** 2) / np.maximum(wanted, 1e-9)).sum())
-    degrees = len(observed) - 1
-    assert degrees > 8
-    assert chi2 < degrees + 5 * math.sqrt(2 * degrees), (chi2, degrees)
-
-
-def test_different_seeds_sample_different_responses_and_the_same_seed_the_same(folders):
-    requests = make_requests(8, temperatures=(1.0,))
-
-    def texts(seed: int) -> list[list[int]]:
-        done = run_all(make_engine(folders["llama", False, 0], seed=seed), requests)
-        return [done[request.request_id].response_tokens.tolist() for request in requests]
-
-    assert texts(1) == texts(1)
-    assert texts(1) != texts(2)
+    assert (expected >= 5).sum() > 8
+    assert_follows(counts, expected / num)
 
 
 def named_tensors(folder: Path, path: Path) -> Path:
@@ -173,7 +117,7 @@ def test_a_version_of_another_model_is_refused_before_it_takes_room(folders, tmp
     for _ in range(2):  # also when it is made anew
         with pytest.raises(MalformedError, match=r"1 tensors differ, first \('lm_head.weight', 'F32'"):
             loader.download(V1)
-        loader.refuse(V1)
+        loader.refuse(V1, MalformedError("of another model"))
     assert not (tmp_path / "pulled" / "tensors-1-4").exists()
 
 
@@ -282,14 +226,8 @@ def test_tokens_beyond_a_window_are_those_of_a_pass_over_the_whole_sequence(kind
     engine, model = architecture_engine(tmp_path, kind, RIGHT[kind]), hf_model(tmp_path)
     rng = np.random.default_rng(0)
     requests = [
-        Request(
-            request_id=str(length),
-            prompt_tokens=tuple(rng.integers(3, 33, length).tolist()),
-            sampling=Sampling.of(1.0),
-            max_response_tokens=16,
-            eos_ids=(),
-        )
-        for length in (1, 20, 27)
+        make_request(str(n), rng.integers(3, 33, n).tolist(), Sampling.of(1.0), max_response_tokens=16, eos_ids=())
+        for n in (1, 20, 27)
     ]
     done = run_all(engine, requests)
     for request in requests:

@@ -20,9 +20,9 @@ from tba_searcher.generation import engine_thread
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread, run_step
 from tba_searcher.generation.evaluation_results import (
     Embedder,
+    cosine_distances,
     distinct_share,
     failed_result,
-    mean_cosine_distance,
     result_of,
 )
 from tba_searcher.generation.status import SearcherStatus
@@ -30,15 +30,16 @@ from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue, num_r
 from tba_searcher.waits import WaitRegistry, retry_until, sleep_until
 from transformers import AutoTokenizer, BertModel
 
-from tba.api import MAX_LEASE_IDS, Lease, LeaseRenewal, LeaseRenewalReply, LeaseReturn, Prompt
+from tba.api import MAX_LEASE_IDS, LeaseRenewal, LeaseRenewalReply, LeaseReturn
 from tba.config.searcher import SearcherSection
 from tba.errors import ConfigError, DigestError, UnavailableError
+from tba.evaluation.statistics import mean_of_pairs
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion
-from tba.wire import Sampling
 from tba.wire.rollout import FinishReason
 from tests.support.buffer import make_recipe
 from tests.support.tiny_encoder import make_tiny_encoder
+from tests.support.visits import make_completion, make_visit
 from tests.support.waits import until
 
 # ---- The engine's thread --------------------------------------------------------------------------------------------
@@ -160,31 +161,10 @@ def tokens(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def make_visit(kind: Any, responses: Sequence[np.ndarray], *, reasons: Sequence[FinishReason] | None = None) -> Visit:
-    prompt = Prompt(prompt_id="h", task="addition", text="1+1=", split="heldout")
-    lease = Lease(
-        lease_id="lease",
-        kind=kind,
-        visit_id="v",
-        prompt=prompt,
-        num_rollouts=len(responses),
-        temperature=1.0,
-        expires_in_s=60,
-    )
-    completions = [
-        Completion(
-            request_id=f"lease/{number}",
-            response_tokens=response,
-            sampler_logprobs=np.full(len(response), -0.5, np.float32),
-            sampling=Sampling.of(1.0),
-            finish_reason=reason,
-            version_spans=(),
-            started_at_s=0.0,
-            finished_at_s=0.0,
-        )
-        for number, (response, reason) in enumerate(zip(responses, reasons or ["stop"] * len(responses), strict=True))
-    ]
-    return Visit(lease=lease, prompt_tokens=(5, 6), pinned=START, completions=completions)
+def complete_visit(kind: str, *responses: Sequence[int], finish_reason: FinishReason = "stop") -> Visit:
+    visit = make_visit(kind=kind, num_rollouts=len(responses), pinned=START)
+    visit.completions = [make_completion("", response, finish_reason) for response in responses]
+    return visit
 
 
 def test_distinct_counts_different_n_grams_over_all_responses_together() -> None:
@@ -193,6 +173,10 @@ def test_distinct_counts_different_n_grams_over_all_responses_together() -> None
     assert distinct_share(responses, 2) == 2 / 4  # 12 21 12, 12; none crosses from one response into the next
     assert distinct_share(responses, 3) == 1.0
     assert distinct_share([tokens(1), tokens()], 2) is None
+
+
+def mean_cosine_distance(embeddings: torch.Tensor) -> float | None:
+    return mean_of_pairs(cosine_distances(embeddings).numpy())[0]
 
 
 def test_the_distance_is_zero_for_equal_and_one_for_orthogonal_directions() -> None:
@@ -210,21 +194,21 @@ def test_empty_texts_are_equal_to_each_other_and_far_from_all_others() -> None:
 
 
 def test_diversity_is_that_of_the_samples_and_greedy_completions_have_none() -> None:
-    visit = make_visit("sample", [tokens(4, 5, 1), tokens(4, 1)])
+    visit = complete_visit("sample", [4, 5, 1], [4, 1])
     result = result_of(visit, ["ab", "a"], [1.0, None], embedder=None)
     assert (result.rewards, result.num_response_tokens) == ([1.0, None], [3, 2])
     assert (result.distinct_1, result.distinct_2, result.distinct_3) == (2 / 3, 1.0, None)  # 4 5, 4: ends left out
-    assert result_of(make_visit("greedy", [tokens(4, 1)]), ["a"], [1.0], embedder=None).distinct_1 is None
+    assert result_of(complete_visit("greedy", [4, 1]), ["a"], [1.0], embedder=None).distinct_1 is None
 
 
 def test_a_response_cut_at_its_length_limit_counts_with_all_its_tokens() -> None:
-    visit = make_visit("sample", [tokens(4, 5)], reasons=["length"])
+    visit = complete_visit("sample", [4, 5], finish_reason="length")
     result = result_of(visit, ["ab"], [0.0], embedder=None)
     assert (result.distinct_1, result.distinct_2) == (1.0, 1.0)
 
 
 def test_a_prompt_that_cannot_be_sampled_is_reported_as_unknown() -> None:
-    result = failed_result(make_visit("sample", [tokens(1), tokens(1)]))
+    result = failed_result(complete_visit("sample", [1], [1]))
     assert (result.rewards, result.num_response_tokens, result.distinct_1) == ([None, None], [0, 0], None)
 
 
@@ -254,7 +238,7 @@ def test_an_embedding_is_the_mean_over_the_tokens_of_its_text_alone(encoder: Pat
     torch.testing.assert_close(together[0], alone.mean(dim=0), atol=1e-5, rtol=1e-5)
     assert together[2].abs().max() == 0.0
     assert embedder.embed(["1" * 500]).isfinite().all()  # beyond the encoder's context: cut
-    visit = make_visit("sample", [tokens(1), tokens(1)])
+    visit = complete_visit("sample", [1], [1])
     same = result_of(visit, ["12", "12"], [0.0, 0.0], embedder=embedder)
     assert same.embedding_distance == pytest.approx(0.0, abs=1e-6)
     other = result_of(visit, ["12", "=="], [0.0, 0.0], embedder=embedder)
@@ -292,14 +276,6 @@ class RecordedBuffer:
         self.refused.append(request.refused_lease_ids)
 
 
-def visit_of(name: str) -> Visit:
-    prompt = Prompt(prompt_id="p", task="addition", text="1+1=")
-    lease = Lease(
-        lease_id=name, kind="train", visit_id=name, prompt=prompt, num_rollouts=2, temperature=1.0, expires_in_s=60
-    )
-    return Visit(lease=lease, prompt_tokens=(5, 6), pinned=None)
-
-
 def make_leases(buffer: Any, queue: WorkQueue, *delivering: str) -> tuple[LeaseManager, SearcherStatus]:
     status = SearcherStatus(searcher_id="s", run="r", waits=WaitRegistry())
     leases = LeaseManager(
@@ -311,7 +287,7 @@ def make_leases(buffer: Any, queue: WorkQueue, *delivering: str) -> tuple[LeaseM
 def make_queue(*names: str) -> WorkQueue:
     queue = WorkQueue(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
     for name in names:
-        queue.add(visit_of(name))
+        queue.add(make_visit(name, num_rollouts=2))
     return queue
 
 

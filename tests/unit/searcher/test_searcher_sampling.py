@@ -15,13 +15,12 @@ from tba_searcher.engines.engine import Completion, EngineDiedError, EngineSetti
 from tba_searcher.engines.tokenizer import StopStringMatcher, TextCodec, response_decoder, stop_start
 from tba_searcher.engines.torch.engine import EmbeddedEngine, SamplingOptions, sample
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from tba.versions import START
 from tba.wire import Sampling
 from tests.support.chi_square import assert_follows
+from tests.support.engine_contract import make_request, run_all
 from tests.support.tiny_model import EOS_ID, make_tiny_model
 
 # ---- Top-k, top-p, minimum lengths and seeds ------------------------------------------------------------------------
@@ -90,13 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, requests: list[Request], *, num_slots: int = 16) -> dict[str, Completion]:
     settings = EngineSettings(num_slots=num_slots, max_prompt_tokens=24, max_response_tokens=40, seed=5)
-    engine = EmbeddedEngine(folder, START, settings)
-    for request in requests:
-        engine.submit(request)
-    done: dict[str, Completion] = {}
-    while engine.num_active + engine.num_waiting:
-        done |= {completion.request_id: completion for completion in engine.step()}
-    return done
+    return run_all(EmbeddedEngine(folder, START, settings), requests)
 
 
 def test_ends_of_sequence_come_as_soon_as_they_may_and_no_sooner(folder: Path) -> None:
@@ -158,14 +151,8 @@ def test_a_stop_that_was_there_before_the_last_token_does_not_count() -> None:
 
 
 def make_requests(num: int, *stops: str, **changes: Any) -> list[Request]:
-    plain = Request(
-        request_id="",
-        prompt_tokens=(5, 6),
-        sampling=Sampling.of(1.0, stop=stops),
-        max_response_tokens=30,
-        eos_ids=(EOS_ID,),
-    )
-    return [replace(plain, request_id=str(i), **changes) for i in range(num)]
+    fields, sampling = {"max_response_tokens": 30, **changes}, Sampling.of(1.0, stop=stops)
+    return [make_request(str(i), (5, 6), sampling, **fields) for i in range(num)]
 
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_and_its_text_before_the_stop(folder: Path) -> None:

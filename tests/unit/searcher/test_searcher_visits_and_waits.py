@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,18 +16,18 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from tba_searcher import service
-from tba_searcher.engines import weight_loader
-from tba_searcher.engines.engine import Completion, Request
+from tba_searcher.engines.engine import Request
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.batch import Batch
-from tba_searcher.engines.weight_loader import WeightLoader
+from tba_searcher.generation import version_pulls
 from tba_searcher.generation.delivery import split_into_pushes
 from tba_searcher.generation.status import SearcherStatus
+from tba_searcher.generation.version_pulls import WeightLoader
 from tba_searcher.generation.visits import Visit, WorkQueue
 from tba_searcher.service import Clients, Searcher, check_device, engine_seed
 from tba_searcher.waits import WaitRegistry, retry_until
 
-from tba.api import Lease, LeaseReply, Prompt
+from tba.api import LeaseReply, Prompt
 from tba.config.searcher import SearcherSection, TaskSampling, TemperatureMix
 from tba.errors import (
     BadRequestError,
@@ -33,6 +35,7 @@ from tba.errors import (
     ConfigError,
     ConflictError,
     ServiceError,
+    TbaError,
     UnauthorizedError,
     UnavailableError,
     WaitTimeoutError,
@@ -43,6 +46,7 @@ from tba.wire import Sampling
 from tests.support.buffer import make_recipe
 from tests.support.chi_square import assert_follows
 from tests.support.tiny_model import make_tiny_tokenizer
+from tests.support.visits import make_completion, make_visit
 
 
 def make_request(name: str, **changes: object) -> Request:
@@ -53,33 +57,6 @@ def make_request(name: str, **changes: object) -> Request:
         "eos_ids": (1,),
     }
     return Request(request_id=name, **{**values, **changes})  # pyright: ignore[reportArgumentType]
-
-
-def make_visit(name: str, *, num_rollouts: int = 3, pinned: PolicyVersion | None = None) -> Visit:
-    lease = Lease(
-        lease_id=name,
-        kind="train" if pinned is None else "sample",
-        visit_id=f"visit-{name}",
-        prompt=Prompt(prompt_id="p", task="addition", text="1+1="),
-        num_rollouts=num_rollouts,
-        temperature=1.0,
-        expires_in_s=60,
-    )
-    return Visit(lease=lease, prompt_tokens=(5, 6), pinned=pinned)
-
-
-def make_completion(request: Request) -> Completion:
-    tokens = np.array([1], np.int32)
-    return Completion(
-        request_id=request.request_id,
-        response_tokens=tokens,
-        sampler_logprobs=np.zeros(1, np.float32),
-        sampling=request.sampling,
-        finish_reason="stop",
-        version_spans=(),
-        started_at_s=0.0,
-        finished_at_s=0.0,
-    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 7))), max_size=12))
@@ -180,12 +157,8 @@ def test_a_visit_is_handed_out_once_and_completes_with_its_last_rollout():
     first, second = queue.take_requests(2, pinned=None), queue.take_requests(9, pinned=None)
     assert [request.request_id for request in first + second] == ["a/1", "a/2", "a/3", "b/1"]
     assert queue.num_unsubmitted == 0
-    assert [queue.add_completion(make_completion(request)) is not None for request in (*first, *second)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    visits = [queue.add_completion(make_completion(request.request_id)) for request in (*first, *second)]
+    assert [visit is not None for visit in visits] == [False, False, True, True]
     assert queue.open_visits() == []
 
 
@@ -199,7 +172,7 @@ def test_evaluations_wait_for_their_own_version_and_dropped_visits_are_ignored()
     assert [request.request_id for request in queue.take_requests(9, pinned=v2)] == ["f/1", "f/2", "f/3"]
     queue.drop([old])
     assert queue.pinned_version == v2
-    assert queue.add_completion(make_completion(make_request("e/1"))) is None
+    assert queue.add_completion(make_completion("e/1")) is None
     assert queue.take_requests(9, pinned=v1) == []
 
 
@@ -230,8 +203,7 @@ def test_every_training_rollout_draws_its_own_temperature_and_evaluations_do_not
 def test_each_task_has_its_own_lengths_and_stops_in_training_and_in_evaluations() -> None:
     tasks = {"addition": TaskSampling(min_response_tokens=2, stop=["\n", "Q:"])}
     queue = WorkQueue(SearcherSection(max_response_tokens=9, tasks=tasks), run_seed=0, eos_ids=(1,))
-    other = make_visit("c")
-    other.lease = other.lease.model_copy(update={"prompt": Prompt(prompt_id="q", task="exact", text="1")})
+    other = make_visit("c", prompt=Prompt(prompt_id="q", task="exact", text="1"))
     for visit in (make_visit("a"), make_visit("b", pinned=START), other):
         queue.add(visit)
     requests = queue.take_requests(9, pinned=None) + queue.take_requests(9, pinned=START)
@@ -256,16 +228,8 @@ def test_text_goes_through_the_tokenizer_as_it_is(tmp_path: Path):
     assert codec.eos_ids == (1,)
     ids = codec.encode_prompt("12+3=")
     assert len(ids) == 5
-    completion = make_completion(make_request("x"))
-    spelled = [
-        Completion(
-            **{
-                **{f: getattr(completion, f) for f in Completion.__slots__},
-                "response_tokens": np.array([*ids, 0, 1], np.int32),
-            }
-        )
-    ]
-    assert codec.decode_responses(spelled) == ["12+3=<pad>"]  # no special token but the last is hidden from rewards
+    # no special token but the last is hidden from rewards
+    assert codec.decode_responses([make_completion("x", [*ids, 0, 1])]) == ["12+3=<pad>"]
 
 
 def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path):
@@ -298,11 +262,13 @@ def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, version = 1000.0, PolicyVersion(1, 4)
-    monkeypatch.setattr(weight_loader.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(version_pulls.time, "monotonic", lambda: now_s)
     file = tmp_path / "model.safetensors"
     manifest: Any = None
     versions: Any = None
-    loader = WeightLoader(versions, tmp_path)
+    counts = Counter[str]()
+    loader = WeightLoader(versions, tmp_path, counts=counts)
+    reason = TbaError("damaged")
 
     def pull() -> None:
         file.write_bytes(b"weights")
@@ -312,23 +278,24 @@ def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an
     for _ in range(7):
         pull()
         assert loader.get(version) is not None
-        pauses.append(loader.refuse(version))
+        pauses.append(loader.refuse(version, reason))
         assert (loader.get(version), loader.refused, file.exists()) == (None, {version}, False)
         now_s += pauses[-1] - 1
         assert loader.refused == {version}
         now_s += 1
         assert loader.refused == set()
     assert pauses == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
-    assert loader.refuse(version) == 600.0
+    assert loader.refuse(version, reason) == 600.0
     loader.accept(version)
-    assert loader.refuse(version) == 30.0
-    other = WeightLoader(versions, tmp_path)
-    other.copy_refusals(loader)
-    assert other.refused == {version}
+    assert loader.refuse(version, reason) == 30.0
+    assert WeightLoader(versions, tmp_path, refusals=loader.refusals).refused == {version}
+    assert counts == {"refused_versions": 9}
 
 
 class Versions:
     """Stands for `WeightVersions`: makes files, and runs `meanwhile` while a download is under way."""
+
+    counts: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.held: list[tuple[PolicyVersion, ...]] = []
@@ -359,11 +326,11 @@ def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_the_star
     loader.add(loader.download(second))
     assert not old.paths[0].exists(), "deleted when the download that used it has ended"
     versions.meanwhile = lambda: None
-    loader.refuse(third)
+    loader.refuse(third, TbaError("damaged"))
     loader.add(loader.download(third))
     loader.accept(third)
     loader.add(loader.download(START))
-    loader.refuse(third)
+    loader.refuse(third, TbaError("damaged"))
     loader.download(third)
     loader.accept(third)
     loader.download(third)
@@ -394,20 +361,15 @@ def test_one_starting_model_is_kept_for_adapters_and_one_that_does_not_fit_is_re
 
 
 @pytest.mark.parametrize("kind", [BadRequestError, BusyError, ConflictError, UnauthorizedError])
-def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_taken(kind: type[ServiceError]) -> None:
-    status = SearcherStatus(searcher_id="searcher-1", run="demo", waits=WaitRegistry())
+async def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_taken(
+    kind: type[ServiceError],
+) -> None:
+    status, away = SearcherStatus(searcher_id="s", run="demo", waits=WaitRegistry()), UnavailableError("no connection")
+    client = Mock(heartbeat=Mock(side_effect=[away, kind("a trainer"), kind("a trainer"), away, None, kind("again")]))
     with structlog.testing.capture_logs() as lines:
-        for error in (
-            UnavailableError("no connection"),
-            kind("'searcher-1' is a trainer, not a searcher; use another id"),
-            kind("'searcher-1' is a trainer, not a searcher; use another id"),
-            UnavailableError("no connection"),
-            None,
-            kind("again"),
-        ):
-            status.record_heartbeat(error)
-    said = [line["detail"] for line in lines if line["event"] == "heartbeat_refused"]
-    assert said == ["'searcher-1' is a trainer, not a searcher; use another id", "again"]
+        for _ in range(6):
+            await status.send(client)
+    assert [line["detail"] for line in lines if line["event"] == "heartbeat_refused"] == ["a trainer", "again"]
 
 
 async def test_a_searcher_waits_longer_for_the_first_answer_of_the_buffer_than_for_later_ones(

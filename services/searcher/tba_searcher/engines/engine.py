@@ -148,7 +148,7 @@ class Engine(Protocol):
 
     `load_weights` is called between two steps. Active requests keep their tokens and continue under the new weights,
     and the next token begins a new version span. Keys and values of the old weights must not be used again. After each
-    load the caller calls `verify`; when either fails, it loads the old weights again (`weight_loader.swap_weights`).
+    load the caller calls `verify`; when either fails, it loads the old weights again (`weight_check.swap_weights`).
 
     Errors: `EngineError` (or any `TbaError`) refuses one request or one version. `EngineDiedError` ends the searcher
     after it has delivered what is finished; only `close` is called after it. An unexpected exception from `step` counts

@@ -20,7 +20,7 @@ from tba.errors import ConfigError, TbaError
 from tba.versions import START
 from tba_searcher.engines.engine import EngineSettings
 from tba_searcher.engines.tokenizer import check_vocabulary, load_tokenizer
-from tba_searcher.engines.weight_loader import load_model
+from tba_searcher.engines.torch.model import load_model
 
 MAX_COST = 2**40
 """Largest product of bytes and tokens for which a model is loaded, with one core and the memory of this machine."""

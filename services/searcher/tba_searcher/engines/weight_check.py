@@ -1,7 +1,8 @@
-"""The checks that weights pass before an engine generates with them.
+"""How an engine comes to other weights, and the checks that they pass before it generates with them.
 
 check_tensors    the files: names, shapes and dtypes of the tensors are the model's
 check_loaded     the model in memory: the digest of its parameters, and the log-probs of the canary
+swap_weights     load, check, and go back to the old weights when that fails
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.errors import DigestError, MalformedError, StoreError
-from tba.weights import digest, tensor_header
+from tba.errors import DigestError, MalformedError, StoreError, TbaError
+from tba.logs import get_logger
+from tba.weights import LocalVersion, digest, tensor_header
 from tba.weights.digest import FileStamps, in_parallel, tensor_digest
 from tba.wire import Manifest
 from tba.wire.weight_manifest import MAX_CANARY_TOLERANCE, table_sha256
-from tba_searcher.engines.engine import Engine, EngineCheckError, EngineError
+from tba_searcher.engines.engine import Engine, EngineCheckError, EngineDiedError, EngineError, StagingEngine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 DtypeAndShape = tuple[str, list[int]]
 """Of a tensor, as safetensors writes them."""
 _DTYPE_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
+log = get_logger("weights")
 
 
 class CheckableModel(Protocol):
@@ -86,16 +89,60 @@ def verification_error(engine: Engine, manifest: Manifest) -> DigestError | Engi
         return error
     except Exception as error:
         # any exception refuses only the version: going back to the old one shows whether the engine still works
-        return check_error(manifest, "checked", error)
+        return _check_error(manifest, "checked", error)
     return None
 
 
-def check_error(manifest: Manifest, doing: str, error: Exception) -> EngineCheckError:
+def _check_error(manifest: Manifest, doing: str, error: Exception) -> EngineCheckError:
     """Return the error of an engine that failed in an unknown way while the version was loaded or checked."""
     cause = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     return EngineCheckError(
         f"weight version {manifest.version}: the engine failed while it was {doing} ({cause}); this version is not used"
     )
+
+
+def stage_weights(engine: Engine, new: LocalVersion) -> None:
+    """Have the engine prepare a version beside generation, where it can; a failure only makes the pause longer."""
+    if isinstance(engine, StagingEngine):
+        try:
+            engine.stage_weights(new.paths)
+        except Exception as error:
+            log.warning("weights_not_staged", version=str(new.version), reason=f"{type(error).__name__}: {error}")
+
+
+def swap_weights(engine: Engine, new: LocalVersion, old: LocalVersion) -> TbaError | None:
+    """Load `new` and check it; when that fails, load `old` again and return the reason.
+
+    Raises:
+        EngineDiedError: the engine cannot continue.
+    """
+    reason: TbaError | None
+    try:
+        engine.load_weights(new.paths, new.version)
+    # a dead engine cannot take the old weights either
+    except EngineDiedError:
+        raise
+    except TbaError as error:
+        reason = error
+    except Exception as error:
+        reason = _check_error(new.manifest, "loaded", error)
+    else:
+        reason = verification_error(engine, new.manifest)
+    if reason is None:
+        return None
+    try:
+        # a load that failed may have replaced half of the parameters
+        engine.load_weights(old.paths, old.version)
+        if isinstance(reason, EngineCheckError):
+            # the engine failed in an unknown way: check that it still computes what it should
+            engine.verify(old.manifest)
+    except EngineDiedError:
+        raise
+    except Exception as second:
+        raise EngineDiedError(
+            f"version {new.version} was refused ({reason}), and {old.version} cannot be loaded again: {second}"
+        ) from None
+    return reason
 
 
 def params_sha256(model: nn.Module) -> str:

@@ -19,7 +19,7 @@ from tba.errors import TbaError
 from tba.logs import get_logger
 from tba.weights import LocalVersion
 from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
-from tba_searcher.engines.weight_loader import swap_weights
+from tba_searcher.engines.weight_check import swap_weights
 from tba_searcher.waits import WaitRegistry
 
 STEP_S = 0.05

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tba.api import EvalResult
 from tba.errors import ConfigError
+from tba.evaluation.statistics import mean_of_pairs
 from tba.fields import bounded_or_none
 from tba.weights.load_report import check_load_report
 from tba_searcher.generation.visits import Visit
@@ -36,7 +37,9 @@ def result_of(
     if visit.lease.kind != "sample":  # one greedy completion has no diversity
         return plain
     responses = [without_end(each.response_tokens, each.finish_reason) for each in visit.completions]
-    distance = None if embedder is None or len(texts) < 2 else mean_cosine_distance(embedder.embed(texts))
+    distance = None
+    if embedder is not None:
+        distance, _ = mean_of_pairs(cosine_distances(embedder.embed(texts)).numpy())
     distinct = {f"distinct_{n}": distinct_share(responses, n) for n in (1, 2, 3)}
     return plain.model_copy(
         update={**distinct, "embedding_distance": None if distance is None else bounded_or_none(distance)}
@@ -58,17 +61,6 @@ def distinct_share(responses: Sequence[NDArray[np.int32]], n: int) -> float | No
     """Return the share of different n-grams among all n-grams of all responses (arXiv 1510.03055); None without any."""
     grams = [tuple(response[at : at + n].tolist()) for response in responses for at in range(len(response) - n + 1)]
     return len(set(grams)) / len(grams) if grams else None
-
-
-def mean_cosine_distance(embeddings: Float[Tensor, "N D"]) -> float | None:
-    """Return the mean of `cosine_distances` over all pairs; None for fewer than two vectors."""
-    import torch
-
-    num = len(embeddings)
-    if num < 2:
-        return None
-    pairs = torch.triu_indices(num, num, offset=1)
-    return float(cosine_distances(embeddings)[pairs[0], pairs[1]].mean())
 
 
 def cosine_distances(embeddings: Float[Tensor, "N D"]) -> Float[Tensor, "N N"]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
 
+from tba.clients import BufferClient
+from tba.concurrency import in_thread
 from tba.errors import ServiceError, UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
-from tba.weights import LocalVersion
 from tba.wire import Heartbeat
 from tba_searcher.waits import WaitRegistry
 
@@ -36,6 +37,8 @@ COUNTERS = (
     "refused_prompts",
     "leases_returned",
 )
+HEARTBEAT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 5.0
 log = get_logger("status")
 
 
@@ -62,7 +65,7 @@ class SearcherStatus:
         """How long the last change of weights held up decoding."""
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
-        self._heartbeat_refusal: str | None = None
+        self._is_refused = False
 
     def reset(self, state: str) -> None:
         """Enter `state` after a loop has ended and the process continues: nothing is held or waited for."""
@@ -94,22 +97,25 @@ class SearcherStatus:
             gauges=gauges,
         )
 
-    def note_weight_counts(self, counts: Mapping[str, int]) -> None:
-        """Note what `WeightVersions.counts` says after a download, one that failed too."""
-        self.counts |= {f"weight_{name}": count for name, count in counts.items()}
+    async def send_forever(self, client: BufferClient) -> None:
+        """Send a heartbeat every `HEARTBEAT_S`."""
+        while True:
+            await self.send(client)
+            await asyncio.sleep(HEARTBEAT_S)
 
-    def count_download(self, weights: LocalVersion) -> None:
-        """Count a version whose files have come, by its route."""
-        self.counts[f"weight_downloads_{weights.route}"] += 1
-        self.counts["weight_download_bytes"] += weights.downloaded_bytes
-
-    def record_heartbeat(self, error: Exception | None) -> None:
-        """Record how a heartbeat ended. Log a refusal once, until a heartbeat is accepted."""
-        # refused by the buffer (this id belongs to a trainer, for example), not lost on its way
-        is_refused = isinstance(error, ServiceError) and not isinstance(error, UnavailableError)
-        refusal = str(error) if is_refused else None
-        if refusal is not None and self._heartbeat_refusal is None:
-            log.warning("heartbeat_refused", detail=refusal)
-        elif error is not None:
+    async def send(self, client: BufferClient) -> None:
+        """Send a heartbeat. Log a refusal once, until a heartbeat is accepted."""
+        heartbeat = self.heartbeat()
+        try:
+            # not wait_for, which can swallow a cancellation (gh-86296)
+            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                await in_thread(lambda: client.heartbeat(heartbeat))
+        except (UnavailableError, TimeoutError) as error:
             log.debug("heartbeat lost", detail=str(error))
-        self._heartbeat_refusal = refusal or (self._heartbeat_refusal if error is not None else None)
+        except ServiceError as error:
+            # refused by the buffer: this id belongs to a trainer, for example
+            if not self._is_refused:
+                log.warning("heartbeat_refused", detail=str(error))
+            self._is_refused = True
+        else:
+            self._is_refused = False

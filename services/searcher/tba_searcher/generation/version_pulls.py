@@ -1,27 +1,183 @@
-"""Weight versions on their way to this machine: pulled beside generation, prepared for the engine, or refused."""
+"""Weight versions on this machine: pulled beside generation, kept while they are needed, or refused."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from tba.concurrency import in_thread
 from tba.errors import ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
-from tba.versions import PolicyVersion
-from tba.weights import LocalVersion
+from tba.versions import START, PolicyVersion
+from tba.weights import LocalVersion, WeightVersions
 from tba_searcher.engines.engine import Engine
-from tba_searcher.engines.weight_loader import WeightLoader, stage_weights
+from tba_searcher.engines.weight_check import stage_weights
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit, WorkQueue
-from tba_searcher.waits import RETRY_S, sleep_until
+from tba_searcher.waits import sleep_until
 
 SLOW_DOWNLOAD_S = 30.0
 """A download that takes longer is shown as the wait `object-store`."""
 PULL_ATTEMPTS = 3
 """Damaged bytes may come from a damaged transfer; after this many attempts the version is refused."""
+FIRST_RETRY_S = 30.0
+"""Pause before a refused version is retried; it doubles with every refusal, up to MAX_RETRY_S."""
+MAX_RETRY_S = 600.0
 log = get_logger("pulls")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How often a version was refused, and until when (of `time.monotonic`)."""
+
+    count: int
+    until_s: float
+
+
+class WeightLoader:
+    """Downloads versions into a local folder, and remembers which were refused.
+
+    `download` and `download_model` block and run in a thread. The event loop's thread calls everything else.
+
+    Args:
+        counts: of the searcher; gets refusals, downloads and their bytes.
+        refusals: of an earlier loader.
+    """
+
+    def __init__(
+        self,
+        versions: WeightVersions,
+        folder: Path,
+        *,
+        counts: Counter[str] | None = None,
+        refusals: dict[PolicyVersion, Refusal] | None = None,
+    ) -> None:
+        self._versions, self._folder = versions, folder
+        self._counts = Counter[str]() if counts is None else counts
+        self._weights: dict[PolicyVersion, LocalVersion] = {}
+        self.refusals = {} if refusals is None else refusals
+        self._lock = threading.Lock()
+        """For the three fields around it, which a download reads in its thread."""
+        self._num_downloads = 0
+        self._unneeded: list[LocalVersion] = []
+        """Not kept any more; deleted when no download uses them."""
+
+    @property
+    def refused(self) -> set[PolicyVersion]:
+        """Versions that failed a check, until they may be retried."""
+        # computed at each call, so that a refusal ends without a timer
+        now_s = time.monotonic()
+        return {version for version, refusal in self.refusals.items() if now_s < refusal.until_s}
+
+    def refuse(self, version: PolicyVersion, reason: TbaError) -> float:
+        """Refuse a version that failed a check, delete its files, and retry it after a pause that doubles each time.
+
+        Returns:
+            Seconds until it is retried.
+        """
+        # a refusal may be false (memory was short, a disk flipped a bit), and must not stop all searchers for ever
+        count = self.refusals[version].count + 1 if version in self.refusals else 1
+        pause_s = min(FIRST_RETRY_S * 2 ** min(count - 1, 10), MAX_RETRY_S)
+        self.refusals[version] = Refusal(count, time.monotonic() + pause_s)
+        self._counts["refused_versions"] += 1
+        log.error("version refused", version=str(version), reason=str(reason), retry_in_s=pause_s)
+        self._delete(version)
+        return pause_s
+
+    def accept(self, version: PolicyVersion) -> None:
+        """Forget the refusals of a version that has passed its checks."""
+        self.refusals.pop(version, None)
+
+    def download_model(self, version: PolicyVersion) -> tuple[LocalVersion, Path]:
+        """Download tensors, config and tokenizer; return the version and the folder of its files.
+
+        Raises:
+            StoreError, MalformedError
+        """
+        # a folder of its own: an engine may still read the files of the version before
+        folder = self._folder / f"model-{version}"
+        return self._counted(lambda: self._versions.download_model(version, folder, keeps_base=True)), folder
+
+    def download(self, version: PolicyVersion) -> LocalVersion:
+        """Download the tensors of a version, by deltas to a version that is kept where that is cheaper.
+
+        A version that was refused is made anew, from whole ones alone: what is wrong may be here. The starting model is
+        one, and stays: every tensor that is made of it is verified, and where one is wrong it is downloaded as well.
+
+        Raises:
+            StoreError, MalformedError
+        """
+        with self._lock:
+            self._num_downloads += 1  # from here on the files of `kept` stay
+            kept = tuple(self._weights.values())
+        try:
+            is_refused = version in self.refusals
+            held = tuple(each for each in kept if each.version == START) if is_refused else kept
+            folder, like = self._folder / f"tensors-{version}", next((each.manifest for each in kept), None)
+            return self._counted(
+                lambda: self._versions.download_tensors(version, folder, held=held, like=like, keeps_base=True)
+            )
+        finally:
+            with self._lock:
+                self._num_downloads -= 1
+            self._delete_unneeded()
+
+    def _counted(self, download: Callable[[], LocalVersion]) -> LocalVersion:
+        # in the thread of a download, key by key: no other thread changes these
+        try:
+            weights = download()
+        finally:
+            for name, count in self._versions.counts.items():
+                self._counts[f"weight_{name}"] = count
+        self._counts[f"weight_downloads_{weights.route}"] += 1
+        self._counts["weight_download_bytes"] += weights.downloaded_bytes
+        return weights
+
+    def add(self, weights: LocalVersion) -> None:
+        """Keep a version that has been downloaded, with the starting model that its adapter was merged into."""
+        with self._lock:
+            self._weights[weights.version] = weights
+            if (base := weights.base) is not None:
+                # a second one comes where the one that is kept did not fit (damaged), or does for the first time
+                old = self._weights.get(base.version)
+                self._weights[base.version] = base
+                if old is not None and old.paths != base.paths:
+                    self._unneeded.append(old)
+        self._delete_unneeded()
+
+    def get(self, version: PolicyVersion | None) -> LocalVersion | None:
+        """Return the version, if it is here and not refused."""
+        return None if version is None or version in self.refused else self._weights.get(version)
+
+    def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
+        """Delete the tensors of all other versions; files that a download uses go when it ends.
+
+        The starting model stays while a version that is kept is an adapter: the next one is merged into it as well.
+        """
+        # a version of a large model has many gigabytes, and a new one comes every few minutes
+        adapters = [self._weights[version].manifest.adapter for version in self._weights if version in versions]
+        bases = {PolicyVersion.parse(each.base) for each in adapters if each is not None}
+        for version in set(self._weights) - set(versions) - bases:
+            self._delete(version)
+
+    def _delete(self, version: PolicyVersion) -> None:
+        with self._lock:
+            if (weights := self._weights.pop(version, None)) is not None:
+                self._unneeded.append(weights)
+        self._delete_unneeded()
+
+    def _delete_unneeded(self) -> None:
+        with self._lock:
+            if self._num_downloads:
+                return
+            for path in (path for weights in self._unneeded for path in weights.paths):
+                path.unlink(missing_ok=True)
+            self._unneeded.clear()
 
 
 class VersionPulls:
@@ -53,12 +209,6 @@ class VersionPulls:
         self._has_news, self._has_work, self._tick_s = has_news, has_work, tick_s
         self._attempts: Counter[PolicyVersion] = Counter()
 
-    def refuse(self, version: PolicyVersion, reason: TbaError) -> None:
-        """Refuse a version that failed a check, count it, and say why."""
-        retry_in_s = self._loader.refuse(version)
-        self._status.counts["refused_versions"] += 1
-        log.error("version refused", version=str(version), reason=str(reason), retry_in_s=retry_in_s)
-
     async def pull_forever(self) -> None:
         """Pull pinned versions first, then the newest; return the leases of evaluations whose version is refused."""
         while True:
@@ -81,19 +231,18 @@ class VersionPulls:
         except (StoreUnavailableError, ObjectNotFoundError) as error:
             # a pinned version that was deleted never comes back; the newest one is soon followed by another
             if is_pinned and isinstance(error, ObjectNotFoundError):
-                self.refuse(target, error)
+                self._loader.refuse(target, error)
             else:
-                self._wait_for_store(str(error))
+                self._status.waits.renew("pulling", "object-store", detail=str(error))
             await asyncio.sleep(1.0)
         except TbaError as error:  # damaged bytes
             self._attempts[target] += 1
             log.warning("version not pulled", version=str(target), attempt=self._attempts[target], detail=str(error))
             if self._attempts[target] == PULL_ATTEMPTS:
                 del self._attempts[target]
-                self.refuse(target, error)
+                self._loader.refuse(target, error)
         else:
             self._status.waits.end("pulling")
-            self._status.count_download(weights)
             await in_thread(lambda: stage_weights(self._engine, weights))
             self._loader.add(weights)
             self._has_work.set()
@@ -104,15 +253,7 @@ class VersionPulls:
         try:
             # a transfer that makes progress is never cut off, so a slow store raises nothing
             while not (await asyncio.wait({task}, timeout=SLOW_DOWNLOAD_S))[0]:
-                self._wait_for_store(f"version {version} is being downloaded")
+                self._status.waits.renew("pulling", "object-store", detail=f"version {version} is being downloaded")
             return await task
         finally:
             task.cancel()
-            self._status.note_weight_counts(self._loader.counts)
-
-    def _wait_for_store(self, detail: str) -> None:
-        """Begin or continue the wait for the store; the version before is used meanwhile."""
-        if self._status.waits.begin("pulling", "object-store", RETRY_S) <= 0:
-            log.warning("wait renewed", wait="object-store", detail=detail)
-            self._status.waits.end("pulling")
-            self._status.waits.begin("pulling", "object-store", RETRY_S)

@@ -55,11 +55,6 @@ class Visit:
     num_submitted: int = 0
     completions: list[Completion] = field(default_factory=list)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all completions that the lease asks for are there."""
-        return len(self.completions) >= self.lease.num_rollouts
-
     def request_ids(self) -> list[str]:
         """Return the ids of the requests submitted so far."""
         return [f"{self.lease.lease_id}/{number + 1}" for number in range(self.num_submitted)]
@@ -127,7 +122,8 @@ class WorkQueue:
         if visit is None:  # dropped while the engine was decoding it
             return None
         visit.completions.append(completion)
-        return self._open.pop(visit.lease.lease_id) if visit.is_complete else None
+        is_complete = len(visit.completions) >= visit.lease.num_rollouts
+        return self._open.pop(visit.lease.lease_id) if is_complete else None
 
     def drop(self, visits: Iterable[Visit]) -> None:
         """Forget visits; the caller returns their leases."""

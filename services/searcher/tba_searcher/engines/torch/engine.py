@@ -36,7 +36,7 @@ from tba_searcher.engines.engine import (
     as_ids,
     check_request,
 )
-from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
+from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
 from tba_searcher.engines.torch.exactness import (
     NUM_TOKENS,
@@ -46,8 +46,8 @@ from tba_searcher.engines.torch.exactness import (
     check_positions,
     tried_length,
 )
+from tba_searcher.engines.torch.model import StagedParams, load_model
 from tba_searcher.engines.weight_check import check_loaded, file_stamps, params_sha256
-from tba_searcher.engines.weight_loader import StagedParams, load_model
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""
@@ -97,7 +97,6 @@ class EmbeddedEngine:
         self._cache_is_stale = False
         """Keys and values belong to the weights before."""
         self._generator = _generator(self._device, settings.seed)
-        self._stops = StopStringMatcher(lambda ids: self._decode_texts(ids), self.vocab_size)
         self._columns = torch.arange(self._max_len, device=self._device)
         self._check_decoding()
         self._generator = _generator(self._device, settings.seed)  # the check has drawn from it
@@ -307,9 +306,10 @@ class EmbeddedEngine:
         )
 
     @cached_property
-    def _decode_texts(self) -> Decode:
-        """The decoder of responses; the tokenizer is read for the first request with stop strings."""
-        return response_decoder(load_tokenizer(self._folder, trust_remote_code=self._settings.trust_remote_code))
+    def _stops(self) -> StopStringMatcher:
+        # the tokenizer is read for the first request with stop strings
+        tokenizer = load_tokenizer(self._folder, trust_remote_code=self._settings.trust_remote_code)
+        return StopStringMatcher(response_decoder(tokenizer), self.vocab_size)
 
     def _completes_stop(self, tokens: NDArray[np.int64], request: Request) -> bool:
         return self._stops.completes(tokens.tolist(), request.sampling.stop)

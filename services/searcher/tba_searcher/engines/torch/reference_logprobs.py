@@ -23,8 +23,8 @@ from tba.errors import DigestError, MalformedError, ObjectNotFoundError, TbaErro
 from tba.versions import START
 from tba.weights import LocalVersion, WeightVersions
 from tba_searcher.engines.engine import ReferenceRefusedError
+from tba_searcher.engines.torch.model import load_model
 from tba_searcher.engines.weight_check import check_loaded, params_sha256
-from tba_searcher.engines.weight_loader import load_model
 
 PASS_TOKENS = 4096
 """Most padded tokens of one forward pass; a longer sequence gets a pass of its own."""
@@ -169,7 +169,7 @@ def load_starting_model(
         raise TbaError(f"{cannot} used: {error}") from None
     except TbaError:
         raise
-    except Exception as error:  # any exception refuses the version, as in `weights.verification_error`
+    except Exception as error:  # any exception refuses the version, as in `weight_check.verification_error`
         cause = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise ReferenceRefusedError(f"{cannot} loaded and checked: {cause}") from None
     return model

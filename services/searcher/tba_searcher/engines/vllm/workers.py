@@ -44,7 +44,7 @@ class Workers:
         self._noting = threading.Lock()
         self._is_ending = False
         if self._processes:
-            threading.Thread(target=self._watch, name="vllm-ranks", daemon=True).start()
+            threading.Thread(target=self._end_ranks, name="vllm-ranks", daemon=True).start()
 
     @property
     def process_ids(self) -> list[int]:
@@ -95,10 +95,7 @@ class Workers:
         shut_down(self._llm)
         self._llm = None
 
-    def _watch(self) -> None:
-        self._end_ranks(timeout_s=None)
-
-    def _end_ranks(self, *, timeout_s: float | None) -> None:
+    def _end_ranks(self, timeout_s: float | None = None) -> None:
         """Wait until a process ends and note which one, then end the others.
 
         They may wait for the dead one within a collective operation, where no signal but SIGKILL reaches them.
@@ -121,7 +118,7 @@ class Workers:
         # vLLM calls the end of a rank "cancelled", or fails an assertion. After other errors the queues of the ranks
         # may hold answers that nobody has read. A rank may also say that another is gone before that one has ended.
         if self._processes:
-            self._end_ranks(timeout_s=_EXIT_S)
+            self._end_ranks(_EXIT_S)
         kind, text = type(error).__name__, str(error)
         what = "is out of memory" if _is_out_of_memory(kind, text) else "crashed"
         return EngineDiedError(f"vLLM {what} while {doing}: {self._ended}{kind}: {text}")

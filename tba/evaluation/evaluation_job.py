@@ -36,11 +36,7 @@ class EvaluationJob(StrictModel):
 
 
 def load_job(path: Path) -> EvaluationJob:
-    """Read a job.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no job.
-    """
+    """Read a job."""
     try:
         return EvaluationJob.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
@@ -130,11 +126,7 @@ class EvaluationReport(StrictModel):
 
 
 def load_report(path: Path) -> EvaluationReport:
-    """Read evaluation.json.
-
-    Raises:
-        ConfigError: it is missing or damaged.
-    """
+    """Read evaluation.json."""
     try:
         # a report of another release may have other fields, and numbers of another meaning
         return EvaluationReport.model_validate_json(path.read_bytes())

@@ -196,7 +196,7 @@ class FileStore:
 
     def put_file(self, key: str, path: Path, *, create_only: bool = False) -> None:
         """Write an object from a file."""
-        with _source(path) as source:
+        with open_source(path) as source:
             size_bytes = os.fstat(source.fileno()).st_size
             self._write(
                 key,
@@ -353,7 +353,12 @@ def check_size(key: str, size_bytes: int, max_bytes: int | None, *, url: str) ->
         raise DigestError(f"object {key} in {url} is damaged: {size_bytes} bytes, and no more than {max_bytes} are due")
 
 
-def _source(path: Path) -> BinaryIO:
+def open_source(path: Path) -> BinaryIO:
+    """Open a file that is to be stored.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
     try:
         return path.open("rb")
     except OSError as error:

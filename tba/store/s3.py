@@ -23,15 +23,9 @@ from boto3.session import Session
 from botocore.config import Config
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 
-from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreTlsError, StoreUnavailableError
-from tba.store.file import check_key, check_prefix, check_size, new_file
-from tba.store.s3_errors import (
-    S3_ERRORS,
-    is_answer,
-    is_transient,
-    status_of,
-    store_error,
-)
+from tba.errors import ConfigError, ObjectExistsError, StoreTlsError, StoreUnavailableError
+from tba.store.file import check_key, check_prefix, check_size, new_file, open_source
+from tba.store.s3_errors import S3_ERRORS, is_answer, is_transient, status_of, store_error
 from tba.tls import explain_tls_error
 
 T = TypeVar("T")
@@ -131,11 +125,7 @@ class S3Store:
     def put_file(self, key: str, path: Path, *, create_only: bool = False) -> None:
         """Write an object from a file: one request, or several in parallel if it is large."""
         where = self._where(key)
-        try:
-            source = path.open("rb")
-        except OSError as error:
-            raise StoreError(f"file {path} cannot be stored: {error.strerror}") from error
-        with source:
+        with open_source(path) as source:
             size_bytes = os.fstat(source.fileno()).st_size
             if size_bytes > 2 * self._part_bytes:
                 self._put_in_parts(key, path, source.fileno(), size_bytes, create_only=create_only)
@@ -320,13 +310,10 @@ class S3Store:
                 is_same=lambda: self._holds_file(key, path),
             )
         except BaseException:
-            self._abort(where, upload)
+            # the first error is the one to report; the bucket's lifecycle rule removes what is left
+            with contextlib.suppress(*S3_ERRORS):
+                self._client.abort_multipart_upload(**where, UploadId=upload)
             raise
-
-    def _abort(self, where: dict[str, str], upload: str) -> None:
-        # the first error is the one to report; the bucket's lifecycle rule removes what is left
-        with contextlib.suppress(*S3_ERRORS):
-            self._client.abort_multipart_upload(**where, UploadId=upload)
 
     def _holds_file(self, key: str, path: Path) -> bool:
         """Return whether the stored object is this file, byte for byte."""

@@ -9,8 +9,9 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,11 +112,8 @@ def open_tensors(paths: Sequence[Path]) -> dict[str, RawTensor]:
     tensors: dict[str, RawTensor] = {}
     for path in paths:
         header = tensor_header(path)
-        try:
-            with path.open("rb") as file:
-                data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        except OSError as error:
-            raise StoreError(f"file {path} cannot be read: {error}") from error
+        with _reading(path), path.open("rb") as file:
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         # tensor_header has checked the length and the offsets
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
         for name, entry in header.items():
@@ -134,14 +132,11 @@ def tensor_header(path: Path) -> Mapping[str, Mapping[str, Any]]:
         StoreError: the file cannot be read.
     """
     try:
-        with safe_open(path, framework="np"):  # checks the header: lengths, offsets, no holes, no overlaps
-            pass
-        with path.open("rb") as file:
+        # `safe_open` checks the header: lengths, offsets, no holes, no overlaps
+        with _reading(path), safe_open(path, framework="np"), path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except SafetensorError as error:
         raise MalformedError(f"file {path} is not a whole safetensors file: {error}") from error
-    except OSError as error:
-        raise StoreError(f"file {path} cannot be read: {error}") from error
     header.pop("__metadata__", None)
     return header
 
@@ -152,11 +147,8 @@ def sha256_of_file(path: Path) -> str:
     Raises:
         StoreError: the file cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise StoreError(f"file {path} cannot be read: {error.strerror}") from error
+    with _reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_stamps(paths: Iterable[Path | str]) -> FileStamps:
@@ -177,8 +169,14 @@ def digest_of_file(path: Path) -> str:
     Raises:
         StoreError: the file cannot be read.
     """
-    try:
+    with _reading(path):
         data = np.fromfile(path, np.uint8) if path.stat().st_size < 2**28 else np.memmap(path, np.uint8, "r")
         return tensor_digest(data)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise StoreError(f"file {path} cannot be read: {error.strerror}") from error
+        raise StoreError(f"file {path} cannot be read: {error.strerror or error}") from error

@@ -130,7 +130,13 @@ class VersionWriter:
             share = Share(self._store, prefix, tensors_paths, folder, checked=self._checked)
             settings = new.get("deltas") or DeltaSettings()
             stored = self._describe_tensors(share, prefix, base, tensors_paths, settings, new.get("others"))
-        stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
+        stored_files = []
+        for name, path in sorted(files.items()):
+            sha256 = sha256_of_file(path)
+            key = f"runs/{self._run}/files/{sha256}/{name}"
+            stored_files.append(StoredObject(name=name, key=key, size_bytes=path.stat().st_size, sha256=sha256))
+        # `name sha256` lines of every file except the configs of model and generation
+        tokenizer_lines = [f"{each.name} {each.sha256}\n" for each in stored_files if each.name not in NOT_TOKENIZER]
         try:
             manifest = Manifest(
                 run=self._run,
@@ -143,7 +149,7 @@ class VersionWriter:
                 adapter=stored.adapter,
                 files=stored_files,
                 model_config_sha256=next(f.sha256 for f in stored_files if f.name == MODEL_CONFIG_NAME),
-                tokenizer_sha256=_tokenizer_sha256(stored_files),
+                tokenizer_sha256=sha256_hex("".join(tokenizer_lines).encode()),
                 params_sha256=table_sha256((t.name, t.dtype, t.shape, t.digest) for t in stored.tensors),
                 canary=new["canary"],
                 torch_version=new["torch_version"],
@@ -264,11 +270,6 @@ class VersionWriter:
             upload=lambda: put_file(self._store, stored.key, stored.size_bytes, file.path),
         )
 
-    def _describe_file(self, name: str, path: Path) -> StoredObject:
-        sha256 = sha256_of_file(path)
-        key = f"runs/{self._run}/files/{sha256}/{name}"
-        return StoredObject(name=name, key=key, size_bytes=path.stat().st_size, sha256=sha256)
-
     def _existing(self, manifest: Manifest) -> Manifest | None:
         """Return the manifest of this version that is in the store, if its content is the same; None: there is none.
 
@@ -303,9 +304,3 @@ def _delta(base: LocalVersion, num_to_full: int, tables: Sequence[ShareTable], m
     if len(tables) > 1 and sum(each.size_bytes for each in objects) > max_bytes:
         return None
     return Delta(base=str(base.version), num_to_full=num_to_full, objects=objects)
-
-
-def _tokenizer_sha256(files: Sequence[StoredObject]) -> str:
-    """Return the sha256 over `name sha256` lines of every file except the configs of model and generation."""
-    lines = [f"{file.name} {file.sha256}\n" for file in files if file.name not in NOT_TOKENIZER]
-    return sha256_hex("".join(lines).encode())

@@ -258,10 +258,7 @@ class RouteReader:
                 raise DigestError(f"{keys} in {self._store.url}: {error}; {_REMEDY}") from None
             return LocalVersion(target.policy_version, tuple(paths), target, "full", route.size_bytes)
         steps = [
-            (
-                each,
-                [self._get(stored, folder / f".{each.version}-{stored.name}") for stored in each.delta.objects],
-            )
+            (each, [self._get(stored, folder / f".{each.version}-{stored.name}") for stored in each.delta.objects])
             for each in route.deltas
             if each.delta is not None
         ]
@@ -294,7 +291,7 @@ class RouteReader:
             DigestError: naming the object whose bytes are not what the manifest says.
         """
         size_bytes = self._store.size_bytes(stored.key)
-        if size_bytes is not None and size_bytes != stored.size_bytes:  # check first: it may be larger than the disk
+        if size_bytes not in (None, stored.size_bytes):  # check first: it may be larger than the disk
             raise damage_error(self._store, stored, f"{size_bytes} bytes")
         self._store.get_file(stored.key, path, max_bytes=stored.size_bytes)
         match stored:

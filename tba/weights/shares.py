@@ -114,14 +114,15 @@ class Share:
         """
         stamps = file_stamps(self._paths)
         tensors = describe_tensors(self._paths)
-        changes = None if base is None else self._encode(base, max_bytes)
-        if changes is not None:
-            self._files |= {stored.key: path for stored, path in changes}
-        self._table = ShareTable(
-            tensors=tensors,
-            full=[describe_full(self._prefix, path) for path in self._paths],
-            changes=None if changes is None else [stored for stored, _ in changes],
-        )
+        full = [
+            TensorFile(name=path.name, key=self._prefix + path.name, size_bytes=path.stat().st_size)
+            for path in self._paths
+        ]
+        changes, paths = None, None if base is None else self._encode(base, max_bytes)
+        if paths is not None:
+            changes = [describe_changes(self._prefix, path, stem=path.stem) for path in paths]
+            self._files = {stored.key: path for stored, path in zip(changes, paths, strict=True)}
+        self._table = ShareTable(tensors=tensors, full=full, changes=changes)
         self._checked.note(stamps, {each.name: each.digest for each in tensors})  # the next version's base
         return self._table
 
@@ -137,7 +138,7 @@ class Share:
         for stored, path in zip(self._table.full, self._paths, strict=True) if whole else ():
             self._put_full(stored, path)
 
-    def _encode(self, base: ShareBase, max_bytes: float) -> list[tuple[DeltaObject, Path]] | None:
+    def _encode(self, base: ShareBase, max_bytes: float) -> list[Path] | None:
         if not self._paths:
             return []
         started = time.monotonic()
@@ -150,9 +151,7 @@ class Share:
             return None
         pays = paths is not None
         log.info("delta_encoded", prefix=self._prefix, pays=pays, encode_s=round(time.monotonic() - started, 3))
-        return (
-            None if paths is None else [(describe_changes(self._prefix, path, stem=path.stem), path) for path in paths]
-        )
+        return paths
 
     def _put_full(self, stored: TensorFile, path: Path) -> None:
         try:
@@ -210,11 +209,6 @@ def describe_changes(prefix: str, path: Path, *, stem: str) -> DeltaObject:
     digest = digest_of_file(path)
     name = f"{stem}-{digest}{path.suffix}"
     return DeltaObject(name=name, key=prefix + name, size_bytes=path.stat().st_size, digest=digest)
-
-
-def describe_full(prefix: str, path: Path) -> TensorFile:
-    """Return the object that a file of tensors becomes below `prefix`."""
-    return TensorFile(name=path.name, key=prefix + path.name, size_bytes=path.stat().st_size)
 
 
 def put_file(store: ObjectStore, key: str, size_bytes: int, path: Path) -> None:

@@ -56,11 +56,7 @@ log = get_logger("service")
 
 
 def run_searcher(recipe: Recipe) -> None:
-    """Run one searcher until the run is over, or SIGTERM or SIGINT.
-
-    Raises:
-        TbaError: it cannot start, or a service stayed away beyond its deadline.
-    """
+    """Run one searcher until the run is over, or SIGTERM or SIGINT."""
     if recipe.searcher.engine != "simulated" or recipe.searchers_hold_start:
         check_device(recipe.searcher.device)
     check_embedding_model(recipe.eval.embedding_model)
@@ -78,11 +74,7 @@ async def _run_until_told(recipe: Recipe, folder: Path) -> None:
 
 
 def check_device(device: str) -> None:
-    """Try the engine's device before any request to another service.
-
-    Raises:
-        ConfigError: torch has no such device, or this build of torch or this machine cannot use it.
-    """
+    """Try the engine's device before any request to another service."""
     import torch
 
     try:
@@ -104,11 +96,7 @@ class Clients:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Clients:
-        """Make clients of the services that the recipe names.
-
-        Raises:
-            ConfigError: the tokens file cannot be used.
-        """
+        """Make clients of the services that the recipe names."""
         token, ca_file = client_token(recipe.auth.tokens_file, "searcher"), recipe.tls.ca_file
         timeouts = {"retry_s": CLIENT_RETRY_S, "timeout_s": CLIENT_TIMEOUT_S}
         return cls(

@@ -298,9 +298,6 @@ def check_vllm_request(request: Request, vllm_ends: Collection[int | None]) -> N
 
     Args:
         vllm_ends: the ids that vLLM itself takes for end of sequence.
-
-    Raises:
-        EngineError: the temperature, or end-of-sequence ids that vLLM would ban beside those of the request.
     """
     temperature = request.sampling.temperature
     if temperature != 0 and not VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:

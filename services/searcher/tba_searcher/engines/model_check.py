@@ -27,11 +27,7 @@ MAX_COST = 2**40
 
 
 def _check_files(recipe: Recipe) -> str:
-    """Check config, tokenizer and the names of the weights, and return the architecture.
-
-    Raises:
-        TbaError: the model cannot be used; says why.
-    """
+    """Check config, tokenizer and the names of the weights, and return the architecture."""
     from transformers import AutoConfig
 
     from tba_searcher.engines.torch.exactness import attention_windows, check_positions
@@ -66,11 +62,7 @@ def _num_vocabulary_tensors(folder: Path, vocab_size: int) -> int:
 
 
 def check(recipe: Recipe) -> dict[str, Any]:
-    """Check the files, then load a small model and decode with it; return what was checked.
-
-    Raises:
-        TbaError: the model cannot be used; says why.
-    """
+    """Check the files, then load a small model and decode with it; return what was checked."""
     from tba_searcher.engines.torch.engine import EmbeddedEngine
 
     architecture, searcher = _check_files(recipe), recipe.searcher

@@ -170,11 +170,7 @@ class SimulatedEngine:
 
 
 def read_vocabulary(folder: Path) -> tuple[int, tuple[int, ...]]:
-    """Return the number of token ids of a model, and those that end a sequence: the last one where it names none.
-
-    Raises:
-        ModelError: its config.json names no vocabulary.
-    """
+    """Return the number of token ids of a model, and those that end a sequence: the last one where it names none."""
     document = json.loads((folder / MODEL_CONFIG_NAME).read_bytes())
     # models with images have the settings of their language model in a section of its own
     document = {**(document.get("text_config") or {}), **document}

@@ -44,11 +44,7 @@ class Codec(Protocol):
 
 
 def open_codec(recipe: Recipe, folder: Path) -> Codec:
-    """Open the codec for the recipe's engine and the model in `folder`.
-
-    Raises:
-        ConfigError: the folder holds nothing usable.
-    """
+    """Open the codec for the recipe's engine and the model in `folder`."""
     if recipe.searcher.engine == "simulated":
         from tba_searcher.engines.simulated import SimulatedCodec
 
@@ -57,11 +53,7 @@ def open_codec(recipe: Recipe, folder: Path) -> Codec:
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Load the tokenizer of a model folder.
-
-    Raises:
-        ConfigError: no usable tokenizer.
-    """
+    """Load the tokenizer of a model folder."""
     from transformers import AutoTokenizer
 
     try:
@@ -71,11 +63,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, *, where: str) -> None:
-    """Refuse a tokenizer that makes ids of plain text for which the model has no embedding.
-
-    Raises:
-        ModelError: it does; names them.
-    """
+    """Refuse a tokenizer that makes ids of plain text for which the model has no embedding."""
     # a special one, as for images or padding, is in few texts or none: the engine refuses a request that has it
     special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
     beyond = sorted(t for t, i in tokenizer.get_vocab().items() if i >= vocab_size and i not in special)
@@ -96,11 +84,7 @@ def response_decoder(tokenizer: Any) -> Decode:
 
 
 class TextCodec:
-    """Tokenizes prompts and decodes responses with the tokenizer in a model folder.
-
-    Raises:
-        ConfigError: no usable tokenizer, or one whose template ends every prompt with end-of-sequence.
-    """
+    """Tokenizes prompts and decodes responses with the tokenizer in a model folder."""
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         self._tokenizer: Any = load_tokenizer(folder, trust_remote_code=trust_remote_code)

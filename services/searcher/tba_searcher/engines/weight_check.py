@@ -159,11 +159,7 @@ def table_entry(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], s
 
 
 def read_headers(tensors_paths: Sequence[Path]) -> dict[str, tuple[Path, DtypeAndShape]]:
-    """Read the headers of safetensors files: tensor name -> its file, and its dtype and shape.
-
-    Raises:
-        EngineError: a file is not readable.
-    """
+    """Read the headers of safetensors files: tensor name -> its file, and its dtype and shape."""
     found = {}
     for path in tensors_paths:
         try:
@@ -197,11 +193,7 @@ def check_tensors(tensors_paths: Sequence[Path], expected: Mapping[str, DtypeAnd
 
 
 def file_stamps(paths: Iterable[Path | str]) -> FileStamps:
-    """Return the stamps of files, each once, in a fixed order.
-
-    Raises:
-        EngineError: there is no such file.
-    """
+    """Return the stamps of files, each once, in a fixed order."""
     try:
         return digest.file_stamps(paths)
     except StoreError as error:

@@ -24,11 +24,7 @@ PART_ANSWERS = 64
 
 
 def measure_likelihoods(recipe: Recipe, folder: Path, answers: Answers, *, on_progress: OnProgress) -> None:
-    """Set the `nll` of every answer under the model in `folder`, in nats.
-
-    Raises:
-        ConfigError: the folder holds no usable model, or one with another tokenizer.
-    """
+    """Set the `nll` of every answer under the model in `folder`, in nats."""
     _check_tokenizer(recipe, folder, answers)
     model = StartingModel(
         folder,

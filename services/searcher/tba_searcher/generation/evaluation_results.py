@@ -79,11 +79,7 @@ def cosine_distances(embeddings: Float[Tensor, "N D"]) -> Float[Tensor, "N N"]:
 
 
 class Embedder:
-    """Embeds texts with a Hugging Face encoder on the CPU, mean-pooled over tokens.
-
-    Raises:
-        ConfigError: the folder holds no encoder with a tokenizer that can pad.
-    """
+    """Embeds texts with a Hugging Face encoder on the CPU, mean-pooled over tokens."""
 
     def __init__(self, folder: str | Path) -> None:
         import torch

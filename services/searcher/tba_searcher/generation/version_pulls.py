@@ -94,11 +94,7 @@ class WeightLoader:
         self.refusals.pop(version, None)
 
     def download_model(self, version: PolicyVersion) -> tuple[LocalVersion, Path]:
-        """Download tensors, config and tokenizer; return the version and the folder of its files.
-
-        Raises:
-            StoreError, MalformedError
-        """
+        """Download tensors, config and tokenizer; return the version and the folder of its files."""
         # a folder of its own: an engine may still read the files of the version before
         folder = self._folder / f"model-{version}"
         return self._counted(lambda: self._versions.download_model(version, folder, keeps_base=True)), folder
@@ -108,9 +104,6 @@ class WeightLoader:
 
         A version that was refused is made anew, from whole ones alone: what is wrong may be here. The starting model is
         one, and stays: every tensor that is made of it is verified, and where one is wrong it is downloaded as well.
-
-        Raises:
-            StoreError, MalformedError
         """
         with self._lock:
             self._num_downloads += 1  # from here on the files of `kept` stay

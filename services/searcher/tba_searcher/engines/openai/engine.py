@@ -339,11 +339,7 @@ class OpenAiEngine:
             self._server.abort(sent_ids)
 
     def _check_label(self) -> str:
-        """Return the server's label; check that it is still that of the last load, once there is one.
-
-        Raises:
-            EngineDiedError: it has others, or stays away.
-        """
+        """Return the server's label; check that it is still that of the last load, once there is one."""
         try:
             found = self._patient.label()
         except ServiceError as error:

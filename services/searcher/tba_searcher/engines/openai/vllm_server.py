@@ -167,10 +167,6 @@ class VllmServer(ServiceClient):
             sent_id: names this call for `abort`.
             before: the response tokens that are there.
             label: of the weights; keys and values that are cached under another one are not used.
-
-        Raises:
-            BadReplyError: the answer has no token ids or log-probs.
-            ServiceError: it did not answer, or refuses the request.
         """
         sampling = request.sampling
         return self._complete(

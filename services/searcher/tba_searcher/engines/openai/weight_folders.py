@@ -35,9 +35,6 @@ class WeightFolders:
 
     Args:
         expected: the tensors of every version.
-
-    Raises:
-        ConfigError: the folder for them cannot be written.
     """
 
     def __init__(self, section: OpenAiSection, expected: dict[str, DtypeAndShape]) -> None:
@@ -65,9 +62,6 @@ class WeightFolders:
 
         Args:
             to_load: the server loads it now. The last two of these are kept, because the newest may be refused.
-
-        Raises:
-            EngineError: names, shapes or dtypes differ from the model's, or a file is not readable.
         """
         check_tensors(tensors_paths, self._expected)
         with self._lock:

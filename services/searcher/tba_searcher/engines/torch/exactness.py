@@ -26,11 +26,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def attention_windows(config: Any, max_len: int) -> dict[str, int | None]:
-    """Return the kinds of layers of a text config, each with the tokens that it sees; None: all of `max_len`.
-
-    Raises:
-        ModelError: there are layers of a kind that the engine does not know.
-    """
+    """Return the kinds of layers of a text config, each with the tokens that it sees; None: all of `max_len`."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else "chunked_attention" if chunk else FULL])
     if chunk and max_len <= chunk:
@@ -51,11 +47,7 @@ def tried_length(config: Any, max_len: int) -> int:
 
 
 def check_positions(config: Any, max_len: int) -> None:
-    """Refuse positions that are scaled by the length of the sequence: no log-prob of a token would then be the one.
-
-    Raises:
-        ModelError: a sequence of `max_len` tokens is scaled otherwise than a short one.
-    """
+    """Refuse positions that are scaled by the length of the sequence: no log-prob of a token would then be the one."""
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         limit = each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", max_len)
@@ -68,11 +60,7 @@ def check_positions(config: Any, max_len: int) -> None:
 
 
 def check_gap(decoded: NDArray[np.float32], whole: NDArray[np.float32], *, dtype: str, what: str) -> None:
-    """Compare log-probs that were decoded with those of passes over the whole sequence, [N, tokens] each.
-
-    Raises:
-        ModelError: they differ by more than rounding does.
-    """
+    """Compare log-probs that were decoded with those of passes over the whole sequence, [N, tokens] each."""
     # the mean: in a mixture of experts, rounding sends single tokens to other experts
     gap = float(np.abs(decoded - whole).mean(axis=1).max())
     if not gap <= MAX_GAP[dtype]:

@@ -50,11 +50,7 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
 
 
 class StagedParams:
-    """The tensors of safetensors files in memory, to become the parameters of a model.
-
-    Raises:
-        EngineError: a file is not readable, or names, shapes or dtypes are not exactly the model's.
-    """
+    """The tensors of safetensors files in memory, to become the parameters of a model."""
 
     def __init__(self, model: nn.Module, tensors_paths: Sequence[Path]) -> None:
         expected = {name: (dtype_name(param), list(param.shape)) for name, param in model.named_parameters()}

@@ -41,9 +41,6 @@ class StartingModel:
         folder: the model in Hugging Face format.
         temperature: the policy temperature.
         dtype, device, trust_remote_code: as for the engine.
-
-    Raises:
-        ConfigError: the folder holds no usable causal language model.
     """
 
     def __init__(

@@ -83,11 +83,7 @@ class WeightsExtension:
 
     @_answers
     def tba_is_staged(self) -> bool:
-        """Return whether the weights that were asked for last are prepared.
-
-        Raises:
-            Exception: they could not be.
-        """
+        """Return whether the weights that were asked for last are prepared."""
         if not self._tba_staged.done():
             return False
         self._tba_staged.result()
@@ -95,11 +91,7 @@ class WeightsExtension:
 
     @_answers
     def tba_load_weights(self, paths: dict[str, str]) -> Entries:
-        """Replace all parameters by the tensors of files (name -> file); return what this rank hashed of them.
-
-        Raises:
-            Exception: see `load_files`.
-        """
+        """Replace all parameters by the tensors of files (name -> file); return what this rank hashed of them."""
         stamps, before = file_stamps(paths.values()), self._tba_in_use
         self._tba_in_use = (None, ())
         worker = self._tba_worker

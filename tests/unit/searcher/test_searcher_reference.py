@@ -42,7 +42,7 @@ def trainer_sums(folder: Path, rollouts: list[Rollout]) -> list[float]:
     model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
     values = Learner(model, recipe, np.random.default_rng(0)).reference.logprobs(rollouts)
     assert values is not None
-    return values
+    return [float(each.sum()) for each in values]
 
 
 def searcher_sums(model: StartingModel, rollouts: list[Rollout]) -> list[float]:

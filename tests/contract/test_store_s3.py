@@ -36,7 +36,7 @@ def proxied(proxy: FaultyProxy, s3_section: StoreSection) -> ObjectStore:
     return open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=5.0)
 
 
-def small_parts(s3_section: StoreSection, endpoint_url: str) -> S3Store:
+def small_parts(s3_section: StoreSection, endpoint_url: str, part_bytes: int = 5 << 20) -> S3Store:
     """A store that sends files above 10 MiB in parts of 5 MiB, the least that S3 allows."""
     return S3Store(
         bucket=BUCKET,
@@ -44,7 +44,7 @@ def small_parts(s3_section: StoreSection, endpoint_url: str) -> S3Store:
         endpoint_url=endpoint_url,
         region="us-east-1",
         timeout_s=5.0,
-        part_bytes=5 << 20,
+        part_bytes=part_bytes,
     )
 
 
@@ -225,14 +225,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_no_mixture(
 
 def test_a_part_that_fails_ends_the_others(proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path) -> None:
     open_store(s3_section).put("big", bytes(100))
-    store = S3Store(
-        bucket=BUCKET,
-        prefix=s3_section.url.partition(BUCKET + "/")[2],
-        endpoint_url=proxy.url,
-        region="us-east-1",
-        timeout_s=5.0,
-        part_bytes=1,
-    )
+    store = small_parts(s3_section, proxy.url, part_bytes=1)
     proxy.STALL_S = 1.0
     proxy.faults = [None, "stall", *[403] * 99]
     with pytest.raises(StoreUnavailableError, match="access denied"):

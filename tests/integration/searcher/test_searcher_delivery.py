@@ -47,18 +47,22 @@ from tests.support.waits import DEADLINE_S, until
 # ---- Delivery against a real buffer ---------------------------------------------------------------------------------
 
 
-def pushing_delivery(folder: Path, recipe: Recipe, buffer: BufferClient) -> Delivery:
-    """One without a reward service."""
+def make_delivery(folder: Path, recipe: Recipe, buffer: BufferClient | None = None) -> Delivery:
+    """One whose tasks do not run: what it has scored stays in its queue."""
     make_tiny_tokenizer().save_pretrained(folder)
     return Delivery(
         recipe,
-        buffer=buffer,
-        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
+        buffer=buffer or BufferClient("http://127.0.0.1:1", retry_s=0),
+        reward=RewardClient(recipe.reward_url, retry_s=0),
         codec=TextCodec(folder),
         embedder=None,
         reference=None,
         status=SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry()),
     )
+
+
+def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Delivery:
+    return make_delivery(folder, make_recipe(reward={"url": reward.url, **section}))
 
 
 async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
@@ -71,7 +75,7 @@ async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
     # the searcher believes in a larger limit than the buffer has: cutting by bytes alone cannot save it
     document = served.recipe.model_dump(mode="json")
     document["buffer"]["max_body_bytes"] = 4 * limit_bytes
-    delivery = pushing_delivery(tmp_path, parse_recipe(document, where="test"), client)
+    delivery = make_delivery(tmp_path, parse_recipe(document, where="test"), client)
     status = delivery._status
     small = [encode_rollout(make_rollout()) for _ in range(5)]
     large = encode_rollout(make_rollout(num_tokens=limit_bytes // 8))
@@ -93,7 +97,7 @@ async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_se
     (item,) = lease(client, 1).leases
     later(client, 1001.0)
     assert client.get_eval(info.eval_id).state == "expired"
-    delivery = pushing_delivery(tmp_path, served.recipe, client)
+    delivery = make_delivery(tmp_path, served.recipe, client)
     status = delivery._status
     result = EvalResult(lease_id=item.lease_id, rewards=[1.0] * 2, num_response_tokens=[5] * 2)
     await delivery._report([(Visit(lease=item, prompt_tokens=(1,), pinned=START), result)])
@@ -113,7 +117,7 @@ async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_
     )
     info = client.request_eval(request)
     leases = lease(client, 6).leases
-    delivery = pushing_delivery(tmp_path, served.recipe, client)
+    delivery = make_delivery(tmp_path, served.recipe, client)
     status = delivery._status
     long, items = 1 / 3, []
     for item in sorted(leases, key=lambda item: item.num_rollouts):
@@ -142,20 +146,6 @@ async def test_results_of_an_evaluation_that_the_buffer_does_not_know_are_report
     results = [EvalResult(lease_id=f"l{n}", rewards=[1.0], num_response_tokens=[5]) for n in range(64)]
     await delivery._report_results("e", str(START), results)
     assert (calls, delivery._status.counts["evals_refused"]) == (["e"], 64)
-
-
-def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Delivery:
-    """One that scores; what it would push stays in its queue."""
-    make_tiny_tokenizer().save_pretrained(folder)
-    return Delivery(
-        make_recipe(reward={"url": reward.url, **section}),
-        buffer=BufferClient("http://127.0.0.1:1", retry_s=0),
-        reward=RewardClient(reward.url, retry_s=0),
-        codec=TextCodec(folder),
-        embedder=None,
-        reference=None,
-        status=SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry()),
-    )
 
 
 async def test_an_evaluation_counts_the_answers_that_are_why_they_have_no_score(

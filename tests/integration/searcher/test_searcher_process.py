@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,16 +223,6 @@ def test_a_buffer_that_stays_away_ends_the_searcher_with_one_sentence(make_world
     assert process.wait(timeout=TIMEOUT_S) == 2
     assert "error: searcher: wait buffer-unreachable: no answer for 2 s" in world.log()
     assert "Traceback" not in world.log()
-
-
-def test_sigterm_before_the_first_version_ends_at_once(make_world):
-    world: World = make_world(run="other")
-    document = json.loads(world.recipe_path.read_text())
-    document["store"]["url"] += "-empty"
-    world.recipe_path.write_text(json.dumps(document))
-    process = world.start_searcher()
-    world.until(lambda: "version not pulled" in world.log(), "the first attempt")
-    assert sigterm(process) == 0
 
 
 def test_sigterm_while_the_engine_starts_does_not_wait_for_it(make_world):

@@ -211,24 +211,23 @@ def decode_rollouts(payloads: Sequence[bytes]) -> list[Rollout | WireError]:
     items: list[Rollout | WireError] = []
     for payload in payloads:
         try:
-            items.append(_read(payload))
+            rollout = unpack(payload, _DECODER, what="rollout", schema=SCHEMA)
         except WireError as error:
             items.append(error)
+            continue
+        problem = _broken_rule(rollout)
+        items.append(rollout if problem is None else _refusal(rollout, problem))
     rollouts = [item for item in items if isinstance(item, Rollout)]
     # all arrays at once, because a check per rollout would cost more than its decoding; only a bad push is searched
     if rollouts and _bad_numbers(rollouts):
         for at, item in enumerate(items):
             if isinstance(item, Rollout) and (problem := _bad_numbers([item])):
-                items[at] = MalformedError(f"rollout {item.rollout_id.hex()}: {problem}")
+                items[at] = _refusal(item, problem)
     return items
 
 
-def _read(data: bytes) -> Rollout:
-    """Decode one rollout and check everything except the values of its arrays."""
-    rollout = unpack(data, _DECODER, what="rollout", schema=SCHEMA)
-    if (problem := _broken_rule(rollout)) is not None:
-        raise MalformedError(f"rollout {rollout.rollout_id[:ID_BYTES].hex()}: {problem}")
-    return rollout
+def _refusal(rollout: Rollout, problem: str) -> WireError:
+    return MalformedError(f"rollout {rollout.rollout_id[:ID_BYTES].hex()}: {problem}")
 
 
 def _bad_numbers(rollouts: Sequence[Rollout]) -> str | None:

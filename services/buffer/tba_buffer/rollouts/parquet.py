@@ -14,6 +14,7 @@ import io
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class RolloutExports:
         """
         evicted: list[int] = []
         try:
-            await in_thread(_import)
+            await in_thread(lambda: import_module("pyarrow.parquet"))  # a second or so with the first export
         except ImportError:
             raise NotInstalledError(
                 "an export to Parquet needs pyarrow, which this buffer service does not have; install its extra "
@@ -229,10 +230,6 @@ def _lists(parts: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.ListArray:
 
     offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(parts)), type=kind)
-
-
-def _import() -> None:
-    import pyarrow.parquet  # noqa: F401  # a second or so with the first export
 
 
 class _Sink(io.RawIOBase):

@@ -7,8 +7,7 @@ while there are others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,28 @@ _MAX_ROUNDS = 8
 """Rounds of independent draws before all prompts are weighed one by one."""
 
 
-class TurnChoice:
+class _Choice:
+    """The prompts of a random sequence; `_draw` begins one."""
+
+    _taken: list[int]
+
+    def restart(self) -> None:
+        """Begin again: the batch has used every prompt, and all may be used again."""
+        self._sequence = self._draw()
+
+    def take(self, used: set[int]) -> int | None:
+        """Return the next prompt that is not used; None when all are."""
+        for prompt in self._sequence:
+            if prompt not in used:
+                self._taken.append(prompt)
+                return prompt
+        return None
+
+    def _draw(self) -> Iterator[int]:
+        raise NotImplementedError
+
+
+class TurnChoice(_Choice):
     """Chooses prompts of a pool in turn: uniformly among those with the fewest turns that are new to the batch.
 
     The choice is the next prompt of a random sequence that the batch has not used yet. The sequence has the prompts by
@@ -41,7 +61,7 @@ class TurnChoice:
         self._num_slots = num_slots
         self._rng = rng
         self._turns = index.draws.turns[pool]
-        self._taken: list[int] = []
+        self._taken = []
         self.floor = int(index.draws.floors[pool])
         self._due = index.due[pool]
         # the round is over: the next one begins
@@ -55,18 +75,6 @@ class TurnChoice:
             self._due.grow(len(flags))
             self._due.put_all(flags)
         self.restart()
-
-    def restart(self) -> None:
-        """Begin again: the batch has used every prompt, and all may be used again."""
-        self._sequence = self._draw()
-
-    def take(self, used: set[int]) -> int | None:
-        """Return the next prompt that is not used; None when all are."""
-        for prompt in self._sequence:
-            if prompt not in used:
-                self._taken.append(prompt)
-                return prompt
-        return None
 
     def turns_taken(self) -> list[int]:
         """Return which turn of its prompt each `take` was."""
@@ -97,7 +105,7 @@ class TurnChoice:
             yield from by_rank(self._rng.integers(0, num, self._num_slots + 8)).tolist()
 
 
-class WeightedChoice:
+class WeightedChoice(_Choice):
     """Chooses prompts by the total weight of their rollouts, mixed with a uniform share, as `TurnChoice` does.
 
     The next unused prompt has the probability of drawing without replacement. No turns are taken.
@@ -128,19 +136,9 @@ class WeightedChoice:
         self._num_slots = num_slots
         self._rng = rng
         self._prompts = trees.of_prompts(counts, min_distinct, self._inverse_temperature)
+        self._taken = []
         self._only = int(self._prompts.by_rank(np.zeros(1, dtype=np.int64))[0]) if self._prompts.num == 1 else None
         self.restart()
-
-    def restart(self) -> None:
-        """Begin again: the batch has used every prompt, and all may be used again."""
-        self._sequence = self._draw()
-
-    def take(self, used: set[int]) -> int | None:
-        """Return the next prompt that is not used; None when all are."""
-        for prompt in self._sequence:
-            if prompt not in used:
-                return prompt
-        return None
 
     def _draw(self) -> Iterator[int]:
         if self._only is not None:
@@ -153,9 +151,9 @@ class WeightedChoice:
         noise = scale * gumbel_noise(len(prompts), self._rng)
         yield from prompts[gumbel_top_k(terms[None], noise[None], len(prompts))[0]].tolist()
 
-    def turns_taken(self) -> Iterable[int]:
+    def turns_taken(self) -> list[int]:
         """Return 0 for each `take`: a weighted choice takes no turn."""
-        return repeat(0)
+        return [0] * len(self._taken)
 
     def _keeps(self, prompts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which drawn prompts to keep: a big one is drawn by an upper bound of its weight, and kept with

@@ -209,14 +209,6 @@ def test_the_oldest_rollouts_are_evicted_beyond_the_bound(serve_buffer: ServeBuf
     assert again.stats().mean_reward_recent == stats.mean_reward_recent
 
 
-def test_a_push_larger_than_the_bound_keeps_its_newest(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"max_rollouts": 8}).client()
-    client.upload_prompts(make_prompts(4))
-    client.push(make_payloads([f"train-{i}" for i in range(4)], per_prompt=5))
-    stats = client.stats()
-    assert (stats.num_rollouts, stats.num_prompts_seen, stats.evicted) == (8, 2, {"max_rollouts": 12})
-
-
 def test_nothing_is_acknowledged_while_redis_cannot_write(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     from redis import Redis as Client
 

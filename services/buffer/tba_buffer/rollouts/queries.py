@@ -321,7 +321,7 @@ class RolloutReader:
     ) -> dict[str, Any]:
         found = self._catalog.find(rollout.prompt_id)
         text_cut = text_chars is not None and len(rollout.response_text) > text_chars
-        sampling, parts = rollout.sampling, rollout.reward_parts
+        parts = rollout.reward_parts
         return {
             "rollout_id": rollout.rollout_id.hex(),
             "task": rollout.task,
@@ -349,13 +349,7 @@ class RolloutReader:
                 for name, score in parts.items()
             ],
             "num_batches": num_batches,
-            "sampling": SamplingInfo(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=sampling.seed,
-                stop=list(sampling.stop),
-            ),
+            "sampling": SamplingInfo.model_validate(rollout.sampling, from_attributes=True),
             "searcher_id": rollout.searcher_id,
             "started_at_s": rollout.started_at_s,
             "finished_at_s": rollout.finished_at_s,

@@ -331,4 +331,5 @@ def _content_name(manifest: Manifest, file: str) -> str:
 
 def _name(route: Route) -> str:
     where = "here" if isinstance(route.start, LocalVersion) else "full"
-    return f"{route.start.version} ({where}{'' if route.adapter is None else ', adapter'})"
+    adapter = "" if route.adapter is None else ", adapter"
+    return f"{route.start.version} ({where}{adapter})"

@@ -133,10 +133,12 @@ class Share:
             ObjectExistsError: a file of the version is there with other tensors.
             StoreUnavailableError
         """
-        for stored in self._table.changes or () if changes else ():
-            put_file(self._store, stored.key, stored.size_bytes, self._files[stored.key])
-        for stored, path in zip(self._table.full, self._paths, strict=True) if whole else ():
-            self._put_full(stored, path)
+        if changes:
+            for stored in self._table.changes or ():
+                put_file(self._store, stored.key, stored.size_bytes, self._files[stored.key])
+        if whole:
+            for stored, path in zip(self._table.full, self._paths, strict=True):
+                self._put_full(stored, path)
 
     def _encode(self, base: ShareBase, max_bytes: float) -> list[Path] | None:
         if not self._paths:

@@ -260,7 +260,6 @@ def check_request(request: Request, settings: EngineSettings, *, is_known: bool,
     """Refuse what every engine refuses.
 
     Args:
-        is_known: whether a request of this id is active or waiting.
         vocab_size: token ids are below it; None: the engine takes any.
 
     Raises:
@@ -294,11 +293,7 @@ def check_request(request: Request, settings: EngineSettings, *, is_known: bool,
 
 
 def check_vllm_request(request: Request, vllm_ends: Collection[int | None]) -> None:
-    """Refuse what vLLM would sample from another distribution than asked.
-
-    Args:
-        vllm_ends: the ids that vLLM itself takes for end of sequence.
-    """
+    """Refuse what vLLM would sample from another distribution than asked."""
     temperature = request.sampling.temperature
     if temperature != 0 and not VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:
         raise EngineError(

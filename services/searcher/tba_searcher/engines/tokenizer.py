@@ -129,12 +129,7 @@ def stop_start(text: str, text_before: str, stops: Sequence[str]) -> int | None:
 
 
 class StopStringMatcher:
-    """Tells whether the newest token of a response completes a stop string.
-
-    Args:
-        decode: the decoder of responses.
-        vocab_size: token ids are below it.
-    """
+    """Tells whether the newest token of a response completes a stop string."""
 
     def __init__(self, decode: Decode, vocab_size: int) -> None:
         self._decode, self._vocab_size = decode, vocab_size

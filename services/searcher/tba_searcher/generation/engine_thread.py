@@ -58,12 +58,7 @@ class StepResult:
 
 
 class EngineThread:
-    """A daemon thread that makes one call at a time, in order; it starts with the first call.
-
-    Args:
-        waits: shows a step that takes long as `engine-step`.
-        timeout_s: deadline of a step.
-    """
+    """A daemon thread that makes one call at a time, in order; it starts with the first call."""
 
     def __init__(self, waits: WaitRegistry, *, timeout_s: float) -> None:
         self._waits, self._timeout_s = waits, timeout_s

@@ -61,13 +61,7 @@ class Visit:
 
 
 class WorkQueue:
-    """The visits that are queued or being sampled.
-
-    Args:
-        settings: how rollouts are sampled.
-        run_seed: seeds the draws of `temperature_mix`.
-        eos_ids: end-of-sequence ids of every request.
-    """
+    """The visits that are queued or being sampled."""
 
     def __init__(self, settings: SearcherSection, *, run_seed: int, eos_ids: tuple[int, ...]) -> None:
         self._settings, self._run_seed, self._eos_ids = settings, run_seed, eos_ids

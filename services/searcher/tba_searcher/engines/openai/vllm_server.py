@@ -111,7 +111,6 @@ def connect(section: OpenAiSection, *, num_tokens: int, retry_s: float, ca_file:
 
     Args:
         num_tokens: of the longest prompt and response together.
-        retry_s: how long calls are repeated.
 
     Raises:
         ConfigError: it cannot, with what to do; or its token cannot be used.

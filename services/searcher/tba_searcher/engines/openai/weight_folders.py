@@ -31,11 +31,7 @@ class WeightFolder:
 
 
 class WeightFolders:
-    """Makes folders; keeps the newest and the last two that were loaded. Thread-safe.
-
-    Args:
-        expected: the tensors of every version.
-    """
+    """Makes folders; keeps the newest and the last two that were loaded. Thread-safe."""
 
     def __init__(self, section: OpenAiSection, expected: dict[str, DtypeAndShape]) -> None:
         self._expected, self._lock = expected, threading.Lock()

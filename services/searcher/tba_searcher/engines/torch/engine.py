@@ -400,7 +400,6 @@ def sample(
     Args:
         temperatures: float32; 0 takes the most probable token and reports its log-prob at temperature 1.
         generator: source of randomness, on the device of `logits`.
-        options: None where no row has any.
 
     Returns:
         tokens int64 [N] and their log-probs float32 [N].

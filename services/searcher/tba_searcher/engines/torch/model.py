@@ -20,10 +20,6 @@ from tba_searcher.engines.weight_check import check_tensors, dtype_name, file_st
 def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool) -> Any:
     """Load a causal language model in Hugging Face format, in eval mode and without gradients.
 
-    Args:
-        dtype: float32, bfloat16 or float16.
-        device: torch device.
-
     Raises:
         ConfigError: the folder holds no usable causal language model, or not all of its weights.
     """

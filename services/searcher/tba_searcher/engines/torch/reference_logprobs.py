@@ -35,13 +35,7 @@ _PROBE_TOLERANCE = 1e-6
 
 
 class StartingModel:
-    """The starting model as the reference.
-
-    Args:
-        folder: the model in Hugging Face format.
-        temperature: the policy temperature.
-        dtype, device, trust_remote_code: as for the engine.
-    """
+    """The starting model as the reference."""
 
     def __init__(
         self, folder: Path, *, temperature: float, dtype: str, device: str, trust_remote_code: bool = False

@@ -39,9 +39,6 @@ def start_engine(arguments: dict[str, Any], *, on_cpu: bool) -> Any:
     """Return a running `LLMEngine`, whose scheduler is in this process. On the CPU it has the memory that keys and
     values of all slots need at full length.
 
-    Args:
-        arguments: of vLLM's EngineArgs.
-
     Raises:
         ConfigError: its kernels do not know the model's attention heads.
         Exception: vLLM raises anything on files or settings that it cannot use.
@@ -123,9 +120,6 @@ class SampledTokens:
     vLLM's output processor would do so too, in more time for each request and step (docs/searcher.md), and gives them
     out at the end alone. Here it sees a response without log-probs, and only the last token where no text is
     needed.
-
-    Args:
-        llm: vLLM's engine with its scheduler in this process.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -173,11 +167,7 @@ def all_held_back(llm: Any) -> Iterator[None]:
 
 
 class WorkerModel:
-    """The model of one of vLLM's workers, and what the worker derives from its weights.
-
-    Args:
-        worker: vLLM's.
-    """
+    """The model of one of vLLM's workers, and what the worker derives from its weights."""
 
     def __init__(self, worker: Any) -> None:
         self._runner: Any = worker.model_runner

@@ -28,11 +28,7 @@ log = get_logger("vllm")
 
 
 class Workers:
-    """Calls vLLM's workers, one call at a time, and notices at once when one of their processes ends.
-
-    Args:
-        llm: vLLM's engine with its scheduler in this process.
-    """
+    """Calls vLLM's workers, one call at a time, and notices at once when one of their processes ends."""
 
     def __init__(self, llm: Any) -> None:
         self._llm: Any = llm

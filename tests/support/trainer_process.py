@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -127,38 +127,58 @@ runpy.run_module("tba_trainer", run_name="__main__", alter_sys=True)
 """A trainer that uploads the smallest checkpoint beside training."""
 
 
-class TrainerProcesses:
-    """One run, whose trainers start one after another; `close` ends what still runs."""
+class StartedTrainers:
+    """Trainers that start one after another in a folder; `close` ends what still runs."""
+
+    def __init__(self, folder: Path, recipe_path: Path) -> None:
+        self.folder, self.recipe_path = folder, recipe_path
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def spawn(self, *words: str, command: Sequence[str] = ("-m", "tba_trainer")) -> subprocess.Popen[bytes]:
+        """Start a trainer with more words on its command line."""
+        with self._log_path(len(self.processes)).open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, *command, "--config", str(self.recipe_path), *words], stdout=log, stderr=log
+            )
+        self.processes.append(process)
+        return process
+
+    def log(self, number: int) -> str:
+        """The output of the trainer that was started as `number`."""
+        return self._log_path(number).read_text()
+
+    def _log_path(self, number: int) -> Path:
+        return self.folder / f"trainer-{number}.log"
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+class TrainerProcesses(StartedTrainers):
+    """The trainers of one run over a recorded buffer."""
 
     def __init__(self, folder: Path, model: Path, **sections: dict[str, Any]) -> None:
-        self.folder, self.buffer = folder, RecordedBuffer()
+        self.buffer = RecordedBuffer()
         self.server = RecordedServer(self.buffer)
         store = {"url": f"file://{folder / 'store'}", **sections.pop("store", {})}
         tracking = {"metrics_path": str(folder / "metrics.jsonl")}
         recipe = make_recipe(model, buffer={"url": self.server.url}, store=store, tracking=tracking, **sections)
-        self.recipe_path = folder / "recipe.json"
+        super().__init__(folder, folder / "recipe.json")
         self.recipe_path.write_text(json.dumps(recipe.model_dump(mode="json")))
         self.versions = WeightVersions(FileStore(folder / "store"), "demo")
-        self.processes: list[subprocess.Popen[bytes]] = []
         self.uploads_beside = False
         self.pace_s = 0.0
         """Duration of every ack after the action of `at_call`: a slow signal must not find the run done."""
 
     def start(self, *, num_processes: int = 1) -> subprocess.Popen[bytes]:
         """Start the trainer, in several processes by torchrun."""
-        module = ["-m", "tba_trainer"]
         if num_processes > 1:
-            module = ["-m", "tba_trainer.distributed.launch", str(num_processes)]
-        elif self.uploads_beside:
-            module = ["-c", UPLOADS_BESIDE]
-        with self._log_path(len(self.processes)).open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, *module, "--config", str(self.recipe_path)],
-                stdout=log,
-                stderr=log,
-            )
-        self.processes.append(process)
-        return process
+            return self.spawn(command=["-m", "tba_trainer.distributed.launch", str(num_processes)])
+        return self.spawn(command=["-c", UPLOADS_BESIDE]) if self.uploads_beside else self.spawn()
 
     def at_call(self, wanted: Callable[[str], bool], then: Callable[[], None]) -> threading.Event:
         """Do something once, when the trainer makes a call for which `wanted(method)` holds; it waits for the answer
@@ -179,23 +199,13 @@ class TrainerProcesses:
         """Wait for its end; returns the exit code."""
         return process.wait(DEADLINE_S)
 
-    def log(self, number: int) -> str:
-        """The output of the trainer that was started as `number`."""
-        return self._log_path(number).read_text()
-
     def digests(self) -> dict[PolicyVersion, str]:
         """Return the digests of the parameters of every published version."""
         return {version: self.versions.manifest(version).params_sha256 for version in self.versions.versions()}
 
-    def _log_path(self, number: int) -> Path:
-        return self.folder / f"trainer-{number}.log"
-
     def close(self) -> None:
-        """Kill what still runs."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
+        """Kill what still runs, and end the server."""
+        super().close()
         self.server.close()
 
 

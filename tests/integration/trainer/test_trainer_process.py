@@ -30,6 +30,7 @@ from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, make_recipe, start_stack, write_recipe
 from tests.support.listeners import listening_ports
 from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_process import StartedTrainers
 from tests.support.trainer_values import make_rollout, recipe_of_buffer
 from tests.support.waits import DEADLINE_S, until
 
@@ -37,15 +38,14 @@ NUM_STEPS = 40
 ENDLESS = "trainer.num_steps=100000"
 
 
-class Run:
+class Run(StartedTrainers):
     """A buffer filled with rollouts, and trainer processes."""
 
     def __init__(self, folder: Path, stack: Stack, model: Path) -> None:
-        self.folder, self.stack, self.client = folder, stack, stack.client
+        self.stack, self.client = stack, stack.client
         recipe = recipe_of_buffer(stack.recipe, model, num_steps=NUM_STEPS, sync_interval=4, checkpoint_interval=5)
-        self.recipe_path = write_recipe(folder / "trainer.json", recipe)
+        super().__init__(folder, write_recipe(folder / "trainer.json", recipe))
         self.versions = WeightVersions(FileStore(folder / "store"), stack.recipe.run.name)
-        self.processes: list[subprocess.Popen[bytes]] = []
         self.stop = threading.Event()
 
     def fill(self) -> None:
@@ -59,17 +59,7 @@ class Run:
         )
 
     def start(self, *sets: str) -> subprocess.Popen[bytes]:
-        log = (self.folder / f"trainer-{len(self.processes)}.log").open("wb")
-        arguments = [item for text in sets for item in ("--set", text)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tba_trainer", "--config", str(self.recipe_path), *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-        )
-        log.close()
-        self.processes.append(process)
-        return process
+        return self.spawn(*(item for text in sets for item in ("--set", text)))
 
     def train_here(self, **trainer: Any) -> threading.Thread:
         """The same in a thread of this process, where nothing has to be killed."""
@@ -82,9 +72,6 @@ class Run:
         )
         thread.start()
         return thread
-
-    def log(self, number: int) -> str:
-        return (self.folder / f"trainer-{number}.log").read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -107,10 +94,7 @@ def run(tmp_path: Path, model: Path) -> Iterator[Run]:
         run.fill()
         yield run
     finally:
-        for process in run.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        run.close()
         stack.stop()
 
 

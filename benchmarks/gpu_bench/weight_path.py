@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tba_searcher.engines.engine import Completion, EngineSettings, Request
 from tba_searcher.engines.torch.engine import EmbeddedEngine
-from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter, write_model_files
+from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter, write_tensor_files
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.parameters import published_tensors
@@ -161,7 +161,8 @@ def check_torch_engine(bench: Bench, found: Findings) -> None:
 def _save(model: Any, folder: Path) -> None:
     """Write a model as the trainer publishes it: parameters by their own names."""
     model.config.save_pretrained(folder)
-    write_model_files(published_tensors(model), folder, max_bytes=2**40)
+    [path] = write_tensor_files(published_tensors(model), folder, stem="model", max_bytes=2**40)
+    path.rename(folder / "model.safetensors")
 
 
 def _check_sampling(

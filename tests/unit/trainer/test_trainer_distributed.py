@@ -17,7 +17,7 @@ import msgspec.msgpack
 import pytest
 import torch
 from tba_trainer import trainer
-from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter, write_model_files
+from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter, write_tensor_files
 from tba_trainer.distributed import checkpoints, follower, leader, shares
 from tba_trainer.distributed.jobs import Job, give_reply
 from tba_trainer.distributed.launch import LAUNCHER_VARIABLE, launch, main
@@ -92,7 +92,7 @@ def test_of_a_gathered_model_one_file_and_one_tensor_are_in_memory_at_once(tmp_p
             most[0] = max(most[0], len(alive))
             yield f"t{i}", tensor
 
-    paths = write_model_files(gathered(), tmp_path, max_bytes=max_bytes)
+    paths = list(write_tensor_files(gathered(), tmp_path, stem="model", max_bytes=max_bytes))
     assert len(paths) == -(-num_tensors * tensor_bytes // max_bytes)
     assert most[0] <= max_bytes // tensor_bytes + 2  # a file, the tensor that did not fit, and the one that comes next
 

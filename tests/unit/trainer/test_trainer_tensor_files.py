@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from tba_trainer.checkpoints.weight_files import (
     TensorFiles,
     lockstep,
-    write_model_files,
     write_tensor_files,
 )
 
@@ -48,21 +47,6 @@ def test_a_file_may_be_deleted_before_the_next_one_is_written(tmp_path: Path) ->
         left.append(len(list(tmp_path.iterdir())))
         path.unlink()
     assert left == [1] * 5
-
-
-@pytest.mark.parametrize(
-    ("max_bytes", "names"),
-    [
-        (1000, ["model.safetensors"]),
-        (80, [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]),
-    ],
-)
-def test_the_files_of_a_model_are_named_as_hugging_face_names_them(
-    tmp_path: Path, max_bytes: int, names: list[str]
-) -> None:
-    tensors = [(f"t{i}", torch.zeros(10)) for i in range(3)]
-    assert [path.name for path in write_model_files(tensors, tmp_path, max_bytes=max_bytes)] == names
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_consumer_that_fails_still_takes_its_part_in_every_exchange() -> None:

@@ -167,19 +167,8 @@ def staged(rows: Rows, *, num_sharers: int) -> Iterator[tuple[str, str, TensorSl
         log.warning("checkpoint_not_staged", num_bytes=rows.num_bytes, reason=str(error))
         return None
     host_memory.counts["checkpoint_bytes"] = max(host_memory.counts["checkpoint_bytes"], rows.num_bytes)
-    return _emptied(copies)
-
-
-def _emptied(rows: deque[tuple[str, str, TensorSlice]]) -> Iterator[tuple[str, str, TensorSlice]]:
-    """Yield rows, and hold none that was yielded: their memory is free once they are in a file."""
-    while rows:
-        yield rows.popleft()
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    rows: Slice
-    path: Path
+    # none that was yielded is held: its memory is free once it is in a file
+    return (copies.popleft() for _ in range(len(copies)))
 
 
 class SliceFiles(Mapping[str, TensorSlice]):
@@ -191,7 +180,7 @@ class SliceFiles(Mapping[str, TensorSlice]):
 
     def __init__(self, layout: Layout | None) -> None:
         self._layout = layout or Layout()
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[tuple[Slice, Path]]] = {}
 
     def needs(self, slices: Mapping[str, Slice]) -> bool:
         """Return whether rows that this process holds are among these, or a tensor without rows."""
@@ -211,25 +200,26 @@ class SliceFiles(Mapping[str, TensorSlice]):
                 raise MalformedError(f"object {path.name} does not hold what the manifest says of {odd[0]!r}")
         for name, piece in slices.items():
             pieces = self._pieces.setdefault(name, [])
-            pieces.append(_Piece(piece, path or Path()))
-            pieces.sort(key=lambda each: each.rows.begin)
+            pieces.append((piece, path or Path()))
+            pieces.sort(key=lambda each: each[0].begin)
 
     def __getitem__(self, name: str) -> TensorSlice:
         pieces = self._pieces[name]
-        shape = tuple(pieces[0].rows.shape)
-        begin, end = self._wanted(pieces[0].rows)
+        first, _ = pieces[0]
+        shape = tuple(first.shape)
+        begin, end = self._wanted(first)
         found = []
-        for piece in pieces:
-            low, high = max(begin, piece.rows.begin), min(end, piece.rows.end)
+        for rows, path in pieces:
+            low, high = max(begin, rows.begin), min(end, rows.end)
             if low >= high and shape[:1] != (0,):
                 continue
-            with safe_open(piece.path, framework="pt") as file:
-                if (low, high) == (piece.rows.begin, piece.rows.end):
+            with safe_open(path, framework="pt") as file:
+                if (low, high) == (rows.begin, rows.end):
                     found.append(file.get_tensor(name))
                 else:
-                    found.append(file.get_slice(name)[low - piece.rows.begin : high - piece.rows.begin])
+                    found.append(file.get_slice(name)[low - rows.begin : high - rows.begin])
         if not found:  # fewer rows than processes
-            found.append(torch.empty(_shape(pieces[0].rows, begin, end)))
+            found.append(torch.empty(_shape(first, begin, end)))
         return TensorSlice(found[0] if len(found) == 1 else torch.cat(found), begin, shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -262,23 +252,18 @@ def fetch_objects(
         files = sections.setdefault(each.section, SliceFiles(layout_of.get(each.section)))
         path = folder / each.name if files.needs(each.slices) else None
         if path is not None and not path.exists():  # two parts may be equal, and are one object then
-            fetch_object(store, each, path, key=key)
+            name = object_key(key, each)
+            try:
+                store.get_file(name, path)
+            except ObjectNotFoundError:
+                raise ObjectNotFoundError(f"object {name} of checkpoint {key} is not in {store.url}") from None
+            if (found := digest_of_file(path)) != each.digest:
+                raise DigestError(
+                    f"object {name} of checkpoint {key} in {store.url} is damaged: its digest is {found}, the manifest "
+                    f"says {each.digest}"
+                )
         files.add(each.slices, path)
     return sections
-
-
-def fetch_object(store: ObjectStore, stored: CheckpointObject, path: Path, *, key: str) -> None:
-    """Fetch an object of the checkpoint `key` into a file."""
-    name = object_key(key, stored)
-    try:
-        store.get_file(name, path)
-    except ObjectNotFoundError:
-        raise ObjectNotFoundError(f"object {name} of checkpoint {key} is not in {store.url}") from None
-    if (found := digest_of_file(path)) != stored.digest:
-        raise DigestError(
-            f"object {name} of checkpoint {key} in {store.url} is damaged: its digest is {found}, the manifest says "
-            f"{stored.digest}"
-        )
 
 
 def _shape(piece: Slice, begin: int, end: int) -> tuple[int, ...]:

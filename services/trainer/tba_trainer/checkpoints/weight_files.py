@@ -294,13 +294,6 @@ def write_tensor_files(
     yield _save(pending, folder / f"{stem}-{number:05d}{SUFFIX}")
 
 
-def write_model_files(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, max_bytes: int) -> list[Path]:
-    """Write tensors under the file names of a Hugging Face model (`model_file_name`)."""
-    paths = list(write_tensor_files(tensors, folder, stem="model", max_bytes=max_bytes))
-    names = [model_file_name(number, len(paths)) for number in range(1, len(paths) + 1)]
-    return [path.rename(folder / name) for path, name in zip(paths, names, strict=True)]
-
-
 def lockstep(items: Iterable[Item]) -> Generator[Item]:
     """Yield the items, and draw them to the last even when the consumer stops early and closes the iterator."""
     # each item of a sharded model is a collective: processes that stop at different items would wait for each other

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -133,7 +133,11 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
             alarms.append(Alarm(name=name, action=alarm.action, text=text))
     actions: set[Action] = {alarm.action for alarm in alarms if alarm.action != "none"}
     reasons = [f"{alarm.name}: {alarm.text}" for alarm in alarms if alarm.action != "none"]
-    skip = REFUSED if metrics is None else _why_skipped(alarms, holds)
+    skip = next((alarm.name for alarm in alarms if alarm.action != "none"), None)
+    if metrics is None:
+        skip = REFUSED
+    elif "non_finite" in holds:  # such a batch cannot be applied, even before the alarm's patience ends
+        skip = "non_finite"
     num_skipped = state.num_skipped_in_row + 1 if skip else 0
     # A step is good only if nothing serious holds, whether the alarm's patience is over or not: a rollback that comes
     # later must not return to weights from which the divergence had already begun.
@@ -159,7 +163,7 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
             **_norms(section, state, metrics or {}, applied=skip is None),
             streaks=streaks,
             num_since_good=0 if good else state.num_since_good + 1,
-            num_alarms=_counted(state, alarms),
+            num_alarms=state.num_alarms | {a.name: state.num_alarms.get(a.name, 0) + 1 for a in alarms},
             num_skipped_in_row=num_skipped,
             num_rollbacks=state.num_rollbacks,
         ),
@@ -207,12 +211,6 @@ def _conditions(
     if gap is not None and most is not None:
         text = f"at policy age 0 trainer and sampler differ by {gap:.3g} nats per token, rounding by {most:.3g} at most"
         yield "on_policy_gap", section.on_policy_gap, text if gap > most else None
-
-
-def _why_skipped(alarms: list[Alarm], holds: Collection[Name]) -> str | None:
-    if "non_finite" in holds:  # such a batch cannot be applied, even before the alarm's patience ends
-        return "non_finite"
-    return next((alarm.name for alarm in alarms if alarm.action != "none"), None)
 
 
 def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:
@@ -268,13 +266,6 @@ def _is_on(section: GuardsSection, streaks: Mapping[Name, int], name: Name, *, f
 
 def _alarm(section: GuardsSection, name: Name) -> AlarmSection:
     return getattr(section, name)
-
-
-def _counted(state: GuardState, alarms: list[Alarm]) -> dict[Name, int]:
-    counts = dict(state.num_alarms)
-    for alarm in alarms:
-        counts[alarm.name] = counts.get(alarm.name, 0) + 1
-    return counts
 
 
 def _finite(value: float | None) -> float | None:

@@ -16,7 +16,6 @@ Shapes: T positions, H hidden units, V vocabulary entries, C positions of one ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +146,13 @@ class LogprobModel:
             one_bucket = self._sharded and not self.is_packed
             segments = find_segments(row.lengths, self.device, positions=row.positions, one_bucket=one_bucket)
             if not self.is_packed:
-                return padded_outputs(lambda *inputs: _padded_pass(module, name, inputs), row, segments)
+
+                def padded(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+                    return getattr(
+                        module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False), name
+                    )
+
+                return padded_outputs(padded, row, segments)
         outputs = module(
             input_ids=row.input_ids,
             attention_mask=torch.ones_like(row.input_ids),  # nothing is padding; gpt2 warns without
@@ -158,8 +163,19 @@ class LogprobModel:
         return getattr(outputs, name)[0].index_select(0, row.predictors)
 
     def _probe_head(self) -> bool:
-        with self._autocast():
-            return _has_plain_head(self.model)
+        """Return whether W h + b reproduces the model's logits."""
+        # a probe decides: soft-capped or scaled logits need the model's own pass
+        model, head = self.model, self.model.get_output_embeddings()
+        if not isinstance(head, torch.nn.Linear) or is_adapted(head) or model.base_model is model:
+            return False
+        ids = torch.arange(_PROBE_TOKENS, device=self.device)[None, :] % model.config.get_text_config().vocab_size
+        with torch.no_grad(), self._autocast():
+            logits = model(input_ids=ids, use_cache=False).logits
+            direct = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+            atol = _PROBE_TOLERANCE * float(logits.float().abs().max())
+            return direct.shape == logits.shape and bool(
+                torch.allclose(direct.float(), logits.float(), rtol=0.0, atol=atol)
+            )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:
@@ -174,30 +190,6 @@ def _evenly_spaced(num_positions: int) -> NDArray[np.int64]:
     """Return at most `ENTROPY_POSITIONS` positions from the first to the last."""
     # of numpy: the memory trace makes torch's tensors fake, and a context group reads which these are
     return np.linspace(0, num_positions - 1, min(num_positions, ENTROPY_POSITIONS)).round().astype(np.int64)
-
-
-def _padded_pass(module: Any, name: str, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    ids, attention_mask, position_ids = inputs
-    return getattr(
-        module(input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False), name
-    )
-
-
-def _has_plain_head(model: Any) -> bool:
-    """Return whether W h + b reproduces the model's logits."""
-    # a probe decides: soft-capped or scaled logits need the model's own pass
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or is_adapted(head) or model.base_model is model:
-        return False
-    device = device_of(model)
-    ids = torch.arange(_PROBE_TOKENS, device=device)[None, :] % model.config.get_text_config().vocab_size
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-        direct = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-    scale = float(logits.float().abs().max())
-    return direct.shape == logits.shape and bool(
-        torch.allclose(direct.float(), logits.float(), rtol=0.0, atol=_PROBE_TOLERANCE * scale)
-    )
 
 
 def head_logprobs(
@@ -281,7 +273,8 @@ class _HeadLogprobs(torch.autograd.Function):
         buffer = head.buffer(min(num_rows, len(hidden)))
         chosen = buffer.new_empty(len(hidden))  # [T]
         log_total = torch.empty_like(chosen)  # [T]
-        for rows in _chunks(len(hidden), num_rows):
+        for start in range(0, len(hidden), num_rows):
+            rows = slice(start, start + num_rows)
             logits = head.logits(hidden[rows], buffer)  # [C, V]
             chosen[rows] = logits.gather(1, targets[rows, None])[:, 0]
             highest = logits.amax(dim=1)  # [C]
@@ -307,7 +300,8 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=head.wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.wide) if needs_bias else None
         buffer = head.buffer(min(num_rows, len(hidden))) if ctx.kept is None else ctx.kept
-        for rows in _chunks(len(hidden), num_rows):
+        for start in range(0, len(hidden), num_rows):
+            rows = slice(start, start + num_rows)
             if ctx.kept is None:
                 softmax = head.logits(hidden[rows], buffer).sub_(log_total[rows, None]).exp_()  # [C, V]
             else:
@@ -330,11 +324,6 @@ class _HeadLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 4,
         )
-
-
-def _chunks(num_positions: int, num_rows: int) -> Iterator[slice]:
-    for start in range(0, num_positions, num_rows):
-        yield slice(start, start + num_rows)
 
 
 def _matmul(left: Tensor, right: Tensor, *, out: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tba.errors import ConfigError
 from tba.weights.adapter import A_SUFFIX, B_SUFFIX, PEFT_PREFIX, exact_bits
 from tba_trainer.model.host_memory import HostMemoryError, host_copy
-from tba_trainer.model.slices import TensorSlice, put_rows
+from tba_trainer.model.slices import TensorSlice
 
 ADAPTER = "default"
 """Name of the LoRA adapter; peft requires one."""
@@ -64,7 +64,10 @@ def assign(target: Tensor, whole: Tensor | TensorSlice) -> None:
     Of a checkpoint a process has only its own rows: they are copied as they are.
     """
     if isinstance(whole, TensorSlice):
-        put_rows(target, whole)
+        local = target.to_local() if isinstance(target, DTensor) else target
+        if local.shape != whole.tensor.shape:
+            raise ValueError(f"rows of shape {list(whole.tensor.shape)} for a shard of shape {list(local.shape)}")
+        local.copy_(whole.tensor)
         return
     if not isinstance(target, DTensor):
         target.copy_(whole)

@@ -58,7 +58,8 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
     try:
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"trainer.device {device!r} cannot be used: {_first_line(error)}") from None
+        text = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"trainer.device {device!r} cannot be used: {text}") from None
     model = prepare(model, section.lora, gradient_checkpointing)
     if gradient_checkpointing:  # only then the model is in train mode
         check_train_mode(model, section.path)
@@ -80,11 +81,8 @@ def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
 
 
 def _unloadable(section: ModelSection, error: Exception) -> ConfigError:
-    return ConfigError(f"model.path {section.path!r} cannot be loaded: {_first_line(error)}{trust_hint(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    text = str(error).strip().partition("\n")[0]
+    return ConfigError(f"model.path {section.path!r} cannot be loaded: {text}{trust_hint(error)}")
 
 
 def _model_folder(section: ModelSection) -> Path:
@@ -163,7 +161,11 @@ def frozen_copy(model: Any, dtype: torch.dtype | None = None) -> Any:
     if is_sharded(model):
         return sharded_copy(model, dtype)
     copied = copy.deepcopy(model)
-    remove_adapter(copied)  # what is left is the starting model: the adapter was never merged
+    # without its adapter, which was never merged, a layer is that of the starting model
+    for module in list(copied.modules()):
+        for name, child in list(module.named_children()):
+            if is_adapted(child):
+                setattr(module, name, child.base_layer)
     copied.requires_grad_(False)
     copied.eval()
     if dtype is not None:
@@ -248,14 +250,6 @@ def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...])
                 f"output head; it has {', '.join(known)}"
             )
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in names}
-
-
-def remove_adapter(model: Any) -> None:
-    """Put the layers back in place without their adapters; nothing is merged."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if is_adapted(child):
-                setattr(module, name, child.base_layer)
 
 
 def compile_layers(model: Any, *, backend: str = "inductor") -> None:

@@ -12,7 +12,7 @@ output is widened: the residual stream stays float32. docs/adr/0030-sharded-mixe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -150,20 +150,27 @@ def _shard(root: _Root, place: Callable[[str, Tensor], Tensor]) -> None:
     model: Any = root.model
     names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     done: set[int] = set()
+    # the decoder layers: the classes that a Hugging Face model says must not be split
+    layer_names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in layer_names]
     # Layers first: what they own is done when the model itself, the last unit, takes the rest.
-    for unit in [*_layers(model), model]:
+    for unit in [*layers, model]:
         placed: dict[int, Tensor] = {}  # by identity: tied tensors stay one
         for module in unit.modules():
             if id(module) in done:
                 continue
             done.add(id(module))
-            for leaf, tensor in _own_tensors(module):
-                if id(tensor) not in placed:
-                    new = place(names[id(module)] + leaf, tensor.detach())
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                    placed[id(tensor)] = new
-                _replace(module, leaf, placed[id(tensor)])
+            for own in (module._parameters, module._buffers):
+                tensors: dict[str, Any] = own
+                for leaf, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in placed:
+                        new = place(names[id(module)] + leaf, tensor.detach())
+                        if isinstance(tensor, nn.Parameter):
+                            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                        placed[id(tensor)] = new
+                    tensors[leaf] = placed[id(tensor)]
         root.units.append(_fully_shard(root, root if unit is model else unit))
     if root.dtype is not None:
         _keep_residual_stream_wide(model, root.mesh.device_type)
@@ -195,21 +202,6 @@ def _keep_residual_stream_wide(model: Any, device_type: str) -> None:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm) and module.weight is not None:
                 module.register_forward_pre_hook(lambda norm, args: (args[0].to(norm.weight.dtype),))
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for tensors in (module._parameters, module._buffers):
-        yield from [(leaf, tensor) for leaf, tensor in tensors.items() if tensor is not None]
-
-
-def _replace(module: nn.Module, leaf: str, tensor: Tensor) -> None:
-    (module._parameters if leaf in module._parameters else module._buffers)[leaf] = tensor  # pyright: ignore
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    """Return the decoder layers: the classes that a Hugging Face model says must not be split."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _device_of_mesh(mesh: DeviceMesh) -> torch.device:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -107,12 +106,3 @@ def _written(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[st
             if num_rows(local.shape) != end - begin:
                 raise ValueError(f"{name} has {num_rows(local.shape)} rows here, not rows {begin} to {end}")
             yield name, local, begin, shape
-
-
-@torch.no_grad()
-def put_rows(target: Tensor, source: TensorSlice) -> None:
-    """Copy rows into `target` and convert the dtype; a sharded one takes exactly those that it holds."""
-    local = target.to_local() if isinstance(target, DTensor) else target
-    if local.shape != source.tensor.shape:
-        raise ValueError(f"rows of shape {list(source.tensor.shape)} for a shard of shape {list(local.shape)}")
-    local.copy_(source.tensor)

@@ -38,7 +38,7 @@ from tests.support.learner_values import make_state
 from tests.support.model_families import make_family_model
 from tests.support.stored_checkpoint import manifest_of, object_keys
 from tests.support.trainer_values import make_recipe
-from tests.support.trainer_world import World
+from tests.support.trainer_world import World, at_put
 from tests.support.waits import until
 
 MAX_BYTES = 400
@@ -182,10 +182,8 @@ def test_an_object_goes_with_the_last_checkpoint_that_names_it_whenever_a_deleti
     """Checkpoints of two lineages share what has not changed, and are deleted in random order, with kills."""
     rng, store = random.Random(seed), FileStore(tmp_path / "store")
     expected, before, written = {}, None, []
-    put_file, delete = FileStore.put_file, FileStore.delete
-    monkeypatch.setattr(
-        FileStore, "put_file", lambda self, key, path, **kw: (written.append(key), put_file(self, key, path, **kw))
-    )
+    delete = FileStore.delete
+    at_put(monkeypatch, lambda key, _: written.append(key))
     for step in range(1, 7):
         version = PolicyVersion(1 + step // 4, step)
         sections = sections_of(step)
@@ -319,15 +317,13 @@ def test_a_follower_that_cannot_write_is_named_and_there_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(tmp_path, sections_of(1))
-    put_file = FileStore.put_file
 
-    def refuse(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def refuse(_: str, path: Path) -> None:
         if path.is_relative_to(tmp_path / "follower"):
             raise StoreUnavailableError("the disk of the store is full")
-        put_file(self, key, path, create_only=create_only)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileStore, "put_file", refuse)
+        at_put(patch, refuse)
         with pytest.raises(StoreUnavailableError, match="process 1: the disk of the store is full"):
             pair.save("1-1")
     assert store_of(tmp_path).versions() == []
@@ -361,15 +357,13 @@ def test_a_follower_with_another_store_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_given_up_before_the_follower_is_ready_never_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(tmp_path, sections_of(1))
-    put_file, held = FileStore.put_file, [True]
+    pair, held = Pair(tmp_path, sections_of(1)), [True]
 
-    def hold(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def hold(_: str, path: Path) -> None:
         if path.is_relative_to(tmp_path / "follower"):
             until("it is given up", lambda: not held)
-        put_file(self, key, path, create_only=create_only)
 
-    monkeypatch.setattr(FileStore, "put_file", hold)
+    at_put(monkeypatch, hold)
     rows = rows_of(pair.sections, Layout(0, 2))
     upload = pair.checkpoints.begin(make_state("1-1"), rows, known={}, in_background=True)
     assert not upload.wait(0.05)
@@ -421,14 +415,13 @@ def test_a_follower_that_does_not_store_its_part_in_time_is_named_and_there_is_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of an end, which no step follows."""
-    pair, free, put_file = Pair(tmp_path, sections_of(1)), threading.Event(), FileStore.put_file
+    pair, free = Pair(tmp_path, sections_of(1)), threading.Event()
 
-    def hold(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def hold(_: str, path: Path) -> None:
         if path.is_relative_to(tmp_path / "follower"):
             assert free.wait(10)
-        put_file(self, key, path, create_only=create_only)
 
-    monkeypatch.setattr(FileStore, "put_file", hold)
+    at_put(monkeypatch, hold)
     writer = CheckpointWriter.__new__(CheckpointWriter)
     monkeypatch.setattr(limits, "RETRY_S", 0.05)
     writer._context = cast(Any, SimpleNamespace(status=pair))
@@ -451,7 +444,7 @@ def test_the_leader_waits_for_the_upload_of_a_process_without_room_which_goes_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_room: set[int]
 ) -> None:
     """The follower stores nothing before it has answered three commands."""
-    pair, put_file, begin_part = Pair(tmp_path, sections_of(1)), FileStore.put_file, CheckpointStore.begin_part
+    pair, begin_part = Pair(tmp_path, sections_of(1)), CheckpointStore.begin_part
     asked, registered, lead = list[str](), list[tuple[str, set[PolicyVersion]]](), pair.lead
 
     def part(self: CheckpointStore, version: Any, rows: Rows, *, known: Any, in_background: bool) -> Any:
@@ -459,10 +452,9 @@ def test_the_leader_waits_for_the_upload_of_a_process_without_room_which_goes_on
         in_background = in_background and rank not in without_room
         return begin_part(self, version, rows, known=known, in_background=in_background)
 
-    def hold(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def hold(_: str, path: Path) -> None:
         if path.is_relative_to(tmp_path / "follower"):
             until("the follower has answered", lambda: asked.count("reply") >= 3)
-        put_file(self, key, path, create_only=create_only)
 
     @contextmanager
     def noted(command: str, **arguments: Any) -> Iterator[None]:
@@ -471,7 +463,7 @@ def test_the_leader_waits_for_the_upload_of_a_process_without_room_which_goes_on
             yield
 
     monkeypatch.setattr(CheckpointStore, "begin_part", part)
-    monkeypatch.setattr(FileStore, "put_file", hold)
+    at_put(monkeypatch, hold)
     monkeypatch.setattr(pair, "lead", noted)
     writer = CheckpointWriter.__new__(CheckpointWriter)
     writer._context = cast(
@@ -497,19 +489,14 @@ def test_a_run_writes_the_weights_of_its_reference_once_between_two_resets(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference is reset at steps 3 and 6. A kill between the objects and the manifest of 1-5 leaves 1-4."""
-    world, written = World(tmp_path), []
-    put, put_file = FileStore.put, FileStore.put_file
-
-    def noted(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
-        written.append(key)
-        put_file(self, key, path, create_only=create_only)
+    world, written, put = World(tmp_path), list[str](), FileStore.put
 
     def killed(self: FileStore, key: str, data: bytes, *, create_only: bool = False) -> None:
         if key.endswith("checkpoints/1-5/manifest.json"):
             raise KeyError("killed")
         put(self, key, data, create_only=create_only)
 
-    monkeypatch.setattr(FileStore, "put_file", noted)
+    at_put(monkeypatch, lambda key, _: written.append(key))
     monkeypatch.setattr(FileStore, "put", killed)
     objective = {"preset": "tba_prime", "reference_reset_steps": 3}
     trainer = {"num_steps": 7, "checkpoint_interval": 1, "keep_checkpoints": 9, "export": False}

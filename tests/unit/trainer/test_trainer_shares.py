@@ -20,6 +20,7 @@ from tba.weights import LocalVersion, WeightVersions, shares
 from tba_cli.ports import PortRequest, choose_ports
 from tests.support.share_team import ShareTeam, publish, take, tensors_of
 from tests.support.trainer_team import rank_environ
+from tests.support.trainer_world import at_put
 from tests.support.waits import until
 
 SIZES = {"embedding": 1000, "a": 300, "b": 300, "c": 300, "d": 300, "norm": 10}
@@ -144,15 +145,13 @@ def test_a_follower_that_cannot_upload_is_named_nothing_is_registered_and_the_ne
 ) -> None:
     team = ShareTeam(tmp_path)
     snapshot = team.take(1)
-    put_file = FileStore.put_file
 
-    def refuse(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def refuse(_: str, path: Path) -> None:
         if path.is_relative_to(tmp_path / "follower-1"):
             raise StoreUnavailableError("the store is away")
-        put_file(self, key, path, create_only=create_only)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileStore, "put_file", refuse)
+        at_put(patch, refuse)
         with pytest.raises(StoreUnavailableError, match="process 1: the store is away"):
             publish(team.versions, snapshot)
     assert team.versions.versions() == []
@@ -202,18 +201,17 @@ def test_a_share_that_is_dropped_before_a_slow_follower_has_taken_it_is_not_kept
 def test_a_leader_that_fails_waits_for_the_followers_before_the_next_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    team, put_file, failed, stored = ShareTeam(tmp_path), FileStore.put_file, threading.Event(), threading.Event()
+    team, failed, stored = ShareTeam(tmp_path), threading.Event(), threading.Event()
 
-    def put(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+    def put(key: str, path: Path) -> None:
         if path.is_relative_to(tmp_path / "leader") and "model-" in key:
             failed.set()
             raise StoreUnavailableError("the store is away")
         if path.is_relative_to(tmp_path / "follower-1"):
             assert failed.wait(10)
             stored.set()
-        put_file(self, key, path, create_only=create_only)
 
-    monkeypatch.setattr(FileStore, "put_file", put)
+    at_put(monkeypatch, put)
     with pytest.raises(StoreUnavailableError, match="the store is away"):
         publish(team.versions, team.take(1))
     assert stored.is_set()

@@ -29,7 +29,6 @@ from tba_trainer.learner.learner import Learner
 from tba_trainer.memory_trace import step
 from tba_trainer.memory_trace.fake_device import FakeDevice
 from tba_trainer.memory_trace.live_bytes import LiveBytes
-from tba_trainer.memory_trace.step import StepBytes
 from tba_trainer.model.packing import PackedSequences
 from tba_trainer.model.parameters import published_tensors
 from torch import Tensor
@@ -221,7 +220,7 @@ def trace(recipe: Recipe, config: dict[str, Any]) -> dict[str, Any]:
     """Trace a step and a snapshot of the whole model; return its bytes, and what was seen during both."""
     device, found, original = FakeCuda(), {}, step.measured
 
-    def measured(learning: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
+    def measured(learning: Learner, recipe: Recipe, live: LiveBytes) -> dict[str, int]:
         gradients = learning.gradients
 
         def after_start(*args: Any, **kwargs: Any) -> Any:

@@ -173,11 +173,11 @@ def test_every_position_is_in_one_process_and_sees_what_is_before_it(
     sequences = pack_sequences(prompts, [np.ones(r, np.int32) for _, r in sizes], "cpu")
     dealt = _deal(np.array(sequences.lengths), sequences.positions, num_ranks)
     num_places = sequences.input_ids.shape[1]
-    assert sorted(np.concatenate(dealt.places).tolist()) == list(range(num_places))
-    nums = [len(places) for places in dealt.places]
+    assert sorted(np.concatenate([places for places, _, _ in dealt]).tolist()) == list(range(num_places))
+    nums = [len(places) for places, _, _ in dealt]
     assert max(nums) - min(nums) <= 1
     columns = sequences.position_ids[0].numpy()
-    for places, pieces, first_keys in zip(dealt.places, dealt.sizes, dealt.first_keys, strict=True):
+    for places, pieces, first_keys in dealt:
         split = np.split(places, pieces[:, 0].cumsum()[:-1]) if len(pieces) else []
         for piece, (num, num_seen), first in zip(split, pieces, first_keys, strict=True):
             assert len(piece) == num
@@ -188,9 +188,9 @@ def test_every_position_is_in_one_process_and_sees_what_is_before_it(
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_processes_have_the_same_number_of_positions_and_pairs(num_ranks: int) -> None:
-    dealt = _deal(np.array([512]), np.arange(512), num_ranks)
-    assert {len(places) for places in dealt.places} == {512 // num_ranks}
-    assert {int((places + 1).sum()) for places in dealt.places} == {512 * 513 // 2 // num_ranks}
+    dealt = [places for places, _, _ in _deal(np.array([512]), np.arange(512), num_ranks)]
+    assert {len(places) for places in dealt} == {512 // num_ranks}
+    assert {int((places + 1).sum()) for places in dealt} == {512 * 513 // 2 // num_ranks}
 
 
 # ---- Refusals -------------------------------------------------------------------------------------------------------

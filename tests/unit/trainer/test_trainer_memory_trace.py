@@ -155,8 +155,8 @@ def test_a_real_step_holds_what_its_trace_says(
         writer = WeightSnapshotWriter(model, recipe, folder=tmp_path)  # of the published copy with LoRA
         real = memory_trace.measured(learner, recipe, live)
         del writer
-    assert real.forward_backward_peak == pytest.approx(traced.forward_backward_peak, rel=0.03)
-    assert real.update_peak == pytest.approx(traced.update_peak, rel=0.01)
+    assert real["forward_backward_peak"] == pytest.approx(traced.forward_backward_peak, rel=0.03)
+    assert real["update_peak"] == pytest.approx(traced.update_peak, rel=0.01)
 
 
 def _tensors() -> list[torch.Tensor]:

@@ -180,7 +180,12 @@ class CheckpointStore:
                 key=key,
                 layout_of=dict.fromkeys(SHARDED_SECTIONS, self._layout),
             )
-            self._fetch_state(key, folder, document.state_sha256)
+            self._store.get_file(f"{key}/{STATE}", folder / STATE)
+            if (found := sha256_of_file(folder / STATE)) != document.state_sha256:
+                raise DigestError(
+                    f"object {key}/{STATE} in {self._store.url} is damaged: sha256 {found}, the checkpoint's manifest "
+                    f"says {document.state_sha256}"
+                )
             if not (folder / STATE).is_file() or MODEL not in sections:
                 raise MalformedError(f"checkpoint {key} lacks {STATE if MODEL in sections else MODEL}")
             return Checkpoint(state=_read_state(folder / STATE), sections=sections, folder=folder)
@@ -263,14 +268,6 @@ class CheckpointStore:
     def _decode(self, version: PolicyVersion) -> CheckpointManifest:
         key = self.key(version)
         return decode_checkpoint_manifest(self.manifest_of(key), what=f"{key}/{MANIFEST}")
-
-    def _fetch_state(self, key: str, folder: Path, sha256: str) -> None:
-        self._store.get_file(f"{key}/{STATE}", folder / STATE)
-        if (found := sha256_of_file(folder / STATE)) != sha256:
-            raise DigestError(
-                f"object {key}/{STATE} in {self._store.url} is damaged: sha256 {found}, the checkpoint's manifest "
-                f"says {sha256}"
-            )
 
 
 def _lineages(objects: Iterable[CheckpointObject]) -> dict[str, int]:

@@ -28,12 +28,6 @@ from tba_trainer.distributed.launch import LAUNCHER_VARIABLE
 from tba_trainer.learner.forward_backward import ALONE, Ranks
 from tba_trainer.model.context import Context
 
-
-def num_processes() -> int:
-    """Return the number of processes that torchrun has started for this trainer; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 BEAT, STOP = "beat", "stop"
 _BEATS_PER_DEADLINE = 4
 _MAX_BEAT_S = 10.0
@@ -90,7 +84,7 @@ class Team:
                 group.
             TeamError: the others did not join in time.
         """
-        num_ranks = num_processes()
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if num_ranks == 1:
             return cls.alone(device)
         if ":" in device:

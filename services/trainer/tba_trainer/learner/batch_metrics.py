@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from tba.config import Recipe
 from tba.versions import START
-from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import ForwardResult
 
 MAX_GAP = MappingProxyType({"float32": 0.05, "float16": 0.125, "bfloat16": 0.5})
@@ -108,17 +107,21 @@ def batch_metrics(
     ages = np.array([s.policy_age for s in scored])
     passed = _passed(scored)
     log_ratio = _log_ratios(passed)
-    # for these rollouts trainer and sampler must agree: the same weights, the same distribution
-    on_policy = [
-        s
-        for s in passed
-        if s.policy_age == 0
-        # after a rollback those of the weights that were left have age 0 too
-        and all(span.version.step < step for span in s.rollout.version_spans)
-        and not (has_foreign_start and s.rollout.version == START)
-        and s.rollout.task not in tasks_with_minimum
-        and _is_policy(s.rollout, policy_temperature)
-    ]
+
+    def must_agree(s: ForwardResult) -> bool:
+        """Return whether trainer and sampler have the same weights and the same distribution."""
+        rollout, sampling = s.rollout, s.rollout.sampling
+        return (
+            s.policy_age == 0
+            # after a rollback those of the weights that were left have age 0 too
+            and all(span.version.step < step for span in rollout.version_spans)
+            and not (has_foreign_start and rollout.version == START)
+            and rollout.task not in tasks_with_minimum
+            and (sampling.temperature, sampling.top_p, sampling.top_k) == (policy_temperature, 1.0, 0)
+        )
+
+    on_policy = [s for s in passed if must_agree(s)]
+    to_ref = [s.logprob - s.ref_logprob for s in scored if s.logprob is not None and s.ref_logprob is not None]
     num_on_policy = _num_tokens(on_policy)
     return {
         "reward_mean": float(rewards.mean()),
@@ -128,7 +131,7 @@ def batch_metrics(
         "ess": ess_ratio(log_ratio),
         "log_ratio_mean": _ratio(log_ratio.sum(), len(passed)),
         "log_ratio_token_mean": _ratio(log_ratio.sum(), _num_tokens(passed)),
-        "kl_to_ref": _kl_to_ref(scored),
+        "kl_to_ref": _ratio(sum(to_ref), len(to_ref)),
         "logprob_gap_on_policy": _ratio(sum(s.abs_gap for s in on_policy), num_on_policy),
         "logprob_gap_limit": None if max_gap is None or not num_on_policy else max_gap + FLIP / num_on_policy,
         "num_rollouts": float(len(scored)),
@@ -145,30 +148,15 @@ def _log_ratios(scored: Sequence[ForwardResult]) -> NDArray[np.float64]:
     )
 
 
-def _kl_to_ref(scored: Sequence[ForwardResult]) -> float | None:
-    differences = [s.logprob - s.ref_logprob for s in scored if s.logprob is not None and s.ref_logprob is not None]
-    return _ratio(sum(differences), len(differences))
-
-
 def _passed(scored: Sequence[ForwardResult]) -> list[ForwardResult]:
     """Return those that a pass was made for."""
     return [s for s in scored if s.logprob is not None]
 
 
 def _ratio(total: float, num: int) -> float | None:
-    """Return the mean of `num` numbers, None where it is unknown."""
-    return _known(total / num) if num else None
+    """Return the mean of `num` numbers, None where it is unknown or not finite."""
+    return float(total / num) if num and math.isfinite(total / num) else None
 
 
 def _num_tokens(scored: Sequence[ForwardResult]) -> int:
     return sum(len(s.rollout.response_tokens) for s in scored)
-
-
-def _known(value: float | np.floating) -> float | None:
-    """Return a finite number, or None for any other."""
-    return float(value) if math.isfinite(value) else None
-
-
-def _is_policy(rollout: Rollout, policy_temperature: float) -> bool:
-    sampling = rollout.sampling
-    return sampling.temperature == policy_temperature and sampling.top_p == 1.0 and sampling.top_k == 0

@@ -88,7 +88,15 @@ class OldPolicy:
                 self.num_missing_tokens += sum(int(mask.sum()) for mask in masks.values())
                 continue
             sampled = [rollout for key, rollout in missing.items() if masks[key].any()]
-            for rollout, values in zip(sampled, self._under(copy, sampled), strict=True):
+            with exchanged(self._theta, copy.tensors):  # there is no second model
+                computed = compute_logprobs(
+                    self._policy,
+                    sampled,
+                    per_token=True,
+                    micro_batch_tokens=self._micro_batch_tokens,
+                    ranks=self._ranks,
+                )
+            for rollout, values in zip(sampled, computed, strict=True):
                 mask = masks[rollout.rollout_id]
                 found[rollout.rollout_id][mask] = values[mask]
         for key, rollout in missing.items():
@@ -110,16 +118,6 @@ class OldPolicy:
 
     def _of(self, version: PolicyVersion | None) -> _Copy | None:
         return next((copy for copy in self._copies if version in copy.versions), None)
-
-    def _under(self, copy: _Copy, rollouts: Sequence[Rollout]) -> list[Values]:
-        with exchanged(self._theta, copy.tensors):  # there is no second model
-            return compute_logprobs(
-                self._policy,
-                rollouts,
-                per_token=True,
-                micro_batch_tokens=self._micro_batch_tokens,
-                ranks=self._ranks,
-            )
 
 
 def _tokens_of(version: PolicyVersion, rollout: Rollout) -> NDArray[np.bool_]:

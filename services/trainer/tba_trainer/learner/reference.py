@@ -112,7 +112,17 @@ class ModelReference(Reference):
         # by id: a rollout that is in the batch twice is computed once
         missing = list({r.rollout_id: r for r in rollouts if self._known(r) is None}.values())
         if missing:  # every rank sees the same cache, so every rank goes on: no collective is left waiting
-            self._compute(missing)
+            with self._weights.active():
+                computed = compute_logprobs(
+                    self._weights.policy,
+                    missing,
+                    per_token=self._objective.clamps_tokens,
+                    micro_batch_tokens=self._micro_batch_tokens,
+                    ranks=self._ranks,
+                )
+            for rollout, values in zip(missing, computed, strict=True):
+                self.cache.put(rollout, values)
+            self.num_computed += len(missing)
         found = [self._known(rollout) for rollout in rollouts]
         self.cache.evict()
         return [values for values in found if values is not None]
@@ -145,19 +155,6 @@ class ModelReference(Reference):
         if carried is not None and carried.version == self.version and not per_token:
             return np.array([carried.value])
         return self.cache.get(rollout, len(rollout.response_tokens) if per_token else 1)
-
-    def _compute(self, rollouts: Sequence[Rollout]) -> None:
-        with self._weights.active():
-            found = compute_logprobs(
-                self._weights.policy,
-                rollouts,
-                per_token=self._objective.clamps_tokens,
-                micro_batch_tokens=self._micro_batch_tokens,
-                ranks=self._ranks,
-            )
-        for rollout, values in zip(rollouts, found, strict=True):
-            self.cache.put(rollout, values)
-        self.num_computed += len(rollouts)
 
 
 def make_reference(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tba.api import SettingsInfo
 from tba.clients import BufferClient
 from tba.config import Recipe, with_live
 from tba.logs import get_logger
@@ -63,11 +62,9 @@ class Schedules:
         """
         # Replies of the buffer tell the revision in a header, so a step without a change costs no request.
         if self._revision is None or self._revision != self._client.settings_revision:
-            self._take_over(self._client.settings(after=NO_CHANGES_READ))
+            info = self._client.settings(after=NO_CHANGES_READ)
+            self._recipe = with_live(self._base_recipe, info.settings)
+            if info.revision != self.revision:
+                log.info("settings_changed", revision=info.revision, **info.settings.model_dump(exclude_defaults=True))
+            self._revision = info.revision
         return scheduled(self._recipe, step=step)
-
-    def _take_over(self, info: SettingsInfo) -> None:
-        self._recipe = with_live(self._base_recipe, info.settings)
-        if info.revision != self.revision:
-            log.info("settings_changed", revision=info.revision, **info.settings.model_dump(exclude_defaults=True))
-        self._revision = info.revision

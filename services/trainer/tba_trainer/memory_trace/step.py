@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -135,15 +135,15 @@ def trace_step(
             writer = WeightSnapshotWriter(model, recipe, folder=Path())  # writes nothing here
             live.restart()
             published = live.held - parameters - reference
-            found = replace(
-                measured(learner, recipe, live), parameters=parameters, reference=reference, published=published
+            found = StepBytes(
+                parameters=parameters, reference=reference, published=published, **measured(learner, recipe, live)
             )
             del writer
             return found
 
 
-def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
-    """Return the bytes of a step, on fake tensors or real ones; what was there before is left at 0."""
+def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> dict[str, int]:
+    """Return those numbers of `StepBytes` that a step makes, on fake tensors or real ones."""
     without = live.held
     optimizer = learner.optimizer
     for parameter in trainable(learner.model).values():
@@ -160,15 +160,8 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> StepBytes:
     live.restart()
     gradients = live.held - without - moments
     optimizer.apply(learning_rate=0.0)
-    return StepBytes(
-        parameters=0,
-        reference=0,
-        published=0,
-        gradients=gradients,
-        optimizer=moments,
-        forward_backward_peak=forward_backward_peak,
-        update_peak=live.peak,
-    )
+    peaks = {"forward_backward_peak": forward_backward_peak, "update_peak": live.peak}
+    return {"gradients": gradients, "optimizer": moments, **peaks}
 
 
 def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, context: Context | None) -> Any:

@@ -133,11 +133,11 @@ class Context:
         """
         lengths, response_lengths = (np.array(each) for each in (sequences.lengths, sequences.response_lengths))
         dealt = _deal(lengths, sequences.positions, self.size)
-        width, device = max(1, *map(len, dealt.places)), sequences.input_ids.device
-        at = np.empty(sum(map(len, dealt.places)), dtype=np.int64)  # [P] where each position is among the C * W
-        for rank, places in enumerate(dealt.places):
+        width, device = max(1, *(len(places) for places, _, _ in dealt)), sequences.input_ids.device
+        at = np.empty(sum(len(places) for places, _, _ in dealt), dtype=np.int64)  # [P] where each is among the C * W
+        for rank, (places, _, _) in enumerate(dealt):
             at[places] = rank * width + np.arange(len(places))
-        places, sizes, first_keys = (each[self.rank] for each in (dealt.places, dealt.sizes, dealt.first_keys))
+        places, sizes, first_keys = dealt[self.rank]
         if not len(places):  # a pass without a position is none: this one's output goes nowhere
             places, sizes, first_keys = np.zeros(1, np.int64), np.ones((1, 2), np.int64), np.zeros(1, np.int64)
         num_seen = sizes[:, 1]
@@ -204,19 +204,12 @@ def set_context(model: Any, context: Context | None) -> None:
     model.__dict__[_CONTEXT] = context
 
 
-@dataclass(frozen=True, slots=True)
-class _Dealt:
-    """The positions of a row, and their pieces that are not empty, by process."""
-
-    places: list[NDArray[np.int64]]
-    """Of each process, places in the row."""
-    sizes: list[NDArray[np.int64]]
-    """[n, 2] queries of each of its pieces, and the keys that the last of them sees."""
-    first_keys: list[NDArray[np.int64]]
-    """[n] element of `PackedSequences.positions` at which the sequence of each piece begins."""
+_Dealt = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Of one process: its places in the row; and of its pieces that are not empty the queries and the keys that the last of
+them sees [n, 2], and the element of `PackedSequences.positions` at which their sequence begins [n]."""
 
 
-def _deal(lengths: NDArray[np.int64], positions: NDArray[np.int64], num_ranks: int) -> _Dealt:
+def _deal(lengths: NDArray[np.int64], positions: NDArray[np.int64], num_ranks: int) -> list[_Dealt]:
     """Deal a row to processes: of each sequence, what it does not share with one before, in two pieces each."""
     starts = lengths.cumsum() - lengths  # [B]
     # a sequence adds its places to the end of the row, so the highest place so far says how many it adds
@@ -230,14 +223,13 @@ def _deal(lengths: NDArray[np.int64], positions: NDArray[np.int64], num_ranks: i
     edges = np.concatenate([np.zeros((len(nums), 1), np.int64), nums.cumsum(axis=1)], axis=1)  # [B, 2 C + 1]
     first_places = (num_new.cumsum() - num_new)[:, None] + edges  # [B, 2 C + 1]
     num_seen = (lengths - num_new)[:, None] + edges  # [B, 2 C + 1]
-    dealt = _Dealt([], [], [])
+    dealt: list[_Dealt] = []
     for rank in range(num_ranks):
         pieces = [rank, num_pieces - 1 - rank]
         own = nums[:, pieces].flatten()  # [2 B]
-        dealt.places.append(np.repeat(first_places[:, pieces].flatten(), own) + places_within(own))
+        places = np.repeat(first_places[:, pieces].flatten(), own) + places_within(own)
         sizes = np.stack([own, num_seen[:, 1:][:, pieces].flatten()], axis=1)
-        dealt.sizes.append(sizes[own > 0])
-        dealt.first_keys.append(np.repeat(starts, 2)[own > 0])
+        dealt.append((places, sizes[own > 0], np.repeat(starts, 2)[own > 0]))
     return dealt
 
 

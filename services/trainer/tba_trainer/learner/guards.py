@@ -122,6 +122,7 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
         metrics: of the step; None: nothing of its batch could be trained on.
     """
     streaks, alarms, holds = dict(state.streaks), list[Alarm](), set[Name]()
+    num_alarms = dict(state.num_alarms)
     # A metric that is unknown in this step yields nothing: the streak of its alarm neither grows nor ends.
     for name, alarm, text in _conditions(section, state, metrics or {}):
         streaks[name] = 0 if text is None else streaks.get(name, 0) + 1
@@ -131,6 +132,7 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
         # it goes off again after as many more steps
         if streaks[name] % alarm.PATIENCE_STEPS == 0:
             alarms.append(Alarm(name=name, action=alarm.action, text=text))
+            num_alarms[name] = num_alarms.get(name, 0) + 1
     actions: set[Action] = {alarm.action for alarm in alarms if alarm.action != "none"}
     reasons = [f"{alarm.name}: {alarm.text}" for alarm in alarms if alarm.action != "none"]
     skip = next((alarm.name for alarm in alarms if alarm.action != "none"), None)
@@ -163,7 +165,7 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
             **_norms(section, state, metrics or {}, applied=skip is None),
             streaks=streaks,
             num_since_good=0 if good else state.num_since_good + 1,
-            num_alarms=state.num_alarms | {a.name: state.num_alarms.get(a.name, 0) + 1 for a in alarms},
+            num_alarms=num_alarms,
             num_skipped_in_row=num_skipped,
             num_rollbacks=state.num_rollbacks,
         ),

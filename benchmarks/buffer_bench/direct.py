@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgpack
 from redis import Redis
@@ -19,14 +20,20 @@ def direct_push(redis: Redis, run: str) -> Callable[[Sequence[bytes]], int]:
     """A function that stores 64 rollouts of `Work.push` with one EVALSHA and answers how many were new."""
     script = redis.register_script(script_text("push"))
     keys = Keys(run)
-    names = [keys.payloads, keys.log, keys.counters, keys.originals]
-    names += [keys.visits, keys.leases, keys.lease_deadlines, keys.run, keys.epoch, keys.gone, keys.gone_before]
-    number: bytes = redis.get(keys.epoch)  # type: ignore[assignment]
+    epoch = int(redis.get(keys.epoch))  # type: ignore[arg-type]
 
     def push(payloads: Sequence[bytes]) -> int:
         records = b"".join(_record(payload, at) for at, payload in enumerate(payloads))
-        args = [len(payloads), 1, records, bytes(2 * len(payloads)), number, *payloads, "visit-of-nobody", "nobody"]
-        return script(keys=names, args=args)[3].count(b"n")
+        args = {
+            "epoch": epoch,
+            "records": records,
+            "visit_numbers": bytes(2 * len(payloads)),
+            "visit_ids": ["visit-of-nobody"],
+            "searcher_ids": ["nobody"],
+            "refused": {},
+        }
+        packed: Any = msgpack.packb(args, use_bin_type=False)  # Lua reads only the text type
+        return script(keys=[keys.prefix], args=[packed, *payloads])[2].count(b"n")
 
     return push
 

@@ -58,7 +58,7 @@ from tba_buffer.scoring.reward_service import RewardConnection, RewardProbe
 from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.scoring.worker import ScoringWorker
 from tba_buffer.snapshots.jobs import SnapshotJobs
-from tba_buffer.storage import buffer_epoch
+from tba_buffer.storage.buffer_epoch import check_format
 from tba_buffer.storage.context import DAMAGE_ERRORS, Context
 from tba_buffer.storage.durability import DurabilityCheck
 from tba_buffer.storage.keys import Keys
@@ -168,7 +168,9 @@ class Buffer:
         if self._not_ready is None:
             return
         # own the run first: an older process that is still alive cannot change what is read now
-        await (buffer_epoch.take if self._view_of is None else buffer_epoch.look)(self.context)
+        epoch = self.context.epoch
+        await (epoch.take(self.context.clock()) if self._view_of is None else epoch.look())
+        await self.context.losses.begin()
         await self.catalog.load()
         await self.lineages.load()
         await self.settings.load()
@@ -298,7 +300,7 @@ class Buffer:
         self.scoring_worker.forget_positions()
 
     async def _tend(self) -> None:
-        await buffer_epoch.check(self.context)
+        await self.context.epoch.check()
         await self.evictor.enforce()
         # a save reads the log behind a position, which compaction would cut
         if not self.snapshots.is_saving:
@@ -345,7 +347,7 @@ def check_redis(recipe: Recipe) -> None:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(durability.aclose)
             await durability.check_at_start(on_late=lambda: stack.enter_async_context(waiting))
-            await buffer_epoch.check_format(durability.redis, Keys(recipe.run.name))
+            await check_format(durability.redis, Keys(recipe.run.name))
             await read_settings(durability.redis, Keys(recipe.run.name), recipe)
 
     # connections belong to their event loop: these end with it, and the service makes its own

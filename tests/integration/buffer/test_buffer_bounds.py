@@ -276,7 +276,7 @@ async def test_pushes_at_once_share_enforcements_and_end_within_the_caps(start: 
     buffer = await start(max_rollouts=50)
     scripts, calls = buffer.context.scripts, []
     run = scripts.run
-    scripts.run = lambda name, keys, args: (calls.append(name), run(name, keys, args))[1]  # type: ignore[method-assign]
+    scripts.run = lambda name, *payloads, **args: (calls.append(name), run(name, *payloads, **args))[1]  # type: ignore[method-assign]
     rollouts = [[make_rollout() for _ in range(8)] for _ in range(40)]
     await asyncio.gather(*(push(buffer, *some) for some in rollouts))
     ids = await stored(buffer)
@@ -296,12 +296,12 @@ async def test_an_eviction_that_fails_half_way_is_completed_by_the_next(
     scripts, calls = buffer.context.scripts, 0
     run = scripts.run
 
-    async def failing(name: str, keys: Any, args: Any) -> Any:
+    async def failing(name: str, *payloads: bytes, **args: Any) -> Any:
         nonlocal calls
         calls += name == "evict"
         if name == "evict" and calls in (2, 3):
             raise UnavailableError("Redis is gone")
-        return await run(name, keys, args)
+        return await run(name, *payloads, **args)
 
     scripts.run = failing  # type: ignore[method-assign]
     rollouts = [make_rollout(response_tokens=some) for some in tokens]
@@ -319,17 +319,17 @@ async def test_a_push_that_is_repeated_after_its_eviction_is_a_duplicate(start: 
     scripts, calls = buffer.context.scripts, []
     run = scripts.run
 
-    async def recording(name: str, keys: Any, args: Any) -> Any:
+    async def recording(name: str, *payloads: bytes, **args: Any) -> Any:
         if name == "evict":
-            calls.append((name, keys, args))
-        return await run(name, keys, args)
+            calls.append(args)
+        return await run(name, *payloads, **args)
 
     scripts.run = recording  # type: ignore[method-assign]
     rollouts = [make_rollout() for _ in range(9)]
     await push(buffer, *rollouts)
     before, (gone, gone_before) = await stored(buffer), (buffer.context.keys.gone, buffer.context.keys.gone_before)
     assert await push(buffer, rollouts[0]) == ["duplicate"]
-    assert await run(*calls[0]) == 1
+    assert await run("evict", **calls[0]) == 1
     assert await stored(buffer) == before
     store = buffer.context.redis
     await store.rename(gone, gone_before)  # as evict.lua does it when there are many
@@ -337,7 +337,7 @@ async def test_a_push_that_is_repeated_after_its_eviction_is_a_duplicate(start: 
     await store.delete(gone_before)
     assert await push(buffer, rollouts[0]) == ["new"]
     after = await stored(buffer)
-    assert await run(*calls[0]) == 1
+    assert await run("evict", **calls[0]) == 1
     assert await stored(buffer) == after
     assert after[-1] == rollouts[0].rollout_id
 

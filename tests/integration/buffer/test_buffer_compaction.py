@@ -151,10 +151,10 @@ def fail_after(buffer: Buffer, num_written: int) -> None:
             raise UnavailableError("crash")
         return await real_set(*args, **kwargs)
 
-    async def failing_run(name: str, keys: Any, args: Any) -> Any:
+    async def failing_run(name: str, **args: Any) -> Any:
         if name == "compact":
             raise UnavailableError("crash")
-        return await real_run(name, keys, args)
+        return await real_run(name, **args)
 
     context.redis.set = failing_set
     context.scripts.run = failing_run  # type: ignore[method-assign]
@@ -195,9 +195,9 @@ async def test_what_changes_while_the_pieces_are_written_is_right(buffer: Buffer
 async def test_a_checkpoint_whose_pieces_are_gone_is_not_switched_to(buffer: Buffer, redis: RedisProcess) -> None:
     index, real_run = await buffer.view.catch_up(), buffer.context.scripts.run
 
-    async def lose_a_piece(name: str, keys: Any, args: Any) -> Any:
-        await buffer.context.redis.unlink(keys[4])
-        return await real_run(name, keys, args)
+    async def lose_a_piece(name: str, **args: Any) -> Any:
+        await buffer.context.redis.unlink(buffer.context.keys.checkpoint_piece(args["generation"], 1))
+        return await real_run(name, **args)
 
     buffer.context.scripts.run = lose_a_piece  # type: ignore[method-assign]
     await new_writer(buffer).keep_up(index)

@@ -224,12 +224,10 @@ class History:
         payload, stored, first = encode_rollout(new), self.model.rescore(new), old.reward is None
         self.model.position += 1
         change = np.array((stored.position, new.reward, len(payload), STATUS_CODES["scored"]), dtype=CHANGE_DTYPE)
-        context, keys = self.buffer.context, self.buffer.context.keys
+        context = self.buffer.context
         async with context.mutation_lock:
             reply = await context.scripts.run(
-                "score",
-                [keys.payloads, keys.log, keys.counters, keys.originals, keys.epoch],
-                [context.epoch.number, 1, new.rollout_id, payload, change.tobytes(), "1" if first else "0"],
+                "score", payload, ids=new.rollout_id, changes=change.tobytes(), kinds=[int(first)]
             )
         assert reply == b"s"
         self.model.enforce()

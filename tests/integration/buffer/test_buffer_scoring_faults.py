@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -52,13 +52,13 @@ async def test_no_rollout_is_left_out_or_counted_twice_when_redis_does_not_answe
     rng, scripts, num_lost = random.Random(seed), buffer.context.scripts, 0
     run = scripts.run
 
-    async def lossy(name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def lossy(name: str, *payloads: bytes, **args: Any) -> Any:
         nonlocal num_lost
         fault = rng.choice(["none", "before", "after"]) if name == "score" else "none"
         num_lost += fault != "none"
         if fault == "before":
             raise UnavailableError("not sent")
-        reply = await run(name, keys, args)
+        reply = await run(name, *payloads, **args)
         if fault == "after":
             raise UnavailableError("the reply is lost")
         return reply

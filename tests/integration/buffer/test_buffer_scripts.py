@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tba_buffer.service import Buffer
 from tba_buffer.snapshots.load import SnapshotLoad
 from tba_buffer.snapshots.save import SnapshotSave
 from tba_buffer.storage.context import SCRIPT_NAMES, Context, Scripts
+from tba_buffer.storage.redis_client import Command
 
 from tba.api import (
     AckRequest,
@@ -72,8 +73,9 @@ async def everything(client: Any) -> dict[bytes, Any]:
         b"stream": lambda key: client.xrange(key),
     }
     found = {key: await readers[await client.type(key)](key) for key in sorted(await client.keys("*"))}
-    for name in (b"pushed:duplicate", b"acknowledged"):
-        found.get(b"tba:test:counters", {}).pop(name, None)
+    for key in (b"tba:test:counters", b"tba:other:counters"):
+        for name in (b"pushed:duplicate", b"acknowledged"):
+            found.get(key, {}).pop(name, None)
     return found
 
 
@@ -81,16 +83,16 @@ class TwiceScripts(Scripts):
     """Runs every script twice and compares."""
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context.durability, context.keys, context.losses)
+        super().__init__(context.durability, context.keys, context.epoch, context.losses)
         self.names: set[str] = set()
 
     async def run_with(
-        self, name: str, keys: Sequence[str], args: Sequence[Any], *commands: Sequence[Any]
+        self, name: str, args: Mapping[str, Any], payloads: Sequence[bytes] = (), commands: Sequence[Command] = ()
     ) -> list[Any]:
         client = self._durability.redis
-        replies = await super().run_with(name, keys, args, *commands)
+        replies = await super().run_with(name, args, payloads, commands)
         before = await everything(client)
-        again = await super().run_with(name, keys, args)
+        again = await super().run_with(name, args, payloads)
         assert await everything(client) == before, f"{name} is not safe to repeat"
         assert name in REPLY_DIFFERS or again[0] == replies[0], f"{name} answers something else when it is repeated"
         self.names.add(name)
@@ -183,10 +185,10 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
 
 async def test_a_loss_that_is_accepted_twice_by_one_request_is_counted_once(buffer: Buffer) -> None:
     await buffer.catalog.upload(make_prompts(1))
-    keys, args = buffer.context.losses.accept_args("operator", "x", "request-1")
-    number = await buffer.context.scripts.accept_loss(keys, args)
+    args = buffer.context.losses.accept_args("operator", "x", "request-1")
+    number = await buffer.context.scripts.accept_loss(**args)
     before = await everything(buffer.context.redis)
-    assert await buffer.context.scripts.accept_loss(keys, args) == number
+    assert await buffer.context.scripts.accept_loss(**args) == number
     assert await everything(buffer.context.redis) == before
 
 
@@ -197,7 +199,7 @@ async def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
     redis, keys = buffer.context.redis, buffer.context.keys
     whole = await redis.hget(keys.run, field)
     await redis.hset(keys.run, field, value)
-    await buffer.context.scripts.accept_loss(*buffer.context.losses.accept_args("operator", "look again", "request-1"))
+    await buffer.context.scripts.accept_loss(**buffer.context.losses.accept_args("operator", "look again", "request-1"))
     await (redis.hdel(keys.run, field) if whole is None else redis.hset(keys.run, field, whole))
     changes = (await buffer.control.changes(after=0)).changes
     assert [(line.command, line.reason) for line in changes] == [("accept-loss", "look again")]
@@ -209,7 +211,8 @@ async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts
     await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SnapshotSource("test", "end")).run()
     other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
     await other.start()
-    object.__setattr__(other.context, "scripts", twice)
+    others = TwiceScripts(other.context)
+    object.__setattr__(other.context, "scripts", others)
     load = SnapshotLoad(
         other.context,
         catalog=other.catalog,
@@ -219,6 +222,7 @@ async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts
         request=LoadRequest(source="test/end"),
     )
     await load.run()
+    twice.names |= others.names
     assert (await other.stats.read()).num_rollouts == (await buffer.stats.read()).num_rollouts
     await other.stop()
 
@@ -230,13 +234,13 @@ async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_grante
     calls: list[Any] = []
 
     class LostReply(Scripts):
-        async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        async def run(self, name: str, *payloads: bytes, **args: Any) -> Any:
             if name == "lease":
-                calls.append(await super().run(name, keys, args))
-            return await super().run(name, keys, args)
+                calls.append(await super().run(name, *payloads, **args))
+            return await super().run(name, *payloads, **args)
 
     context = buffer.context
-    object.__setattr__(context, "scripts", LostReply(context.durability, context.keys, context.losses))
+    object.__setattr__(context, "scripts", LostReply(context.durability, context.keys, context.epoch, context.losses))
     leases = (await buffer.leases.lease(LeaseRequest(searcher_id="s", max_leases=3))).leases
     assert len(leases) == 3
     assert [lease.lease_id.encode() for lease in leases] == calls[0][2::5]

@@ -6,7 +6,7 @@ Evictor          plans with an index that is level with the log, and deletes in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -120,7 +119,7 @@ class Evictor:
             await self._lineages.load()
         return PolicyVersion(fields.lineage, fields.step)
 
-    async def _evict(self, arguments: Sequence[str | bytes | int]) -> None:
+    async def _evict(self, arguments: Mapping[str, str | bytes]) -> None:
         context, keys = self._context, self._context.keys
         if self._last_number is None:
             with redis_errors("read the number of the last eviction"):
@@ -128,33 +127,19 @@ class Evictor:
             self._last_number = needed(keys.counters, "evicted_number", lambda: int(raw or 0))
         # numbered: a repeated call of the script is known by its number, and counts nothing twice
         self._last_number += 1
-        reply = await context.scripts.run(
-            "evict",
-            [
-                keys.payloads,
-                keys.log,
-                keys.counters,
-                keys.originals,
-                keys.epoch,
-                keys.gone,
-                keys.gone_before,
-                keys.run,
-            ],
-            [context.epoch.number, self._last_number, *arguments],
-        )
-        if reply == buffer_epoch.SUPERSEDED:
-            raise await buffer_epoch.refusal(context, "an eviction")
+        await context.scripts.run("evict", number=self._last_number, **arguments)
 
 
 def _amount(index: Index, rows: Rows) -> Amount:
     return np.array([len(rows), index.column("num_bytes", rows).sum(dtype=np.int64)])
 
 
-def _arguments(index: Index, reason: str, rows: Rows, accepted_by: bytes) -> list[str | bytes | int]:
+def _arguments(index: Index, reason: str, rows: Rows, accepted_by: bytes) -> dict[str, str | bytes]:
     """Return the arguments of evict.lua for some rows of the index as it is now.
 
     Args:
         accepted_by: the last acceptance of a loss when this was planned.
     """
     positions = index.column("position", rows).astype("<u8").tobytes()
-    return [reason, b"".join(index.rollout_ids(rows)), positions, accepted_by]
+    ids = b"".join(index.rollout_ids(rows))
+    return {"reason": reason, "ids": ids, "positions": positions, "accepted_by": accepted_by}

@@ -33,9 +33,8 @@ from tba_buffer.index.log import (
     parse_entries,
 )
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import DAMAGE_ERRORS, Context
-from tba_buffer.storage.redis_client import redis_errors
+from tba_buffer.storage.redis_client import read_count, redis_errors
 
 ENTRIES_PER_READ = 1000
 NUM_BUILDS = 5
@@ -232,7 +231,7 @@ class IndexView:
         with redis_errors("read the log position"):
             raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
         # a damaged number counts as none here: the durability check refuses the run for it (losses.py)
-        return self._context.losses.read_count(raw) or 0
+        return read_count(raw) or 0
 
     def _refuse_other_log(self, detail: str) -> None:
         self._refusal(
@@ -288,41 +287,33 @@ class Compactor:
         publications = [[each.position, each.version.lineage, each.version.step] for each in index.publications]
         with redis_errors("number a checkpoint of the log"):
             generation = int(await context.redis.hincrby(keys.log_checkpoint, "attempts", 1))
-        names: list[str] = []
-        num_bytes, after = 0, 0
+        num_pieces, num_bytes, after = 0, 0, 0
 
         async def write(piece: bytes) -> None:
-            nonlocal num_bytes
-            names.append(keys.checkpoint_piece(generation, len(names)))
-            num_bytes += len(piece)
+            nonlocal num_pieces, num_bytes
             with redis_errors("write a piece of the checkpoint"):
-                await context.redis.set(names[-1], piece, px=PIECE_LIFETIME_MS)
+                await context.redis.set(keys.checkpoint_piece(generation, num_pieces), piece, px=PIECE_LIFETIME_MS)
+            num_pieces, num_bytes = num_pieces + 1, num_bytes + len(piece)
 
         for at in range(0, len(draws), PIECE_BYTES):
             await write(draws[at : at + PIECE_BYTES])
-        num_draw_pieces = len(names)
+        num_draw_pieces = num_pieces
         # The index changes between two pieces: rollouts that are gone are missing in later pieces, and scored ones have
         # their new reward. Replaying the log from `position` on ends in the same index all the same.
         while len(piece := _records(index, after, position, self._piece_records)):
             after = int(piece["position"][-1])
             await write(piece.tobytes())
-        old_names = [keys.checkpoint_piece(before.generation, number) for number in range(before.num_pieces)]
         reply = await context.scripts.run(
             "compact",
-            [keys.log_checkpoint, keys.log, keys.epoch, *names, *old_names],
-            [
-                context.epoch.number,
-                generation,
-                position,
-                len(names),
-                num_bytes,
-                json.dumps(publications),
-                before.generation or "",
-                num_draw_pieces,
-            ],
+            generation=generation,
+            position=position,
+            num_pieces=num_pieces,
+            num_draw_pieces=num_draw_pieces,
+            num_bytes=num_bytes,
+            publications=json.dumps(publications),
+            generation_before=before.generation,
+            num_pieces_before=before.num_pieces,
         )
-        if reply == buffer_epoch.SUPERSEDED:
-            raise await buffer_epoch.refusal(context, "the new checkpoint of the log")
         if reply != b"ok":
             log.warning("log_checkpoint_not_used", generation=generation, reply=reply.decode())
             return False

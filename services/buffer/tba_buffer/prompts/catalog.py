@@ -30,7 +30,6 @@ from tba.config import Recipe
 from tba.errors import ConflictError
 from tba.fields import MAX_NUMBER
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -109,11 +108,7 @@ class Catalog:
             text = json.dumps(prompt.model_dump(), sort_keys=True, ensure_ascii=False)
             if by_id.setdefault(prompt.prompt_id, text) != text:
                 raise ConflictError(f"prompt id {prompt.prompt_id!r} occurs twice with different content")
-        keys = self._context.keys
-        args = [self._context.epoch.number, *(part for pair in by_id.items() for part in pair)]
-        reply = await self._context.scripts.run("upload", [keys.prompts, keys.prompt_order, keys.epoch], args)
-        if reply == buffer_epoch.SUPERSEDED:
-            raise await buffer_epoch.refusal(self._context, "the upload of prompts")
+        reply = await self._context.scripts.run("upload", prompts=[part for pair in by_id.items() for part in pair])
         if reply[0] == b"conflict":
             raise ConflictError(
                 f"prompt id {reply[1].decode()!r} is stored with other content; give changed prompts a new id"

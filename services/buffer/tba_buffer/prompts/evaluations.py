@@ -86,12 +86,15 @@ class Evaluations:
             "created_at_s": now,
             "deadline_s": now + request.timeout_s,
         }
-        keys = self._context.keys
         units = [str(EvaluationUnit(eval_id, kind, number)) for number in range(num_prompts) for kind in KINDS]
         reply = await self._context.scripts.run(
             "eval_request",
-            [keys.evals, keys.eval_order, keys.eval_todo, keys.eval_results, keys.run, keys.announced],
-            [eval_id, json.dumps(document), now, request.token, request.version, *units],
+            eval_id=eval_id,
+            document=json.dumps(document),
+            now_s=now,
+            token=request.token,
+            version=request.version,
+            units=units,
         )
         if reply == b"fenced":
             raise fenced(f"the evaluation of version {request.version}")
@@ -186,7 +189,7 @@ class Evaluations:
         keys = self._context.keys
         with redis_errors("read the leases"):
             units = await self._context.redis.hmget(keys.eval_units, [item.lease_id for item in results.results])
-        args: list[str] = [eval_id]
+        stored: list[str] = []
         for item, value in zip(results.results, units, strict=True):
             unit, searcher_id = _unit_of(value)
             if unit is None or unit.eval_id != eval_id:
@@ -199,12 +202,8 @@ class Evaluations:
                 )
             # before anything is stored: a report is taken as a whole or not at all
             _check_result(item, unit, document["num_samples"])
-            args += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
-        num_done = await self._context.scripts.run(
-            "eval_results",
-            [keys.eval_units, keys.eval_results, keys.eval_done, keys.leases, keys.lease_deadlines, keys.counters],
-            args,
-        )
+            stored += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
+        num_done = await self._context.scripts.run("eval_results", eval_id=eval_id, results=stored)
         if num_done >= len(KINDS) * document["num_prompts"]:
             await self._finish(document)
 

@@ -69,19 +69,6 @@ class Leases:
         self._poll_backoff = PollBackoff()
         self._order = VisitOrder(catalog, context.recipe)
         self._flow = FlowSettings.of(context.recipe)
-        keys = context.keys
-        self._keys = [
-            keys.visits,
-            keys.returned,
-            keys.leases,
-            keys.lease_deadlines,
-            keys.cursor,
-            keys.counters,
-            keys.evals,
-            keys.eval_todo,
-            keys.eval_units,
-            keys.eval_results,
-        ]
 
     async def lease(self, request: LeaseRequest, is_gone: Callable[[], Awaitable[bool]] = _never) -> LeaseReply:
         """Claim up to `max_leases` evaluation units and visits. A repeated request gets the same leases again.
@@ -178,17 +165,17 @@ class Leases:
 
     async def give_back(self, request: LeaseReturn) -> None:
         """End leases of a searcher before their deadline. Owed rollouts are leased again; refused visits are not."""
-        returned, refused = request.lease_ids, request.refused_lease_ids
-        args = [request.searcher_id, len(returned), *returned, *refused]
-        await self._context.scripts.run("return", self._keys, args)
+        await self._context.scripts.run(
+            "return", searcher_id=request.searcher_id, returned=request.lease_ids, refused=request.refused_lease_ids
+        )
         self._context.leasable.notify()
 
     async def renew(self, request: LeaseRenewal) -> LeaseRenewalReply:
         """Give leases of a searcher a new deadline. The reply names those that it does not hold any more."""
-        keys, deadline_s = self._context.keys, self._context.clock() + self._context.recipe.buffer.lease_s
-        args = [request.searcher_id, deadline_s, *request.lease_ids]
-        names = [keys.leases, keys.lease_deadlines, keys.counters]
-        lost = await self._context.scripts.run("renew", names, args)
+        deadline_s = self._context.clock() + self._context.recipe.buffer.lease_s
+        lost = await self._context.scripts.run(
+            "renew", searcher_id=request.searcher_id, deadline_s=deadline_s, lease_ids=request.lease_ids
+        )
         return LeaseRenewalReply(lost_lease_ids=[lease_id.decode() for lease_id in lost])
 
     def _room(self, snapshot: RunSnapshot) -> tuple[int | None, str | None]:
@@ -215,21 +202,16 @@ class Leases:
             candidates = self._order.next(self._read_cursor(cursor), max_train, snapshot.index)
             moved, *flat = await self._context.scripts.run(
                 "lease",
-                self._keys,
-                [
-                    now,
-                    now + lease_s,
-                    request.searcher_id,
-                    num_visit,
-                    request.max_leases,
-                    max_train,
-                    -1 if room is None else room,
-                    cursor,
-                    len(candidates),
-                    *lease_ids,
-                    *(part for c in candidates for part in (c.visit_id, c.prompt_id, c.cursor_after)),
-                    *request.refused_versions,
-                ],
+                now_s=now,
+                deadline_s=now + lease_s,
+                searcher_id=request.searcher_id,
+                rollouts_per_visit=num_visit,
+                lease_ids=lease_ids,
+                max_train=max_train,
+                room=room,
+                cursor=cursor,
+                candidates=[part for c in candidates for part in (c.visit_id, c.prompt_id, c.cursor_after)],
+                refused_versions=request.refused_versions,
             )
             if flat or not moved:
                 sampling_temperature = snapshot.settings.recipe.searcher.sampling_temperature

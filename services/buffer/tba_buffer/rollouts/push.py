@@ -19,7 +19,6 @@ from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import pack_record
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, RunHash
 
 MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
@@ -75,10 +74,6 @@ class RolloutWriter:
         self._lineages = lineages
         self._evictor = evictor
         self._run = context.run
-        keys = context.keys
-        self._keys = (keys.payloads, keys.log, keys.counters, keys.originals)
-        self._keys += (keys.visits, keys.leases, keys.lease_deadlines, keys.run)
-        self._keys += (keys.epoch, keys.gone, keys.gone_before)
         self._hashes_tokens = context.recipe.buffer.deduplicate
 
     @property
@@ -112,24 +107,15 @@ class RolloutWriter:
             records.append(rollout_record(rollout, prompt, len(payloads[at]), hashes_tokens=self._hashes_tokens))
             # push.lua looks up each (visit, searcher) once, however many rollouts it has
             visit_numbers.append(visits.setdefault((rollout.visit_id, rollout.searcher_id), len(visits)))
-        reply = await self._context.scripts.run(
+        sampling_version, run_state, results = await self._context.scripts.run(
             "push",
-            self._keys,
-            [
-                len(accepted),
-                len(visits),
-                b"".join(records),
-                struct.pack(f"<{len(visit_numbers)}H", *visit_numbers),
-                self._context.epoch.number,
-                *(payloads[at] for at in accepted),
-                *(visit_id for visit_id, _ in visits),
-                *(searcher_id for _, searcher_id in visits),
-                *(part for pair in Counter(each.code for each in refusals.values()).items() for part in pair),
-            ],
+            *(payloads[at] for at in accepted),
+            records=b"".join(records),
+            visit_numbers=struct.pack(f"<{len(visit_numbers)}H", *visit_numbers),
+            visit_ids=[visit_id for visit_id, _ in visits],
+            searcher_ids=[searcher_id for _, searcher_id in visits],
+            refused=Counter(each.code for each in refusals.values()),
         )
-        if reply[0] == buffer_epoch.SUPERSEDED:
-            raise await buffer_epoch.refusal(self._context, f"the push of {len(payloads)} rollouts")
-        _, sampling_version, run_state, results = reply
         # the reply has a letter for each accepted item: refused ones are put back between them
         letters = zip(ids, results.decode(), strict=True)
         stored = (ItemOutcome(each.hex(), OUTCOMES[letter], REASONS.get(letter)) for each, letter in letters)

@@ -279,11 +279,14 @@ class TrainerWaits:
         started_at_s = beat.gauges.get(STARTED_AT_S)
         if started_at_s is None or not waited:
             return
-        pairs = (part for name, value in waited.items() for part in (name, f"{max(0.0, value):.6f}"))
         await self._context.scripts.run(
             "count_waits",
-            [self._context.keys.trainer_waits],
-            [beat.component_id, f"{started_at_s:.6f}", MAX_NAMES, OTHER_NAMES, MAX_TRAINERS, *pairs],
+            component_id=beat.component_id,
+            started_s=started_at_s,
+            waited={name: max(0.0, round(value, 6)) for name, value in waited.items()},
+            max_names=MAX_NAMES,
+            other=OTHER_NAMES,
+            max_trainers=MAX_TRAINERS,
         )
 
     async def totals(self) -> dict[str, float]:

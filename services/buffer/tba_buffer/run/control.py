@@ -13,7 +13,6 @@ Every change is a line of the audit, written in the same call.
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 from tba.api import MAX_CHANGES_PER_PAGE, RunChange, RunChanges, RunCommand, RunState
@@ -118,18 +117,14 @@ class RunControl:
         allowed_from: tuple[RunState, ...],
         checks_token: bool,
     ) -> list[bytes]:
-        keys = self._context.keys
-        audit = [json.dumps(name), json.dumps(role), json.dumps(command.reason)]
         return await self._context.scripts.run(
             "command",
-            [keys.run, keys.run_changes],
-            [
-                COMMANDS[name][0],
-                command.reason or "",
-                command.token or "",
-                int(checks_token),
-                self._context.clock(),
-                *audit,
-                *allowed_from,
-            ],
+            state=COMMANDS[name][0],
+            reason=command.reason,
+            token=command.token,
+            checks_token=checks_token,
+            now_s=self._context.clock(),
+            command=name,
+            role=role,
+            allowed_from=allowed_from,
         )

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 
 from tba.api.run import AuditRole
-from tba.errors import SupersededError
 from tba.logs import get_logger
 from tba.wire.codec import new_id
 from tba_buffer.index.log_follower import IndexView
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
 
 log = get_logger("buffer")
@@ -80,9 +78,7 @@ class LossRecovery:
         # first: a log that is not whole must not be accepted, and raises here
         await self._view.reread()
         request_id = new_id("request")
-        reply = await context.scripts.accept_loss(*context.losses.accept_args(role, reason, request_id))
-        if reply == buffer_epoch.SUPERSEDED:
-            raise SupersededError("accepting a loss was refused: a newer buffer process owns the run")
-        context.losses.accept(int(reply), request_id)
+        number = await context.scripts.accept_loss(**context.losses.accept_args(role, reason, request_id))
+        context.losses.accept(number, request_id)
         context.durability.accept_damage()
         log.warning("loss_accepted", num_lost=num_lost, loss=loss, role=role, reason=reason)

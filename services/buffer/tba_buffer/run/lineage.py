@@ -15,7 +15,6 @@ from tba.api import CheckpointRequest, LineageReply, LineageRequest, RollbackInf
 from tba.errors import ConflictError, FencedError, RollbackError, UnavailableError
 from tba.fields import MAX_LINEAGE
 from tba.versions import START, LineageTree, PolicyVersion
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -94,7 +93,7 @@ class Lineages:
                 acked nor announced nor checkpointed. Or the request id took a lineage with another parent.
             SupersededError: this buffer process does not own the run.
         """
-        parent, token, keys = PolicyVersion.parse(request.parent), secrets.token_hex(16), self._context.keys
+        parent, token = PolicyVersion.parse(request.parent), secrets.token_hex(16)
         now, trainer_id = self._context.clock(), request.trainer_id
         document = {"parent": str(parent), "trainer_id": trainer_id, "created_at_s": now}
         line = {  # the script puts the new number in place of the first "LINEAGE"
@@ -108,40 +107,20 @@ class Lineages:
             raise ConflictError(f"no trainer made version {parent}: lineage 0 has only the starting model 0-0")
         reply = await self._context.scripts.run(
             "start_lineage",
-            [
-                keys.run,
-                keys.lineages,
-                keys.open_batches,
-                keys.counters,
-                keys.batches_since_publication,
-                keys.open_steps,
-                keys.ledger,
-                keys.ledger_steps,
-                keys.announced,
-                keys.lineage_requests,
-                keys.epoch,
-                keys.run_changes,
-                keys.log,
-            ],
-            [
-                token,
-                json.dumps(document),
-                parent.lineage,
-                parent.step,
-                json.dumps(line),
-                request.request_id,
-                self._context.epoch.number,
-                request.checkpoint_key or "",
-                int(request.rollback),
-                now,
-                " ".join(map(str, self.tree.ancestry(parent))),
-                request.obeys or "",
-                int(request.in_process),
-                request.fails or "",
-            ],
+            token=token,
+            request_id=request.request_id,
+            now_s=now,
+            parent_lineage=parent.lineage,
+            parent_step=parent.step,
+            document=json.dumps(document),
+            line=json.dumps(line),
+            history=" ".join(map(str, self.tree.ancestry(parent))),
+            checkpoint_key=request.checkpoint_key or None,
+            is_rollback=request.rollback,
+            obeys=request.obeys or None,
+            in_process=request.in_process,
+            fails=request.fails or None,
         )
-        if reply == buffer_epoch.SUPERSEDED:
-            raise await buffer_epoch.refusal(self._context, "the start of a trainer")
         if (refusal := _refusal(reply[0], parent)) is not None:
             raise refusal
         # the table first: a poll that wakes up looks the new lineage up in it
@@ -163,12 +142,14 @@ class Lineages:
             FencedError: a newer lineage owns the run.
             ConflictError: the version is not in the history of the active lineage.
         """
-        version, keys = PolicyVersion.parse(request.version), self._context.keys
+        version = PolicyVersion.parse(request.version)
         await self._check_history(version, request.token, f"the publication of version {version}")
         reply = await self._context.scripts.run(
             "publish",
-            [keys.run, keys.log, keys.counters, keys.batches_since_publication, keys.announced],
-            [request.token, version.lineage, version.step, self._context.recipe.sampling.lag_steps],
+            token=request.token,
+            lineage=version.lineage,
+            step=version.step,
+            lag=self._context.recipe.sampling.lag_steps,
         )
         if reply[0] == b"fenced":
             raise fenced(f"the publication of version {version}")
@@ -185,8 +166,13 @@ class Lineages:
         """
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"
         await self._check_history(version, request.token, what)
-        args = [request.token, str(version), request.key, " ".join(request.kept or ())]
-        reply = await self._context.scripts.run("register_checkpoint", [self._context.keys.run], args)
+        reply = await self._context.scripts.run(
+            "register_checkpoint",
+            token=request.token,
+            version=str(version),
+            key=request.key,
+            kept=" ".join(request.kept or ()),
+        )
         if reply[0] == b"fenced":
             raise fenced(what)
         if reply[0] == b"rollback":

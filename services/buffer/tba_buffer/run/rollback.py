@@ -105,18 +105,17 @@ class Rollbacks:
 
     async def _ask(self, request: RollbackRequest, run: RunHash, version: PolicyVersion | None) -> list[bytes]:
         # also without a checkpoint: the script knows the state of the run, and a request that was answered before
-        to, now, keys = "" if version is None else str(version), self._context.clock(), self._context.keys
-        waiting = {"version": to, "at_s": now, **request.model_dump()}
-        args = [
-            request.request_id,
-            to,
-            json.dumps(waiting),
-            now,
-            json.dumps(request.reason),
-            run.raw.get(b"lineage") or "",
-            run.raw.get(b"checkpoints_kept") or "",
-        ]
-        return await self._context.scripts.run("rollback", [keys.run, keys.run_changes], args)
+        to, now = None if version is None else str(version), self._context.clock()
+        return await self._context.scripts.run(
+            "rollback",
+            request_id=request.request_id,
+            version=to,
+            request=json.dumps({"version": to, "at_s": now, **request.model_dump()}),
+            now_s=now,
+            reason=request.reason,
+            lineage=run.raw.get(b"lineage") or b"",
+            checkpoints_kept=run.raw.get(b"checkpoints_kept") or b"",
+        )
 
     def _read(self) -> list[PolicyVersion]:
         if self._store is None:

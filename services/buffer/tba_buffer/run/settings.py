@@ -20,7 +20,6 @@ from tba.api.run import Role, SettingsAudit
 from tba.config import LIVE_NAMES, LiveName, LiveSettings, Recipe, Schedule, parse_live, with_live
 from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba_buffer.run.lineage import fenced
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.keys import Keys
 from tba_buffer.storage.redis_client import BytesRedis, redis_errors
@@ -130,7 +129,6 @@ class Settings:
                 settings.
             SupersededError: this buffer process does not own the run.
         """
-        keys = self._context.keys
         given = {name: getattr(request.settings, name) for name in LIVE_NAMES}
         given = {name: value for name, value in given.items() if name in request.settings.model_fields_set}
         for _ in range(ATTEMPTS):
@@ -143,20 +141,14 @@ class Settings:
                 with_live(self._context.recipe, current.settings.model_copy(update=given))
             reply = await self._context.scripts.run(
                 "settings",
-                [keys.run, keys.settings, keys.settings_changes, keys.settings_requests, keys.epoch],
-                [
-                    request.request_id,
-                    request.token or "",
-                    self._context.epoch.number,
-                    NOT_CHECKED if moved else current.revision,
-                    self._context.clock(),
-                    json.dumps(role),
-                    json.dumps(request.reason),
-                    *(part for name, value in given.items() for part in (name, _json(value))),
-                ],
+                request_id=request.request_id,
+                token=request.token or None,
+                revision=NOT_CHECKED if moved else current.revision,
+                now_s=self._context.clock(),
+                role=role,
+                reason=request.reason,
+                values=[part for name, value in given.items() for part in (name, _json(value))],
             )
-            if reply == buffer_epoch.SUPERSEDED:
-                raise await buffer_epoch.refusal(self._context, "a change of live settings")
             match reply[0]:
                 case b"fenced":
                     raise fenced("a change of live settings")

@@ -209,16 +209,6 @@ class RunStateReader:
         self._context = context
         self._view = view
         self._settings = settings
-        keys = context.keys
-        self._keys = [
-            keys.run,
-            keys.counters,
-            keys.open_batches,
-            keys.batches_since_publication,
-            keys.open_steps,
-            keys.settings,
-            keys.log,
-        ]
         self._reading = SingleFlight(self._read, asyncio.Lock())
         self._last: RunSnapshot | None = None
 
@@ -245,13 +235,13 @@ class RunStateReader:
         Raises:
             SupersededError: a newer buffer process owns the run.
         """
-        await self._context.scripts.run("read_run", self._keys, [self._context.clock(), member])
+        await self._context.scripts.run("read_run", now_s=self._context.clock(), member=member)
         # its rollouts may be gone because Redis lost them: the index is compared with the log again
         await self._view.catch_up()
 
     async def _read(self) -> None:
         # the script also voids batches past their deadline, so that they do not count as drawn
-        reply = await self._context.scripts.run("read_run", self._keys, [self._context.clock()])
+        reply = await self._context.scripts.run("read_run", now_s=self._context.clock())
         self._last = await self._parse(*reply)
 
     async def _parse(

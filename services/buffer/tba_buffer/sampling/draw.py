@@ -35,7 +35,6 @@ from tba_buffer.rollouts.lost_payloads import lost_payload_error
 from tba_buffer.run.components import Components
 from tba_buffer.run.lineage import fenced, rollback_waits
 from tba_buffer.run.state import (
-    DrawLimits,
     FlowSettings,
     RunSnapshot,
     RunStateReader,
@@ -167,31 +166,25 @@ class BatchDrawer:
         limits, slots = draw_limits(snapshot.counts, self._flow), record.slots()
         (outcome, *rest), payloads = await self._context.scripts.run_with(
             "draw",
-            [
-                keys.run,
-                keys.counters,
-                keys.open_batches,
-                keys.batch(record.batch_id),
-                keys.batches_since_publication,
-                keys.open_steps,
-                keys.log,
-            ],
-            [
-                request.token,
-                request.lineage,
-                request.step,
-                record.member,
-                record.deadline_s,
-                now + self._deadline_s / 2,
-                record.encode(),
-                round((self._deadline_s + RECORD_KEPT_S) * 1000),
-                record.num_rollouts,
-                *_limit_args(limits),
-                record.log_position,
-                event.pack(),
-                *(part for pair in slots.items() for part in pair),
-            ],
-            ("HMGET", keys.payloads, *record.rollout_ids),
+            {
+                "token": request.token,
+                "lineage": request.lineage,
+                "step": request.step,
+                "batch_id": record.batch_id,
+                "member": record.member,
+                "deadline_s": record.deadline_s,
+                "min_deadline_s": now + self._deadline_s / 2,
+                "record": record.encode(),
+                "kept_ms": round((self._deadline_s + RECORD_KEPT_S) * 1000),
+                "num_rollouts": record.num_rollouts,
+                "log_position": record.log_position,
+                "event": event.pack(),
+                "slots": slots,
+                "max_drawn": limits.max_drawn,
+                "max_batches": limits.max_batches,
+                "publications": limits.publications,
+            },
+            commands=[("HMGET", keys.payloads, *record.rollout_ids)],
         )
         match outcome:
             case b"ok" if None not in payloads:
@@ -271,10 +264,6 @@ class BatchDrawer:
                 wait = "eviction"
         await self._run_state.void(member)
         return wait
-
-
-def _limit_args(limits: DrawLimits) -> list[int | str]:
-    return ["" if limit is None else limit for limit in (limits.max_drawn, limits.max_batches, limits.publications)]
 
 
 def _no_batches(state: str) -> BusyError | RunOverError:

@@ -179,33 +179,19 @@ class BatchLedger:
         line = {} if record is None else batch_line(record, request, acked_at_s=now)
         reply = await self._context.scripts.run(
             "ack",
-            [
-                keys.run,
-                keys.counters,
-                keys.open_batches,
-                keys.ledger,
-                keys.ledger_steps,
-                keys.ages,
-                keys.batch(batch_id),
-                keys.open_steps,
-                keys.trained,
-            ],
-            [
-                request.token,
-                request.lineage,
-                request.step,
-                batch_id,
-                now,
-                batch_member(batch_id, num_rollouts, request.lineage, request.step),
-                json.dumps(line),
-                num_trained,
-                # without a record the script writes nothing
-                b"" if record is None else encode_trained(request, acked_at_s=now),
-                MAX_TRAINED_STEPS,
-                len(ages),
-                *(part for pair in sorted(ages.items()) for part in pair),
-                *(part for pair in sorted(counters.items()) for part in pair),
-            ],
+            token=request.token,
+            lineage=request.lineage,
+            step=request.step,
+            batch_id=batch_id,
+            now_s=now,
+            member=batch_member(batch_id, num_rollouts, request.lineage, request.step),
+            line=json.dumps(line),
+            num_trained=num_trained,
+            # without a record the script writes nothing
+            trained=b"" if record is None else encode_trained(request, acked_at_s=now),
+            num_kept=MAX_TRAINED_STEPS,
+            ages=ages,
+            counts=counters,
         )
         _check_reply(reply, batch_id, request)
         # the draw for the next step may wait for this ack

@@ -29,7 +29,6 @@ from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import placeholders
 from tba_buffer.scoring.retries import DeadLetters, RetryQueue
 from tba_buffer.scoring.reward_service import RewardConnection, RewardUnavailableError
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -250,19 +249,14 @@ class RolloutScorer:
             SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not answer; both may have been written.
         """
-        keys = self._context.keys
-        reply = await self._context.scripts.run(
+        await self._context.scripts.run(
             "score",
-            [keys.payloads, keys.log, keys.counters, keys.originals, keys.epoch, *([keys.rescore] if job else [])],
-            [
-                self._context.epoch.number,
-                len(scored),
-                *(part for item in scored for part in _arguments(item)),
-                *([job] if job else []),
-            ],
+            *(item.payload for item in scored),
+            ids=b"".join(item.before.rollout_id for item in scored),
+            changes=b"".join(map(_change, scored)),
+            kinds=[2 if item.is_damaged else int(item.is_first) for item in scored],
+            job=job,
         )
-        if reply == buffer_epoch.SUPERSEDED:
-            raise await buffer_epoch.refusal(self._context, "storing new rewards")
         self._context.notify_all()
 
     async def enforce_limits(self, scored: Sequence[ScoredRollout]) -> None:
@@ -327,9 +321,7 @@ def _scored(
     return ScoredRollout(position, before, num_bytes_before, after, encode_rollout(after))
 
 
-def _arguments(item: ScoredRollout) -> tuple[bytes, bytes, bytes, int]:
+def _change(item: ScoredRollout) -> bytes:
     reward = np.nan if item.after.reward is None else item.after.reward
-    change = np.array(
-        [(item.position, reward, len(item.payload), STATUS_CODES[item.after.reward_status])], dtype=CHANGE_DTYPE
-    )
-    return item.before.rollout_id, item.payload, change.tobytes(), 2 if item.is_damaged else int(item.is_first)
+    change = (item.position, reward, len(item.payload), STATUS_CODES[item.after.reward_status])
+    return np.array([change], dtype=CHANGE_DTYPE).tobytes()

@@ -13,7 +13,6 @@ A read-only buffer shows a snapshot as it was saved: nothing is evicted, and the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,7 +33,6 @@ from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.push import rollout_record
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.snapshots.snapshot_format import SnapshotReader, read_manifest
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, RunHash, parse_cursor
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -208,15 +206,8 @@ class SnapshotLoad:
     async def _adopt(
         self, reader: SnapshotReader, origin: OriginDocument, manifest: SnapshotManifest, parts: list[Part]
     ) -> None:
-        context, keys = self._context, self._context.keys
-        lineages = json.dumps({str(n): lineage.model_dump_json() for n, lineage in manifest.lineages.items()})
-        head = [
-            context.epoch.number,
-            msgspec.json.encode(origin),
-            lineages,
-            origin.lineage,
-            origin.version or "",
-        ]
+        context = self._context
+        lineages = {str(number): lineage.model_dump_json() for number, lineage in manifest.lineages.items()}
         run = await RunHash.read(context, "read how far the load has come")
         # a damaged one ends the load with a ValueError: an UnavailableError would be waited for
         cursor = parse_cursor(run.raw.get(b"origin_cursor"))
@@ -228,11 +219,15 @@ class SnapshotLoad:
                 publications = [] if version is None else [f"{version.lineage} {version.step}"]
                 reply = await context.scripts.run(
                     "load_snapshot",
-                    [keys.run, keys.lineages, keys.payloads, keys.log, keys.counters, keys.epoch],
-                    [*head, part.cursor, len(payloads), b"".join(records), *payloads, *publications],
+                    *payloads,
+                    origin=msgspec.json.encode(origin),
+                    lineages=lineages,
+                    last_lineage=origin.lineage,
+                    forked_from=origin.version,
+                    cursor=part.cursor,
+                    records=b"".join(records),
+                    publications=publications,
                 )
-                if reply == buffer_epoch.SUPERSEDED:
-                    raise await buffer_epoch.refusal(context, f"loading snapshot {self._source}")
                 if reply == b"begun":
                     raise self._has_begun()
                 is_full = self._evictor.record_added(len(payloads), sum(map(len, payloads)))

@@ -47,7 +47,6 @@ from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.snapshots.snapshot_format import OBJECT_BYTES, ROWS_PER_TABLE, SnapshotWriter, encode_places
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.keys import FORMAT
 from tba_buffer.storage.redis_client import redis_errors
@@ -294,7 +293,7 @@ class SnapshotSave:
 
     async def _finish(self, manifest: SnapshotManifest) -> None:
         # a newer owner may have evicted meanwhile what this snapshot says is live
-        await buffer_epoch.check(self._context)
+        await self._context.epoch.check()
         try:
             await in_thread(
                 lambda: self._store.put(self._source.manifest_key, encode_snapshot_manifest(manifest), create_only=True)

@@ -6,59 +6,74 @@ atomic call. So a process that was thought dead (a node that came back, a rollin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from tba import __version__
-from tba.errors import ConfigError, SupersededError, UnavailableError
+from tba.errors import ConfigError, SupersededError
 from tba_buffer.storage.keys import FORMAT, FORMAT_TEXT, Keys
-from tba_buffer.storage.redis_client import BytesRedis, redis_errors
-
-if TYPE_CHECKING:
-    from tba_buffer.storage.context import Context
-
-SUPERSEDED = b"superseded"
+from tba_buffer.storage.redis_client import BytesRedis, read_count, redis_errors
 
 
-@dataclass(slots=True)
 class BufferEpoch:
-    """The claim of this process to the run."""
+    """The claim of this process to the run.
 
-    number: int = 0
-    refused: str | None = None
-    """Why this process serves nothing any more, once it has found the epoch of a newer one."""
-
-
-async def take(context: Context) -> None:
-    """Take the next epoch, and with it the run.
-
-    Raises:
-        ConfigError: the run is stored in another format.
-        UnavailableError: Redis did not answer.
+    Args:
+        redis: the client.
+        keys: of the run.
+        run: its name.
     """
-    await check_format(context.redis, context.keys)
-    with redis_errors("count the start of this process"):
-        if context.losses.read_count(await context.redis.get(context.keys.epoch)) is None:
-            # damaged, so the last epoch is unknown: continue from a number that no start had
-            await context.redis.set(context.keys.epoch, int(context.clock()))
-        async with context.redis.pipeline(transaction=True) as pipe:
-            pipe.set(context.keys.format, FORMAT_TEXT, nx=True)
-            pipe.incr(context.keys.epoch)
-            context.epoch.number = int((await pipe.execute())[1])
-    await context.losses.begin()
 
+    def __init__(self, redis: BytesRedis, keys: Keys, run: str) -> None:
+        self._redis, self._keys, self._run = redis, keys, run
+        self.number = 0
+        """0: this process has not taken the run yet."""
+        self.refused: str | None = None
+        """Why this process serves nothing any more, once it has found the epoch of a newer one."""
 
-async def look(context: Context) -> None:
-    """Take the epoch that Redis has as the own one, and write nothing: a read-only buffer does not own the run.
+    async def take(self, now_s: float) -> None:
+        """Take the next epoch, and with it the run.
 
-    Raises:
-        ConfigError: the run is stored in another format.
-        UnavailableError: Redis did not answer.
-    """
-    await check_format(context.redis, context.keys)
-    # not 0, with which losses are not looked for: a damaged epoch, or none, is to show as one
-    context.epoch.number = max(1, await _epoch(context))
-    await context.losses.begin()
+        Raises:
+            ConfigError: the run is stored in another format.
+            UnavailableError: Redis did not answer.
+        """
+        await check_format(self._redis, self._keys)
+        with redis_errors("count the start of this process"):
+            if read_count(await self._redis.get(self._keys.epoch)) is None:
+                # damaged, so the last epoch is unknown: continue from a number that no start had
+                await self._redis.set(self._keys.epoch, int(now_s))
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(self._keys.format, FORMAT_TEXT, nx=True)
+                pipe.incr(self._keys.epoch)
+                self.number = int((await pipe.execute())[1])
+
+    async def look(self) -> None:
+        """Take the epoch that Redis has as the own one, and write nothing: a read-only buffer does not own the run.
+
+        Raises:
+            ConfigError: the run is stored in another format.
+            UnavailableError: Redis did not answer.
+        """
+        await check_format(self._redis, self._keys)
+        # not 0, with which losses are not looked for: a damaged epoch, or none, is to show as one
+        self.number = max(1, await self._found())
+
+    async def check(self, what: str = "serving") -> None:
+        """Ask Redis whether this process still owns the run.
+
+        Raises:
+            SupersededError: a newer buffer process does. This one serves nothing from then on.
+            UnavailableError: Redis did not answer.
+        """
+        if await self._found() > self.number:
+            self.refused = (
+                f"a newer buffer process owns run {self._run!r} (this one has epoch {self.number}); stop this process, "
+                "or restart it to take the run back"
+            )
+            raise SupersededError(f"{what} was refused: {self.refused}")
+
+    async def _found(self) -> int:
+        """Return the epoch in Redis; 0: none, or a damaged one."""
+        with redis_errors("read the epoch of the buffer process"):
+            return read_count(await self._redis.get(self._keys.epoch)) or 0
 
 
 async def check_format(redis: BytesRedis, keys: Keys) -> None:
@@ -82,44 +97,3 @@ async def check_format(redis: BytesRedis, keys: Keys) -> None:
             "resume it: save it with the release that wrote it (`tba buffer save NAME`) and begin a run of another "
             "name with that snapshot (run.snapshot), or resume it with that release; nothing was changed"
         )
-
-
-async def check(context: Context) -> None:
-    """Ask Redis whether this process still owns the run.
-
-    Raises:
-        SupersededError: a newer buffer process does.
-        UnavailableError: Redis did not answer.
-    """
-    if await _epoch(context) > context.epoch.number:
-        raise _superseded(context, "serving")
-
-
-async def refusal(context: Context, what: str) -> UnavailableError:
-    """Return the error of a process that a script has answered 'superseded'.
-
-    Raises:
-        UnavailableError: Redis did not answer.
-    """
-    if await _epoch(context) > context.epoch.number:
-        return _superseded(context, what)
-    # nobody else took the run: Redis has forgotten epochs, and data with them
-    await context.durability.check()
-    return UnavailableError(
-        f"{what} was refused: {context.durability.broken or 'Redis has changed meanwhile, try again'}"
-    )
-
-
-def _superseded(context: Context, what: str) -> SupersededError:
-    """Return the error of a process that found a newer epoch; it serves nothing from then on."""
-    context.epoch.refused = (
-        f"a newer buffer process owns run {context.run!r} (this one has epoch {context.epoch.number}); stop "
-        "this process, or restart it to take the run back"
-    )
-    return SupersededError(f"{what} was refused: {context.epoch.refused}")
-
-
-async def _epoch(context: Context) -> int:
-    """Return the epoch in Redis; 0: none, or a damaged one."""
-    with redis_errors("read the epoch of the buffer process"):
-        return context.losses.read_count(await context.redis.get(context.keys.epoch)) or 0

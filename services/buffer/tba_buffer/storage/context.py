@@ -2,7 +2,7 @@
 
 Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a script, atomic and safe to repeat: one
 that is run again with the same arguments stores, leases, draws and counts nothing twice. Only a repeated push reports
-and counts its items as duplicates. Each file begins with its keys, arguments and replies.
+and counts its items as duplicates. Each file begins with its arguments and replies; keys.py describes the keys.
 
 Whatever asks Redis raises UnavailableError while it does not answer. The docstrings of other rooms name further errors.
 
@@ -19,19 +19,20 @@ from functools import cached_property, partial
 from importlib.resources import files
 from typing import Any, TypeVar, cast, get_args
 
+import msgspec
 from redis.exceptions import NoScriptError, ResponseError
 
 from tba.api import RollbackInfo, RunChange, RunState
 from tba.config import Recipe
 from tba.config.redis import redis_access
-from tba.errors import UnavailableError
+from tba.errors import SupersededError, UnavailableError
 from tba.fields import MAX_NUMBER, one_line
 from tba.versions import PolicyVersion
 from tba_buffer.storage.buffer_epoch import BufferEpoch
 from tba_buffer.storage.durability import DurabilityCheck
 from tba_buffer.storage.keys import Keys
 from tba_buffer.storage.losses import LOSS_COUNTERS, Losses
-from tba_buffer.storage.redis_client import BytesRedis, redis_errors
+from tba_buffer.storage.redis_client import BytesRedis, Command, read_count, redis_errors
 
 T = TypeVar("T")
 DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -57,24 +58,37 @@ ACKNOWLEDGING = {
 }
 """Scripts that acknowledge something: each adds one to the counter `acknowledged` (losses.py). Leases, draws and
 evictions are made again when Redis has lost them."""
+HEAD = """\
+local args = cmsgpack.unpack(ARGV[1])
+local function key(name) return KEYS[1] .. name end
+local function digits(number) return string.format('%.0f', number) end
+local function is_superseded() return redis.call('GET', key('replica')) ~= digits(args.epoch) end
+"""
+"""Stands in front of every script. KEYS[1] is the prefix of the run's keys. ARGV[1] is a msgpack map of the arguments.
+Its numbers are doubles in Lua: a whole number is exact up to 2^53. The other ARGV are payloads of rollouts."""
 PRELUDES = {
-    "push": ("visits",),
+    "push": ("log", "visits"),
     "renew": ("visits",),
     "lease": ("visits",),
     "return": ("visits",),
-    "read_run": ("visits", "log"),
+    "read_run": ("log",),
     "start_lineage": ("log", "audit"),
     "command": ("audit",),
     "rollback": ("audit",),
     "accept_loss": ("audit",),
     "draw": ("log",),
+    "evict": ("log",),
+    "load_snapshot": ("log",),
+    "publish": ("log",),
+    "score": ("log",),
 }
+SUPERSEDED = b"superseded"
 
 
 def script_text(name: str) -> str:
     """Return a script. Scripts cannot import: the functions that they share are put in front of them."""
     parts = [*(f"preludes/{each}" for each in PRELUDES.get(name, ())), name]
-    return "\n".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    return "\n".join([HEAD, *((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)])
 
 
 class Scripts:
@@ -83,30 +97,39 @@ class Scripts:
     Args:
         durability: of Redis; while it is broken, nothing that writes runs.
         keys: of the run.
+        epoch: of this process; every script is told its number.
         losses: takes the numbers of what is acknowledged.
     """
 
-    def __init__(self, durability: DurabilityCheck, keys: Keys, losses: Losses) -> None:
-        self._durability, self._losses = durability, losses
+    def __init__(self, durability: DurabilityCheck, keys: Keys, epoch: BufferEpoch, losses: Losses) -> None:
+        self._durability, self._epoch, self._losses = durability, epoch, losses
+        self._prefix = keys.prefix
         self._number = ("HINCRBY", keys.counters, "acknowledged", 1)
         self._read_epoch = ("GET", keys.epoch)
         redis = durability.redis
         self._scripts = {name: redis.register_script(script_text(name)) for name in SCRIPT_NAMES}
 
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def run(self, name: str, *payloads: bytes, **args: Any) -> Any:
         """Run a script and return its reply; texts are bytes.
 
+        Args:
+            name: of the script.
+            payloads: of rollouts; Redis would copy them once more in the map of arguments.
+            args: the script's arguments. One that is None is absent.
+
         Raises:
+            SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not run it, did not answer, or could lose what it wrote.
         """
-        return (await self.run_with(name, keys, args))[0]
+        return (await self.run_with(name, args, payloads))[0]
 
     async def run_with(
-        self, name: str, keys: Sequence[str], args: Sequence[Any], *commands: Sequence[Any]
+        self, name: str, args: Mapping[str, Any], payloads: Sequence[bytes] = (), commands: Sequence[Command] = ()
     ) -> list[Any]:
         """Run a script, then plain commands, in one round trip but not atomically; return one reply each.
 
         Raises:
+            SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not run them, did not answer, or could lose what it wrote.
         """
         script, acknowledged = self._scripts[name], self._losses.acknowledged
@@ -115,7 +138,7 @@ class Scripts:
             commands = (*commands, self._number, self._read_epoch)
         await self._durability.require()
         with redis_errors(f"run {name}"):
-            evalsha = ("EVALSHA", script.sha, len(keys), *keys, *args)
+            evalsha = ("EVALSHA", script.sha, 1, self._prefix, self._pack(args), *payloads)
             try:
                 replies = await self._durability.pool.run(evalsha, *commands)
             except NoScriptError:  # Redis was restarted
@@ -126,21 +149,41 @@ class Scripts:
                 await self._durability.require()
                 raise
         if name in ACKNOWLEDGING:
-            epoch, number = self._losses.read_count(replies.pop()) or 0, replies.pop()
+            epoch, number = read_count(replies.pop()) or 0, replies.pop()
             if await self._losses.acknowledge(number, acknowledged, epoch=epoch):
                 await self._durability.check()
         # the script may have run over a new connection, behind which is a Redis that is not durable
         await self._durability.require()
+        if replies[0] == SUPERSEDED:
+            what = f"{name} of {len(payloads)} rollouts" if payloads else name
+            await self._epoch.check(what)
+            # nobody else took the run: Redis has forgotten epochs, and data with them
+            await self._durability.check()
+            why = self._durability.broken or "Redis has changed meanwhile, try again"
+            raise UnavailableError(f"{what} was refused: {why}")
         return replies
 
-    async def accept_loss(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def accept_loss(self, **args: Any) -> int:
         """Run the one script that may run although Redis has lost data.
 
         Raises:
+            SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not run it.
         """
         with redis_errors("accept a loss"):
-            return await self._scripts["accept_loss"](keys=keys, args=args)
+            reply = await self._scripts["accept_loss"](keys=[self._prefix], args=[self._pack(args)])
+        if reply == SUPERSEDED:
+            raise SupersededError("accepting a loss was refused: a newer buffer process owns the run")
+        return int(reply)
+
+    def _pack(self, args: Mapping[str, Any]) -> bytes:
+        # Lua reads only the text type of msgpack
+        texts = {name: _text_of(value) for name, value in args.items() if isinstance(value, bytes)}
+        return msgspec.msgpack.encode({"epoch": self._epoch.number, **args, **texts})
+
+
+def _text_of(data: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
 
 
 class Signal:
@@ -209,14 +252,15 @@ class Context:
         """
         # it owns the connections, so that nothing is written over one that was not checked
         durability = DurabilityCheck(redis_access(recipe), bool(recipe.buffer.read_only))
-        keys, epoch = Keys(recipe.run.name), BufferEpoch()
+        keys = Keys(recipe.run.name)
+        epoch = BufferEpoch(durability.redis, keys, recipe.run.name)
         losses = Losses(durability.redis, keys, epoch, clock=clock)
         return cls(
             recipe=recipe,
             redis=durability.redis,
             durability=durability,
             keys=keys,
-            scripts=Scripts(durability, keys, losses),
+            scripts=Scripts(durability, keys, epoch, losses),
             losses=losses,
             epoch=epoch,
             clock=clock,
@@ -259,7 +303,7 @@ class Context:
             text = name.decode(errors="replace")
             if text not in LOSS_COUNTERS:
                 found[text] = needed(key or self.keys.counters, text, lambda value=value: int(value))
-            elif (number := self.losses.read_count(value)) is not None:
+            elif (number := read_count(value)) is not None:
                 found[text] = number
         return found
 

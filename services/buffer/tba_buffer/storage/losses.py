@@ -18,18 +18,17 @@ Writes are refused until a loss is accepted. docs/adr/0017-what-redis-has-lost.m
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tba.api.run import AuditRole
 from tba_buffer.storage.buffer_epoch import BufferEpoch
 from tba_buffer.storage.keys import FORMAT_TEXT, Keys
-from tba_buffer.storage.redis_client import BytesRedis, redis_errors
+from tba_buffer.storage.redis_client import MAX_COUNT, BytesRedis, read_count, redis_errors
 
-MAX_CLAIM = 2**53
 LOSS_COUNTERS = ("acknowledged", "log_position")
 """Counters that show losses."""
 REMEDIES = (
@@ -148,7 +147,7 @@ class Losses:
         """
         match = re.fullmatch(r"([0-9a-f]{16}):([0-9]{1,16})", text)
         # a claim of this start is compared with each answer already (`acknowledge`)
-        if match is None or match[1] == self._process or int(match[2]) > MAX_CLAIM:
+        if match is None or match[1] == self._process or int(match[2]) > MAX_COUNT:
             return False
         num_lost = int(match[2]) - self._at_start
         if num_lost > 0:
@@ -181,28 +180,22 @@ class Losses:
             )
         return self.problem
 
-    def accept_args(
-        self, role: AuditRole, reason: str | None, request_id: str
-    ) -> tuple[list[str], list[str | int | float]]:
-        """Return keys and arguments of accept_loss.lua."""
-        keys = [self._keys.epoch, self._keys.counters, self._keys.run, self._keys.run_changes, self._keys.format]
-        keys += [self._keys.log, self._keys.log_checkpoint]
-        audit = [json.dumps(role), json.dumps(reason), FORMAT_TEXT, request_id]
-        return keys, [self._epoch.number, self._acknowledged, self.num_lost, self._clock(), *audit]
+    def accept_args(self, role: AuditRole, reason: str | None, request_id: str) -> dict[str, Any]:
+        """Return the arguments of accept_loss.lua."""
+        return {
+            "acknowledged": self._acknowledged,
+            "num_lost": self.num_lost,
+            "now_s": self._clock(),
+            "role": role,
+            "reason": reason,
+            "format": FORMAT_TEXT,
+            "request_id": request_id,
+        }
 
     def accept(self, number: int, request_id: str) -> None:
         """Continue from this number, without what is missing."""
         self._acknowledged = self._at_start = number
         self.num_lost, self.problem, self.accepted_by = 0, None, request_id.encode()
-
-    @staticmethod
-    def read_count(value: bytes | None) -> int | None:
-        """Return a number of Redis; 0 where there is none, None for a damaged one."""
-        try:
-            number = int(value or 0)
-        except ValueError:
-            return None
-        return number if 0 <= number <= MAX_CLAIM else None
 
     def _damage(self, redis: _Found) -> str | None:
         counters, run = self._keys.counters, self._keys.run
@@ -230,10 +223,10 @@ class Losses:
             reply = await self._read_script(keys=[keys.epoch, keys.counters, keys.run, keys.log])
         epoch, (acknowledged, log_position), (noted, accepted_by), last = reply
         return _Found(
-            epoch=self.read_count(epoch),
-            acknowledged=self.read_count(acknowledged),
-            noted=self.read_count(noted),
-            log_position=self.read_count(log_position),
+            epoch=read_count(epoch),
+            acknowledged=read_count(acknowledged),
+            noted=read_count(noted),
+            log_position=read_count(log_position),
             accepted_by=accepted_by or b"",
             log_end=int(last[0][0].split(b"-")[0]) if last else 0,
         )

@@ -44,6 +44,7 @@ from tba.errors import ConfigError, UnavailableError
 SOCKET_TIMEOUT_S = 15.0
 RETRY_PAUSE_S = 0.05
 CLOSE_TIMEOUT_S = 5.0
+MAX_COUNT = 2**53
 MAX_CONNECTIONS = 64
 """Further commands wait for one of these connections. More would not help: Redis runs one command at a time."""
 WRITE_REFUSALS = {
@@ -160,6 +161,15 @@ def redis_errors(what: str) -> Iterator[None]:
             state = f"Redis does not answer ({type(error).__name__}: {error})"
         state = state or f"{type(error).__name__}: {error}"
         raise UnavailableError(f"Redis could not {what}: {state}; nothing was acknowledged, try again") from None
+
+
+def read_count(value: bytes | None) -> int | None:
+    """Return a number of Redis; 0 where there is none, None for a damaged one."""
+    try:
+        number = int(value or 0)
+    except ValueError:
+        return None
+    return number if 0 <= number <= MAX_COUNT else None
 
 
 class _Call:

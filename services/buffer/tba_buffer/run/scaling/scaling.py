@@ -6,7 +6,6 @@ Redis has the number that an operator asked for, with a line of the audit for ev
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from tba.logs import get_logger
 from tba_buffer.run.components import Components
 from tba_buffer.run.scaling.kubernetes import Deployment, ScalingFailure
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context, needed, parse_number
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -81,20 +79,13 @@ class ScaleRequests:
         Raises:
             SupersededError: this buffer process does not own the run.
         """
-        keys = self._context.keys
         reply = await self._context.scripts.run(
             "scale",
-            [keys.run, keys.scaling, keys.scaling_changes, keys.scaling_requests, keys.epoch],
-            [
-                request.request_id,
-                self._context.epoch.number,
-                self._context.clock(),
-                json.dumps(request.num_searchers),
-                json.dumps(request.reason),
-            ],
+            request_id=request.request_id,
+            now_s=self._context.clock(),
+            num_searchers=request.num_searchers,
+            reason=request.reason,
         )
-        if reply == buffer_epoch.SUPERSEDED:
-            raise await buffer_epoch.refusal(self._context, "a change of the number of searchers")
         return int(reply[1])
 
     async def changes(self, *, after: int, limit: int) -> tuple[list[ScaleAudit], int | None]:

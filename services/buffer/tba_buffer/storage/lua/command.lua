@@ -1,26 +1,22 @@
 -- Change the state of the run, with a line of the audit. A rollback that waits forbids `done`; a stop or a failure
 -- withdraws it, and the line says so.
--- KEYS: 1 run, 2 run_changes
--- ARGV: 1 new state, 2 reason, 3 token or '', 4 '1' if the token must be the active one, 5 now_s, 6 JSON of the command,
---       7 JSON of the role, 8 JSON of the reason, then the states that allow it
+-- args: state (the new one), reason, token, checks_token (whether the token must be the active one), now_s, command, role,
+--       allowed_from (states)
 -- Returns {'fenced'}, {'refused', state}, {'rollback', JSON of the one that waits} or {'ok', state}.
-if ARGV[4] == '1' and redis.call('HGET', KEYS[1], 'token') ~= ARGV[3] then return {'fenced'} end
-local run = redis.call('HMGET', KEYS[1], 'state', 'lineage', 'step', 'rollback')
+if args.checks_token and redis.call('HGET', key('run'), 'token') ~= args.token then return {'fenced'} end
+local run = redis.call('HMGET', key('run'), 'state', 'lineage', 'step', 'rollback')
 local state = run[1] or 'running'
-if state == ARGV[1] then return {'ok', state} end
-if run[4] and ARGV[1] == 'done' then return {'rollback', run[4]} end
-local withdraws = ARGV[1] == 'stopping' or ARGV[1] == 'failed'
+if state == args.state then return {'ok', state} end
+if run[4] and args.state == 'done' then return {'rollback', run[4]} end
+local withdraws = args.state == 'stopping' or args.state == 'failed'
 local _, withdrawn = rollback_in(withdraws and run[4])
-for i = 9, #ARGV do
-  if ARGV[i] == state then
-    local change = '{"number":' .. redis.call('LLEN', KEYS[2]) + 1 .. ',"at_s":' .. ARGV[5] .. ',"command":' .. ARGV[6]
-      .. ',"role":' .. ARGV[7] .. ',"reason":' .. ARGV[8] .. ',"old":"' .. state .. '","new":"' .. ARGV[1]
-      .. '","lineage":' .. (run[2] or '0') .. ',"step":' .. (run[3] or '0')
-      .. (withdrawn and ',"rollback":"' .. withdrawn .. '"}' or '}')
-    if withdraws then redis.call('HDEL', KEYS[1], 'rollback') end
-    redis.call('RPUSH', KEYS[2], change)
-    redis.call('HSET', KEYS[1], 'state', ARGV[1], 'reason', ARGV[2], 'change', change)
-    return {'ok', ARGV[1]}
+for _, allowed in ipairs(args.allowed_from) do
+  if allowed == state then
+    local more = withdrawn and ',"rollback":"' .. withdrawn .. '"' or ''
+    local change = add_change(args.command, args.role, args.reason, state, args.state, run[2], run[3], more)
+    if withdraws then redis.call('HDEL', key('run'), 'rollback') end
+    redis.call('HSET', key('run'), 'state', args.state, 'reason', args.reason or '', 'change', change)
+    return {'ok', args.state}
   end
 end
 return {'refused', state}

@@ -1,18 +1,18 @@
 -- Replace the checkpoint of the log by one that was written in pieces, and cut what it replaces from the log.
--- KEYS: 1 checkpoint of the log, 2 log, 3 epoch, then the new pieces, then the pieces of the checkpoint before
--- ARGV: 1 epoch, 2 generation, 3 position, 4 number of new pieces, 5 bytes in them, 6 publications (JSON),
---       7 generation before, '' if none, 8 how many of the new pieces are of the draws; they come first
+-- args: generation, position, num_pieces, num_draw_pieces (of the draws; they come first), num_bytes (in all pieces),
+--       publications (JSON), generation_before and num_pieces_before (0: there was none)
 -- Returns 'superseded', 'stale' (nothing is changed: pieces are gone, or another checkpoint came first) or 'ok'.
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return 'superseded' end
-local current = redis.call('HGET', KEYS[1], 'generation') or ''
-if current == ARGV[2] then return 'ok' end
-local last_new, num_bytes = 3 + tonumber(ARGV[4]), 0
-for i = 4, last_new do num_bytes = num_bytes + redis.call('STRLEN', KEYS[i]) end
-if current ~= ARGV[7] or num_bytes ~= tonumber(ARGV[5]) then return 'stale' end
-for i = 4, last_new do redis.call('PERSIST', KEYS[i]) end
-redis.call('HSET', KEYS[1], 'generation', ARGV[2], 'position', ARGV[3], 'num_pieces', ARGV[4], 'num_draw_pieces',
-  ARGV[8], 'marks', ARGV[6])
+if is_superseded() then return 'superseded' end
+local function piece(generation, number) return key('base:' .. digits(generation) .. ':' .. number) end
+local current = redis.call('HGET', key('base'), 'generation') or '0'
+if current == digits(args.generation) then return 'ok' end
+local num_bytes = 0
+for i = 0, args.num_pieces - 1 do num_bytes = num_bytes + redis.call('STRLEN', piece(args.generation, i)) end
+if current ~= digits(args.generation_before) or num_bytes ~= args.num_bytes then return 'stale' end
+for i = 0, args.num_pieces - 1 do redis.call('PERSIST', piece(args.generation, i)) end
+redis.call('HSET', key('base'), 'generation', args.generation, 'position', digits(args.position), 'num_pieces',
+  args.num_pieces, 'num_draw_pieces', args.num_draw_pieces, 'marks', args.publications)
 -- the entry at the position itself stays: it tells a reader that this is still the log it has read
-redis.call('XTRIM', KEYS[2], 'MINID', ARGV[3] .. '-0')
-for i = last_new + 1, #KEYS do redis.call('UNLINK', KEYS[i]) end
+redis.call('XTRIM', key('log'), 'MINID', digits(args.position) .. '-0')
+for i = 0, args.num_pieces_before - 1 do redis.call('UNLINK', piece(args.generation_before, i)) end
 return 'ok'

@@ -1,24 +1,21 @@
 -- Store one push, all or nothing: deduplicate, log, store, count, fulfil visits.
--- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 visits, 6 leases, 7 lease_deadlines, 8 run, 9 epoch, 10 gone,
---       11 gone_before
--- ARGV: 1 number of items N, 2 number of visits V, 3 all packed records (log.py), one after the other; a record begins
---       with the rollout id, 4 per item the number (2 bytes, little-endian, from 0) of its visit,
---       5 epoch, then N payloads, V visit ids, V ids of the searchers that say that they sampled them (a visit of two
---       searchers comes twice), then pairs of refusal code, count
--- Returns {'superseded'}, or {log position, version to sample with or '', state of the run, one character per item: 'n' new,
+-- args: records (all packed records of log.py, one after the other; a record begins with the rollout id),
+--       visit_numbers (per item the number, 2 bytes, little-endian, from 0, of its visit), visit_ids, searcher_ids (those
+--       that say that they sampled each visit; a visit of two searchers comes twice), refused (code -> count)
+-- payloads: of the rollouts
+-- Returns 'superseded', or {version to sample with or '', state of the run, one character per item: 'n' new,
 --          'd' duplicate, 'c' conflict: the id has other bytes, 'l' the visit was never leased to that searcher}.
 -- A push has at most 512 items, so every unpack below stays far from Lua's limit of some 8000 values.
 local RECORD_BYTES, ID_BYTES, NUM_TOKENS_AT, STATUS_AT, SCORED = 57, 16, 45, 57, 0
-local FIRST = 6
 local FIELDS_PER_CALL = 16 -- id and payload of 8 rollouts: Redis copies them, and takes the same memory for each call
-local num_items, num_visits, records = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
+local payloads, counters = key('payloads'), key('counters')
+local num_items, num_visits, records = #ARGV - 1, #args.visit_ids, args.records
 
 -- an older process may have outdated prompts and lineages, and an emptied Redis has no epoch at all
-if redis.call('GET', KEYS[9]) ~= ARGV[5] then return {'superseded'} end
+if is_superseded() then return 'superseded' end
 
-local function digits(number) return string.format('%.0f', number) end
 local function count(name, by)
-  if by ~= 0 then redis.pcall('HINCRBY', KEYS[3], name, digits(by)) end -- pcall: a damaged count stops no push
+  if by ~= 0 then redis.pcall('HINCRBY', counters, name, by) end -- pcall: a damaged count stops no push
 end
 local function tokens_of(i) return (struct.unpack('<I4', records, (i - 1) * RECORD_BYTES + NUM_TOKENS_AT)) end
 
@@ -29,14 +26,14 @@ for i = 1, num_items do
 end
 local stored, gone, gone_before = {}, {}, {}
 if num_items > 0 then
-  stored = redis.call('HMGET', KEYS[1], unpack(ids))
-  gone, gone_before = redis.call('HMGET', KEYS[10], unpack(ids)), redis.call('HMGET', KEYS[11], unpack(ids))
+  stored = redis.call('HMGET', payloads, unpack(ids))
+  gone, gone_before = redis.call('HMGET', key('gone'), unpack(ids)), redis.call('HMGET', key('gone_before'), unpack(ids))
 end
 
 -- Only searchers that a visit was leased to may push for it. An unknown visit has ended or was never leased: a push for it
 -- is stored, and fulfils nothing.
 local function is_foreign(visit_id, searcher_id)
-  local visit = read_visit(KEYS[5], KEYS[3], visit_id)
+  local visit = read_visit(visit_id)
   if not visit then return false end
   for _, holder in ipairs(visit.h or {}) do
     if holder == searcher_id then return false end
@@ -44,20 +41,17 @@ local function is_foreign(visit_id, searcher_id)
   return true
 end
 local foreign = {}
-for number = 0, num_visits - 1 do
-  local at = FIRST + num_items + number
-  foreign[number] = is_foreign(ARGV[at], ARGV[at + num_visits])
-end
+for number = 1, num_visits do foreign[number] = is_foreign(args.visit_ids[number], args.searcher_ids[number]) end
 local function visit_of(i)
-  local low, high = string.byte(ARGV[4], 2 * i - 1, 2 * i)
-  return low + 256 * high
+  local low, high = string.byte(args.visit_numbers, 2 * i - 1, 2 * i)
+  return low + 256 * high + 1
 end
 
 local outcomes, new, fields, seen = {}, {}, {}, {}
 local num_duplicate, num_conflict, num_foreign, num_scored = 0, 0, 0, 0
 local new_tokens = 0
 for i = 1, num_items do
-  local id, payload = ids[i], ARGV[FIRST + i - 1]
+  local id, payload = ids[i], ARGV[i + 1]
   local old = stored[i] or seen[id]
   if not old and (gone[i] or gone_before[i]) then -- stored once, and evicted since
     outcomes[i], num_duplicate = 'd', num_duplicate + 1
@@ -70,7 +64,7 @@ for i = 1, num_items do
     fields[#fields + 1] = payload
     if string.byte(records, (i - 1) * RECORD_BYTES + STATUS_AT) == SCORED then num_scored = num_scored + 1 end
   -- re-scoring replaces the bytes: a late repeat is compared with what was pushed first
-  elseif old == payload or redis.call('HGET', KEYS[4], id) == redis.sha1hex(payload) then
+  elseif old == payload or redis.call('HGET', key('originals'), id) == redis.sha1hex(payload) then
     outcomes[i], num_duplicate = 'd', num_duplicate + 1
   else
     outcomes[i], num_conflict = 'c', num_conflict + 1
@@ -78,24 +72,23 @@ for i = 1, num_items do
 end
 
 local function fulfil(visit_id, number)
-  local visit = read_visit(KEYS[5], KEYS[3], visit_id)
+  local visit = read_visit(visit_id)
   if not visit then return end
   if visit.l ~= '' then count('inflight', -math.min(number, visit.n)) end
   visit.n = visit.n - number
   if visit.n > 0 then
-    redis.call('HSET', KEYS[5], visit_id, cjson.encode(visit))
+    redis.call('HSET', key('visits'), visit_id, cjson.encode(visit))
     return
   end
-  redis.call('HDEL', KEYS[5], visit_id)
+  redis.call('HDEL', key('visits'), visit_id)
   if visit.l ~= '' then
-    redis.call('HDEL', KEYS[6], visit.l)
-    redis.call('ZREM', KEYS[7], visit.l)
+    redis.call('HDEL', key('leases'), visit.l)
+    redis.call('ZREM', key('lease_deadlines'), visit.l)
   end
   count('leases:fulfilled', 1)
 end
 
 -- the log entry comes first: if Redis refuses to write, it refuses here, and nothing is half done
-local position = tonumber(redis.call('HGET', KEYS[3], 'log_position') or '0')
 if #new > 0 then
   local added, per_visit = records, {}
   if #new < num_items then
@@ -103,12 +96,10 @@ if #new > 0 then
     for k, i in ipairs(new) do added[k] = string.sub(records, (i - 1) * RECORD_BYTES + 1, i * RECORD_BYTES) end
     added = table.concat(added)
   end
-  position = position + #new
-  redis.call('XADD', KEYS[2], digits(position) .. '-0', 'r', added)
+  append(next_position() + #new - 1, 'r', added)
   for at = 1, #fields, FIELDS_PER_CALL do
-    redis.call('HSET', KEYS[1], unpack(fields, at, math.min(at + FIELDS_PER_CALL - 1, #fields)))
+    redis.call('HSET', payloads, unpack(fields, at, math.min(at + FIELDS_PER_CALL - 1, #fields)))
   end
-  redis.call('HSET', KEYS[3], 'log_position', digits(position))
   count('generated', #new)
   count('tokens:generated', new_tokens)
   count('pushed:new', #new)
@@ -117,19 +108,19 @@ if #new > 0 then
     local number = visit_of(i)
     per_visit[number] = (per_visit[number] or 0) + 1
   end
-  for number = 0, num_visits - 1 do
-    if per_visit[number] then fulfil(ARGV[FIRST + num_items + number], per_visit[number]) end
+  for number = 1, num_visits do
+    if per_visit[number] then fulfil(args.visit_ids[number], per_visit[number]) end
   end
 end
 
 local num_refused = num_conflict + num_foreign
-for at = FIRST + num_items + 2 * num_visits, #ARGV, 2 do
-  count('refused:' .. ARGV[at], tonumber(ARGV[at + 1]))
-  num_refused = num_refused + tonumber(ARGV[at + 1])
+for code, number in pairs(args.refused) do
+  count('refused:' .. code, number)
+  num_refused = num_refused + number
 end
 count('refused:conflict', num_conflict)
 count('refused:not-leased', num_foreign)
 count('pushed:duplicate', num_duplicate)
 count('pushed:refused', num_refused)
-local run = redis.call('HMGET', KEYS[8], 'sampling_version', 'latest_version', 'state')
-return {position, run[1] or run[2] or '', run[3] or 'running', table.concat(outcomes)}
+local run = redis.call('HMGET', key('run'), 'sampling_version', 'latest_version', 'state')
+return {run[1] or run[2] or '', run[3] or 'running', table.concat(outcomes)}

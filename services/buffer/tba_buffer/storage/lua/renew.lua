@@ -1,16 +1,14 @@
 -- Give leases that a searcher still works on a new deadline.
--- KEYS: 1 leases, 2 lease_deadlines, 3 counters
--- ARGV: 1 searcher id, 2 new deadline_s, then lease ids
+-- args: searcher_id, deadline_s (the new one), lease_ids
 -- Returns the ids of those that are not (or no longer) its own.
 local lost = {}
-for i = 3, #ARGV do
-  local text = redis.call('HGET', KEYS[1], ARGV[i])
-  local lease = text and read_lease(text)
-  if lease and lease.s == ARGV[1] then
-    redis.call('ZADD', KEYS[2], ARGV[2], ARGV[i])
+for _, lease_id in ipairs(args.lease_ids) do
+  local lease = read_lease(lease_id)
+  if lease and lease.s == args.searcher_id then
+    redis.call('ZADD', key('lease_deadlines'), args.deadline_s, lease_id)
   else
-    lost[#lost + 1] = ARGV[i]
-    if lease then redis.pcall('HINCRBY', KEYS[3], 'foreign:renew', 1) end
+    lost[#lost + 1] = lease_id
+    if lease then redis.pcall('HINCRBY', key('counters'), 'foreign:renew', 1) end
   end
 end
 return lost

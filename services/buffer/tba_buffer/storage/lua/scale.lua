@@ -1,21 +1,23 @@
 -- Change the desired number of searchers: the next revision, and a line of the audit. A request id that made a change
 -- before changes nothing.
--- KEYS: 1 run, 2 scaling, 3 scaling_changes, 4 scaling_requests, 5 epoch
--- ARGV: 1 request id, 2 epoch, 3 now_s, 4 desired number ('null': as the recipe or the chart says), 5 JSON of the reason
+-- args: request_id, now_s, num_searchers (absent: as the recipe or the chart says), reason
 -- Returns 'superseded' or {'ok', revision}.
-if redis.call('GET', KEYS[5]) ~= ARGV[2] then return 'superseded' end
-local known = redis.call('HGET', KEYS[4], ARGV[1])
+if is_superseded() then return 'superseded' end
+local scaling = key('scaling')
+local known = redis.call('HGET', key('scaling_requests'), args.request_id)
 if known then return {'ok', tonumber(known)} end
-local run = redis.call('HMGET', KEYS[1], 'lineage', 'step')
-local revision = redis.call('HINCRBY', KEYS[2], 'revision', 1)
-local old = redis.call('HGET', KEYS[2], 'wanted') or 'null'
-if ARGV[4] == 'null' then
-  redis.call('HDEL', KEYS[2], 'wanted')
+local run = redis.call('HMGET', key('run'), 'lineage', 'step')
+local revision = redis.call('HINCRBY', scaling, 'revision', 1)
+local old, new = redis.call('HGET', scaling, 'wanted') or 'null', 'null'
+if args.num_searchers then
+  new = digits(args.num_searchers)
+  redis.call('HSET', scaling, 'wanted', new)
 else
-  redis.call('HSET', KEYS[2], 'wanted', ARGV[4])
+  redis.call('HDEL', scaling, 'wanted')
 end
-redis.call('RPUSH', KEYS[3], '{"revision":' .. revision .. ',"at_s":' .. ARGV[3] .. ',"role":"operator","reason":'
-  .. ARGV[5] .. ',"lineage":' .. (run[1] or '0') .. ',"step":' .. (run[2] or '0') .. ',"old":' .. old
-  .. ',"new":' .. ARGV[4] .. '}')
-redis.call('HSET', KEYS[4], ARGV[1], revision)
+local reason = args.reason and cjson.encode(args.reason) or 'null'
+redis.call('RPUSH', key('scaling_changes'), string.format(
+  '{"revision":%d,"at_s":%.17g,"role":"operator","reason":%s,"lineage":%s,"step":%s,"old":%s,"new":%s}',
+  revision, args.now_s, reason, run[1] or '0', run[2] or '0', old, new))
+redis.call('HSET', key('scaling_requests'), args.request_id, revision)
 return {'ok', revision}

@@ -1,31 +1,27 @@
 -- Change live settings: the next revision, and a line of the audit. A request id that made a change before changes
 -- nothing.
--- KEYS: 1 run, 2 settings, 3 settings_changes, 4 settings_requests, 5 epoch
--- ARGV: 1 request id, 2 token ('': an operator's), 3 epoch, 4 revision that the new values were checked with (-1: none),
---       5 now_s, 6 JSON of the role, 7 JSON of the reason, then pairs of a setting and JSON of its new value ('null': as
---       the recipe says)
+-- args: request_id, token (absent: an operator's), revision (that the new values were checked with; -1: none),
+--       now_s, role, reason, values (setting, JSON of its new value, ...; 'null': as the recipe says)
 -- Returns 'superseded', {'fenced'}, {'done'}, {'moved'}: the revision is another, check again; or {'ok', revision}.
-if redis.call('GET', KEYS[5]) ~= ARGV[3] then return 'superseded' end
-if ARGV[2] ~= '' and redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return {'fenced'} end
-local known = redis.call('HGET', KEYS[4], ARGV[1])
+local settings = key('settings')
+if is_superseded() then return 'superseded' end
+if args.token and redis.call('HGET', key('run'), 'token') ~= args.token then return {'fenced'} end
+local known = redis.call('HGET', key('settings_requests'), args.request_id)
 if known then return {'ok', tonumber(known)} end
-local run = redis.call('HMGET', KEYS[1], 'state', 'lineage', 'step')
+local run = redis.call('HMGET', key('run'), 'state', 'lineage', 'step')
 if run[1] == 'done' then return {'done'} end
-if (redis.call('HGET', KEYS[2], 'revision') or '0') ~= ARGV[4] then return {'moved'} end
-local revision = redis.call('HINCRBY', KEYS[2], 'revision', 1)
-local changes = {}
-for i = 8, #ARGV, 2 do
-  local field = 'value:' .. ARGV[i]
-  local old = redis.call('HGET', KEYS[2], field) or 'null'
-  changes[#changes + 1] = '"' .. ARGV[i] .. '":{"old":' .. old .. ',"new":' .. ARGV[i + 1] .. '}'
-  if ARGV[i + 1] == 'null' then
-    redis.call('HDEL', KEYS[2], field)
-  else
-    redis.call('HSET', KEYS[2], field, ARGV[i + 1])
-  end
+if (redis.call('HGET', settings, 'revision') or '0') ~= digits(args.revision) then return {'moved'} end
+local revision = redis.call('HINCRBY', settings, 'revision', 1)
+local changes, reason = {}, args.reason and cjson.encode(args.reason) or 'null'
+for at = 1, #args.values, 2 do
+  local name, new = args.values[at], args.values[at + 1]
+  local field = 'value:' .. name
+  local old = redis.call('HGET', settings, field) or 'null'
+  changes[#changes + 1] = string.format('"%s":{"old":%s,"new":%s}', name, old, new)
+  if new == 'null' then redis.call('HDEL', settings, field) else redis.call('HSET', settings, field, new) end
 end
-redis.call('RPUSH', KEYS[3], '{"revision":' .. revision .. ',"at_s":' .. ARGV[5] .. ',"role":' .. ARGV[6]
-  .. ',"reason":' .. ARGV[7] .. ',"lineage":' .. (run[2] or '0') .. ',"step":' .. (run[3] or '0')
-  .. ',"changes":{' .. table.concat(changes, ',') .. '}}')
-redis.call('HSET', KEYS[4], ARGV[1], revision)
+redis.call('RPUSH', key('settings_changes'), string.format(
+  '{"revision":%d,"at_s":%.17g,"role":"%s","reason":%s,"lineage":%s,"step":%s,"changes":{%s}}',
+  revision, args.now_s, args.role, reason, run[2] or '0', run[3] or '0', table.concat(changes, ',')))
+redis.call('HSET', key('settings_requests'), args.request_id, revision)
 return {'ok', revision}

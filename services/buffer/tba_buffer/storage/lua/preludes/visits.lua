@@ -9,7 +9,11 @@ local function is_lease(value)
   return type(value.s) == 'string' and (value.k == 'eval' and type(value.u) == 'string'
     or value.k == 'train' and type(value.v) == 'string')
 end
-local function read_lease(text) return read(text, is_lease) end
+
+local function read_lease(lease_id)
+  local text = redis.call('HGET', key('leases'), lease_id)
+  return text and read(text, is_lease)
+end
 
 -- The fields of an evaluation that leases need; evaluations.py reads the rest.
 local function is_eval(value)
@@ -25,7 +29,8 @@ end
 
 -- A visit, or nil. A damaged one is dropped with all other damaged ones, and the rollouts in flight are counted again,
 -- since nobody knows how many were theirs.
-local function read_visit(visits, counters, visit_id)
+local function read_visit(visit_id)
+  local visits = key('visits')
   local text = redis.call('HGET', visits, visit_id)
   if not text then return end
   local visit = read(text, is_visit)
@@ -39,16 +44,14 @@ local function read_visit(visits, counters, visit_id)
       inflight = inflight + other.n
     end
   end
-  redis.call('HSET', counters, 'inflight', inflight)
+  redis.call('HSET', key('counters'), 'inflight', inflight)
 end
-
--- ---- ending leases; KEYS as in lease.lua
 
 -- The subject of a damaged lease, found from the unit or visit that names the lease.
 local function subject_of(lease_id)
-  local unit = string.match(redis.call('HGET', KEYS[9], lease_id) or '', '^(%S+)')
+  local unit = string.match(redis.call('HGET', key('eval_units'), lease_id) or '', '^(%S+)')
   if unit then return {k = 'eval', u = unit} end
-  local every = redis.call('HGETALL', KEYS[1])
+  local every = redis.call('HGETALL', key('visits'))
   for i = 1, #every, 2 do
     local visit = read(every[i + 1], is_visit)
     if visit and visit.l == lease_id then return {k = 'train', v = every[i]} end
@@ -58,25 +61,24 @@ end
 -- End a lease. A visit with missing rollouts, or a unit without a result, waits to be leased again; but a visit that was
 -- 'refused' ends, since nobody can sample it.
 local function release(lease_id, why)
-  local text = redis.call('HGET', KEYS[3], lease_id)
-  redis.call('ZREM', KEYS[4], lease_id)
-  if not text then return end
-  redis.call('HDEL', KEYS[3], lease_id)
-  redis.pcall('HINCRBY', KEYS[6], 'leases:' .. why, 1)
-  local lease = read_lease(text) or subject_of(lease_id)
+  local lease = read_lease(lease_id)
+  redis.call('ZREM', key('lease_deadlines'), lease_id)
+  if redis.call('HDEL', key('leases'), lease_id) == 0 then return end
+  redis.pcall('HINCRBY', key('counters'), 'leases:' .. why, 1)
+  lease = lease or subject_of(lease_id)
   if not lease then return end
   if lease.k == 'eval' then
-    if redis.call('HEXISTS', KEYS[10], lease.u) == 0 then redis.call('RPUSH', KEYS[8], lease.u) end
+    if redis.call('HEXISTS', key('eval_results'), lease.u) == 0 then redis.call('RPUSH', key('eval_todo'), lease.u) end
     return
   end
-  local visit = read_visit(KEYS[1], KEYS[6], lease.v)
+  local visit = read_visit(lease.v)
   if not visit or visit.l ~= lease_id then return end
-  redis.call('HINCRBY', KEYS[6], 'inflight', -visit.n)
+  redis.call('HINCRBY', key('counters'), 'inflight', -visit.n)
   if why == 'refused' then
-    redis.call('HDEL', KEYS[1], lease.v)
+    redis.call('HDEL', key('visits'), lease.v)
   else
     visit.l = ''
-    redis.call('HSET', KEYS[1], lease.v, cjson.encode(visit))
-    redis.call('RPUSH', KEYS[2], lease.v)
+    redis.call('HSET', key('visits'), lease.v, cjson.encode(visit))
+    redis.call('RPUSH', key('returned'), lease.v)
   end
 end

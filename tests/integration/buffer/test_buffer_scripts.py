@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from tba_buffer import service as buffer_module
 from tba_buffer.index.log_follower import Compactor
 from tba_buffer.run.rollback import Rollbacks
-from tba_buffer.run.scaling.scaling import ScaleRequests
 from tba_buffer.service import Buffer
 from tba_buffer.snapshots.load import SnapshotLoad
 from tba_buffer.snapshots.save import SnapshotSave
@@ -171,7 +170,7 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     paused = changes[-1]
     said = (paused.role, paused.reason, paused.old, paused.new, paused.number)
     assert said == ("operator", "the store was slow", "running", "paused", 6)
-    assert await ScaleRequests(buffer.context).change(ScaleRequest(num_searchers=2)) == 1
+    assert await buffer.scaling.record(ScaleRequest(num_searchers=2)) == 1
     gauges = {STARTED_AT_S: 1.0, f"{WAITED_S}rollouts": 2.5}
     beat = Heartbeat(
         component_id="t", kind="trainer", run="test", state="training", version=None, wait=None, gauges=gauges

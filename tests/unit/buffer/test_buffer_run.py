@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tba_buffer.run.components import ABSENT_AFTER_S, absent_trainer
 from tba_buffer.run.settings import Settings, read_settings
+from tba_buffer.storage import keys
+from tba_buffer.storage.context import SCRIPT_NAMES, script_text
 
 from tba.api import ComponentInfo, RunState
 from tba.errors import ConfigError
@@ -112,3 +115,12 @@ def test_a_stored_value_that_this_release_cannot_read_is_one_sentence(value: byt
     with pytest.raises(ConfigError, match=rf"live settings \(revision 3\) .* cannot read: .*{message}") as caught:
         asyncio.run(read_settings(redis, KEYS, make_recipe("model")))
     assert "\n" not in str(caught.value)
+
+
+def test_every_key_that_a_script_names_is_described() -> None:
+    texts = "".join(script_text(name) for name in SCRIPT_NAMES)
+    named = set(re.findall(r"key\('(\w+):?'", texts))
+    table = re.sub(r"_ +\|.*\n\| ", "_", keys.__doc__ or "")  # long names take two lines
+    described = set(re.findall(r"^\| (\w+)", table, re.MULTILINE))
+    assert len(named) > 30
+    assert named <= described

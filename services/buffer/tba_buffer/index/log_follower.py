@@ -214,7 +214,9 @@ class IndexView:
             await self._read_newer(self._replayed)
             await self._read_newer(again)
             if again.index.position == self.index.position:
-                return _same(again.index.checkpoint(), self.index.checkpoint())
+                one, other = again.index.checkpoint(), self.index.checkpoint()
+                records = one.records.tobytes() == other.records.tobytes()
+                return records and (one.publications, one.draws) == (other.publications, other.draws)
         raise UnavailableError("the log grows while it is compared; try again")
 
     async def _check_prompts(self, index: Index) -> None:
@@ -383,11 +385,6 @@ def _records(index: Index, after: int, until: int, num: int) -> NDArray[np.void]
     """Return at most `num` records (CHECKPOINT_DTYPE) of live rollouts with positions after `after`, up to `until`."""
     rows = index.columns.live(index.columns.row_after(after), num=num)
     return index.records(rows[index.column("position", rows) <= until])
-
-
-def _same(one: LogCheckpoint, other: LogCheckpoint) -> bool:
-    records = one.records.tobytes() == other.records.tobytes()
-    return records and (one.publications, one.draws) == (other.publications, other.draws)
 
 
 def _damaged(key: str, error: Exception) -> UnavailableError:

@@ -157,7 +157,13 @@ class Components:
             if len(rivals) >= most:
                 gone = min(rivals, key=lambda name: (not rivals[name].has_ended, rivals[name].at_s))
                 if not rivals[gone].has_ended and now_s - rivals[gone].at_s <= HEARTBEAT_TIMEOUT_S:
-                    raise _too_many(beat.kind, most, HEARTBEAT_TIMEOUT_S)
+                    remedy = "give restarted searchers their old id" if beat.kind == "searcher" else "stop others"
+                    raise BusyError(
+                        f"{most} components of kind {beat.kind!r} are alive, which is the limit; this one may "
+                        f"continue, but GET /v1/run does not show it: {remedy}",
+                        retry_after_s=HEARTBEAT_TIMEOUT_S,
+                        wait="component-slots",
+                    )
                 del known[gone]
         known[beat.component_id] = _Known(beat.kind, now_s, beat.state in ENDED)
         return gone
@@ -240,20 +246,6 @@ class Components:
             gauges=fields["gauges"],
             wait=wait,
         )
-
-
-def _too_many(kind: str, most: int, silent_s: float) -> BusyError:
-    remedy = (
-        "stop searchers that are not needed, or give restarted searchers their old id"
-        if kind == "searcher"
-        else "stop those that are not needed"
-    )
-    return BusyError(
-        f"{most} components of kind {kind!r} are alive, which is the limit; this one may continue, "
-        f"but GET /v1/run does not show it: {remedy}",
-        retry_after_s=silent_s,
-        wait="component-slots",
-    )
 
 
 class TrainerWaits:

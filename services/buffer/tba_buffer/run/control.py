@@ -21,8 +21,7 @@ from tba.errors import ConflictError
 from tba.logs import get_logger
 from tba_buffer.run.lineage import fenced, rollback_waits
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage.context import Context, needed
-from tba_buffer.storage.redis_client import redis_errors
+from tba_buffer.storage.context import Context, read_lines
 
 log = get_logger("run")
 Command = Literal["pause", "resume", "stop", "done", "fail"]
@@ -51,17 +50,9 @@ class RunControl:
 
     async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> RunChanges:
         """Return at most `limit` changes of the state after one of them, oldest first."""
-        key, last = self._context.keys.run_changes, after + limit
-        with redis_errors("read the audit of the run"):
-            async with self._context.redis.pipeline(transaction=True) as pipe:
-                pipe.lrange(key, after, last - 1)
-                pipe.llen(key)
-                lines, num_lines = await pipe.execute()
-        changes = [
-            needed(key, f"line {number}", lambda line=line: RunChange.model_validate_json(line))
-            for number, line in enumerate(lines, after + 1)
-        ]
-        return RunChanges(changes=changes, next=last if lines and last < num_lines else None)
+        key = self._context.keys.run_changes
+        changes, more = await read_lines(self._context, key, RunChange, after=after, limit=limit)
+        return RunChanges(changes=changes, next=more)
 
     async def command(self, name: Command, command: RunCommand, role: Role) -> None:
         """Change the state. A repeated command changes nothing.

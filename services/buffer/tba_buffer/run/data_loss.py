@@ -46,12 +46,21 @@ class LossRecovery:
             SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not answer, or does not have a whole log.
         """
+        context = self._context
         async with self._accepting:  # of two at once, the second finds nothing to accept
-            await self._context.durability.check()
-            if self.loss is not None:
-                await self._accept(role, reason)
-                await self._context.durability.check()
-                self._context.notify_all()
+            await context.durability.check()
+            loss, num_lost = self.loss, context.losses.num_lost
+            if loss is None:
+                return
+            # first: a log that is not whole must not be accepted, and raises here
+            await self._view.reread()
+            request_id = new_id("request")
+            number = await context.scripts.accept_loss(**context.losses.accept_args(role, reason, request_id))
+            context.losses.accept(number, request_id)
+            context.durability.accept_damage()
+            log.warning("loss_accepted", num_lost=num_lost, loss=loss, role=role, reason=reason)
+            await context.durability.check()
+            context.notify_all()
 
     async def check_claim(self, claim: str) -> None:
         """Compare what a trainer heard last, perhaps from an earlier start of the buffer, with what Redis had."""
@@ -72,13 +81,3 @@ class LossRecovery:
             await self._view.reread()
             self._is_stale = False
         return None
-
-    async def _accept(self, role: AuditRole, reason: str | None) -> None:
-        context, loss, num_lost = self._context, self.loss, self._context.losses.num_lost
-        # first: a log that is not whole must not be accepted, and raises here
-        await self._view.reread()
-        request_id = new_id("request")
-        number = await context.scripts.accept_loss(**context.losses.accept_args(role, reason, request_id))
-        context.losses.accept(number, request_id)
-        context.durability.accept_damage()
-        log.warning("loss_accepted", num_lost=num_lost, loss=loss, role=role, reason=reason)

@@ -121,8 +121,21 @@ class Lineages:
             in_process=request.in_process,
             fails=request.fails or None,
         )
-        if (refusal := _refusal(reply[0], parent)) is not None:
-            raise refusal
+        match reply[0]:
+            case b"withdrawn":
+                raise ConflictError(
+                    f"the start of a trainer from {parent} was refused: the rollback that it obeys does not wait any "
+                    "more; read the run again"
+                )
+            case b"unknown-lineage":
+                raise ConflictError(
+                    f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run"
+                )
+            case b"unknown-step":
+                raise ConflictError(
+                    f"no trainer made version {parent}: lineage {parent.lineage} acked no step {parent.step}, and "
+                    "nobody announced or checkpointed that version"
+                )
         # the table first: a poll that wakes up looks the new lineage up in it
         await self.load()
         self._context.notify_all()
@@ -190,21 +203,3 @@ class Lineages:
             )
         if version.step > self.history(run.lineage).get(version.lineage, -1):
             raise ConflictError(f"{what} was refused: it is not in the history of lineage {run.lineage}")
-
-
-def _refusal(outcome: bytes, parent: PolicyVersion) -> ConflictError | None:
-    """Return why start_lineage.lua refused a start from this parent; None: it did not."""
-    match outcome:
-        case b"withdrawn":
-            return ConflictError(
-                f"the start of a trainer from {parent} was refused: the rollback that it obeys does not wait any more; "
-                "read the run again"
-            )
-        case b"unknown-lineage":
-            return ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
-        case b"unknown-step":
-            return ConflictError(
-                f"no trainer made version {parent}: lineage {parent.lineage} acked no step {parent.step}, and nobody "
-                "announced or checkpointed that version"
-            )
-    return None

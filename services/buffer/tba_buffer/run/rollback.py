@@ -77,7 +77,18 @@ class Rollbacks:
             run = await RunHash.read(self._context)
             found = await self._offered(run)
             version = next((version for version in found if version.step <= request.step), None)
-            reply = await self._ask(request, run, version)
+            # also without a checkpoint: the script knows the state of the run, and a request that was answered before
+            to, now = None if version is None else str(version), self._context.clock()
+            reply = await self._context.scripts.run(
+                "rollback",
+                request_id=request.request_id,
+                version=to,
+                request=json.dumps({"version": to, "at_s": now, **request.model_dump()}),
+                now_s=now,
+                reason=request.reason,
+                lineage=run.raw.get(b"lineage") or b"",
+                checkpoints_kept=run.raw.get(b"checkpoints_kept") or b"",
+            )
             if reply[0] != b"changed":
                 break
         match reply[0]:
@@ -102,20 +113,6 @@ class Rollbacks:
         log.info("rollback_asked_for", version=str(version), step=request.step, reason=request.reason)
         # held draws end now: the trainer is told without waiting for a batch
         self._context.notify_all()
-
-    async def _ask(self, request: RollbackRequest, run: RunHash, version: PolicyVersion | None) -> list[bytes]:
-        # also without a checkpoint: the script knows the state of the run, and a request that was answered before
-        to, now = None if version is None else str(version), self._context.clock()
-        return await self._context.scripts.run(
-            "rollback",
-            request_id=request.request_id,
-            version=to,
-            request=json.dumps({"version": to, "at_s": now, **request.model_dump()}),
-            now_s=now,
-            reason=request.reason,
-            lineage=run.raw.get(b"lineage") or b"",
-            checkpoints_kept=run.raw.get(b"checkpoints_kept") or b"",
-        )
 
     def _read(self) -> list[PolicyVersion]:
         if self._store is None:

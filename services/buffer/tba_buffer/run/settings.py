@@ -20,7 +20,7 @@ from tba.api.run import Role, SettingsAudit
 from tba.config import LIVE_NAMES, LiveName, LiveSettings, Recipe, Schedule, parse_live, with_live
 from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba_buffer.run.lineage import fenced
-from tba_buffer.storage.context import Context, RunHash, needed
+from tba_buffer.storage.context import Context, RunHash, read_lines
 from tba_buffer.storage.keys import Keys
 from tba_buffer.storage.redis_client import BytesRedis, redis_errors
 
@@ -56,19 +56,14 @@ async def read_settings(redis: BytesRedis, keys: Keys, recipe: Recipe) -> Settin
     fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
     try:
         revision = int(fields.get("revision", 0))
-    except ValueError:
-        raise ConfigError(
-            f"the live settings of run {recipe.run.name!r} in Redis have a revision that is not a number; "
-            "restore Redis from a copy"
-        ) from None
-    try:
         settings = parse_live(
             {name: json.loads(fields[f"value:{name}"]) for name in LIVE_NAMES if f"value:{name}" in fields}
         )
-    except (ConfigError, json.JSONDecodeError) as error:
+    except (ConfigError, ValueError) as error:
         raise ConfigError(
-            f"run {recipe.run.name!r} has live settings (revision {revision}) that this release of tba cannot read: "
-            f"{error}; run the release that wrote them, and reset them there first (`tba set KEY=recipe`)"
+            f"run {recipe.run.name!r} has live settings (revision {fields.get('revision')}) that this release of tba "
+            f"cannot read: {error}; restore Redis from a copy, or run the release that wrote them and reset them there "
+            "(`tba set KEY=recipe`)"
         ) from None
     try:
         return SettingsRevision(revision, settings, with_live(recipe, settings))
@@ -167,25 +162,17 @@ class Settings:
 
     async def info(self, *, after: int = 0, limit: int = MAX_CHANGES_PER_PAGE) -> SettingsInfo:
         """Return the settings of now, and at most `limit` changes after a revision, oldest first."""
-        keys, last = self._context.keys, after + limit
-        current = await self.load()
-        with redis_errors("read the audit of the live settings"):
-            async with self._context.redis.pipeline(transaction=True) as pipe:
-                pipe.lrange(keys.settings_changes, after, last - 1)
-                pipe.llen(keys.settings_changes)
-                pipe.hgetall(keys.run)
-                lines, num_lines, raw = await pipe.execute()
-        changes = [
-            needed(keys.settings_changes, f"line {revision}", lambda line=line: SettingsAudit.model_validate_json(line))
-            for revision, line in enumerate(lines, after + 1)
-        ]
+        context = self._context
+        current, run = await self.load(), await RunHash.read(context)
+        key = context.keys.settings_changes
+        changes, more = await read_lines(context, key, SettingsAudit, after=after, limit=limit)
         return SettingsInfo(
             revision=current.revision,
             settings=current.settings,
-            recipe=LiveSettings.of_recipe(self._context.recipe),
-            now=current.now(RunHash(self._context, raw).step),
+            recipe=LiveSettings.of_recipe(context.recipe),
+            now=current.now(run.step),
             changes=changes,
-            next=last if lines and last < num_lines else None,
+            next=more,
         )
 
 

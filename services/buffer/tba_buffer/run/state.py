@@ -35,10 +35,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from tba.api import RollbackInfo, RunState
 from tba.concurrency import SingleFlight
@@ -242,17 +240,8 @@ class RunStateReader:
     async def _read(self) -> None:
         # the script also voids batches past their deadline, so that they do not count as drawn
         reply = await self._context.scripts.run("read_run", now_s=self._context.clock())
-        self._last = await self._parse(*reply)
-
-    async def _parse(
-        self,
-        fields: Sequence[bytes | None],
-        counters: Sequence[bytes | None],
-        batches_since_publication: int,
-        revision: Any,
-    ) -> RunSnapshot:
-        keys, raw = self._context.keys, dict(zip(FIELDS, fields, strict=True))
-        run = RunHash(self._context, raw)
+        fields, counters, batches_since_publication, revision = reply
+        keys, run = self._context.keys, RunHash(self._context, dict(zip(FIELDS, fields, strict=True)))
         lineage, step = run.lineage, run.step
         position, inserted, leased, drawn, void, inserted_at_publication, publications = (
             needed(keys.counters, name, partial(parse_number, number, lowest=-MAX_NUMBER))
@@ -262,7 +251,7 @@ class RunStateReader:
         # a superseded process must hear that from catch_up, even where the index is up to date
         if index.position != position or self._context.epoch.refused is not None:
             index = await self._view.catch_up()
-        return RunSnapshot(
+        self._last = RunSnapshot(
             state=run.state,
             token=run.token,
             lineage=lineage,

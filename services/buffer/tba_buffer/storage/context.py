@@ -20,6 +20,7 @@ from importlib.resources import files
 from typing import Any, TypeVar, cast, get_args
 
 import msgspec
+from pydantic import BaseModel
 from redis.exceptions import NoScriptError, ResponseError
 
 from tba.api import RollbackInfo, RunChange, RunState
@@ -35,6 +36,7 @@ from tba_buffer.storage.losses import LOSS_COUNTERS, Losses
 from tba_buffer.storage.redis_client import BytesRedis, Command, read_count, redis_errors
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """The errors that parsing damaged bytes can raise."""
 MAX_DETAIL_CHARS = 300
@@ -341,6 +343,27 @@ def needed(key: str, name: str, how: Callable[[], T]) -> T:
         return how()
     except DAMAGE_ERRORS as error:
         raise unreadable(key, name, error) from None
+
+
+async def read_lines(
+    context: Context, key: str, model: type[M], *, after: int, limit: int
+) -> tuple[list[M], int | None]:
+    """Return at most `limit` lines of an audit after line number `after`, and the number to continue after, if any.
+
+    Raises:
+        UnavailableError: Redis did not answer, or a line cannot be read.
+    """
+    end = after + limit
+    with redis_errors(f"read {key}"):
+        async with context.redis.pipeline(transaction=True) as pipe:
+            pipe.lrange(key, after, end - 1)
+            pipe.llen(key)
+            lines, num_lines = await pipe.execute()
+    found = [
+        needed(key, f"line {number}", partial(model.model_validate_json, line))
+        for number, line in enumerate(lines, after + 1)
+    ]
+    return found, end if lines and end < num_lines else None
 
 
 def _text(text: bytes | None) -> str | None:

@@ -112,7 +112,7 @@ FORMAT_TEXT = f"{FORMAT} {__version__}"
 
 
 class Keys:
-    """The key names of one run.
+    """The key names of one run that Python reads. Scripts build theirs from `prefix` (context.py).
 
     Args:
         run: the run's name.
@@ -136,9 +136,7 @@ class Keys:
         self.prompt_order = self.prefix + "prompt_order"
         self.cursor = self.prefix + "cursor"
         self.visits = self.prefix + "visits"
-        self.returned = self.prefix + "returned"
         self.leases = self.prefix + "leases"
-        self.lease_deadlines = self.prefix + "lease_deadlines"
         self.evals = self.prefix + "evals"
         self.eval_order = self.prefix + "eval_order"
         self.eval_todo = self.prefix + "eval_todo"
@@ -146,23 +144,18 @@ class Keys:
         self.eval_results = self.prefix + "eval_results"
         self.eval_done = self.prefix + "eval_done"
         self.lineages = self.prefix + "lineages"
-        self.lineage_requests = self.prefix + "lineage_requests"
         self.run = self.prefix + "run"
         self.run_changes = self.prefix + "run_changes"
         self.components = self.prefix + "components"
         self.component_times = self.prefix + "component_times"
         self.trainer_waits = self.prefix + "trainer_waits"
-        self.open_batches = self.prefix + "open_batches"
         self.open_steps = self.prefix + "open_steps"
-        self.batches_since_publication = self.prefix + "batches_since_mark"
         self.announced = self.prefix + "announced"
         self.ledger = self.prefix + "ledger"
         self.settings = self.prefix + "settings"
         self.settings_changes = self.prefix + "settings_changes"
-        self.settings_requests = self.prefix + "settings_requests"
         self.scaling = self.prefix + "scaling"
         self.scaling_changes = self.prefix + "scaling_changes"
-        self.scaling_requests = self.prefix + "scaling_requests"
         self.ledger_steps = self.prefix + "ledger_steps"
         self.trained = self.prefix + "trained"
 

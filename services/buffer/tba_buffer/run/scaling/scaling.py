@@ -26,7 +26,7 @@ from tba.logs import get_logger
 from tba_buffer.run.components import Components
 from tba_buffer.run.scaling.kubernetes import Deployment, ScalingFailure
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage.context import Context, needed, parse_number
+from tba_buffer.storage.context import Context, needed, parse_number, read_lines
 from tba_buffer.storage.redis_client import redis_errors
 
 RECONCILE_S = 5.0
@@ -54,55 +54,6 @@ class DesiredSearchers:
     num: int | None
 
 
-class ScaleRequests:
-    """Reads and changes the desired number."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    async def read(self) -> DesiredSearchers:
-        """Return the last request."""
-        with redis_errors("read how many searchers are desired"):
-            revision, num = await self._context.redis.hmget(self._context.keys.scaling, "revision", "wanted")
-        key = self._context.keys.scaling
-        return DesiredSearchers(
-            needed(key, "revision", lambda: parse_number(revision)),
-            None if num is None else needed(key, "wanted", lambda: parse_number(num)),
-        )
-
-    async def change(self, request: ScaleRequest) -> int:
-        """Ask for another number. A request id that made a change before changes nothing.
-
-        Returns:
-            The revision that the request made.
-
-        Raises:
-            SupersededError: this buffer process does not own the run.
-        """
-        reply = await self._context.scripts.run(
-            "scale",
-            request_id=request.request_id,
-            now_s=self._context.clock(),
-            num_searchers=request.num_searchers,
-            reason=request.reason,
-        )
-        return int(reply[1])
-
-    async def changes(self, *, after: int, limit: int) -> tuple[list[ScaleAudit], int | None]:
-        """Return at most `limit` changes after a revision, oldest first, and the revision to continue after, if any."""
-        keys, last = self._context.keys, after + limit
-        with redis_errors("read the audit of the searchers"):
-            async with self._context.redis.pipeline(transaction=True) as pipe:
-                pipe.lrange(keys.scaling_changes, after, last - 1)
-                pipe.llen(keys.scaling_changes)
-                lines, num_lines = await pipe.execute()
-        found = [
-            needed(keys.scaling_changes, f"line {revision}", lambda line=line: ScaleAudit.model_validate_json(line))
-            for revision, line in enumerate(lines, after + 1)
-        ]
-        return found, last if lines and last < num_lines else None
-
-
 class Scaling:
     """The desired number of searchers and, on Kubernetes, the task that reaches it.
 
@@ -119,7 +70,6 @@ class Scaling:
         self._context, self._run_state, self._components = context, run_state, components
         self._section, self._server = context.recipe.scaling, context.recipe.shared_server
         self._most = self._section.max_searchers if self._server is None else 1
-        self._requests = ScaleRequests(context)
         self._deployment = Deployment(context.recipe) if self._section.backend == "kubernetes" else None
         self._problem: ScalingFailure | None = None
         self._lock = asyncio.Lock()
@@ -151,25 +101,51 @@ class Scaling:
             SupersededError: this buffer process does not own the run.
         """
         self._check(request.num_searchers)
-        revision = await self._requests.change(request)
+        revision = await self.record(request)
         if self._deployment is not None:  # the reply tells the answer of the API, if it comes soon
             await asyncio.wait({asyncio.create_task(self._round(), name="scale now")}, timeout=SETTLE_S)
         return await self.info(after=revision - 1, limit=1)
 
+    async def record(self, request: ScaleRequest) -> int:
+        """Store a request and return its revision. A request id that was stored before changes nothing.
+
+        Raises:
+            SupersededError: this buffer process does not own the run.
+        """
+        reply = await self._context.scripts.run(
+            "scale",
+            request_id=request.request_id,
+            now_s=self._context.clock(),
+            num_searchers=request.num_searchers,
+            reason=request.reason,
+        )
+        return int(reply[1])
+
     async def info(self, *, after: int = 0, limit: int = MAX_CHANGES_PER_PAGE) -> ScalingInfo:
         """Return the searchers, and the changes after a revision, oldest first."""
-        desired, fields = await self._requests.read(), await self._run_state.read_fields()
+        desired, fields = await self._read(), await self._run_state.read_fields()
         components, _ = await self._components.read()
-        changes, more = await self._requests.changes(after=after, limit=limit)
+        key = self._context.keys.scaling_changes
+        changes, more = await read_lines(self._context, key, ScaleAudit, after=after, limit=limit)
         return ScalingInfo(searchers=self._shown(desired, fields.state, components), changes=changes, next=more)
 
     async def searchers(self, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
         """Return the searchers, as GET /v1/run shows them."""
-        return self._shown(await self._requests.read(), state, components)
+        return self._shown(await self._read(), state, components)
 
     async def desired(self, state: RunState) -> int | None:
         """Return the desired number of searchers; None: not known here."""
-        return self._target(await self._requests.read(), state)[0]
+        return self._target(await self._read(), state)[0]
+
+    async def _read(self) -> DesiredSearchers:
+        """Return the last request."""
+        key = self._context.keys.scaling
+        with redis_errors("read how many searchers are desired"):
+            revision, num = await self._context.redis.hmget(key, "revision", "wanted")
+        return DesiredSearchers(
+            needed(key, "revision", lambda: parse_number(revision)),
+            None if num is None else needed(key, "wanted", lambda: parse_number(num)),
+        )
 
     def _check(self, num: int | None) -> None:
         if self._section.backend == "none":
@@ -255,36 +231,26 @@ class Scaling:
                 log.exception("scaling_failed")
 
     async def _advance(self) -> None:
-        desired, fields = await self._requests.read(), await self._run_state.read_fields()
+        desired, fields = await self._read(), await self._run_state.read_fields()
         num, source = self._target(desired, fields.state)
-        if self._deployment is not None and num is not None:
-            why = f"revision {desired.revision}" if source == "operator" else str(source)
-            try:
-                await self._set_replicas(self._deployment, num, why=why)
-            except ScalingFailure as failure:
-                await self._failed(failure)
-                return
-            # logged once, not with every round
-            if self._problem is not None:
-                log.info("scaling_works_again")
-                self._problem = None
-
-    async def _set_replicas(self, deployment: Deployment, num: int, *, why: str) -> None:
-        """Set the replicas where they are another number.
-
-        Raises:
-            ScalingFailure: the API did not do its part; the next round tries again.
-        """
-        found = await in_thread(deployment.replicas)
-        if found != num:
-            await in_thread(lambda: deployment.set_replicas(num))
-            log.info("replicas_set", deployment=deployment.name, old=found, new=num, why=why)
-
-    async def _failed(self, failure: ScalingFailure) -> None:
-        if self._problem is None or str(self._problem) != str(failure):
-            log.warning("scaling_fails", reason=failure.reason, detail=str(failure))
-        self._problem = failure
-        await self._context.count(f"scaling_failures:{failure.reason}")
+        deployment = self._deployment
+        if deployment is None or num is None:
+            return
+        try:
+            found = await in_thread(deployment.replicas)
+            if found != num:
+                await in_thread(lambda: deployment.set_replicas(num))
+                why = f"revision {desired.revision}" if source == "operator" else str(source)
+                log.info("replicas_set", deployment=deployment.name, old=found, new=num, why=why)
+        except ScalingFailure as failure:  # the next round tries again
+            if str(self._problem) != str(failure):  # logged once, not with every round
+                log.warning("scaling_fails", reason=failure.reason, detail=str(failure))
+            self._problem = failure
+            await self._context.count(f"scaling_failures:{failure.reason}")
+            return
+        if self._problem is not None:
+            log.info("scaling_works_again")
+            self._problem = None
 
 
 def num_alive(components: Sequence[ComponentInfo]) -> int:

@@ -17,7 +17,7 @@ from tba_buffer.storage.keys import Keys
 
 from tba.api import BatchRequest, ComponentInfo, RunCommand
 from tba.clients import BufferClient
-from tba.errors import BusyError, RunFailedError
+from tba.errors import BusyError, ConflictError, RunFailedError, UnauthorizedError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait, encode_heartbeat
 from tba.wire.heartbeat import MAX_HEARTBEAT_BYTES
 from tests.support.answering import answering
@@ -34,10 +34,9 @@ def beat(client: BufferClient, component_id: str, kind: str, *, state: str = "at
         Heartbeat(
             component_id=component_id,
             kind=kind,
-            run="test",
             state=state,
             version=None,
-            **{"wait": None, **fields},  # pyright: ignore[reportArgumentType]
+            **{"run": "test", "wait": None, **fields},  # pyright: ignore[reportArgumentType]
         )
     )
 
@@ -211,6 +210,17 @@ def test_the_state_and_the_step_of_the_run_are_metrics(serve_buffer: ServeBuffer
     assert "tba_searchers_desired" in {family.name for family in metrics_of(buffer.url)}
 
 
+def test_heartbeats_of_another_run_or_under_the_id_of_another_kind_are_refused(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    beat(client, "one", "trainer")
+    with pytest.raises(UnauthorizedError, match="'one' is a trainer, not a searcher"):
+        beat(client, "one", "searcher")
+    assert component(client, "trainer").component_id == "one"
+    with pytest.raises(ConflictError, match="other"):
+        beat(client, "x", "searcher", run="other")
+    assert [item for item in client.run().components if item.kind == "searcher"] == []
+
+
 # ---- the reward service ---------------------------------------------------------------------------------------------
 
 
@@ -229,6 +239,9 @@ def test_the_reward_service_is_a_component_with_its_reason(
         answers.append((200, b'{"status": "ok"}'))
         until("it is ready", lambda: component(client, "reward").state == "ready")
         assert component(client, "reward").note is None
+        answers.append((200, READY_WITH_NOTE))
+        until("it is noted", lambda: component(client, "reward").note == "judged: http: no connection")
+        assert component(client, "reward").state == "ready"
         assert set(asked) == {"/readyz"}
         assert values(buffer.url, "tba_components_alive")[("reward",)] == 1
     until("it is away", lambda: component(client, "reward").state == "unreachable")
@@ -240,17 +253,6 @@ def test_the_reward_service_is_a_component_with_its_reason(
 
 READY_WITH_NOTE = b'{"status": "ok", "note": "judged: http: no connection"}'
 BROKEN = b'{"type": "urn:tba:problem:broken-reward", "status": 503, "detail": "task t: python: KeyError: no answer"}'
-
-
-def test_what_a_ready_reward_service_says_beside_is_the_note_of_the_component(
-    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
-    with answering([(200, READY_WITH_NOTE)]) as (url, _):
-        client = serve_buffer(reward={"url": url}).client()
-        until("it was asked", lambda: component(client, "reward").alive)
-        found = component(client, "reward")
-        assert (found.state, found.note) == ("ready", "judged: http: no connection")
 
 
 def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_text(

@@ -9,57 +9,23 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis import Redis as Client
 from tba_buffer.storage.durability import DurabilityCheck
 
 from tba.api import LeaseRequest, VersionRequest
-from tba.clients import BufferClient
 from tba.config.redis import RedisAccess
 from tba.errors import ConfigError, UnavailableError
 from tests.support import redis_process
-from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
+from tests.support.buffer import make_payloads, start_lineage
 from tests.support.buffer_fixtures import BufferThread
 from tests.support.buffer_reads import readyz
 from tests.support.redis_process import DURABLE, RedisProcess, free_port, redis_server_path, start_redis
+from tests.support.redis_world import RedisWorld
 from tests.support.waits import until
 
 EVERYSEC = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "")
-
-
-class World:
-    """A Redis of its own, a buffer over it, and one acknowledged push."""
-
-    def __init__(self, folder: Path, options: tuple[str, ...] = DURABLE, **buffer: Any) -> None:
-        self.redis = start_redis(folder, options=options)
-        self.admin: Client = Client.from_url(self.redis.url)
-        self.buffer = BufferThread(make_recipe(buffer={"redis_url": self.redis.url, **buffer}))
-        self.client = self.buffer.client()
-        self.client.upload_prompts(make_prompts(4))
-        self.token = start_lineage(self.client).token
-        self.push()
-
-    def push(self) -> None:
-        """One push, acknowledged or an error; not tried again."""
-        assert [o.outcome for o in self.client.push(make_payloads(["train-0"])).outcomes] == ["new"] * 4
-
-    def refused(self, text: str) -> None:
-        """Wait until pushes are refused for a reason that says so, and the service is not ready for the same reason."""
-        until(f"{text!r} is refused", lambda: text in (why_refused(self.client) or ""))
-        until("not ready", lambda: readyz(self.buffer.url)[0] == 503)
-        assert text in readyz(self.buffer.url)[1]["detail"]
-
-    def accepted(self) -> None:
-        """Wait until pushes are acknowledged, and the service is ready."""
-        until("a push is accepted", lambda: why_refused(self.client) is None)
-        until("ready", lambda: readyz(self.buffer.url)[0] == 200)
-
-    def stop(self) -> None:
-        self.buffer.stop()
-        self.admin.close()
-        self.redis.stop()
 
 
 @pytest.fixture
@@ -69,12 +35,16 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.stop()
 
 
-def why_refused(client: BufferClient) -> str | None:
-    try:
-        client.push(make_payloads(["train-1"], per_prompt=1))
-    except UnavailableError as error:
-        return str(error)
-    return None
+class World(RedisWorld):
+    """Its Redis can be administrated."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(start_redis(folder))
+        self.admin: Client = Client.from_url(self.redis.url)
+
+    def stop(self) -> None:
+        self.admin.close()
+        super().stop()
 
 
 @pytest.mark.parametrize(
@@ -206,14 +176,16 @@ async def test_a_redis_in_cluster_mode_is_refused(tmp_path: Path) -> None:
         redis.stop()
 
 
-async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["no", "yes"], ids=["there was none", "there was one"])
+async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_path: Path, before: str) -> None:
     """Redis says `appendonly yes` at once, but until the first rewrite has ended nothing is in the file."""
-    redis = start_redis(tmp_path, options=("--appendonly", "no", "--appendfsync", "always", "--save", ""))
+    redis = start_redis(tmp_path, options=("--appendonly", before, "--appendfsync", "always", "--save", ""))
     durability = DurabilityCheck(RedisAccess(redis.url))
     try:
         with Client.from_url(redis.url) as admin:
             for i in range(200):
                 admin.set(f"key-{i}", b"x" * 10_000)
+            admin.config_set("appendonly", "no")
             admin.config_set("rdb-key-save-delay", 5000)  # microseconds per key: slows the rewrite down
             admin.config_set("appendonly", "yes")
             assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
@@ -267,24 +239,6 @@ def test_pushes_continue_while_the_file_is_rewritten(world: World, by_hand: bool
     assert world.admin.info("persistence")["aof_rewrite_in_progress"] == 1
 
 
-async def test_a_file_that_was_turned_on_again_is_waited_for_although_there_was_one(tmp_path: Path) -> None:
-    redis = start_redis(tmp_path)
-    durability = DurabilityCheck(RedisAccess(redis.url))
-    try:
-        with Client.from_url(redis.url) as admin:
-            for i in range(200):
-                admin.set(f"key-{i}", b"x" * 10_000)
-            admin.config_set("appendonly", "no")
-            admin.config_set("rdb-key-save-delay", 5000)
-            admin.config_set("appendonly", "yes")
-            assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
-            await durability.check_at_start()
-            assert admin.info("persistence")["aof_rewrite_in_progress"] == 0
-    finally:
-        await durability.aclose()
-        redis.stop()
-
-
 def limit_file_size(redis: RedisProcess, num_bytes: int) -> None:
     """No file of this Redis grows beyond it: its disk is full, as far as it can tell."""
     _, hard = resource.prlimit(redis.process.pid, resource.RLIMIT_FSIZE)
@@ -306,14 +260,13 @@ def test_a_full_disk_under_always_ends_redis_and_loses_nothing(tmp_path: Path) -
     world = World(tmp_path / "redis")
     try:
         limit_file_size(world.redis, 40_000)
-        num_acknowledged = world.client.stats().num_rollouts
-        while why_refused(world.client) is None:
-            num_acknowledged += 1
+        while world.why_refused() is None:
+            pass
         until("Redis has ended", lambda: world.redis.process.poll() is not None)
-        assert "Redis does not answer" in str(why_refused(world.client))
+        assert "Redis does not answer" in str(world.why_refused())
         assert readyz(world.buffer.url)[0] == 503
         world.redis.start()
-        until("a push is accepted", lambda: why_refused(world.client) is None)
-        assert world.client.stats().num_rollouts >= num_acknowledged + 1
+        until("a push is accepted", lambda: world.why_refused() is None)
+        assert world.outcomes_again() == {"duplicate"}
     finally:
         world.stop()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
+from urllib3.exceptions import ProtocolError
 
 from tba.api import EvalResult, EvalResults, Lease, LeaseRenewal, LeaseRequest, LeaseReturn, RunCommand, VersionRequest
 from tba.clients import BufferClient
 from tba.errors import ConflictError, UnauthorizedError
-from tba.wire import Heartbeat, Wait, encode_rollout
+from tba.wire import encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.leases import fulfil, lease, request_eval
@@ -27,51 +24,19 @@ from tests.support.redis_process import RedisProcess
 from tests.support.waits import DEADLINE_S
 
 
-class LossyProxy:
-    """Serves on a loopback port from a thread, as a context manager.
+def lose_answers(client: BufferClient, num: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The next requests of the client arrive, and `num` of their answers do not. Return those as they get lost."""
+    send, lost = client._http.urlopen, list[str]()
 
-    Args:
-        url: the service.
-        num_to_lose: answers that never arrive; the requests do.
-    """
+    def lossy(method: str, target: str, **options: Any) -> Any:
+        answer = send(method, target, **options)
+        if len(lost) == num:
+            return answer
+        lost.append(target)
+        raise ProtocolError("Connection aborted.")
 
-    def __init__(self, url: str, *, num_to_lose: int) -> None:
-        self.num_to_lose = num_to_lose
-        proxy, target = self, urlsplit(url).netloc
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                connection = HTTPConnection(target, timeout=30)
-                connection.request("POST", self.path, body, {"content-type": self.headers["content-type"]})
-                answer = connection.getresponse()
-                content = answer.read()
-                connection.close()
-                if proxy.num_to_lose > 0:
-                    proxy.num_to_lose -= 1
-                    self.close_connection = True
-                    return
-                self.send_response(answer.status)
-                self.send_header("content-type", answer.headers["content-type"])
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Nothing on stderr."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-
-    def __enter__(self) -> LossyProxy:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    monkeypatch.setattr(client._http, "urlopen", lossy)
+    return lost
 
 
 def open_work(redis: RedisProcess) -> dict[str, int]:
@@ -289,16 +254,17 @@ def test_a_request_that_is_sent_again_starts_the_deadline_again(serve_buffer: Se
     assert client.stats().leases["expired"] == 3
 
 
-def test_a_lost_reply_leaves_no_lease_that_nobody_knows(serve_buffer: ServeBuffer) -> None:
+def test_a_lost_reply_leaves_no_lease_that_nobody_knows(
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(20))
     start_lineage(client)
-    with LossyProxy(buffer.url, num_to_lose=2) as proxy:
-        unlucky = BufferClient(proxy.url, retry_s=20.0)
-        leases = lease(unlucky, 3).leases
-        unlucky.close()
-    assert proxy.num_to_lose == 0
+    unlucky = buffer.client(retry_s=20.0)
+    lost = lose_answers(unlucky, 2, monkeypatch)
+    leases = lease(unlucky, 3).leases
+    assert lost == ["/v1/leases"] * 2
     stats = client.stats()
     assert (len(leases), stats.leases["granted"], stats.leases["open"]) == (3, 3, 3)
     for item in leases:
@@ -460,30 +426,6 @@ def test_posterior_selection_continues_after_a_restart_as_if_there_was_none(serv
 # ---- evaluations ----------------------------------------------------------------------------------------------------
 
 
-def test_heartbeats_show_components_and_what_they_wait_for(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"HEARTBEAT_TIMEOUT_S": 1000.0}).client()
-    beat = Heartbeat(
-        component_id="searcher-1",
-        kind="searcher",
-        run="test",
-        state="waiting",
-        version=None,
-        wait=Wait(name="trainer-ahead", for_s=2.0, deadline_in_s=60.0),
-        gauges={"tokens_per_s": 10.0},
-    )
-    client.heartbeat(beat)
-    run = client.run()
-    (component,) = [item for item in run.components if item.kind == "searcher"]
-    assert (component.component_id, component.alive, component.gauges) == ("searcher-1", True, {"tokens_per_s": 10.0})
-    assert [(wait.owner, wait.name) for wait in run.waits] == [("searcher-1", "trainer-ahead")]
-    later(client, 1001.0)
-    run = client.run()
-    assert ([item.alive for item in run.components if item.kind == "searcher"], run.waits) == ([False], [])
-    other = Heartbeat(component_id="x", kind="searcher", run="other", state="s", version=None, wait=None)
-    with pytest.raises(ConflictError, match="other"):
-        client.heartbeat(other)
-
-
 def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(
     serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
@@ -546,12 +488,3 @@ def test_acts_on_a_lease_of_another_searcher_change_nothing_and_are_counted(serv
     }
     client.eval_results(evaluation.eval_id, EvalResults(searcher_id="s1", version="0-0", results=[result]))
     assert client.stats().leases["fulfilled"] == 1
-
-
-def test_a_searcher_does_not_beat_under_the_id_of_the_trainer(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    client.heartbeat(Heartbeat(component_id="one", kind="trainer", run="test", state="x", version=None, wait=None))
-    with pytest.raises(UnauthorizedError, match="'one' is a trainer, not a searcher"):
-        client.heartbeat(Heartbeat(component_id="one", kind="searcher", run="test", state="x", version=None, wait=None))
-    (found,) = [item for item in client.run().components if item.component_id == "one"]
-    assert found.kind == "trainer"

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,60 +26,24 @@ from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba.versions import START
 from tba.wire import Heartbeat, encode_heartbeat
 from tba_cli.main import main as tba
-from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import BufferThread
 from tests.support.metrics import values
-from tests.support.redis_process import DURABLE, RedisProcess, start_redis
+from tests.support.redis_process import start_redis
+from tests.support.redis_world import RedisWorld
 from tests.support.waits import until
 
 LOST = "acknowledged changes are missing"
 
 
-class World:
-    """A Redis, a buffer over it that has acknowledged three pushes, and a copy of the folder of Redis from then."""
+class World(RedisWorld):
+    """Three acknowledged pushes, and a copy of the folder of Redis from then."""
 
-    def __init__(
-        self, folder: Path, options: tuple[str, ...] = DURABLE, store: Mapping[str, Any] | None = None, **buffer: Any
-    ) -> None:
-        self.redis: RedisProcess = start_redis(folder / "redis", options=options)
-        self.recipe = make_recipe(buffer={"redis_url": self.redis.url, **buffer}, store=dict(store or {}))
+    def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
+        super().__init__(start_redis(folder / "redis"), num_pushes=3, **sections)
         self.copies = folder / "copies"
         self.heard = ""
         """The last answer that the trainer got."""
-        self.buffers: list[BufferThread] = []
-        self.start_buffer()
-        self.client.upload_prompts(make_prompts(4))
-        self.token = start_lineage(self.client).token
-        self.acknowledged: list[bytes] = []
-        for _ in range(3):
-            self.push()
         self.copy("older")
-
-    @property
-    def buffer(self) -> BufferThread:
-        """The one that was started last."""
-        return self.buffers[-1]
-
-    def start_buffer(self) -> None:
-        """One more, after the last one has ended."""
-        for buffer in self.buffers:
-            buffer.stop()
-        self.buffers.append(BufferThread(self.recipe))
-        self.client = self.buffer.client()
-
-    def push(self) -> None:
-        """A push, acknowledged or an error; not tried again."""
-        payloads = make_payloads(["train-0"])
-        assert {outcome.outcome for outcome in self.client.push(payloads).outcomes} == {"new"}
-        self.acknowledged += payloads
-
-    def why_refused(self) -> str | None:
-        """Return why a push is refused, or None; a refusal that waits for Redis is no answer yet."""
-        try:
-            self.push()
-        except UnavailableError as error:
-            return str(error)
-        return None
 
     def copy(self, name: str) -> None:
         """Keep what the folder of Redis has now."""
@@ -97,29 +59,16 @@ class World:
 
     def refused(self, text: str) -> None:
         """Check that pushes are refused for this reason, the service is not ready, and every reader sees it."""
-        until(f"{text!r} is refused", lambda: text in (self.why_refused() or ""))
+        super().refused(text)
         assert text in str(self.client.run().loss)
-        status, body = readyz(self.buffer.url)
-        assert (status, text in body) == (503, True)
         assert metric(self.buffer.url, "tba_redis_lost_data") == 1
         assert metric(self.buffer.url, "tba_redis_durable") == 0
 
     def accepted(self) -> None:
         """Check that pushes are acknowledged again, and no reader sees a loss."""
-        until("a push is accepted", lambda: self.why_refused() is None)
-        until("ready", lambda: readyz(self.buffer.url)[0] == 200)
+        super().accepted()
         assert self.client.run().loss is None
         assert metric(self.buffer.url, "tba_redis_lost_data") == 0
-
-    def outcomes_again(self) -> set[str]:
-        """Push all acknowledged rollouts once more; return the outcomes."""
-        return {outcome.outcome for outcome in self.client.push(self.acknowledged).outcomes}
-
-    def stop(self) -> None:
-        """End all."""
-        for buffer in self.buffers:
-            buffer.stop()
-        self.redis.stop()
 
 
 @pytest.fixture
@@ -133,15 +82,6 @@ def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path)
     yield made
     made.stop()
-
-
-def readyz(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"{url}/readyz") as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
 
 
 def metric(url: str, name: str) -> float:

@@ -8,71 +8,40 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tba.errors import UnavailableError
 from tests.support.buffer import (
     ROOT,
     SERVICE_PATHS,
-    make_payloads,
-    make_prompts,
     make_recipe,
-    start_lineage,
     write_recipe,
 )
-from tests.support.buffer_fixtures import BufferThread
 from tests.support.buffer_reads import readyz
+from tests.support.metrics import values
 from tests.support.redis_process import OF_OTHERS, RedisProcess, free_port
+from tests.support.redis_world import RedisWorld
 from tests.support.waits import until
 
 LOG = b"tba:test:log"
 MULTI = b"*1\r\n$5\r\nMULTI\r\n"
 
 
-class World:
-    """The Redis, a buffer over it, and three acknowledged pushes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.redis = RedisProcess(folder=folder, port=free_port(), options=OF_OTHERS, as_we_start_it=False)
-        self.redis.start()
-        self.recipe = make_recipe(buffer={"redis_url": self.redis.url})
-        self.buffer = BufferThread(self.recipe)
-        self.client = self.buffer.client()
-        self.client.upload_prompts(make_prompts(4))
-        start_lineage(self.client)
-        self.acknowledged: list[bytes] = []
-        for _ in range(3):
-            assert self.why_refused() is None
-        assert self.client.stats().num_rollouts == 12  # the buffer has read them back; it does so every second
-
-    def why_refused(self) -> str | None:
-        payloads = make_payloads(["train-0"])
-        try:
-            assert {outcome.outcome for outcome in self.client.push(payloads).outcomes} == {"new"}
-        except UnavailableError as error:
-            return str(error)
-        self.acknowledged += payloads
-        return None
-
-    def restart_redis(self) -> None:
-        self.redis.kill()
-        self.redis.start()
-
-    def stop(self) -> None:
-        self.buffer.stop()
-        self.redis.stop()
-
-
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "redis")
+def world(tmp_path: Path) -> Iterator[RedisWorld]:
+    redis = RedisProcess(folder=tmp_path / "redis", port=free_port(), options=OF_OTHERS, as_we_start_it=False)
+    redis.start()
+    made = RedisWorld(redis, num_pushes=3)
+    assert made.client.stats().num_rollouts == 12  # the buffer has read them back; it does so every second
     yield made
     made.stop()
+
+
+def restart(redis: RedisProcess) -> None:
+    redis.kill()
+    redis.start()
 
 
 def command(*words: bytes) -> bytes:
@@ -104,13 +73,7 @@ def half_push(position: int, records: bytes) -> bytes:
     )
 
 
-def metric(url: str, name: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
-
-
-def test_a_redis_of_others_does_not_start_over_a_torn_end_until_the_script_has_repaired_it(world: World) -> None:
+def test_a_redis_of_others_does_not_start_over_a_torn_end_until_the_script_has_repaired_it(world: RedisWorld) -> None:
     world.redis.kill()
     path = aof(world.redis.folder)
     data = path.read_bytes()
@@ -123,20 +86,20 @@ def test_a_redis_of_others_does_not_start_over_a_torn_end_until_the_script_has_r
     world.redis.start()
     assert aof(world.redis.folder).read_bytes() == data
     until("a push is accepted", lambda: world.why_refused() is None)
-    world.restart_redis()
+    restart(world.redis)
     until("a push is accepted again", lambda: world.why_refused() is None)
-    assert {outcome.outcome for outcome in world.client.push(world.acknowledged).outcomes} == {"duplicate"}
+    assert world.outcomes_again() == {"duplicate"}
     assert len(world.acknowledged) >= 20
 
 
-def test_a_restart_over_a_whole_file_is_no_event(world: World) -> None:
-    world.restart_redis()
+def test_a_restart_over_a_whole_file_is_no_event(world: RedisWorld) -> None:
+    restart(world.redis)
     until("a push is accepted", lambda: world.why_refused() is None)
     assert readyz(world.buffer.url)[0] == 200
-    assert {outcome.outcome for outcome in world.client.push(world.acknowledged).outcomes} == {"duplicate"}
+    assert world.outcomes_again() == {"duplicate"}
 
 
-def damage(world: World, more: int) -> None:
+def damage(world: RedisWorld, more: int) -> None:
     """A half push stands before the last but one and takes its place in the log, and `more` positions after it."""
     world.redis.kill()
     path = aof(world.redis.folder)
@@ -145,7 +108,7 @@ def damage(world: World, more: int) -> None:
     path.write_bytes(data[:begin] + half_push(position + more, records) + data[begin:])
 
 
-def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(world: World) -> None:
+def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(world: RedisWorld) -> None:
     """Its entries follow each other without a gap, and its end is where it was."""
     damage(world, more=0)
     damaged = aof(world.redis.folder).read_bytes()
@@ -153,12 +116,12 @@ def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(worl
     until("it is refused", lambda: "is not the one that was acknowledged" in (world.why_refused() or ""), deadline_s=60)
     until("not ready", lambda: readyz(world.buffer.url)[0] == 503)
     assert "tba buffer load" in readyz(world.buffer.url)[1]["detail"]
-    assert metric(world.buffer.url, "tba_redis_durable") == 0
+    assert values(world.buffer.url, "tba_redis_durable")[()] == 0
     assert world.client.run().state == "running"  # reading continues
     assert aof(world.redis.folder).read_bytes()[: len(damaged)] == damaged, "somebody may yet repair it"
 
 
-def test_a_buffer_that_starts_over_a_log_with_a_gap_says_so_in_one_sentence(world: World, tmp_path: Path) -> None:
+def test_a_buffer_that_starts_over_a_log_with_a_gap_says_so_in_one_sentence(world: RedisWorld, tmp_path: Path) -> None:
     damage(world, more=2)
     world.redis.start()
     until("it is refused", lambda: "tba buffer load" in (world.why_refused() or ""))

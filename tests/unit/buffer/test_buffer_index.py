@@ -322,31 +322,6 @@ def test_a_fresh_index_begins_anywhere() -> None:
     assert index.column("position", index.live_rows()).tolist() == [1000, 1001]
 
 
-def test_recent_is_what_arrived_since_the_mark_before_the_newest() -> None:
-    index = make_index(make_added(1, [Item(prompt=0)]), Publication(2, PolicyVersion(1, 0)))
-    assert index.column("prompt", index.recent_rows()).tolist() == [0]
-    index.apply(make_added(3, [Item(prompt=1)]))
-    index.apply(Publication(4, PolicyVersion(1, 4)))
-    assert index.column("prompt", index.recent_rows()).tolist() == [1]
-    index.apply(make_added(5, [Item(prompt=2)]))
-    assert index.column("prompt", index.recent_rows()).tolist() == [1, 2]
-
-
-def test_taking_turns_recent_is_what_arrived_since_the_newest_mark() -> None:
-    events = [make_added(1, [Item(prompt=0)]), Publication(2, PolicyVersion(1, 0)), make_added(3, [Item(prompt=1)])]
-    index = make_index(*events, alternate=True)
-    assert index.column("prompt", index.recent_rows()).tolist() == [1]
-
-
-def test_a_pending_rollout_takes_its_place_by_arrival_once_it_is_scored() -> None:
-    index = make_index(make_added(1, [Item(status="pending"), Item(reward=1.0), Item(status="pending")]))
-    assert index.pending_rows(5).tolist() == [0, 2]
-    index.apply(make_rescored(4, {1: Item(reward=0.5, num_bytes=30)}))
-    assert index.column("reward", index.prompt_rows(0)).tolist() == [0.5, 1.0]
-    assert (index.num_pending, index.payload_bytes) == (1, 50)
-    assert index.pending_rows(5).tolist() == [2]
-
-
 def test_memory_stays_bounded_while_rollouts_come_and_go() -> None:
     index, sizes = make_index(), []
     for number in range(300):

@@ -158,7 +158,7 @@ async def test_what_was_read_is_not_read_again(world: World, monkeypatch: pytest
     parsed = 0
     original = curves.read_page
 
-    def counted(lines: list[bytes], **of: Any) -> list[curves.LedgerLine]:
+    def counted(lines: list[bytes], **of: Any) -> list[curves.BatchLine]:
         nonlocal parsed
         parsed += len(lines)
         return original(lines, **of)

@@ -203,20 +203,15 @@ def test_the_operations_page_lists_every_metric_and_no_other(serve_buffer: Serve
     assert of_reward == {name for name in counted if not name.endswith("_created")}
 
 
-@pytest.mark.parametrize("name", ["tba_waits", "tba_components_alive"])
-def test_who_waits_and_who_is_alive_is_counted(serve_buffer: ServeBuffer, name: str) -> None:
+def test_who_waits_and_who_is_alive_is_counted(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     for number in range(3):
+        wait = Wait(name="no-version", for_s=1.0, deadline_in_s=9.0) if number else None
+        name = f"searcher-{number}"
         client.heartbeat(
-            Heartbeat(
-                component_id=f"searcher-{number}",
-                kind="searcher",
-                run="test",
-                state="waiting",
-                version=None,
-                wait=Wait(name="no-version", for_s=1.0, deadline_in_s=9.0) if number else None,
-            )
+            Heartbeat(component_id=name, kind="searcher", run="test", state="waiting", version=None, wait=wait)
         )
-    labels = {"name": "no-version"} if name == "tba_waits" else {"kind": "searcher"}
-    assert value(metrics_of(buffer), name, **labels) == (2 if name == "tba_waits" else 3)
+    metrics = metrics_of(buffer)
+    assert value(metrics, "tba_waits", name="no-version") == 2
+    assert value(metrics, "tba_components_alive", kind="searcher") == 3

@@ -48,7 +48,7 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
     )
     # awaited before the port listens: nobody meets a service that still reads Redis
     app.state.start = buffer.start
-    app.add_middleware(RequestTimes, metrics=buffer.metrics.times)
+    app.add_middleware(RequestTimes, registry=registry)
     why = recipe.buffer.read_only
     guards = [] if why is None else [Depends(_write_refusal(why))]
     # a request tries the routes in this order: the most frequent endpoints come first

@@ -12,7 +12,7 @@ import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -44,44 +44,35 @@ THREAD_BYTES = 256 << 10
 log = get_logger("curves")
 
 
-class LedgerLine(msgspec.Struct, frozen=True):
+class BatchLine(msgspec.Struct, frozen=True, tag_field="kind", tag="batch"):
     """The fields of a line of the ledger that curves need; the others, such as the rollout ids, are skipped."""
 
     lineage: Annotated[int, msgspec.Meta(ge=0, le=MAX_LINEAGE)]
-    kind: Literal["batch", "resume"] = "batch"
-    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)] | None = None
-    acked_at_s: float | None = None
+    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+    acked_at_s: float
     metrics: dict[str, float | None] = {}
 
 
-_DECODER = msgspec.json.Decoder(LedgerLine)
+class ResumeLine(msgspec.Struct, frozen=True, tag_field="kind", tag="resume"):
+    """The line of a trainer's start."""
 
 
-def _read_line(line: bytes) -> LedgerLine:
-    """Parse a line.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    read = _DECODER.decode(line)
-    if read.kind == "batch" and (read.step is None or read.acked_at_s is None):
-        raise ValueError("the line of a batch has no step, or no time")
-    return read
+_DECODER = msgspec.json.Decoder(BatchLine | ResumeLine)
 
 
-def read_page(lines: Sequence[bytes], *, key: str, first: int) -> list[LedgerLine]:
+def read_page(lines: Sequence[bytes], *, key: str, first: int) -> list[BatchLine]:
     """Parse lines of the ledger, which is `key`, from number `first` on; those of resumes are left out.
 
     Raises:
         UnavailableError: one cannot be read.
     """
-    found: list[LedgerLine] = []
+    found: list[BatchLine] = []
     for number, line in enumerate(lines, first):
         try:
-            read = _read_line(line)
+            read = _DECODER.decode(line)
         except DAMAGE_ERRORS as error:
             raise unreadable(key, f"line {number}", error) from None
-        if read.kind == "batch":
+        if isinstance(read, BatchLine):
             found.append(read)
     return found
 
@@ -115,8 +106,8 @@ class StepMetrics:
         """[rows] when they were acked, Unix seconds."""
         return np.array(self._at_s)
 
-    def add(self, lines: Sequence[LedgerLine]) -> None:
-        """Add the steps of lines, all of them of batches."""
+    def add(self, lines: Sequence[BatchLine]) -> None:
+        """Add the steps of lines."""
         for line in lines:
             for name in line.metrics:
                 if name not in self._columns and name not in self._left_out:
@@ -124,8 +115,6 @@ class StepMetrics:
             for name, column in self._columns.items():
                 value = line.metrics.get(name)
                 column.append(np.nan if value is None else value)
-            assert line.step is not None, "it is the line of a batch"
-            assert line.acked_at_s is not None
             self._lineages.append(line.lineage)
             self._steps.append(line.step)
             self._at_s.append(line.acked_at_s)
@@ -142,7 +131,7 @@ class StepMetrics:
         """Return which steps [rows] are in a history: lineage -> the last step of it."""
         lineages, inverse = np.unique(np.array(self._lineages), return_inverse=True)
         last = np.array([history.get(lineage, -1) for lineage in lineages.tolist()], dtype=np.int64)
-        return self.steps <= last[inverse] if len(lineages) else np.zeros(0, dtype=bool)
+        return self.steps <= last[inverse]
 
     def values(self, name: str, rows: Ints) -> Floats:
         """Return a metric at rows [n]; NaN where it is unknown. [n]"""

@@ -11,11 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import TypeVar, get_args
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily as Count
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,14 +31,13 @@ from tba_buffer.run.state import RunStateReader
 from tba_buffer.sampling.draw import WAIT_SENTENCES
 from tba_buffer.storage.context import RunHash
 
+F = TypeVar("F", Count, Gauge)
 AGE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WAITS_SHOWN = 30
 BATCH_WAIT = "batch"
 OTHER_WAITS = "other"
 DATA_WAITS = (BATCH_WAIT, *WAIT_SENTENCES)
 """The waits of a trainer for a batch."""
-
-
 KINDS: tuple[str, ...] = ("searcher", "trainer", "buffer", "reward")
 """Kinds that are shown even when there is no such component."""
 LONGEST_SHOWN = 64
@@ -93,7 +94,6 @@ class Metrics(Collector):
         self._durability_problem, self._loss = durability_problem, loss
         self._reading: Reading | None = None
         self._redis_answers = False
-        self.times = RequestMetrics(registry)
         registry.register(self)
 
     async def refresh(self) -> None:
@@ -123,96 +123,86 @@ class Metrics(Collector):
         """Yield every metric but the times; before the first `refresh` only those about Redis."""
         # these two are there even without a reading: alerts need them while Redis is away
         is_durable = self._redis_answers and self._durability_problem() is None
-        yield GaugeMetricFamily(
+        yield Gauge(
             "tba_redis_durable", "1 while Redis answers and can keep what the buffer acknowledges", value=is_durable
         )
-        yield GaugeMetricFamily(
+        yield Gauge(
             "tba_redis_lost_data",
             "1 while Redis lacks acknowledged changes and no operator has accepted their loss",
             value=self._loss() is not None,
         )
         if self._reading is not None:
             yield from _counter_families(self._reading.counters)
-            yield from _total_families(self._reading)
             yield from _gauge_families(self._reading)
             yield from _run_families(self._reading)
             yield from component_families(self._reading.components, self._reading.waits)
             yield from gauge_families(self._reading.components)
-            yield from self._prompts(self._reading.counters)
-
-    def _prompts(self, counters: Counters) -> Iterator[Metric]:
-        splits = {"train": len(self._catalog.train), "heldout": len(self._catalog.heldout)}
-        yield gauges_by("tba_prompts", "Prompts uploaded, by split", "split", splits)
-        text = "Prompts that can fill a slot of a batch now"
-        yield GaugeMetricFamily("tba_buffer_drawable_prompts", text, value=counters.index.num_drawable)
+            splits = {"train": len(self._catalog.train), "heldout": len(self._catalog.heldout)}
+            yield _by(Gauge, "tba_prompts", "Prompts uploaded, by split", "split", splits)
 
 
 def _counter_families(counters: Counters) -> Iterator[Metric]:
     totals = counters.totals
-    # outcomes that never occurred are shown as 0, since a rate needs a first value
-    pushed = {outcome: totals.get(f"pushed:{outcome}", 0) for outcome in PUSH_OUTCOMES}
-    yield _by("tba_rollouts", "Rollouts pushed, by outcome", "outcome", pushed)
-    yield _by(
-        "tba_buffer_refused", "Pushed rollouts that were not stored, by reason", "reason", counters.group("refused")
-    )
-    yield _by(
-        "tba_buffer_foreign_writes",
-        "Refused writes to a lease of another searcher, or under the id of another component, by act",
-        "act",
-        counters.group("foreign"),
-    )
-    yield _by("tba_buffer_evicted", "Stored rollouts that were evicted, by reason", "reason", counters.group("evicted"))
-    yield _by("tba_buffer_rescored", "Rollouts scored after they were stored", "outcome", counters.group("rescored"))
-    for name, counted, text in (
-        ("tba_drawn_rollouts", "drawn", "Rollouts drawn for batches"),
-        ("tba_void_rollouts", "void", "Rollouts of drawn batches that became void"),
-        ("tba_trained_rollouts", "trained", "Rollouts of batches that a step used"),
-        ("tba_published_versions", "marks", "Versions announced"),
+    for name, group, label, text in (
+        ("tba_buffer_refused", "refused", "reason", "Pushed rollouts that were not stored, by reason"),
+        (
+            "tba_buffer_foreign_writes",
+            "foreign",
+            "act",
+            "Refused writes to a lease of another searcher, or under the id of another component, by act",
+        ),
+        ("tba_buffer_evicted", "evicted", "reason", "Stored rollouts that were evicted, by reason"),
+        ("tba_buffer_rescored", "rescored", "outcome", "Rollouts scored after they were stored"),
+        ("tba_trainer_refused", "trainer_refused", "reason", "Rollouts that the trainer refused"),
+        ("tba_skipped_batches", "skipped", "reason", "Batches consumed by a step that skipped them"),
+        (
+            "tba_scaling_failures",
+            "scaling_failures",
+            "reason",
+            "Failed changes of the number of searchers, by reason",
+        ),
     ):
-        yield CounterMetricFamily(name, text, value=totals.get(counted, 0))
+        yield _by(Count, name, text, label, counters.group(group))
+    # what never occurred is shown as 0, since a rate needs a first value; `slots` also counts rollouts, no slots
+    for name, group, label, shown, text in (
+        ("tba_rollouts", "pushed", "outcome", PUSH_OUTCOMES, "Rollouts pushed, by outcome"),
+        ("tba_buffer_slots", "slots", "kind", ("recent", "replay", "fallback"), "Slots of drawn batches, by kind"),
+        ("tba_buffer_leases", "leases", "event", LEASE_EVENTS, "Leases, by outcome"),
+    ):
+        counted = counters.group(group)
+        yield _by(Count, name, text, label, {each: counted.get(each, 0) for each in shown})
     events = {"drawn": totals.get("batches", 0), "acked": counters.num_acked}
-    yield _by("tba_buffer_batches", "Batches, by outcome", "event", events)
-    yield _by("tba_trainer_refused", "Rollouts that the trainer refused", "reason", counters.group("trainer_refused"))
-    yield _by(
-        "tba_skipped_batches", "Batches consumed by a step that skipped them", "reason", counters.group("skipped")
-    )
-    # `slots` also counts rollouts, which are no slots
-    slots = counters.group("slots")
-    kinds = {kind: slots.get(kind, 0) for kind in ("recent", "replay", "fallback")}
-    yield _by("tba_buffer_slots", "Slots of drawn batches, by kind", "kind", kinds)
-    leases = counters.group("leases")
-    ended = {event: leases.get(event, 0) for event in LEASE_EVENTS}
-    yield _by("tba_buffer_leases", "Leases, by outcome", "event", ended)
+    yield _by(Count, "tba_buffer_batches", "Batches, by outcome", "event", events)
+    tokens = counters.tokens()
+    for name, number, text in (
+        ("tba_drawn_rollouts", totals.get("drawn", 0), "Rollouts drawn for batches"),
+        ("tba_void_rollouts", totals.get("void", 0), "Rollouts of drawn batches that became void"),
+        ("tba_trained_rollouts", totals.get("trained", 0), "Rollouts of batches that a step used"),
+        ("tba_published_versions", totals.get("marks", 0), "Versions announced"),
+        ("tba_generated_tokens", tokens.generated, "Completion tokens of stored rollouts"),
+        ("tba_trained_tokens", tokens.trained, "Completion tokens that steps trained on"),
+    ):
+        yield Count(name, text, value=number)
+    yield _by(Count, "tba_component_seconds", "Time that components were there", "kind", counters.times)
     # a histogram of Prometheus is cumulative: each bucket holds those before it
     ages = [
-        *((str(float(edge)), _up_to(counters.ages, edge)) for edge in AGE_BUCKETS),
-        ("+Inf", sum(counters.ages.values())),
+        (str(float(edge)), sum(number for age, number in counters.ages.items() if age <= edge)) for edge in AGE_BUCKETS
     ]
     yield HistogramMetricFamily(
         "tba_policy_age_steps",
         "Policy age of rollouts when a step consumed them",
-        buckets=ages,
+        buckets=[*ages, ("+Inf", sum(counters.ages.values()))],
         sum_value=sum(age * number for age, number in counters.ages.items()),
     )
-
-
-def _total_families(reading: Reading) -> Iterator[Metric]:
-    tokens = reading.counters.tokens()
-    for name, number, text in (
-        ("tba_generated_tokens", tokens.generated, "Completion tokens of stored rollouts"),
-        ("tba_trained_tokens", tokens.trained, "Completion tokens that steps trained on"),
-    ):
-        yield CounterMetricFamily(name, text, value=number)
-    yield _by("tba_component_seconds", "Time that components were there", "kind", reading.counters.times)
 
 
 def _gauge_families(reading: Reading) -> Iterator[Metric]:
     counters, index = reading.counters, reading.counters.index
     stored = {"scored": index.num_scored, "pending": index.num_pending, "failed": index.num_failed}
-    yield gauges_by("tba_buffer_rollouts", "Rollouts stored now, by reward status", "status", stored)
+    yield _by(Gauge, "tba_buffer_rollouts", "Rollouts stored now, by reward status", "status", stored)
     # None is absent, not 0: that would be a reward
     text = "Mean reward of the recent part of the buffer"
-    yield GaugeMetricFamily("tba_buffer_mean_reward_recent", text, value=reading.mean_reward_recent)
+    yield Gauge("tba_buffer_mean_reward_recent", text, value=reading.mean_reward_recent)
     for name, value, text in (
         ("tba_buffer_payload_bytes", index.payload_bytes, "Bytes of the stored rollouts, as pushed"),
         ("tba_buffer_index_bytes", index.memory_bytes(), "Memory of the index"),
@@ -222,36 +212,33 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
             "Log positions that a restart replays",
         ),
         ("tba_buffer_open_leases", counters.num_open_leases, "Leases that have not ended"),
+        ("tba_buffer_drawable_prompts", index.num_drawable, "Prompts that can fill a slot of a batch now"),
     ):
-        yield GaugeMetricFamily(name, text, value=value)
+        yield Gauge(name, text, value=value)
     # absent until a version is announced: step 0 is a version too
     latest = reading.run.latest_version
     steps = {} if latest is None else {"buffer": PolicyVersion.parse(latest).step}
-    yield gauges_by("tba_weight_version", "Step of the newest announced version", "role", steps)
+    yield _by(Gauge, "tba_weight_version", "Step of the newest announced version", "role", steps)
     waits = shown_waits(Counter(wait.name for wait in reading.waits))
-    yield gauges_by("tba_waits", "Current waits, by the name of the wait", "name", waits)
+    yield _by(Gauge, "tba_waits", "Current waits, by the name of the wait", "name", waits)
 
 
 def _run_families(reading: Reading) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "tba_run_step", "Last acked step of the active lineage", value=reading.counters.trainer.step
-    )
+    yield Gauge("tba_run_step", "Last acked step of the active lineage", value=reading.counters.trainer.step)
     # a series for each state, so that a dashboard shows when each of them held
     states = {state: float(state == reading.run.state) for state in get_args(RunState)}
-    yield gauges_by("tba_run_state", "1 for the state that the run is in", "state", states)
+    yield _by(Gauge, "tba_run_state", "1 for the state that the run is in", "state", states)
     for name, number, text in (
         ("tba_redis_losses_accepted", reading.run.num_losses_accepted, "Losses of Redis that were accepted"),
         ("tba_redis_lost_changes", reading.run.num_lost_changes, "Acknowledged changes that were accepted as lost"),
     ):
-        yield CounterMetricFamily(name, text, value=number)
+        yield Count(name, text, value=number)
     # a rate needs a first value: the waits for data are there from the beginning
     waited_s = {**dict.fromkeys(DATA_WAITS, 0.0), **reading.trainer_waited_s}
     text = "Time that trainers have waited, by the name of the wait"
-    yield _by("tba_trainer_wait_seconds", text, "name", waited_s)
+    yield _by(Count, "tba_trainer_wait_seconds", text, "name", waited_s)
     # None is absent, not 0: nothing of tba knows a number
-    yield GaugeMetricFamily("tba_searchers_desired", "Desired number of searchers", value=reading.searchers_desired)
-    failures = reading.counters.group("scaling_failures")
-    yield _by("tba_scaling_failures", "Attempts to change the number of searchers that failed", "reason", failures)
+    yield Gauge("tba_searchers_desired", "Desired number of searchers", value=reading.searchers_desired)
 
 
 def component_families(components: Sequence[ComponentInfo], waits: Sequence[WaitInfo]) -> Iterator[Metric]:
@@ -260,25 +247,25 @@ def component_families(components: Sequence[ComponentInfo], waits: Sequence[Wait
     none = dict.fromkeys(KINDS, 0)
     text = "Components with a recent sign of life, by kind"
     alive = Counter(item.kind for item in components if item.alive)
-    yield gauges_by("tba_components_alive", text, "kind", {**none, **alive})
+    yield _by(Gauge, "tba_components_alive", text, "kind", {**none, **alive})
     text = "Components without a recent sign of life that did not announce their end, by kind"
     silent = Counter(item.kind for item in components if not item.alive and item.state not in ENDED)
-    yield gauges_by("tba_components_silent", text, "kind", {**none, **silent})
+    yield _by(Gauge, "tba_components_silent", text, "kind", {**none, **silent})
     ages_s: dict[str, float] = {}
     for item in components:
         ages_s[item.kind] = min(item.heartbeat_age_s, ages_s.get(item.kind, item.heartbeat_age_s))
     text = "Age of the newest sign of life, by kind"
-    yield gauges_by("tba_component_heartbeat_age_seconds", text, "kind", ages_s)
+    yield _by(Gauge, "tba_component_heartbeat_age_seconds", text, "kind", ages_s)
     yield _longest(waits)
     late_s = dict.fromkeys(KINDS, 0.0)
     for wait in waits:
         kind = wait.kind or "buffer"
         late_s[kind] = max(late_s.get(kind, 0.0), -wait.deadline_in_s)
     text = "How long the most overdue wait is past its own deadline, by kind"
-    yield gauges_by("tba_component_wait_overdue_seconds", text, "kind", late_s)
+    yield _by(Gauge, "tba_component_wait_overdue_seconds", text, "kind", late_s)
 
 
-def _longest(waits: Sequence[WaitInfo]) -> GaugeMetricFamily:
+def _longest(waits: Sequence[WaitInfo]) -> Gauge:
     """Return the longest wait by kind and name."""
     # names come from heartbeats and labels must stay few: all but the longest waits share one name
     longest_s: dict[tuple[str, str], float] = {}
@@ -286,9 +273,7 @@ def _longest(waits: Sequence[WaitInfo]) -> GaugeMetricFamily:
         kind = wait.kind or "buffer"
         is_shown = len(longest_s) < LONGEST_SHOWN or (kind, wait.name) in longest_s
         longest_s.setdefault((kind, wait.name if is_shown else OTHER_WAITS), wait.for_s)
-    family = GaugeMetricFamily(
-        "tba_component_wait_seconds", "The longest wait now, by kind and name", labels=["kind", "name"]
-    )
+    family = Gauge("tba_component_wait_seconds", "The longest wait now, by kind and name", labels=["kind", "name"])
     for labels, for_s in longest_s.items():
         family.add_metric(labels, for_s)
     return family
@@ -308,28 +293,17 @@ def gauge_families(components: Sequence[ComponentInfo]) -> Iterator[Metric]:
     yield _family("tba_searcher_gauge", "Gauges of the searchers, summed over those alive", sums)
 
 
-def _family(name: str, text: str, gauges: Mapping[str, float]) -> GaugeMetricFamily:
+def _family(name: str, text: str, gauges: Mapping[str, float]) -> Gauge:
     shown = sorted(name for name in gauges if name != STARTED_AT_S and not name.startswith(WAITED_S))
-    return gauges_by(name, f"{text}, by name", "name", {gauge: gauges[gauge] for gauge in shown[:MAX_NAMES]})
+    return _by(Gauge, name, f"{text}, by name", "name", {gauge: gauges[gauge] for gauge in shown[:MAX_NAMES]})
 
 
-def gauges_by(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    """Return a gauge for each value of a label."""
-    family = GaugeMetricFamily(name, text, labels=[label])
+def _by(family: type[F], name: str, text: str, label: str, values: Mapping[str, float]) -> F:
+    """Return a family with a value for each value of a label."""
+    found = family(name, text, labels=[label])
     for value, number in values.items():
-        family.add_metric([value], number)
-    return family
-
-
-def _by(name: str, text: str, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, number in counts.items():
-        family.add_metric([value], number)
-    return family
-
-
-def _up_to(ages: Mapping[int, int], edge: int) -> int:
-    return sum(number for age, number in ages.items() if age <= edge)
+        found.add_metric([value], number)
+    return found
 
 
 def shown_waits(waits: Counter[str]) -> dict[str, int]:
@@ -340,33 +314,24 @@ def shown_waits(waits: Counter[str]) -> dict[str, int]:
     return {**shown, OTHER_WAITS: shown.get(OTHER_WAITS, 0) + rest} if rest else shown
 
 
-class RequestMetrics:
-    """Times and results of the requests in TIMED, by operation. A draw's time includes its long poll.
+class RequestTimes:
+    """ASGI middleware: times and results of the requests in TIMED, by operation. A draw's time includes its long poll.
 
     Args:
-        registry: where they are registered.
+        registry: where the metrics are registered.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.seconds = Histogram(
-            "tba_request_seconds",
-            "Time from the first byte of a request to the last of its answer",
-            ["operation"],
-            buckets=TIME_BUCKETS,
-            registry=registry,
-        )
-        self.answered = prometheus_client.Counter(
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
+        self.app = app
+        text = "Time from the first byte of a request to the last of its answer"
+        self._seconds = Histogram("tba_request_seconds", text, ["operation"], buckets=TIME_BUCKETS, registry=registry)
+        self._answered = prometheus_client.Counter(
             "tba_requests", "Requests answered", ["operation", "status"], registry=registry
         )
-        self.in_flight = Gauge("tba_requests_in_flight", "Requests being served", ["operation"], registry=registry)
-
-
-class RequestTimes:
-    """ASGI middleware that fills RequestMetrics."""
-
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
-        self.app = app
-        self._metrics = metrics
+        # a gauge of its own: a long poll that is held shows in no count of answers
+        self._in_flight = prometheus_client.Gauge(
+            "tba_requests_in_flight", "Requests being served", ["operation"], registry=registry
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -375,7 +340,7 @@ class RequestTimes:
             await self.app(scope, receive, send)
             return
         # status "none": the connection ended before an answer began
-        metrics, status, began_s = self._metrics, "none", time.perf_counter()
+        status, began_s = "none", time.perf_counter()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -383,12 +348,11 @@ class RequestTimes:
                 status = str(message["status"])
             await send(message)
 
-        # a gauge of its own: a long poll that is held shows in no count of answers
-        in_flight = metrics.in_flight.labels(operation)
+        in_flight = self._in_flight.labels(operation)
         in_flight.inc()
         try:
             await self.app(scope, receive, watched)
         finally:
             in_flight.dec()
-            metrics.seconds.labels(operation).observe(time.perf_counter() - began_s)
-            metrics.answered.labels(operation, status).inc()
+            self._seconds.labels(operation).observe(time.perf_counter() - began_s)
+            self._answered.labels(operation, status).inc()

@@ -78,16 +78,13 @@ def stored_stats(index: Index) -> StoredStats:
 def _reward_deciles(rewards: NDArray[np.float64]) -> list[float] | None:
     if not len(rewards):
         return None
-    ranks, ordered, end = _decile_ranks(len(rewards)), rewards.copy(), len(rewards)
+    ordered, end = rewards.copy(), len(rewards)
+    # where the deciles are in the sorted values: nearest rank, in whole numbers [11]
+    ranks = np.maximum(0, -(-np.arange(NUM_DECILES) * len(rewards) // (NUM_DECILES - 1)) - 1)
     for rank in np.unique(ranks)[::-1].tolist():  # one at a time: numpy takes ten times as long for several
         ordered[:end].partition(rank)
         end = rank + 1
     return ordered[ranks].tolist()
-
-
-def _decile_ranks(num: int) -> NDArray[np.int64]:
-    """Return where in `num` sorted values the deciles are (nearest rank, in whole numbers). [11]"""
-    return np.maximum(0, -(-np.arange(NUM_DECILES) * num // (NUM_DECILES - 1)) - 1)
 
 
 LEASE_EVENTS = ("granted", "fulfilled", "expired", "returned", "refused")
@@ -183,9 +180,11 @@ class StatsReader:
                 replies = await pipe.execute()
         counters, ages, num_leases, num_acked, num_trained_steps, base, times, raw = replies
         run = RunHash(self._context, raw)
+        parsed = self._context.parse_counters(ages, keys.ages)
+        by_age = {needed(keys.ages, age, lambda age=age: int(age)): number for age, number in parsed.items()}
         return Counters(
             totals=self._context.parse_counters(counters),
-            ages=dict(sorted(self._ages(ages).items())),
+            ages=dict(sorted(by_age.items())),
             num_open_leases=num_leases,
             num_acked=num_acked,
             num_trained_steps=num_trained_steps,
@@ -195,17 +194,9 @@ class StatsReader:
             index=index,
         )
 
-    def _ages(self, raw: Mapping[bytes, bytes]) -> dict[int, int]:
-        key = self._context.keys.ages
-        return {
-            needed(key, age, lambda age=age: int(age)): number
-            for age, number in self._context.parse_counters(raw, key).items()
-        }
-
     async def sample(self) -> None:
         """Remember the counters, for the rates. The upkeep calls it every second."""
-        counters = await self.counters()
-        self._window.add(time.monotonic(), counters.rate_counts())
+        self._window.add(time.monotonic(), (await self.counters()).rate_counts())
 
     async def read(self) -> Stats:
         """Return all counts."""

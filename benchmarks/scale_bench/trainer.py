@@ -11,7 +11,6 @@ from tba.versions import START, PolicyVersion
 
 WAIT_S = 0.5
 EVAL_PROMPTS = 8
-EVAL_TIMEOUT_S = 300.0
 
 
 class PretendTrainer(threading.Thread):
@@ -68,12 +67,5 @@ class PretendTrainer(threading.Thread):
         self._newest = version
         self.num_versions += 1
         if not self.eval_ids or self._client.get_eval(self.eval_ids[-1]).state != "pending":
-            request = EvalRequest(
-                version=str(version),
-                token=self._lineage.token,
-                num_prompts=EVAL_PROMPTS,
-                num_samples=1,
-                success_reward=1.0,
-                timeout_s=EVAL_TIMEOUT_S,
-            )
+            request = EvalRequest(version=str(version), token=self._lineage.token, num_prompts=EVAL_PROMPTS)
             self.eval_ids.append(self._client.request_eval(request).eval_id)

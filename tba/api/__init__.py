@@ -10,11 +10,10 @@ from tba.api.evaluations import (
     BestVersion,
     EvalInfo,
     EvalNumbers,
+    EvalReply,
     EvalRequest,
     EvalResult,
     EvalResults,
-    EvaluateReply,
-    EvaluateRequest,
 )
 from tba.api.prompts import (
     MAX_LEASE_IDS,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tba.config.evaluation import MAX_WAIT_S, pass_at_of
+from tba.config.evaluation import pass_at_of
 from tba.fields import Integer, Name, Number, StrictModel, VersionText
 
 
@@ -40,25 +40,15 @@ class EvalResults(StrictModel):
 
 
 class EvalRequest(StrictModel):
-    """POST /v1/evals: evaluate an announced version on held-out prompts; idempotent by version and kind."""
+    """POST /v1/evals: evaluate an announced version on held-out prompts, as the recipe's section `eval` says.
 
-    version: VersionText
-    token: Name
-    num_prompts: Integer = Field(ge=1, le=10_000)
-    num_samples: Integer = Field(ge=1, le=4096)
-    success_reward: Number
-    timeout_s: Number = Field(gt=0, le=MAX_WAIT_S)
-    pass_at: list[Annotated[Integer, Field(ge=1, le=4096)]] = Field(default_factory=list, max_length=16)
-
-
-class EvaluateRequest(StrictModel):
-    """POST /v1/run/evaluate: an operator has a version evaluated beside those that the trainer asks for.
-
-    Everything else is as the recipe's section `eval` says. The same request again returns the same evaluation.
+    The same request again returns the same evaluation.
     """
 
     version: VersionText | None = None
     """An announced version that the store still has; None: the latest one."""
+    token: Name | None = None
+    """The fencing token of a trainer; None: an operator asks."""
     num_prompts: Integer | None = Field(default=None, ge=1, le=10_000)
     """The first so many held-out prompts; None: `eval.num_prompts`."""
 
@@ -105,10 +95,10 @@ class EvalInfo(EvalNumbers):
     be the best one."""
 
 
-class EvaluateReply(EvalInfo):
-    """The evaluation that an operator asked for."""
+class EvalReply(EvalInfo):
+    """The evaluation that was asked for."""
 
-    existed: bool
+    existed: bool = False
     """It was there before; where it is done, nothing is evaluated again."""
 
 

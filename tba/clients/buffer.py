@@ -98,13 +98,9 @@ class BufferClient(ServiceClient):
         reply = self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat), headers=known)
         self._acknowledged = reply.headers.get(api.ACKNOWLEDGED_HEADER, self._acknowledged)
 
-    def request_eval(self, request: api.EvalRequest) -> api.EvalInfo:
-        """Ask for an evaluation of a published version; the same request again returns the same evaluation."""
-        return self._post("/v1/evals", request, api.EvalInfo)
-
-    def evaluate(self, request: api.EvaluateRequest) -> api.EvaluateReply:
-        """Have a version evaluated now, as an operator; an evaluation that exists is returned as it is."""
-        return self._post("/v1/run/evaluate", request, api.EvaluateReply)
+    def request_eval(self, request: api.EvalRequest) -> api.EvalReply:
+        """Ask for an evaluation of a published version; one that exists is returned as it is."""
+        return self._post("/v1/evals", request, api.EvalReply)
 
     def get_eval(self, eval_id: str) -> api.EvalInfo:
         """Return one evaluation."""

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from fastapi import Request
+from fastapi import Depends, Request, params
 from prometheus_client import CollectorRegistry, Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -101,6 +101,10 @@ class Authenticator:
 
         check.roles = _allowed(roles)  # pyright: ignore[reportFunctionMemberAccess]  # OpenAPI names them (openapi.py)
         return check
+
+    def only(self, *roles: str) -> list[params.Depends]:
+        """Return the dependencies of an endpoint that only these roles may call."""
+        return [Depends(self.require(*roles))]
 
 
 def _allowed(roles: Iterable[str]) -> list[str]:

@@ -38,6 +38,7 @@ def make_recipe(*, run: str = "test", **sections: dict[str, Any]) -> Recipe:
         "model": {"path": "models/none"},
         "data": {"generator": "addition"},
         "objective": {"preset": "tb"},
+        "eval": {"num_samples": 2, "timeout_s": 1000.0},
         "searcher": {"max_response_tokens": MAX_TOKENS},  # tests push rollouts of many lengths
         "sampling": {
             "prompts_per_batch": 4,

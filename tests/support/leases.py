@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from tba.api import EvalInfo, EvalRequest, Lease, LeaseReply, LeaseRequest, LineageReply
+from tba.api import EvalReply, EvalRequest, Lease, LeaseReply, LeaseRequest, LineageReply
 from tba.clients import BufferClient
 from tba.wire import encode_rollout
 from tests.support.buffer import make_rollout
@@ -23,21 +21,6 @@ def fulfil(client: BufferClient, lease: Lease, num: int | None = None, searcher_
     )
 
 
-def request_eval(
-    client: BufferClient,
-    lineage: LineageReply,
-    version: str = "0-0",
-    timeout_s: float = 60.0,
-    pass_at: Sequence[int] = (),
-) -> EvalInfo:
-    return client.request_eval(
-        EvalRequest(
-            version=version,
-            token=lineage.token,
-            num_prompts=3,
-            num_samples=2,
-            success_reward=1.0,
-            timeout_s=timeout_s,
-            pass_at=list(pass_at),
-        )
-    )
+def request_eval(client: BufferClient, lineage: LineageReply, version: str = "0-0", num_prompts: int = 3) -> EvalReply:
+    """An evaluation as the recipe says; that of `make_recipe` has two samples."""
+    return client.request_eval(EvalRequest(version=version, token=lineage.token, num_prompts=num_prompts))

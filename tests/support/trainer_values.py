@@ -322,10 +322,10 @@ class RecordedBuffer:
         request = self.evals[eval_id]
         return EvalInfo(
             eval_id=eval_id,
-            version=request.version,
+            version=str(request.version),
             state=self.eval_state,
-            num_prompts=request.num_prompts,
-            num_done=request.num_prompts,
+            num_prompts=request.num_prompts or 0,
+            num_done=request.num_prompts or 0,
             accuracy=0.5,
             created_at_s=1.0,
         )

@@ -80,9 +80,9 @@ def test_a_damaged_visit_is_dropped_and_other_pushes_and_leases_continue(
 def test_a_damaged_lease_is_unknown_to_its_holder_and_what_it_owed_is_leased_again(
     serve_buffer: ServeBuffer, redis: RedisProcess, damage: bytes
 ) -> None:
-    client = serve_buffer().client()
+    client = serve_buffer(eval={"timeout_s": 20_000.0}).client()
     client.upload_prompts(make_prompts(4, 3))
-    request_eval(client, start_lineage(client), timeout_s=10_000.0)
+    request_eval(client, start_lineage(client))
     leases = lease(client, 8).leases
     trained = [item for item in leases if item.kind == "train"]
     (bad, good), bad_unit = trained[:2], next(item for item in leases if item.kind != "train")

@@ -59,7 +59,7 @@ class World:
 
     def __init__(self, serve: ServeBuffer, server: RedisProcess) -> None:
         sampling = {"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 2}
-        self.buffer = serve(sampling=sampling)
+        self.buffer = serve(sampling=sampling, eval={"timeout_s": 20_000.0})
         self.client = client = self.buffer.client()
         self.store = Redis.from_url(server.url)
         client.upload_prompts(make_prompts(4, 3))
@@ -68,7 +68,7 @@ class World:
         client.push(make_payloads([f"train-{i}" for i in range(4)]))
         client.change_settings(SettingsRequest(settings=parse_live({"sampling_temperature": 0.5})))
         client.register_checkpoint(CheckpointRequest(token=self.lineage.token, version="0-0", key="none"))
-        eval_id = request_eval(client, self.lineage, timeout_s=10_000.0).eval_id
+        eval_id = request_eval(client, self.lineage).eval_id
         leases = lease(client, 9).leases
         unit = leases[0]
         result = EvalResult(lease_id=unit.lease_id, rewards=[1.0] * 2, num_response_tokens=[3] * 2)

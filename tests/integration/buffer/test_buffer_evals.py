@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from tba.api import (
+    EvalRequest,
     EvalResult,
     EvalResults,
-    EvaluateRequest,
     Lease,
     LeaseRequest,
     LineageRequest,
@@ -95,18 +95,18 @@ def test_an_operator_has_a_version_evaluated_as_the_recipe_says(serve_buffer: Se
     client = serve_buffer(eval={"num_prompts": 2, "num_samples": 4, "pass_at": [2]}).client()
     client.upload_prompts(make_prompts(1, 3))
     with pytest.raises(ConflictError, match="no version was announced so far"):
-        client.evaluate(EvaluateRequest())
+        client.request_eval(EvalRequest())
     lineage = start_lineage(client)
     client.announce_version(VersionRequest(version="1-4", token=lineage.token))
-    latest = client.evaluate(EvaluateRequest())
+    latest = client.request_eval(EvalRequest())
     assert (latest.version, latest.num_prompts, latest.state, latest.existed) == ("1-4", 2, "pending", False)
-    again = client.evaluate(EvaluateRequest())
+    again = client.request_eval(EvalRequest())
     assert (again.eval_id, again.existed) == (latest.eval_id, True)
-    older = client.evaluate(EvaluateRequest(version="0-0", num_prompts=3))
+    older = client.request_eval(EvalRequest(version="0-0", num_prompts=3))
     assert (older.version, older.num_prompts) == ("0-0", 3)
     assert {(item.kind, item.num_rollouts) for item in lease(client, 1).leases} == {("sample", 4)}
     with pytest.raises(ConflictError, match="1-9 was never announced"):
-        client.evaluate(EvaluateRequest(version="1-9"))
+        client.request_eval(EvalRequest(version="1-9"))
 
 
 def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer: ServeBuffer) -> None:
@@ -150,7 +150,7 @@ def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1, 3))
     lineage = start_lineage(client)
-    info = request_eval(client, lineage, timeout_s=1000.0)
+    info = request_eval(client, lineage)
     old = lease(client, 2).leases
     report(client, old[0], [1.0, 1.0])
     later(client, 1001.0)
@@ -211,7 +211,7 @@ def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that
     def evaluate(version: str, rewards: list[float | None]) -> None:
         if version != "0-0":
             client.announce_version(VersionRequest(version=version, token=lineage.token))
-        request_eval(client, lineage, version, pass_at=[2])
+        request_eval(client, lineage, version)
         for item in lease(client, 6).leases:
             if item.kind != "train":
                 number = int(item.prompt.prompt_id.rpartition("-")[2])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.api import BatchRequest, EvalRequest
+from tba.api import BatchRequest, EvalRequest, VersionRequest
 from tba.wire import encode_push, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage, start_stack
 from tests.support.buffer_reads import ask, read_everything
@@ -61,13 +61,11 @@ class World:
         token, num = self.lineage.token, self.num
         match name:
             case "eval":
-                body = {"version": "0-0", "token": token, "num_prompts": 1, "num_samples": 1, "pass_at": [1]}
-                return "POST", "/v1/evals", {**body, "success_reward": 1.0, "timeout_s": 60.0}
+                return "POST", "/v1/evals", {"version": "0-0", "token": token, "num_prompts": 1}
             case "results":
-                request = EvalRequest(
-                    version="0-0", token=token, num_prompts=1, num_samples=1 + num, success_reward=1.0, timeout_s=1e4
-                )
-                info = self.client.request_eval(request)
+                version = f"{self.lineage.lineage}-{num}"
+                self.client.announce_version(VersionRequest(version=version, token=token))
+                info = self.client.request_eval(EvalRequest(version=version, token=token, num_prompts=1))
                 items = [
                     {
                         "lease_id": item.lease_id,
@@ -76,10 +74,10 @@ class World:
                         "distinct_1": 0.5,
                         "embedding_distance": 0.5,
                     }
-                    for item in lease(self.client, 2).leases
+                    for item in lease(self.client, 32).leases
                     if item.eval_id == info.eval_id
                 ]
-                body = {"searcher_id": "s1", "version": "0-0", "results": items}
+                body = {"searcher_id": "s1", "version": version, "results": items}
                 return "POST", f"/v1/evals/{info.eval_id}/results", body
             case "push":
                 document = msgpack.unpackb(encode_rollout(make_rollout()))

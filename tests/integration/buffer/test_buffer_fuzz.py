@@ -44,9 +44,7 @@ class World:
         self.values: dict[str, Any] = {}
         self.renew()
         self.client.push(make_payloads([f"train-{i}" for i in range(10)]))
-        request = EvalRequest(
-            version="0-0", num_prompts=2, num_samples=1, success_reward=1.0, timeout_s=60, token=self.values["token"]
-        )
+        request = EvalRequest(version="0-0", num_prompts=2, token=self.values["token"])
         self.values["eval_id"] = self.client.request_eval(request).eval_id
         leases = self.client.lease(LeaseRequest(searcher_id="s", max_leases=2)).leases
         self.values["lease_ids"] = [lease.lease_id for lease in leases]

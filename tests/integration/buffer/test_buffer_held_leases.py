@@ -13,7 +13,7 @@ from tba_buffer.prompts.leases import MAX_HELD
 
 from tba.api import (
     BatchRequest,
-    EvaluateRequest,
+    EvalRequest,
     LeaseReply,
     LeaseRequest,
     LeaseReturn,
@@ -302,7 +302,7 @@ def test_with_a_lag_searchers_are_told_of_an_older_version_and_evaluations_are_o
     assert [told_after(step) for step in (2, 4, 6, 8, 9)] == ["0-0", "0-0", "1-2", "1-4", "1-6"]
     info = client.run()
     assert (info.latest_version, info.sampling_version) == ("1-9", "1-6")
-    assert client.evaluate(EvaluateRequest(num_prompts=3)).version == "1-9"
+    assert client.request_eval(EvalRequest(num_prompts=3)).version == "1-9"
     lineage = start_lineage(client, PolicyVersion(1, 8), mark=False)
     assert lease(client).latest_version == "1-6"
     assert [told_after(step) for step in (8, 10, 12, 13)] == ["2-8", "2-8", "2-8", "2-10"]

@@ -12,9 +12,9 @@ from redis import Redis
 from tba_buffer.storage.keys import Keys
 
 from tba.api import (
+    EvalRequest,
     EvalResult,
     EvalResults,
-    EvaluateRequest,
     LineageRequest,
     VersionRequest,
 )
@@ -156,7 +156,7 @@ def test_the_same_prompt_is_shown_under_two_versions(trained: BufferThread, open
 
 
 def evaluated(client: BufferClient, version: str) -> None:
-    client.evaluate(EvaluateRequest(version=version, num_prompts=1))
+    client.request_eval(EvalRequest(version=version, num_prompts=1))
     for item in lease(client, 2).leases:
         assert item.eval_id is not None
         num = item.num_rollouts

@@ -123,7 +123,7 @@ def test_every_write_is_refused_with_the_reason(serve_buffer: ServeBuffer, redis
         for method in methods
         if method != "get"
     ]
-    assert len(operations) >= 20
+    assert len(operations) >= 19
     for method, path in operations:
         status, problem = ask(view.url, method, path.replace("{command}", "resume").replace("{name}", "n"))
         assert (status, WHY in problem["detail"]) == (409, True), (method, path, problem)

@@ -117,15 +117,18 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     await buffer.catalog.upload(make_prompts(8, 3))
     lineage = await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await lineages.publish(VersionRequest(version="0-0", token=lineage.token))
-    evaluation = EvalRequest(
-        version="0-0", token=lineage.token, num_prompts=1, num_samples=1, success_reward=1.0, timeout_s=60
-    )
+    evaluation = EvalRequest(version="0-0", token=lineage.token, num_prompts=1)
     eval_id = (await buffer.evaluations.request(evaluation)).eval_id
     reply = await leases.lease(LeaseRequest(searcher_id="s", max_leases=6))
     assert [lease.kind for lease in reply.leases] == ["sample", "greedy", *["train"] * 4]
     ids = [lease.lease_id for lease in reply.leases]
     await leases.renew(LeaseRenewal(searcher_id="s", lease_ids=ids))
-    results = [EvalResult(lease_id=lease_id, rewards=[1.0], num_response_tokens=[3]) for lease_id in ids[:2]]
+    results = [
+        EvalResult(
+            lease_id=each.lease_id, rewards=[1.0] * each.num_rollouts, num_response_tokens=[3] * each.num_rollouts
+        )
+        for each in reply.leases[:2]
+    ]
     await buffer.evaluations.results(eval_id, EvalResults(searcher_id="s", version="0-0", results=results))
     returned = LeaseReturn(searcher_id="s", lease_ids=ids[2:3], refused_lease_ids=ids[3:4])
     await leases.give_back(returned)

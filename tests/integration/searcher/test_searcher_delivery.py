@@ -93,7 +93,7 @@ async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_se
     served = serve_buffer()
     client = served.client()
     client.upload_prompts(make_prompts(1, 3))
-    info = request_eval(client, start_lineage(client), timeout_s=1000.0)
+    info = request_eval(client, start_lineage(client))
     (item,) = lease(client, 1).leases
     later(client, 1001.0)
     assert client.get_eval(info.eval_id).state == "expired"
@@ -108,13 +108,11 @@ async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_se
 async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_what_is_too_large_alone_is_lost(
     tmp_path: Path, serve_buffer: ServeBuffer
 ) -> None:
-    served = serve_buffer(buffer={"max_body_bytes": 4096})
+    served = serve_buffer(buffer={"max_body_bytes": 4096}, eval={"num_samples": 128})
     client = served.client()
     client.upload_prompts(make_prompts(1, 3))
     token = start_lineage(client).token
-    request = EvalRequest(
-        version=str(START), token=token, num_prompts=3, num_samples=128, success_reward=1.0, timeout_s=1000.0
-    )
+    request = EvalRequest(version=str(START), token=token, num_prompts=3)
     info = client.request_eval(request)
     leases = lease(client, 6).leases
     delivery = make_delivery(tmp_path, served.recipe, client)

@@ -28,15 +28,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(world: World, version: PolicyVersion) -> EvalInfo:
     info = world.client.request_eval(
-        EvalRequest(
-            version=str(version),
-            token=world.lineage.token,
-            num_prompts=NUM_HELDOUT,
-            num_samples=NUM_SAMPLES,
-            success_reward=0.0,  # every known score succeeds
-            timeout_s=300.0,
-            pass_at=[2],
-        )
+        EvalRequest(version=str(version), token=world.lineage.token, num_prompts=NUM_HELDOUT)
     )
     world.until(lambda: world.client.get_eval(info.eval_id).state == "done", f"the evaluation of {version}")
     return world.client.get_eval(info.eval_id)

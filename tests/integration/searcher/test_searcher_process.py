@@ -57,14 +57,7 @@ def draw(world: World, step: int = 1) -> list[Rollout]:
 
 def request_eval(world: World, version: PolicyVersion, *, num_prompts: int) -> str:
     """Ask for an evaluation as the trainer does; its id."""
-    request = EvalRequest(
-        version=str(version),
-        token=world.lineage.token,
-        num_prompts=num_prompts,
-        num_samples=2,
-        success_reward=1.0,
-        timeout_s=300,
-    )
+    request = EvalRequest(version=str(version), token=world.lineage.token, num_prompts=num_prompts)
     return world.client.request_eval(request).eval_id
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tba_buffer.prompts.evaluation_summary import (
     EvaluationUnit,
+    StoredEval,
     count_unknown,
     find_best_version,
     summarise,
@@ -15,24 +16,25 @@ from tba_buffer.prompts.evaluation_summary import (
     with_raised,
 )
 
+from tba.api import EvalResult
 from tba.config.evaluation import EvalSection
 from tba.evaluation.statistics import pass_at_k
 
 # ---- Evaluation numbers ---------------------------------------------------------------------------------------------
 
 
-def unit_results(**changes: Any) -> dict[str, Any]:
-    return {"rewards": [1.0, 0.0], "num_response_tokens": [2, 4], **changes}
+def unit_results(**changes: Any) -> EvalResult:
+    return EvalResult(**{"lease_id": "any", "rewards": [1.0, 0.0], "num_response_tokens": [2, 4], **changes})
 
 
 def test_accuracy_is_the_mean_over_prompts_of_the_share_of_known_successes() -> None:
     results = {
-        EvaluationUnit("e", "sample", 0): {"rewards": [1.0, 0.0], "num_response_tokens": [2, 4]},
-        EvaluationUnit("e", "sample", 1): {"rewards": [None, 1.5], "num_response_tokens": [6, 8]},
-        EvaluationUnit("e", "sample", 2): {"rewards": [None, None], "num_response_tokens": [1, 1]},
-        EvaluationUnit("e", "greedy", 0): {"rewards": [0.0], "num_response_tokens": [100]},
-        EvaluationUnit("e", "greedy", 1): {"rewards": [None], "num_response_tokens": [100]},
-        EvaluationUnit("e", "greedy", 2): {"rewards": [1.0], "num_response_tokens": [100]},
+        EvaluationUnit("e", "sample", 0): unit_results(rewards=[1.0, 0.0], num_response_tokens=[2, 4]),
+        EvaluationUnit("e", "sample", 1): unit_results(rewards=[None, 1.5], num_response_tokens=[6, 8]),
+        EvaluationUnit("e", "sample", 2): unit_results(rewards=[None, None], num_response_tokens=[1, 1]),
+        EvaluationUnit("e", "greedy", 0): unit_results(rewards=[0.0], num_response_tokens=[100]),
+        EvaluationUnit("e", "greedy", 1): unit_results(rewards=[None], num_response_tokens=[100]),
+        EvaluationUnit("e", "greedy", 2): unit_results(rewards=[1.0], num_response_tokens=[100]),
     }
     summary = summarise(results, success_reward=1.0)
     assert summary.accuracy == 0.75
@@ -41,9 +43,9 @@ def test_accuracy_is_the_mean_over_prompts_of_the_share_of_known_successes() -> 
     assert summary.mean_response_tokens == 22 / 6
     assert summary.num_unknown == 4
     first = summarise_first(results, 1, success_reward=1.0)
-    assert (first.accuracy, first.greedy_accuracy, first.num_unknown) == (0.5, 0.0, 0)
-    assert count_unknown(results, 3) == {"sample": 3, "greedy": 1}
-    assert count_unknown(results, 2) == {"sample": 1, "greedy": 1}
+    assert (first.numbers.accuracy, first.numbers.greedy_accuracy, first.numbers.num_unknown) == (0.5, 0.0, 0)
+    assert count_unknown(results) == {"sample": 3, "greedy": 1}
+    assert summarise_first(results, 2, success_reward=1.0).num_unknown == {"sample": 1, "greedy": 1}
 
 
 def test_an_answer_that_is_why_it_has_no_score_is_no_success_and_not_left_out() -> None:
@@ -52,7 +54,7 @@ def test_an_answer_that_is_why_it_has_no_score_is_no_success_and_not_left_out() 
     summary = summarise(results, success_reward=1.0)
     assert (summary.accuracy, summary.num_unknown) == (14 / 32, 0)
     assert summary.mean_reward == 14 / 31, "no number is made up for it"
-    assert count_unknown(results, 32) == {"sample": 0, "greedy": 0}
+    assert count_unknown(results) == {"sample": 0, "greedy": 0}
 
 
 def test_an_answer_that_a_scorer_raised_for_is_wrong_only_where_that_scorer_scores_others_of_its_task() -> None:
@@ -63,7 +65,7 @@ def test_an_answer_that_a_scorer_raised_for_is_wrong_only_where_that_scorer_scor
     tasks = {number: "works" if number < 32 else "broken" for number in range(34)}
     summary = summarise(with_raised(results, tasks), success_reward=1.0)
     assert (summary.greedy_accuracy, summary.accuracy, summary.num_unknown) == (14 / 32, 0.0, 2)
-    assert count_unknown(with_raised(results, tasks), 34) == {"sample": 1, "greedy": 1}
+    assert count_unknown(with_raised(results, tasks)) == {"sample": 1, "greedy": 1}
 
 
 def test_nothing_known_gives_no_number() -> None:
@@ -114,30 +116,38 @@ def test_diversity_is_the_mean_over_prompts_of_the_samples_alone() -> None:
 SECTION = EvalSection(num_prompts=4, num_prompts_final=16)
 
 
-def document(version: str, accuracy: float | None, *, num_prompts: int = 4, at_s: float = 1.0, **changes: Any) -> dict:
-    return {
-        "eval_id": f"eval-{version}",
-        "version": version,
-        "state": "done",
-        "num_prompts": num_prompts,
-        "num_samples": 1,
-        "success_reward": 1.0,
-        "summary": {"accuracy": accuracy, "finished_at_s": at_s},
-        **changes,
-    }
+def document(
+    version: str, *, num_prompts: int = 4, unknown: dict[str, int] | None = None, changes: Any = None, **numbers: Any
+) -> StoredEval:
+    """A finished evaluation whose first `num_prompts` prompts have these numbers."""
+    first = {"num_prompts": num_prompts, "numbers": numbers, "num_unknown": unknown or {}}
+    return StoredEval.model_validate(
+        {
+            "eval_id": f"eval-{version}",
+            "version": version,
+            "state": "done",
+            "num_prompts": num_prompts,
+            "num_samples": 1,
+            "success_reward": 1.0,
+            "created_at_s": 1.0,
+            "deadline_s": 2.0,
+            "first": first,
+            **(changes or {}),
+        }
+    )
 
 
-def best(*documents: dict, section: EvalSection = SECTION, num_heldout: int = 100) -> tuple[str, float] | None:
+def best(*documents: StoredEval, section: EvalSection = SECTION, num_heldout: int = 100) -> tuple[str, float] | None:
     found = find_best_version(documents, section, num_heldout=num_heldout)
     return None if found is None else (found.version, found.value)
 
 
 def test_the_highest_value_wins_and_of_equal_ones_the_newest_version() -> None:
-    newer, older = document("1-12", 0.5, at_s=2.0), document("1-8", 0.5, at_s=3.0)
+    newer, older = document("1-12", accuracy=0.5), document("1-8", accuracy=0.5)
     for documents in ([older, newer], [newer, older]):
-        assert best(document("0-0", 0.25), *documents) == ("1-12", 0.5)
-    assert best(newer, document("2-4", 0.5), document("2-16", 0.25)) == ("2-4", 0.5)
-    assert best(newer, document("1-4", 0.75, at_s=9.0)) == ("1-4", 0.75)
+        assert best(document("0-0", accuracy=0.25), *documents) == ("1-12", 0.5)
+    assert best(newer, document("2-4", accuracy=0.5), document("2-16", accuracy=0.25)) == ("2-4", 0.5)
+    assert best(newer, document("1-4", accuracy=0.75)) == ("1-4", 0.75)
     found = find_best_version([newer], SECTION, num_heldout=100)
     assert found is not None
     assert (found.metric, found.num_prompts, found.num_samples) == ("accuracy", 4, 1)
@@ -145,23 +155,20 @@ def test_the_highest_value_wins_and_of_equal_ones_the_newest_version() -> None:
 
 def test_nothing_finished_or_nothing_known_is_no_best_version() -> None:
     assert best() is None
-    assert best(document("0-0", None)) is None
-    assert best(document("0-0", 1.0, state="pending")) is None
+    assert best(document("0-0", accuracy=None)) is None
+    assert best(document("0-0", changes={"state": "pending", "first": None})) is None
 
 
 def test_only_evaluations_of_the_same_kind_are_compared() -> None:
-    plain = document("1-4", 0.2)
-    assert best(plain, document("1-8", 0.9, num_samples=2)) == ("1-4", 0.2)
-    assert best(plain, document("1-8", 0.9, success_reward=0.5)) == ("1-4", 0.2)
-    assert best(plain, document("1-8", 0.9, num_prompts=16)) == ("1-4", 0.2)
-
-
-def test_an_evaluation_on_more_prompts_counts_with_its_numbers_on_the_first_ones() -> None:
-    larger = document("1-8", 0.1, num_prompts=16, first={"num_prompts": 4, "numbers": {"accuracy": 0.9}})
-    assert best(document("1-4", 0.2), larger) == ("1-8", 0.9)
-    assert best(larger, section=EvalSection(num_prompts=8)) is None
+    plain = document("1-4", accuracy=0.2)
+    assert best(plain, document("1-8", accuracy=0.9, changes={"num_samples": 2})) == ("1-4", 0.2)
+    assert best(plain, document("1-8", accuracy=0.9, changes={"success_reward": 0.5})) == ("1-4", 0.2)
+    assert best(plain, document("1-8", accuracy=0.9, num_prompts=3)) == ("1-4", 0.2)
+    # of an evaluation on more prompts, the first ones count
+    assert best(plain, document("1-8", accuracy=0.9, changes={"num_prompts": 16})) == ("1-8", 0.9)
+    assert best(plain, section=EvalSection(num_prompts=8)) is None
     # fewer held-out prompts than the recipe wants: all evaluations are on all of them
-    assert best(document("1-4", 0.2, num_prompts=3), num_heldout=3) == ("1-4", 0.2)
+    assert best(document("1-4", accuracy=0.2, num_prompts=3), num_heldout=3) == ("1-4", 0.2)
 
 
 @pytest.mark.parametrize(
@@ -169,52 +176,42 @@ def test_an_evaluation_on_more_prompts_counts_with_its_numbers_on_the_first_ones
 )
 def test_the_metric_is_the_recipes(metric: str, expected: str) -> None:
     section = EvalSection(num_prompts=4, num_samples=2, pass_at=[2], best_metric=metric)
-    documents = [
-        document("1-4", 0.0, num_samples=2, summary={"greedy_accuracy": 0.5, "finished_at_s": 1.0}),
-        document("1-8", 0.0, num_samples=2, summary={"mean_reward": 0.5, "finished_at_s": 2.0}),
-        document("1-12", 0.0, num_samples=2, summary={"pass_at": {"2": 0.5}, "finished_at_s": 3.0}),
+    values: list[tuple[str, dict[str, Any]]] = [
+        ("1-4", {"greedy_accuracy": 0.5}),
+        ("1-8", {"mean_reward": 0.5}),
+        ("1-12", {"pass_at": {"2": 0.5}}),
     ]
+    documents = [document(version, changes={"num_samples": 2}, **numbers) for version, numbers in values]
     assert best(*documents, section=section) == (expected, 0.5)
-
-
-def of_unknown(metric: str, **unknown: int) -> tuple[str, float] | None:
-    """The best of one with everything known and value 0.5, and one with value 1 and so many unknown scores, of 200
-    prompts with 2 samples."""
-    section = EvalSection(num_prompts=200, num_samples=2, pass_at=[2], best_metric=metric)
-    values = [{"accuracy": v, "greedy_accuracy": v, "pass_at": {"2": v}, "mean_reward": v} for v in (0.5, 1.0)]
-    total = sum(unknown.values())
-    documents = [
-        document("1-4", 0.0, num_prompts=200, num_samples=2, summary={**values[0], "finished_at_s": 1.0}),
-        document(
-            "1-8",
-            0.0,
-            num_prompts=200,
-            num_samples=2,
-            summary={**values[1], "finished_at_s": 2.0, "num_unknown": total},
-            first={
-                "num_prompts": 200,
-                "numbers": {**values[1], "num_unknown": total},
-                "num_unknown": {"sample": 0, "greedy": 0, **unknown},
-            },
-        ),
-    ]
-    return best(*documents, section=section, num_heldout=200)
 
 
 @pytest.mark.parametrize(
     ("metric", "most"), [("accuracy", 4), ("mean_reward", 4), ("pass@2", 2), ("greedy_accuracy", 2)]
 )
 def test_an_evaluation_of_which_too_much_is_unknown_is_not_compared(metric: str, most: int) -> None:
+    section = EvalSection(num_prompts=200, num_samples=2, pass_at=[2], best_metric=metric)
+
+    def best_beside(**unknown: int) -> tuple[str, float] | None:
+        """The best of one with value 0.5, and one with value 1 and so many unknown scores, of 200 prompts."""
+        documents = [
+            document(
+                version,
+                num_prompts=200,
+                unknown=counts,
+                changes={"num_samples": 2},
+                accuracy=value,
+                greedy_accuracy=value,
+                mean_reward=value,
+                pass_at={"2": value},
+            )
+            for version, value, counts in (("1-4", 0.5, {}), ("1-8", 1.0, unknown))
+        ]
+        return best(*documents, section=section, num_heldout=200)
+
     kind, other = ("greedy", "sample") if metric == "greedy_accuracy" else ("sample", "greedy")
-    assert of_unknown(metric, **{kind: most, other: 100}) == ("1-8", 1.0)
-    assert of_unknown(metric, **{kind: most + 1}) == ("1-4", 0.5)
-    assert of_unknown(metric, **{kind: 399}) == ("1-4", 0.5)
-
-
-def test_an_evaluation_of_an_older_release_is_not_compared_where_any_scores_are_unknown() -> None:
-    old = {"accuracy": 0.9, "finished_at_s": 1.0}
-    assert best(document("1-4", 0.2), document("1-8", 0.9, summary={**old, "num_unknown": 1})) == ("1-4", 0.2)
-    assert best(document("1-4", 0.2), document("1-8", 0.9, summary={**old, "num_unknown": 0})) == ("1-8", 0.9)
+    assert best_beside(**{kind: most, other: 100}) == ("1-8", 1.0)
+    assert best_beside(**{kind: most + 1}) == ("1-4", 0.5)
+    assert best_beside(**{kind: 399}) == ("1-4", 0.5)
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,7 @@ def evaluation(version: str, **numbers: Any) -> EvalInfo:
 
 
 def evaluation_request(version: str, lineage: int) -> EvalRequest:
-    return EvalRequest(
-        version=version, token=f"token-{lineage}", num_prompts=8, num_samples=1, success_reward=1.0, timeout_s=5.0
-    )
+    return EvalRequest(version=version, token=f"token-{lineage}", num_prompts=8)
 
 
 def step(number: int, lineage: int = 1, **metrics: float | None) -> Record:

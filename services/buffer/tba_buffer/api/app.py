@@ -53,18 +53,12 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
     guards = [] if why is None else [Depends(_write_refusal(why))]
     # a request tries the routes in this order: the most frequent endpoints come first
     for router in (
-        rollouts.push_router,
-        rollouts.batches_router,
+        rollouts.training_router,
         run.router,
         rollouts.prompts_router,
-        rollouts.evaluations_router,
-        rollouts.lineages_router,
         rollouts.views_router,
-        rollouts.scores_router,
         run.settings_router,
-        run.searchers_router,
-        run.snapshots_router,
-        run.progress_router,
+        run.views_router,
     ):
         app.include_router(router(buffer, auth), dependencies=guards)
     app.include_router(page_router())

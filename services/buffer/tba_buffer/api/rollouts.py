@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from tba.api import (
     AckRequest,
     BatchRequest,
     CheckpointRequest,
     EvalInfo,
+    EvalReply,
     EvalRequest,
     EvalResults,
     LeaseRenewal,
@@ -41,6 +42,7 @@ from tba.api import (
 from tba.api.run import SETTINGS_HEADER
 from tba.server import MSGPACK_BODY, Authenticator, MsgpackResponse, raw_body
 from tba.wire import decode_push
+from tba_buffer.api.run import requester_role
 from tba_buffer.rollouts.parquet import ExportRequest, ExportResponse
 from tba_buffer.rollouts.prompt_queries import PromptsRequest
 from tba_buffer.rollouts.queries import PageRequest
@@ -50,16 +52,78 @@ from tba_buffer.service import Buffer
 PARQUET = {str(ExportResponse.media_type): {"schema": {"type": "string", "format": "binary"}}}
 
 
-def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints for prompts and leases."""
+def training_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints that searchers push to and that trainers work with."""
     api = APIRouter(prefix="/v1")
-    searcher, viewer = [Depends(auth.require("searcher"))], [Depends(auth.require("viewer"))]
+    max_bytes = buffer.context.recipe.buffer.max_body_bytes
 
     @api.post(
-        "/prompts",
-        operation_id="upload_prompts",
-        dependencies=[Depends(auth.require("operator"))],
+        "/rollouts",
+        operation_id="push",
+        response_model=PushReply,
+        dependencies=auth.only("searcher"),
+        openapi_extra=MSGPACK_BODY,
     )
+    async def push(request: Request) -> Response:
+        """Store rollouts (msgpack `tba.wire.encode_push`); answered only once they are durable."""
+        # before the body is read: what is not admitted must take no memory
+        with buffer.admission.admit(request):
+            outcomes, run = await buffer.writer.push(decode_push(await raw_body(request), max_bytes=max_bytes))
+        body = {"outcomes": outcomes, "latest_version": run.sampling_version, "run_state": run.state}
+        # msgspec instead of FastAPI's encoder: a push has an outcome for each of its rollouts
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    trainer = auth.only("trainer")
+    reader = auth.only("viewer", "trainer")
+
+    @api.post("/batches", operation_id="draw_batch", response_class=MsgpackResponse, dependencies=trainer)
+    async def draw_batch(body: BatchRequest) -> MsgpackResponse:
+        """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
+        drawn = await buffer.drawer.draw(body)
+        # with every batch and ack: a trainer asks for the live settings when their revision is another one
+        return MsgpackResponse(drawn.body, headers={SETTINGS_HEADER: str(buffer.settings.revision)})
+
+    @api.post("/batches/{batch_id}/ack", operation_id="ack", status_code=204, dependencies=trainer)
+    async def ack(batch_id: Name, body: AckRequest, response: Response) -> None:
+        """State that a step consumed the batch."""
+        await buffer.ledger.ack(batch_id, body)
+        response.headers[SETTINGS_HEADER] = str(buffer.settings.revision)
+
+    @api.get("/ledger", operation_id="ledger", dependencies=reader)
+    async def ledger(
+        after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_ENTRIES_PER_PAGE)] = 1000,
+    ) -> LedgerReply:
+        """Return acked batches and trainer starts in order."""
+        return await buffer.ledger.read(after=after, limit=limit)
+
+    @api.post("/lineages", operation_id="new_lineage", dependencies=trainer)
+    async def new_lineage(body: LineageRequest) -> LineageReply:
+        """Begin a new lineage for a trainer that starts; every older token is refused from now on."""
+        # a run that is to begin with a snapshot takes no trainer before everything is loaded
+        await buffer.snapshots.check_may_train()
+        return await buffer.lineages.new(body)
+
+    @api.post("/versions", operation_id="announce_version", dependencies=trainer)
+    async def announce_version(body: VersionRequest) -> VersionReply:
+        """Announce a published version, so that searchers load it."""
+        # the position is the same for a repeat, so a trainer may send it again
+        return VersionReply(log_position=await buffer.lineages.publish(body))
+
+    @api.post("/checkpoints", operation_id="register_checkpoint", status_code=204, dependencies=trainer)
+    async def register_checkpoint(body: CheckpointRequest) -> None:
+        """Make a complete checkpoint the one that a resume starts from."""
+        await buffer.lineages.checkpoint(body)
+
+    return api
+
+
+def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints for prompts, leases and evaluations."""
+    api = APIRouter(prefix="/v1")
+    searcher, viewer = auth.only("searcher"), auth.only("viewer")
+
+    @api.post("/prompts", operation_id="upload_prompts", dependencies=auth.only("operator"))
     async def upload_prompts(body: PromptUpload) -> PromptUploadReply:
         """Add prompts; the same id with other content refuses the whole upload."""
         return await buffer.catalog.upload(body.prompts)
@@ -91,117 +155,19 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """Return unfinished leases, and end those that cannot be sampled."""
         await buffer.leases.give_back(body)
 
-    return api
-
-
-def push_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoint that searchers push to."""
-    api = APIRouter(prefix="/v1")
-    max_bytes = buffer.context.recipe.buffer.max_body_bytes
-
-    @api.post(
-        "/rollouts",
-        operation_id="push",
-        response_model=PushReply,
-        dependencies=[Depends(auth.require("searcher"))],
-        openapi_extra=MSGPACK_BODY,
-    )
-    async def push(request: Request) -> Response:
-        """Store rollouts (msgpack `tba.wire.encode_push`); answered only once they are durable."""
-        # before the body is read: what is not admitted must take no memory
-        with buffer.admission.admit(request):
-            outcomes, run = await buffer.writer.push(decode_push(await raw_body(request), max_bytes=max_bytes))
-        body = {"outcomes": outcomes, "latest_version": run.sampling_version, "run_state": run.state}
-        # msgspec instead of FastAPI's encoder: a push has an outcome for each of its rollouts
-        return Response(msgspec.json.encode(body), media_type="application/json")
-
-    return api
-
-
-def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints that draw and ack batches, and read samples and the ledger."""
-    api = APIRouter(prefix="/v1")
-    trainer = [Depends(auth.require("trainer"))]
-    reader = [Depends(auth.require("viewer", "trainer"))]
-
-    @api.post(
-        "/batches",
-        operation_id="draw_batch",
-        response_class=MsgpackResponse,
-        dependencies=trainer,
-    )
-    async def draw_batch(body: BatchRequest) -> MsgpackResponse:
-        """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
-        drawn = await buffer.drawer.draw(body)
-        # with every batch and ack: a trainer asks for the live settings when their revision is another one
-        return MsgpackResponse(drawn.body, headers={SETTINGS_HEADER: str(buffer.settings.revision)})
-
-    @api.post(
-        "/batches/{batch_id}/ack",
-        operation_id="ack",
-        status_code=204,
-        dependencies=trainer,
-    )
-    async def ack(batch_id: Name, body: AckRequest, response: Response) -> None:
-        """State that a step consumed the batch."""
-        await buffer.ledger.ack(batch_id, body)
-        response.headers[SETTINGS_HEADER] = str(buffer.settings.revision)
-
-    @api.get("/ledger", operation_id="ledger", dependencies=reader)
-    async def ledger(
-        after: Annotated[int, Query(ge=0, le=2**53)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MAX_ENTRIES_PER_PAGE)] = 1000,
-    ) -> LedgerReply:
-        """Return acked batches and trainer starts in order."""
-        return await buffer.ledger.read(after=after, limit=limit)
-
-    return api
-
-
-def lineages_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints that begin a lineage, announce a version, register a checkpoint."""
-    api = APIRouter(prefix="/v1", dependencies=[Depends(auth.require("trainer"))])
-
-    @api.post("/lineages", operation_id="new_lineage")
-    async def new_lineage(body: LineageRequest) -> LineageReply:
-        """Begin a new lineage for a trainer that starts; every older token is refused from now on."""
-        # a run that is to begin with a snapshot takes no trainer before everything is loaded
-        await buffer.snapshots.check_may_train()
-        return await buffer.lineages.new(body)
-
-    @api.post("/versions", operation_id="announce_version")
-    async def announce_version(body: VersionRequest) -> VersionReply:
-        """Announce a published version, so that searchers load it."""
-        # the position is the same for a repeat, so a trainer may send it again
-        return VersionReply(log_position=await buffer.lineages.publish(body))
-
-    @api.post("/checkpoints", operation_id="register_checkpoint", status_code=204)
-    async def register_checkpoint(body: CheckpointRequest) -> None:
-        """Make a complete checkpoint the one that a resume starts from."""
-        await buffer.lineages.checkpoint(body)
-
-    return api
-
-
-def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints for evaluations."""
-    api = APIRouter(prefix="/v1/evals")
-
-    @api.post("", operation_id="request_eval", dependencies=[Depends(auth.require("trainer"))])
-    async def request_eval(body: EvalRequest) -> EvalInfo:
-        """Evaluate a published version on held-out prompts."""
+    @api.post("/evals", operation_id="request_eval", dependencies=auth.only("trainer", "operator"))
+    async def request_eval(body: EvalRequest, request: Request) -> EvalReply:
+        """Have searchers evaluate a published version on held-out prompts; one that exists is returned as it is."""
+        requester_role(auth, request, token=body.token, what="asks for an evaluation")
         return await buffer.evaluations.request(body)
 
-    @api.get("/{eval_id}", operation_id="get_eval", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    @api.get("/evals/{eval_id}", operation_id="get_eval", dependencies=auth.only("viewer", "trainer"))
     async def get_eval(eval_id: Name) -> EvalInfo:
         """Return one evaluation."""
         return await buffer.evaluations.get(eval_id)
 
     @api.post(
-        "/{eval_id}/results",
-        operation_id="eval_results",
-        status_code=204,
-        dependencies=[Depends(auth.require("searcher"))],
+        "/evals/{eval_id}/results", operation_id="eval_results", status_code=204, dependencies=auth.only("searcher")
     )
     async def eval_results(eval_id: Name, body: EvalResults) -> None:
         """Report the rewards of evaluation leases."""
@@ -211,10 +177,11 @@ def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
 
 def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints that read rollouts."""
-    api = APIRouter(prefix="/v1", dependencies=[Depends(auth.require("viewer"))])
+    """Build the endpoints that read rollouts and score them again."""
+    api = APIRouter(prefix="/v1")
+    viewer = auth.only("viewer")
 
-    @api.get("/rollouts", operation_id="list_rollouts")
+    @api.get("/rollouts", operation_id="list_rollouts", dependencies=viewer)
     async def list_rollouts(request: Annotated[PageRequest, Query()]) -> RolloutPage:
         """Return stored rollouts: the best, worst, newest or oldest of those that match."""
         return await buffer.reader.page(request)
@@ -222,6 +189,7 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.get(
         "/rollouts.parquet",
         operation_id="export_rollouts",
+        dependencies=viewer,
         response_class=Response,
         responses={200: {"description": "the file", "content": PARQUET}},
     )
@@ -232,24 +200,17 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         content = await buffer.exports.parquet(wanted)
         return ExportResponse(content)
 
-    @api.get("/rollouts/{rollout_id}", operation_id="get_rollout")
+    @api.get("/rollouts/{rollout_id}", operation_id="get_rollout", dependencies=viewer)
     async def get_rollout(rollout_id: Annotated[str, Path(pattern="^[0-9a-f]{32}$")]) -> RolloutDetail:
         """Return everything that is stored of one rollout."""
         return await buffer.reader.get(rollout_id)
 
-    return api
-
-
-def scores_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints for re-scoring jobs."""
-    api = APIRouter(prefix="/v1/rescore")
-
-    @api.post("", operation_id="start_rescore", dependencies=[Depends(auth.require("operator"))])
+    @api.post("/rescore", operation_id="start_rescore", dependencies=auth.only("operator"))
     async def start_rescore(body: RescoreRequest) -> RescoreInfo:
         """Score stored rollouts again; the same request returns the job that runs for it."""
         return await buffer.rescore_jobs.start(body)
 
-    @api.get("", operation_id="rescore", dependencies=[Depends(auth.require("viewer"))])
+    @api.get("/rescore", operation_id="rescore", dependencies=auth.only("viewer"))
     async def rescore() -> RescoreInfo:
         """Return the job that runs, or the last one."""
         return await buffer.rescore_jobs.info()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from tba.api import (
     ACKNOWLEDGED_HEADER,
     CheckpointList,
     CommandRequest,
     Curves,
-    EvaluateReply,
-    EvaluateRequest,
     LoadRequest,
     OriginInfo,
     RollbackRequest,
@@ -55,7 +53,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     _add_heartbeat(api, buffer, auth)
 
-    @api.get("/run", operation_id="run", dependencies=[Depends(auth.require("viewer", "searcher", "trainer"))])
+    @api.get("/run", operation_id="run", dependencies=auth.only("viewer", "searcher", "trainer"))
     async def run(request: Request, summary: bool = False) -> RunInfo:
         """Return the state of the run, its components, waits, evaluations; with `summary`, for a viewer, also in
         sentences what it does, how it learns, what waits for what, and what to try."""
@@ -64,28 +62,14 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         auth.check(request.headers.get("authorization", ""), ("viewer",))
         return await buffer.run_with_summary()
 
-    @api.get(
-        "/run/changes",
-        operation_id="run_changes",
-        dependencies=[Depends(auth.require("viewer", "trainer"))],
-    )
+    @api.get("/run/changes", operation_id="run_changes", dependencies=auth.only("viewer", "trainer"))
     async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
         """Return who paused, resumed, stopped, ended or rolled back the run or accepted a loss, when and why."""
         return await buffer.control.changes(after=after)
 
     _add_command(api, buffer, auth)
 
-    @api.post(
-        "/run/evaluate",
-        operation_id="evaluate",
-        dependencies=[Depends(auth.require("operator"))],
-    )
-    async def evaluate(body: EvaluateRequest) -> EvaluateReply:
-        """Have a version evaluated on held-out prompts now, as the recipe's section `eval` says; one that exists is
-        returned as it is."""
-        return await buffer.evaluations.request_for_operator(body)
-
-    @api.get("/checkpoints", operation_id="checkpoints", dependencies=[Depends(auth.require("viewer"))])
+    @api.get("/checkpoints", operation_id="checkpoints", dependencies=auth.only("viewer"))
     async def checkpoints() -> CheckpointList:
         """Return what a rollback can return to, newest first."""
         return CheckpointList(versions=[str(version) for version in await buffer.rollbacks.checkpoints()])
@@ -98,7 +82,7 @@ def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
         "/heartbeats",
         operation_id="heartbeat",
         status_code=204,
-        dependencies=[Depends(auth.require("searcher", "trainer", "operator"))],
+        dependencies=auth.only("searcher", "trainer", "operator"),
         openapi_extra=MSGPACK_BODY,
     )
     async def heartbeat(
@@ -121,11 +105,7 @@ def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
 
 
 def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
-    @api.post(
-        "/run",
-        operation_id="command",
-        dependencies=[Depends(auth.require("operator", "trainer"))],
-    )
+    @api.post("/run", operation_id="command", dependencies=auth.only("operator", "trainer"))
     async def command(body: CommandRequest, request: Request) -> RunInfo:
         """Change the run: the trainer says pause, done and fail; an operator pause, resume, stop, rollback and
         accept-loss."""
@@ -145,19 +125,15 @@ def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
 
 
 def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints for live settings."""
-    api = APIRouter(prefix="/v1/run/settings")
+    """Build the endpoints for live settings and the number of searchers."""
+    api = APIRouter(prefix="/v1")
 
-    @api.get("", operation_id="settings", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    @api.get("/run/settings", operation_id="settings", dependencies=auth.only("viewer", "trainer"))
     async def settings(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> SettingsInfo:
         """Return the settings now, and the changes after a revision."""
         return await buffer.settings.info(after=after)
 
-    @api.patch(
-        "",
-        operation_id="change_settings",
-        dependencies=[Depends(auth.require("operator", "trainer"))],
-    )
+    @api.patch("/run/settings", operation_id="change_settings", dependencies=auth.only("operator", "trainer"))
     async def change_settings(body: SettingsRequest, request: Request, response: Response) -> SettingsInfo:
         """Change learning rate, beta, m, sampling temperature or the interval of evaluations of a running run."""
         role = requester_role(auth, request, token=body.token, what="changes settings")
@@ -165,19 +141,12 @@ def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         response.headers[SETTINGS_HEADER] = str(info.revision)
         return info
 
-    return api
-
-
-def searchers_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints for the number of searchers."""
-    api = APIRouter(prefix="/v1/run/searchers")
-
-    @api.get("", operation_id="scaling", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    @api.get("/run/searchers", operation_id="scaling", dependencies=auth.only("viewer", "trainer"))
     async def scaling(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> ScalingInfo:
         """Return how many searchers are desired and alive, and the changes after a revision."""
         return await buffer.scaling.info(after=after)
 
-    @api.patch("", operation_id="scale", dependencies=[Depends(auth.require("operator"))])
+    @api.patch("/run/searchers", operation_id="scale", dependencies=auth.only("operator"))
     async def scale(body: ScaleRequest) -> ScalingInfo:
         """Set the number of searchers while the run continues; null: as many as the recipe or the chart says."""
         return await buffer.scaling.change(body)
@@ -185,44 +154,32 @@ def searchers_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     return api
 
 
-def snapshots_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints for snapshots."""
-    api = APIRouter(prefix="/v1/snapshots")
-    operator, viewer = [Depends(auth.require("operator"))], [Depends(auth.require("viewer"))]
+def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints for snapshots, counts, curves and versions."""
+    api = APIRouter(prefix="/v1")
+    operator, viewer = auth.only("operator"), auth.only("viewer")
 
-    @api.post("", operation_id="save_snapshot", status_code=202, dependencies=operator)
+    @api.post("/snapshots", operation_id="save_snapshot", status_code=202, dependencies=operator)
     async def save_snapshot(body: SnapshotRequest) -> SnapshotInfo:
         """Begin to save the buffer; GET /v1/snapshots/{name} says how far it is."""
         return await buffer.snapshots.save(body.name)
 
-    @api.post("/load", operation_id="load_snapshot", status_code=202, dependencies=operator)
+    @api.post("/snapshots/load", operation_id="load_snapshot", status_code=202, dependencies=operator)
     async def load_snapshot(body: LoadRequest) -> OriginInfo:
         """Begin this run with a snapshot; `origin` of GET /v1/run says how far it is."""
         return await buffer.snapshots.load(body)
 
-    @api.get("/{name}", operation_id="get_snapshot", dependencies=viewer)
+    @api.get("/snapshots/{name}", operation_id="get_snapshot", dependencies=viewer)
     async def get_snapshot(name: SnapshotName) -> SnapshotInfo:
         """Return one snapshot."""
         return await buffer.snapshots.info(name)
 
-    return api
-
-
-def progress_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints of the counts, the curves and the versions."""
-    api = APIRouter(prefix="/v1")
-    viewer = [Depends(auth.require("viewer"))]
-
-    @api.get("/stats", operation_id="stats", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    @api.get("/stats", operation_id="stats", dependencies=auth.only("viewer", "trainer"))
     async def stats() -> Stats:
         """Return the counts of the whole run."""
         return await buffer.stats.read()
 
-    @api.get(
-        "/curves",
-        operation_id="curves",
-        dependencies=[Depends(auth.require("viewer", "trainer"))],
-    )
+    @api.get("/curves", operation_id="curves", dependencies=auth.only("viewer", "trainer"))
     async def curves(
         names: Annotated[str | None, Query(max_length=MAX_NAMES_CHARS)] = None,
         from_step: Annotated[int | None, Query(ge=0, le=MAX_STEP)] = None,

@@ -11,15 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
 
-from tba.api import BestVersion, EvalNumbers
+from pydantic import BaseModel, Field
+
+from tba.api import BestVersion, EvalNumbers, EvalResult
 from tba.config.evaluation import EvalSection, pass_at_of
 from tba.evaluation.statistics import pass_at_k
-from tba.fields import mean
+from tba.fields import Integer, Number, VersionText, mean
 from tba.versions import PolicyVersion
 
 KINDS = ("sample", "greedy")
+MIN_KNOWN_SHARE = 0.99
+"""The share of the compared scores (for pass@K: of the prompts) that must be known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,47 @@ class EvaluationUnit:
         return cls(eval_id, kind, int(number))
 
 
-_PER_PROMPT = ("distinct_1", "distinct_2", "distinct_3", "embedding_distance")
-Results = Mapping[EvaluationUnit, Mapping[str, Any]]
-"""Unit -> a stored EvalResult."""
+Results = Mapping[EvaluationUnit, EvalResult]
+
+
+class EvalSummary(EvalNumbers):
+    """The numbers of a finished evaluation, and when it was finished."""
+
+    finished_at_s: Number
+
+
+class ComparedNumbers(BaseModel):
+    """The numbers over the first prompts, which all evaluations have; versions are compared by these."""
+
+    num_prompts: Integer
+    numbers: EvalNumbers
+    num_unknown: dict[str, int]
+    """Kind of unit -> unknown scores."""
+
+
+class StoredEval(BaseModel):
+    """An evaluation as Redis holds it, in JSON."""
+
+    eval_id: str
+    version: VersionText
+    state: Literal["pending", "done"]
+    num_prompts: Integer
+    num_samples: Annotated[Integer, Field(ge=1, le=4096)]
+    success_reward: Number
+    pass_at: list[Integer] = []
+    created_at_s: Number
+    deadline_s: Number
+    summary: EvalSummary | None = None
+    first: ComparedNumbers | None = None
+    """It and `summary` come when the evaluation is done."""
 
 
 def with_raised(results: Results, tasks: Mapping[int, str]) -> Results:
     """Count answers that a scorer raised for as wrong, where it scores others of their task (`tasks`: by prompt)."""
-    scored = (unit for unit, result in results.items() if any(reward is not None for reward in result["rewards"]))
+    scored = (unit for unit, result in results.items() if any(reward is not None for reward in result.rewards))
     working = {tasks.get(unit.number) for unit in scored}
     return {
-        unit: {**result, "num_wrong": (result.get("num_wrong") or 0) + (result.get("num_raised") or 0)}
+        unit: result.model_copy(update={"num_wrong": (result.num_wrong or 0) + (result.num_raised or 0)})
         if tasks.get(unit.number) in working
         else result
         for unit, result in results.items()
@@ -64,46 +98,47 @@ def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int]
     that are wrong without one; prompts without either are left out. None where nothing is known.
     """
     successes: dict[str, list[list[bool]]] = {kind: [] for kind in KINDS}
-    samples: dict[str, list[Any]] = {name: [] for name in ("rewards", "num_response_tokens")}
-    per_prompt: dict[str, list[float]] = {name: [] for name in _PER_PROMPT}
-    num_unknown = 0
     for unit, result in results.items():
-        known = [reward for reward in result["rewards"] if reward is not None]
-        num_wrong = result.get("num_wrong") or 0
-        num_unknown += len(result["rewards"]) - len(known) - num_wrong
-        successes[unit.kind].append([reward >= success_reward for reward in known] + [False] * num_wrong)
-        if unit.kind == "sample":
-            for name, values in samples.items():
-                values += [value for value in result.get(name) or () if value is not None]
-            for name, values in per_prompt.items():
-                if (value := result.get(name)) is not None:
-                    values.append(value)
+        known = [reward >= success_reward for reward in result.rewards if reward is not None]
+        successes[unit.kind].append(known + [False] * (result.num_wrong or 0))
+    samples = [result for unit, result in results.items() if unit.kind == "sample"]
+
+    def mean_of(name: str) -> float | None:
+        values = [getattr(result, name) for result in samples]
+        return mean(value for value in values if value is not None)
+
     return EvalNumbers(
         accuracy=_mean_pass_at(successes["sample"], 1),
         greedy_accuracy=_mean_pass_at(successes["greedy"], 1),
         pass_at={k: _mean_pass_at(successes["sample"], k) for k in pass_at},
-        mean_reward=mean(samples["rewards"]),
-        mean_response_tokens=mean(samples["num_response_tokens"]),
-        num_unknown=num_unknown,
-        **{name: mean(values) for name, values in per_prompt.items()},
+        mean_reward=mean(reward for result in samples for reward in result.rewards if reward is not None),
+        mean_response_tokens=mean(number for result in samples for number in result.num_response_tokens),
+        num_unknown=sum(count_unknown(results).values()),
+        distinct_1=mean_of("distinct_1"),
+        distinct_2=mean_of("distinct_2"),
+        distinct_3=mean_of("distinct_3"),
+        embedding_distance=mean_of("embedding_distance"),
     )
+
+
+def count_unknown(results: Results) -> dict[str, int]:
+    """Return kind of unit -> unknown scores; an answer that is itself the reason is none."""
+    counts: dict[str, int] = dict.fromkeys(KINDS, 0)
+    for unit, result in results.items():
+        counts[unit.kind] += result.rewards.count(None) - (result.num_wrong or 0)
+    return counts
 
 
 def summarise_first(
     results: Results, num_prompts: int, *, success_reward: float, pass_at: Sequence[int] = ()
-) -> EvalNumbers:
+) -> ComparedNumbers:
     """Return the numbers over the first `num_prompts` held-out prompts alone."""
     first = {unit: result for unit, result in results.items() if unit.number < num_prompts}
-    return summarise(first, success_reward=success_reward, pass_at=pass_at)
-
-
-def count_unknown(results: Results, num_prompts: int) -> dict[str, int]:
-    """Return kind of unit -> unknown scores over the first `num_prompts` held-out prompts."""
-    counts: dict[str, int] = dict.fromkeys(KINDS, 0)
-    for unit, result in results.items():
-        if unit.number < num_prompts:
-            counts[unit.kind] += result["rewards"].count(None) - (result.get("num_wrong") or 0)
-    return counts
+    return ComparedNumbers(
+        num_prompts=num_prompts,
+        numbers=summarise(first, success_reward=success_reward, pass_at=pass_at),
+        num_unknown=count_unknown(first),
+    )
 
 
 def _mean_pass_at(successes: Sequence[Sequence[bool]], k: int) -> float | None:
@@ -111,31 +146,23 @@ def _mean_pass_at(successes: Sequence[Sequence[bool]], k: int) -> float | None:
     return mean([pass_at_k(len(known), sum(known), k) for known in successes if len(known) >= k])
 
 
-MIN_KNOWN_SHARE = 0.99
-"""The share of the compared scores (for pass@K: of the prompts) that must be known."""
-
-
-def find_best_version(
-    documents: Iterable[dict[str, Any]], section: EvalSection, *, num_heldout: int
-) -> BestVersion | None:
+def find_best_version(evals: Iterable[StoredEval], section: EvalSection, *, num_heldout: int) -> BestVersion | None:
     """Return the best of the finished evaluations; of equal ones, that of the newest version, which has learned most.
 
     Args:
-        documents: stored evaluations (evaluations.py).
         num_heldout: held-out prompts of the run.
     """
     num_prompts, best = min(section.num_prompts_compared, num_heldout), None
-    done = (document for document in documents if document["state"] == "done")
-    for document in sorted(done, key=lambda document: PolicyVersion.parse(document["version"])):
-        numbers = _compared_numbers(document, section, num_prompts)
-        # with too many unknown scores the best version stays the best
-        if numbers is None or not _is_known(document, numbers, section, num_prompts):
+    for each in sorted(evals, key=lambda each: PolicyVersion.parse(each.version)):
+        is_same = each.num_samples == section.num_samples and each.success_reward == section.success_reward
+        if each.first is None or not is_same or each.first.num_prompts != num_prompts:
             continue
-        value = numbers.metric(section.best_metric)
+        # with too many unknown scores the best version stays the best
+        value = each.first.numbers.metric(section.best_metric) if _is_known(each.first, section) else None
         if value is None or not math.isfinite(value) or (best is not None and value < best.value):
             continue
         best = BestVersion(
-            version=document["version"],
+            version=each.version,
             metric=section.best_metric,
             value=value,
             num_prompts=num_prompts,
@@ -144,25 +171,10 @@ def find_best_version(
     return best
 
 
-def _compared_numbers(document: dict[str, Any], section: EvalSection, num_prompts: int) -> EvalNumbers | None:
-    """Return the numbers over exactly the compared prompts; None where the evaluation has none."""
-    same = document["num_samples"] == section.num_samples and document["success_reward"] == section.success_reward
-    if not same:
-        return None
-    if document["num_prompts"] == num_prompts:
-        return EvalNumbers.model_validate({k: v for k, v in document["summary"].items() if k != "finished_at_s"})
-    first = document.get("first")
-    if first is None or first["num_prompts"] != num_prompts:
-        return None
-    return EvalNumbers.model_validate(first["numbers"])
-
-
-def _is_known(document: dict[str, Any], numbers: EvalNumbers, section: EvalSection, num_prompts: int) -> bool:
+def _is_known(first: ComparedNumbers, section: EvalSection) -> bool:
     """Return whether enough of the compared scores are known."""
     kind = "greedy" if section.best_metric == "greedy_accuracy" else "sample"
-    # where the count by kind cannot be read, the unknown scores of all kinds count
-    num_unknown = document.get("first", {}).get("num_unknown", {}).get(kind, numbers.num_unknown)
     # an unknown score may leave a whole prompt out of pass@K
     per_prompt = kind == "greedy" or pass_at_of(section.best_metric) is not None
-    num_compared = num_prompts if per_prompt else num_prompts * section.num_samples
-    return num_unknown <= (1 - MIN_KNOWN_SHARE) * num_compared
+    num_compared = first.num_prompts if per_prompt else first.num_prompts * section.num_samples
+    return first.num_unknown.get(kind, 0) <= (1 - MIN_KNOWN_SHARE) * num_compared

@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any
-
-from pydantic import BaseModel, Field
 
 from tba.api import (
     BestVersion,
     EvalInfo,
-    EvalNumbers,
+    EvalReply,
     EvalRequest,
     EvalResult,
     EvalResults,
-    EvaluateReply,
-    EvaluateRequest,
 )
 from tba.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
-from tba.fields import Integer, Number
 from tba.versions import PolicyVersion
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.prompts.evaluation_summary import (
     KINDS,
+    EvalSummary,
     EvaluationUnit,
     Results,
-    count_unknown,
+    StoredEval,
     find_best_version,
     summarise,
     summarise_first,
@@ -56,80 +51,51 @@ class Evaluations:
         self._catalog = catalog
         self._lineages = lineages
 
-    async def request(self, request: EvalRequest) -> EvalInfo:
-        """Open an evaluation. The same version, prompts and samples again return the same one.
+    async def request(self, request: EvalRequest) -> EvalReply:
+        """Open an evaluation as the recipe says. The same request again returns the same one.
 
         An expired evaluation is opened again, and keeps the results that it has.
 
         Raises:
             FencedError: a newer lineage owns the run.
-            ConflictError: there are no held-out prompts, or the version was never announced.
+            ConflictError: there are no held-out prompts, no version yet, or no such version.
         """
-        eval_id, _ = await self._open(request)
-        return await self.get(eval_id)
-
-    async def _open(self, request: EvalRequest) -> tuple[str, bool]:
-        """Return the id of the evaluation, and whether it existed."""
-        num_prompts = min(request.num_prompts, len(self._catalog.heldout))
+        run, section, now = await RunHash.read(self._context), self._context.recipe.eval, self._context.clock()
+        version, token = request.version or run.latest_version, request.token or run.token
+        num_prompts = min(request.num_prompts or section.num_prompts, len(self._catalog.heldout))
         if not num_prompts:
             raise ConflictError("there are no held-out prompts to evaluate on; upload prompts with split 'heldout'")
-        # the id says what is asked for: the same request again finds the same evaluation
-        eval_id, now = f"eval-{request.version}-{num_prompts}-{request.num_samples}", self._context.clock()
-        document = {
-            "eval_id": eval_id,
-            "version": request.version,
-            "state": "pending",
-            "num_prompts": num_prompts,
-            "num_samples": request.num_samples,
-            "success_reward": request.success_reward,
-            "pass_at": request.pass_at,
-            "created_at_s": now,
-            "deadline_s": now + request.timeout_s,
-        }
+        if version is None or token is None:
+            raise ConflictError("no version was announced so far, so there is nothing to evaluate")
+        document = StoredEval(
+            # the id says what is asked for: the same request again finds the same evaluation
+            eval_id=f"eval-{version}-{num_prompts}-{section.num_samples}",
+            version=version,
+            state="pending",
+            num_prompts=num_prompts,
+            num_samples=section.num_samples,
+            success_reward=section.success_reward,
+            pass_at=section.pass_at,
+            created_at_s=now,
+            deadline_s=now + section.timeout_s,
+        )
+        eval_id = document.eval_id
         units = [str(EvaluationUnit(eval_id, kind, number)) for number in range(num_prompts) for kind in KINDS]
         reply = await self._context.scripts.run(
             "eval_request",
             eval_id=eval_id,
-            document=json.dumps(document),
+            document=document.model_dump_json(),
             now_s=now,
-            token=request.token,
-            version=request.version,
+            token=token,
+            version=version,
             units=units,
         )
         if reply == b"fenced":
-            raise fenced(f"the evaluation of version {request.version}")
+            raise fenced(f"the evaluation of version {version}")
         if reply == b"unknown-version":
-            raise ConflictError(
-                f"version {request.version} was never announced, so there is nothing to evaluate; announce it first"
-            )
+            raise ConflictError(f"version {version} was never announced; announce it before its evaluation")
         self._context.leasable.notify()
-        return eval_id, reply == b"exists"
-
-    async def request_for_operator(self, request: EvaluateRequest) -> EvaluateReply:
-        """Open an evaluation with the recipe's settings, in the name of the lineage that is active.
-
-        Raises:
-            ConflictError: there are no held-out prompts, no version yet, or no such version.
-        """
-        run, section = await RunHash.read(self._context), self._context.recipe.eval
-        version = request.version or run.latest_version
-        if version is None or run.token is None:
-            raise ConflictError(
-                "no version was announced so far, so there is nothing to evaluate; wait for the trainer"
-            )
-        # fenced only if a trainer starts at this very moment: then the same request again is right
-        eval_id, existed = await self._open(
-            EvalRequest(
-                version=version,
-                token=run.token,
-                num_prompts=request.num_prompts or section.num_prompts,
-                num_samples=section.num_samples,
-                pass_at=section.pass_at,
-                success_reward=section.success_reward,
-                timeout_s=section.timeout_s,
-            )
-        )
-        return EvaluateReply(**(await self.get(eval_id)).model_dump(), existed=existed)
+        return EvalReply(**(await self.get(eval_id)).model_dump(), existed=reply == b"exists")
 
     async def get(self, eval_id: str) -> EvalInfo:
         """Return one evaluation.
@@ -147,20 +113,16 @@ class Evaluations:
         with redis_errors("read the evaluations"):
             ids = await self._context.redis.lrange(self._context.keys.eval_order, 0, -1)
         found = await self._read([eval_id.decode(errors="replace") for eval_id in ids])
-        documents = (document for info, document in found if document is not None and not info.abandoned)
+        documents = [document for info, document in found if not info.abandoned]
         best = find_best_version(documents, self._context.recipe.eval, num_heldout=len(self._catalog.heldout))
         return [info for info, _ in found], best
 
-    async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the stored documents of evaluations, at least one, without the damaged ones."""
+    async def documents(self, eval_ids: Sequence[str]) -> dict[str, StoredEval]:
+        """Return evaluations, at least one, as they are stored; unknown ones are left out."""
         with redis_errors("read the evaluations"):
             texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
-        found = {}
-        for eval_id, text in zip(eval_ids, texts, strict=True):
-            document = None if text is None else self._document(eval_id, text)
-            if document is not None:
-                found[eval_id] = document
-        return found
+        pairs = zip(eval_ids, texts, strict=True)
+        return {eval_id: self._document(eval_id, text) for eval_id, text in pairs if text is not None}
 
     async def results(self, eval_id: str, results: EvalResults) -> None:
         """Store results; idempotent by lease, and the first result of a unit counts.
@@ -177,10 +139,10 @@ class Evaluations:
         document = (await self.documents([eval_id])).get(eval_id)
         if document is None:
             raise NotFoundError(f"there is no evaluation {eval_id!r}")
-        if results.version != document["version"]:
-            raise BadRequestError(f"{eval_id} evaluates version {document['version']}, not {results.version}")
+        if results.version != document.version:
+            raise BadRequestError(f"{eval_id} evaluates version {document.version}, not {results.version}")
         # a repeated report: the results of a finished evaluation are no longer kept one by one
-        if document["state"] == "done" or not results.results:
+        if document.state == "done" or not results.results:
             return
         if self._is_expired(document):
             raise ConflictError(
@@ -191,7 +153,9 @@ class Evaluations:
             units = await self._context.redis.hmget(keys.eval_units, [item.lease_id for item in results.results])
         stored: list[str] = []
         for item, value in zip(results.results, units, strict=True):
-            unit, searcher_id = _unit_of(value)
+            # the value is "unit searcher"
+            name, _, searcher_id = (value or b"").decode().partition(" ")
+            unit = EvaluationUnit.parse(name) if name else None
             if unit is None or unit.eval_id != eval_id:
                 raise NotFoundError(f"lease {item.lease_id!r} is not a lease of {eval_id}")
             if searcher_id != results.searcher_id:
@@ -201,61 +165,52 @@ class Evaluations:
                     "result was stored"
                 )
             # before anything is stored: a report is taken as a whole or not at all
-            _check_result(item, unit, document["num_samples"])
+            _check_result(item, unit, document.num_samples)
             stored += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
         num_done = await self._context.scripts.run("eval_results", eval_id=eval_id, results=stored)
-        if num_done >= len(KINDS) * document["num_prompts"]:
+        if num_done >= len(KINDS) * document.num_prompts:
             await self._finish(document)
 
-    async def _read(self, eval_ids: Sequence[str]) -> list[tuple[EvalInfo, dict[str, Any]]]:
+    async def _read(self, eval_ids: Sequence[str]) -> list[tuple[EvalInfo, StoredEval]]:
         """Return evaluations with their documents; unknown ones are left out."""
         if not eval_ids:
             return []
         keys, found = self._context.keys, []
+        documents = await self.documents(eval_ids)
         with redis_errors("read the evaluations"):
-            texts = await self._context.redis.hmget(keys.evals, list(eval_ids))
             counts = await self._context.redis.hmget(keys.eval_done, list(eval_ids))
-        for eval_id, text, count in zip(eval_ids, texts, counts, strict=True):
-            if text is None:
+        for eval_id, count in zip(eval_ids, counts, strict=True):
+            if (document := documents.get(eval_id)) is None:
                 continue
-            document = self._document(eval_id, text)
-            num_units = len(KINDS) * document["num_prompts"]
             num_done = needed(keys.eval_done, eval_id, lambda count=count: int(count or 0))
-            if document["state"] == "pending" and num_done >= num_units:
+            if document.state == "pending" and num_done >= len(KINDS) * document.num_prompts:
                 document = await self._finish(document)  # the process died after it stored the last result
             found.append((self._info(document, num_done), document))
         return found
 
-    def _document(self, eval_id: str, text: bytes) -> dict[str, Any]:
-        def read() -> dict[str, Any]:
-            document = json.loads(text)
-            # both readers are tried now: a damaged field must not show in the middle of an answer
-            self._info(document, 0)
-            StoredEval.model_validate(document)
-            return document
+    def _document(self, eval_id: str, text: bytes) -> StoredEval:
+        return needed(self._context.keys.evals, eval_id, lambda: StoredEval.model_validate_json(text))
 
-        return needed(self._context.keys.evals, eval_id, read)
-
-    def _info(self, document: dict[str, Any], num_done: int) -> EvalInfo:
-        state = "expired" if self._is_expired(document) else document["state"]
+    def _info(self, document: StoredEval, num_done: int) -> EvalInfo:
+        is_done = document.state == "done"
         return EvalInfo(
-            eval_id=document["eval_id"],
-            version=document["version"],
-            state=state,
-            num_prompts=document["num_prompts"],
-            num_done=document["num_prompts"] if state == "done" else num_done // len(KINDS),
-            num_samples=document["num_samples"],
-            created_at_s=document["created_at_s"],
-            abandoned=self._lineages.has_abandoned(PolicyVersion.parse(document["version"])),
-            **document.get("summary", {}),
+            eval_id=document.eval_id,
+            version=document.version,
+            state="expired" if self._is_expired(document) else document.state,
+            num_prompts=document.num_prompts,
+            num_done=document.num_prompts if is_done else num_done // len(KINDS),
+            num_samples=document.num_samples,
+            created_at_s=document.created_at_s,
+            abandoned=self._lineages.has_abandoned(PolicyVersion.parse(document.version)),
+            **({} if document.summary is None else document.summary.model_dump()),
         )
 
-    def _is_expired(self, document: dict[str, Any]) -> bool:
-        return document["state"] == "pending" and document["deadline_s"] <= self._context.clock()
+    def _is_expired(self, document: StoredEval) -> bool:
+        return document.state == "pending" and document.deadline_s <= self._context.clock()
 
-    async def _finish(self, document: dict[str, Any]) -> dict[str, Any]:
-        eval_id, keys, redis = document["eval_id"], self._context.keys, self._context.redis
-        units = [EvaluationUnit(eval_id, kind, number) for number in range(document["num_prompts"]) for kind in KINDS]
+    async def _finish(self, document: StoredEval) -> StoredEval:
+        eval_id, keys, redis = document.eval_id, self._context.keys, self._context.redis
+        units = [EvaluationUnit(eval_id, kind, number) for number in range(document.num_prompts) for kind in KINDS]
         with redis_errors("finish an evaluation"):
             texts = await redis.hmget(keys.eval_results, [str(unit) for unit in units])
             leases = await redis.hgetall(keys.eval_units)
@@ -264,10 +219,10 @@ class Evaluations:
             results = {unit: self._result(unit, text) for unit, text in zip(units, texts, strict=True)}
             done = self._done(document, results)
             # a repeated report is answered by the state `done` from now on, so its leases need not be known
-            ended = [lease for lease, value in leases.items() if _is_of(value, eval_id)]
+            ended = [lease for lease, value in leases.items() if value.startswith(f"{eval_id}|".encode())]
             # one transaction: after a kill either the results are there, or the finished evaluation is
             async with redis.pipeline(transaction=True) as pipe:
-                pipe.hset(keys.evals, eval_id, json.dumps(done))
+                pipe.hset(keys.evals, eval_id, done.model_dump_json())
                 pipe.hdel(keys.eval_results, *(str(unit) for unit in units))
                 pipe.hdel(keys.eval_done, eval_id)
                 if ended:
@@ -276,67 +231,26 @@ class Evaluations:
         self._context.changed.notify()
         return done
 
-    def _result(self, unit: EvaluationUnit, text: bytes) -> dict[str, Any]:
-        """Return the stored result of a unit."""
-
-        def read() -> dict[str, Any]:
-            return EvalResult.model_validate({**json.loads(text), "lease_id": "ended"}).model_dump()
+    def _result(self, unit: EvaluationUnit, text: bytes) -> EvalResult:
+        def read() -> EvalResult:
+            return EvalResult.model_validate({**json.loads(text), "lease_id": "ended"})
 
         return needed(self._context.keys.eval_results, str(unit), read)
 
-    def _done(self, document: dict[str, Any], results: Results) -> dict[str, Any]:
-        """Return the document of a finished evaluation: its numbers, and those that versions are compared by."""
+    def _done(self, document: StoredEval, results: Results) -> StoredEval:
+        """Return the finished evaluation: its numbers, and those that versions are compared by."""
         results = with_raised(results, {number: prompt.task for number, prompt in enumerate(self._catalog.heldout)})
-        how = {"success_reward": document["success_reward"], "pass_at": document.get("pass_at", ())}
         # versions are compared over the prompts that every evaluation has
-        num_first = min(document["num_prompts"], self._context.recipe.eval.num_prompts_compared)
-        numbers, first = summarise(results, **how), summarise_first(results, num_first, **how)
-        return {
-            **document,
-            "state": "done",
-            "summary": {**numbers.model_dump(mode="json"), "finished_at_s": self._context.clock()},
-            "first": {
-                "num_prompts": num_first,
-                "numbers": first.model_dump(mode="json"),
-                "num_unknown": count_unknown(results, num_first),
-            },
-        }
-
-
-class ComparedNumbers(BaseModel):
-    """The numbers over the prompts that all evaluations have."""
-
-    num_prompts: Integer
-    numbers: EvalNumbers
-    num_unknown: dict[str, int] = Field(default_factory=dict)
-
-
-class FinishedAt(BaseModel):
-    """When it was finished."""
-
-    finished_at_s: Number
-
-
-class StoredEval(BaseModel):
-    """The fields of a stored evaluation beside its EvalInfo; `first` and `summary` come when it is done."""
-
-    success_reward: Number
-    deadline_s: Number
-    num_samples: Annotated[Integer, Field(ge=1, le=4096)]
-    pass_at: list[Integer] = Field(default_factory=list)
-    first: ComparedNumbers | None = None
-    summary: FinishedAt | None = None
-
-
-def _unit_of(value: bytes | None) -> tuple[EvaluationUnit | None, str]:
-    """Return the unit of a lease, and the searcher that it was granted to."""
-    unit, _, searcher_id = (value or b"").decode().partition(" ")
-    return EvaluationUnit.parse(unit) if unit else None, searcher_id
-
-
-def _is_of(value: bytes, eval_id: str) -> bool:
-    unit, _ = _unit_of(value)
-    return unit is not None and unit.eval_id == eval_id
+        num_first = min(document.num_prompts, self._context.recipe.eval.num_prompts_compared)
+        success_reward, pass_at = document.success_reward, document.pass_at
+        numbers = summarise(results, success_reward=success_reward, pass_at=pass_at)
+        return document.model_copy(
+            update={
+                "state": "done",
+                "summary": EvalSummary(**numbers.model_dump(), finished_at_s=self._context.clock()),
+                "first": summarise_first(results, num_first, success_reward=success_reward, pass_at=pass_at),
+            }
+        )
 
 
 def _check_result(item: EvalResult, unit: EvaluationUnit, num_samples: int) -> None:

@@ -19,11 +19,10 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
 from tba_buffer.prompts.catalog import Catalog, VisitCursor, VisitOrder
-from tba_buffer.prompts.evaluation_summary import EvaluationUnit
+from tba_buffer.prompts.evaluation_summary import EvaluationUnit, StoredEval
 from tba_buffer.prompts.evaluations import Evaluations
 from tba_buffer.run.state import FlowSettings, RunSnapshot, RunStateReader, generation_room
 from tba_buffer.storage.context import Context, needed, unreadable
@@ -194,7 +193,9 @@ class Leases:
         now, sampling = self._context.clock(), self._context.recipe.sampling
         lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
         max_train = min(max_train, request.max_leases if room is None else self._num_visits(room))
-        lease_ids = make_lease_ids(request)
+        # the same ids however often the request is sent: by them lease.lua finds what a lost reply had granted
+        digest = hashlib.sha256(json.dumps([request.searcher_id, request.request_id]).encode()).hexdigest()[:20]
+        lease_ids = [f"lease-{digest}-{i}" for i in range(request.max_leases)]
         # another process may move the cursor before lease.lua runs; the candidates are then of visits that are taken
         for _ in range(ATTEMPTS):
             with redis_errors("read the cursor"):
@@ -214,8 +215,7 @@ class Leases:
                 refused_versions=request.refused_versions,
             )
             if flat or not moved:
-                sampling_temperature = snapshot.settings.recipe.searcher.sampling_temperature
-                return await self._leases(flat, lease_s, sampling_temperature)
+                return await self._leases(flat, lease_s, snapshot.settings.recipe.searcher.sampling_temperature)
         return []
 
     def _read_cursor(self, stored: bytes) -> VisitCursor | None:
@@ -225,48 +225,48 @@ class Leases:
         num_train = len(self._catalog.train)
         return needed(self._context.keys.cursor, "cursor", lambda: VisitCursor.parse(stored, num_train))
 
-    async def _leases(self, flat: list[bytes | int], lease_s: float, sampling_temperature: float) -> list[Lease]:
-        rows = [tuple(_text(value) for value in flat[at : at + 5]) for at in range(0, len(flat), 5)]
-        eval_ids = sorted({_eval_id(row[2]) for row in rows if row[0] == "eval"})
+    async def _leases(self, flat: list[bytes | int], lease_s: float, temperature: float) -> list[Lease]:
+        """Return the leases of a reply: kind, lease id, visit or unit, prompt id and number of rollouts of each."""
+        texts = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in flat]
+        rows = [texts[at : at + 5] for at in range(0, len(texts), 5)]
+        eval_ids = sorted({subject.partition("|")[0] for kind, _, subject, _, _ in rows if kind == "eval"})
         documents = await self._evaluations.documents(eval_ids) if eval_ids else {}
-        return [
-            self._train_lease(lease_id, subject, prompt_id, int(num), sampling_temperature, lease_s)
-            if kind == "train"
-            else self._eval_lease(lease_id, subject, documents, lease_s)
-            for kind, lease_id, subject, prompt_id, num in rows
-        ]
+        leases = []
+        for kind, lease_id, subject, prompt_id, num in rows:
+            if kind == "eval":
+                leases.append(self._eval_lease(lease_id, subject, documents, lease_s))
+                continue
+            found = self._catalog.find(prompt_id)
+            if found is None:
+                missing = LookupError(f"prompt {prompt_id!r} is not stored")
+                raise unreadable(self._context.keys.visits, subject, missing)
+            leases.append(
+                Lease(
+                    lease_id=lease_id,
+                    kind="train",
+                    visit_id=subject,
+                    prompt=found[1],
+                    num_rollouts=int(num),
+                    temperature=temperature,
+                    expires_in_s=lease_s,
+                )
+            )
+        return leases
 
-    def _train_lease(
-        self, lease_id: str, visit_id: str, prompt_id: str, num: int, temperature: float, lease_s: float
-    ) -> Lease:
-        found = self._catalog.find(prompt_id)
-        if found is None:
-            missing = LookupError(f"prompt {prompt_id!r} is not stored")
-            raise unreadable(self._context.keys.visits, visit_id, missing)
-        return Lease(
-            lease_id=lease_id,
-            kind="train",
-            visit_id=visit_id,
-            prompt=found[1],
-            num_rollouts=num,
-            temperature=temperature,
-            expires_in_s=lease_s,
-        )
-
-    def _eval_lease(self, lease_id: str, text: str, documents: Mapping[str, dict[str, Any]], lease_s: float) -> Lease:
+    def _eval_lease(self, lease_id: str, text: str, documents: Mapping[str, StoredEval], lease_s: float) -> Lease:
         def read() -> Lease:
             unit = EvaluationUnit.parse(text)
-            document = documents[unit.eval_id]
+            document, is_greedy = documents[unit.eval_id], unit.kind == "greedy"
             return Lease(
                 lease_id=lease_id,
-                kind="greedy" if unit.kind == "greedy" else "sample",
+                kind="greedy" if is_greedy else "sample",
                 visit_id=f"{unit.eval_id}-{unit.kind}-{unit.number}",
                 prompt=self._catalog.heldout[unit.number],
-                num_rollouts=1 if unit.kind == "greedy" else document["num_samples"],
-                temperature=0.0 if unit.kind == "greedy" else self._context.recipe.model.policy_temperature,
+                num_rollouts=1 if is_greedy else document.num_samples,
+                temperature=0.0 if is_greedy else self._context.recipe.model.policy_temperature,
                 expires_in_s=lease_s,
                 eval_id=unit.eval_id,
-                version=document["version"],
+                version=document.version,
             )
 
         return needed(self._context.keys.eval_todo, text, read)
@@ -297,18 +297,3 @@ class PollBackoff:
     def record_served(self, searcher_id: str) -> None:
         """Record that a searcher got work: it does not wait any more."""
         self._polled_at_s.pop(searcher_id, None)
-
-
-def make_lease_ids(request: LeaseRequest) -> list[str]:
-    """Return the ids of the leases that a request may be granted: the same ones however often it is sent."""
-    # lease.lua finds by these ids what it granted to a request whose reply was lost
-    request_digest = hashlib.sha256(json.dumps([request.searcher_id, request.request_id]).encode()).hexdigest()[:20]
-    return [f"lease-{request_digest}-{i}" for i in range(request.max_leases)]
-
-
-def _eval_id(unit: str) -> str:
-    return unit.partition("|")[0]
-
-
-def _text(value: bytes | int) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

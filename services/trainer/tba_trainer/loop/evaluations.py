@@ -63,12 +63,7 @@ class Evaluations:
             return None
         try:
             return self._buffer.request_eval(
-                EvalRequest(
-                    version=str(version),
-                    token=self._token,
-                    num_prompts=num_prompts,
-                    **self._section.model_dump(include={"num_samples", "pass_at", "success_reward", "timeout_s"}),
-                )
+                EvalRequest(version=str(version), token=self._token, num_prompts=num_prompts)
             )
         except FencedError:
             raise

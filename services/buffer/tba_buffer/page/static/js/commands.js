@@ -88,7 +88,7 @@ function askEvaluation(run) {
     [["version", "Version", { pattern: "\\d+-\\d+", placeholder: run.latest_version, title: "lineage-step, such as 1-250" }],
       ["prompts", "Held-out prompts (empty: as the recipe says)", { type: "number", min: 1, max: 10000, step: 1 }]],
     async (values) => {
-      const found = await send("POST", "/v1/run/evaluate",
+      const found = await send("POST", "/v1/evals",
         { version: values.version || null, num_prompts: values.prompts === "" ? null : Number(values.prompts) });
       return found.existed ? evaluationText(found) : null;
     });

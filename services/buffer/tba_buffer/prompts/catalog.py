@@ -5,7 +5,7 @@ that existed when it began; prompts uploaded later join the next one. Visit ids 
 
 With `data.selection = "posterior"` an epoch has as many visits, but the prompt of each is chosen by its posterior
 success, as in MoPPS (arXiv 2507.04632). A prompt's success rate has the prior Beta(1, 1), so after s successes in n
-scored rollouts its posterior is Beta(1 + s, 1 + n - s). Per visit, `num_candidates` prompts each get one Thompson draw
+scored rollouts its posterior is Beta(1 + s, 1 + n - s). Per visit, NUM_CANDIDATES prompts each get one Thompson draw
 of their rate, and the draws nearest to the target win. A prompt that nobody has tried draws uniformly, so it is tried
 soon. One known to be too easy or too hard draws far from the target, and comes back only when its posterior is wide.
 
@@ -19,8 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +33,10 @@ from tba_buffer.storage.context import Context, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 Ints = NDArray[np.int64]
+TARGET = 0.5
+"""The success rate that posterior selection looks for: one half gives the most informative groups."""
+NUM_CANDIDATES = 8
+"""Random prompts that are looked at for every one that is taken."""
 
 
 class Catalog:
@@ -125,8 +128,7 @@ class Catalog:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NextVisit:
+class NextVisit(NamedTuple):
     """The next visit, and the cursor once it is taken."""
 
     visit_id: str
@@ -134,8 +136,7 @@ class NextVisit:
     cursor_after: str
 
 
-@dataclass(frozen=True, slots=True)
-class VisitCursor:
+class VisitCursor(NamedTuple):
     """Points at the next visit: number `offset` of an epoch of `size` visits."""
 
     epoch: int
@@ -166,37 +167,32 @@ class VisitOrder:
     def __init__(self, catalog: Catalog, recipe: Recipe) -> None:
         self._catalog = catalog
         self._seed = recipe.run.seed
-        self._selection = SelectionSettings.of(recipe)
+        self._by_posterior = recipe.data.selection == "posterior"
         self._shuffled: dict[tuple[int, int], Ints] = {}
 
     def next(self, cursor: VisitCursor | None, num: int, index: Index) -> list[NextVisit]:
         """Return the `num` visits from `cursor` on (None: the beginning); none without train prompts."""
-        num_train = len(self._catalog.train)
-        if not num_train or not num:
+        train = self._catalog.train
+        if not train or not num:
             return []
-        epoch, offset, size = (0, 0, num_train) if cursor is None else (cursor.epoch, cursor.offset, cursor.size)
+        epoch, offset, size = cursor or VisitCursor(0, 0, len(train))
         visits = []
         for _ in range(num):
             # the epoch is over: the next one has every train prompt that exists now
             if offset >= size:
-                epoch, offset, size = epoch + 1, 0, num_train
+                epoch, offset, size = epoch + 1, 0, len(train)
             visits.append((epoch, offset, size))
             offset += 1
-        chosen = self._by_epoch(visits) if self._selection is None else self._by_posterior(visits, index)
+        if self._by_posterior:
+            # seeded by the first visit: after a restart the same cursor chooses the same prompts
+            rng = np.random.default_rng([self._seed, *visits[0][:2]])
+            chosen = choose_by_posterior(self._catalog.train_numbers(), index.counts, index.successes, num, rng)
+        else:
+            chosen = [self._order(epoch, size)[offset] for epoch, offset, size in visits]
         return [
-            NextVisit(f"visit-{epoch}-{offset}", self._catalog.train[at].prompt_id, f"{epoch}:{offset + 1}:{size}")
+            NextVisit(f"visit-{epoch}-{offset}", train[int(at)].prompt_id, f"{epoch}:{offset + 1}:{size}")
             for (epoch, offset, size), at in zip(visits, chosen, strict=True)
         ]
-
-    def _by_epoch(self, visits: list[tuple[int, int, int]]) -> list[int]:
-        return [int(self._order(epoch, size)[offset]) for epoch, offset, size in visits]
-
-    def _by_posterior(self, visits: list[tuple[int, int, int]], index: Index) -> list[int]:
-        assert self._selection is not None
-        # seeded by the first visit: after a restart the same cursor chooses the same prompts
-        rng = np.random.default_rng([self._seed, *visits[0][:2]])
-        numbers = self._catalog.train_numbers()
-        return choose_by_posterior(numbers, index.counts, index.successes, len(visits), self._selection, rng).tolist()
 
     def _order(self, epoch: int, size: int) -> Ints:
         order = self._shuffled.get((epoch, size))
@@ -209,44 +205,7 @@ class VisitOrder:
         return order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectionSettings:
-    """The target success rate, and the candidate prompts per visit."""
-
-    target: float = 0.5
-    """One half gives the most informative groups."""
-    num_candidates: int = 8
-    """Random prompts that are looked at for every one that is taken."""
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> SelectionSettings | None:
-        """Return the settings of a recipe; None where every epoch visits every prompt."""
-        if recipe.data.selection == "epochs":
-            return None
-        return cls()
-
-
-def candidate_offsets(num_train: int, num: int, rng: np.random.Generator) -> Ints:
-    """Draw `num` of the offsets 0 .. num_train - 1 uniformly [num]; distinct unless there are fewer than `num`.
-
-    Costs O(num), not O(num_train).
-    """
-    return rng.choice(num_train, size=num, replace=num > num_train)
-
-
-def thompson_draws(counts: Ints, successes: Ints, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw once from each posterior Beta(1 + successes, 1 + counts - successes). [N]"""
-    return rng.beta(1.0 + successes, 1.0 + (counts - successes))
-
-
-def nearest_draws(draws: NDArray[np.float64], target: float, num: int) -> Ints:
-    """Return the indices of the `num` draws nearest to the target, nearest first; equal ones in their order."""
-    return np.argsort(np.abs(draws - target), kind="stable")[:num]
-
-
-def choose_by_posterior(
-    train_numbers: Ints, counts: Ints, successes: Ints, num: int, settings: SelectionSettings, rng: np.random.Generator
-) -> Ints:
+def choose_by_posterior(train_numbers: Ints, counts: Ints, successes: Ints, num: int, rng: np.random.Generator) -> Ints:
     """Choose offsets [num] into the train prompts for `num` visits, nearest to the target first.
 
     With fewer train prompts than candidates a prompt may be drawn, and chosen, more than once: red-teaming has one.
@@ -256,22 +215,16 @@ def choose_by_posterior(
         counts: [Q] scored rollouts stored now, per prompt number; prompts beyond its end have none.
         successes: [Q] how many of them succeeded.
         num: visits to fill.
-        settings: target and number of candidates.
         rng: the generator of the visits.
     """
-    offsets = candidate_offsets(len(train_numbers), settings.num_candidates * num, rng)
+    num_train, num_drawn = len(train_numbers), NUM_CANDIDATES * num
+    offsets = rng.choice(num_train, size=num_drawn, replace=num_drawn > num_train)
     numbers = train_numbers[offsets]
-    draws = thompson_draws(_values_of(counts, numbers), _values_of(successes, numbers), rng)
-    return offsets[nearest_draws(draws, settings.target, num)]
-
-
-def _values_of(values: Ints, numbers: Ints) -> Ints:
-    """Return the values of prompt numbers; 0 beyond the end of the array."""
-    found = np.zeros(len(numbers), dtype=np.int64)
-    # prompts beyond the end have no rollouts yet
-    known = numbers < len(values)
-    found[known] = values[numbers[known]]
-    return found
+    tried, succeeded = np.zeros((2, num_drawn), dtype=np.int64)
+    is_known = numbers < len(counts)
+    tried[is_known], succeeded[is_known] = counts[numbers[is_known]], successes[numbers[is_known]]
+    rates = rng.beta(1.0 + succeeded, 1.0 + (tried - succeeded))
+    return offsets[np.argsort(np.abs(rates - TARGET), kind="stable")[:num]]
 
 
 def bounded_data(data: dict[str, Any], num_chars: int | None) -> dict[str, Any] | None:
